@@ -1,0 +1,68 @@
+"""The planner's errors.
+
+CohabitError
+├── FormatError            a file is not what it says: truncated, edited, newer, another's
+│   └── FingerprintMismatch  a plan or profile made for another graph, weights file or profile
+├── InvalidGraph           a graph that no program could come from
+├── InvalidPlan            the checker's findings
+└── InfeasibleBudget       no plan exists in the given memory
+"""
+
+from collections.abc import Sequence
+
+
+class CohabitError(Exception):
+    """Every error that Cohabit raises on purpose."""
+
+
+class FormatError(CohabitError):
+    """A graph, profile or plan file cannot be used; the message says why."""
+
+
+class FingerprintMismatch(FormatError):
+    """A plan or profile belongs to something else than what it is used with."""
+
+    def __init__(self, what: str, expected: str, found: str) -> None:
+        super().__init__(f"{what} was made for {found[:12]}, but {expected[:12]} is in use; make it again")
+        self.what = what
+        self.expected = expected
+        self.found = found
+
+
+class InvalidGraph(CohabitError):
+    """A graph breaks a rule of its format, such as reading a tensor that nothing wrote."""
+
+
+class InvalidPlan(CohabitError):
+    """A plan that must not run. `violations` has one sentence per finding."""
+
+    def __init__(self, violations: Sequence[str]) -> None:
+        shown = "; ".join(violations[:3])
+        more = f" (and {len(violations) - 3} more)" if len(violations) > 3 else ""
+        super().__init__(f"plan refused: {shown}{more}")
+        self.violations = tuple(violations)
+
+
+class InfeasibleBudget(CohabitError):
+    """No plan fits. `least_bytes` is the smallest budget that would do, `op` the op that needs it."""
+
+    def __init__(self, model: str, op: str, budget_bytes: int, least_bytes: int) -> None:
+        super().__init__(
+            f"{model}: op {op} needs a budget of {format_bytes(least_bytes)}"
+            f" ({least_bytes} bytes), the budget is {format_bytes(budget_bytes)}"
+            f" ({budget_bytes} bytes); raise the memory or lower the batch"
+        )
+        self.model = model
+        self.op = op
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+
+
+def format_bytes(nbytes: float) -> str:
+    """Write a byte count for people, in binary units: `61.3 MiB`."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

@@ -1,0 +1,137 @@
+"""The graph that is planned: ops in an executable order, and the bytes that they read and write.
+
+A *tensor* here is a storage: whatever aliases it (views, tied weights) is one tensor. Parameters come first
+and have the same ids in the graphs of all batch sizes of one model, so that residents can be shared.
+"""
+
+import hashlib
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from planner.errors import FormatError, InvalidGraph
+
+FORMAT_VERSION = 1
+
+_T = TypeVar("_T")
+
+TensorKind = Literal["parameter", "input", "activation"]
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One storage.
+
+    A parameter has a copy in the host store at all times, so that evicting it is free. An input is in memory
+    before the first op; an activation is written by exactly one op.
+    """
+
+    name: str
+    nbytes: int
+    kind: TensorKind
+    alignment: int = 64
+
+
+class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kernel call (or one opaque group of them): reads and writes are tensor ids, without repeats."""
+
+    name: str
+    target: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    scratch_bytes: int = 0
+
+
+class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """A model at one batch size. `ops` are in an order in which they can run."""
+
+    name: str
+    batch: int
+    weights: str
+    """Fingerprint of the weights file that the parameters come from."""
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[int, ...]
+    """Tensors that must be in memory when the last op has finished."""
+    format_version: int = FORMAT_VERSION
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of the graph's canonical JSON."""
+        return fingerprint(self)
+
+    @cached_property
+    def parameters(self) -> tuple[int, ...]:
+        """Ids of the parameters, in the order of the weights file."""
+        return tuple(i for i, t in enumerate(self.tensors) if t.kind == "parameter")
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        return sum(self.tensors[i].nbytes for i in self.parameters)
+
+    def validate(self) -> None:
+        """Raise InvalidGraph unless every op reads what exists and every activation is written once."""
+        written: set[int] = set()
+        count = len(self.tensors)
+        for tensor in self.tensors:
+            if tensor.nbytes < 0 or tensor.alignment < 1 or tensor.alignment & (tensor.alignment - 1):
+                raise InvalidGraph(
+                    f"{self.name}: tensor {tensor.name} has {tensor.nbytes} bytes at alignment"
+                    f" {tensor.alignment}; sizes are >= 0 and alignments powers of two"
+                )
+        for op in self.ops:
+            for ids, verb in ((op.reads, "reads"), (op.writes, "writes")):
+                if len(set(ids)) != len(ids) or any(not 0 <= i < count for i in ids):
+                    raise InvalidGraph(f"{self.name}: op {op.name} {verb} tensors {ids} of {count}")
+            for i in op.reads:
+                if self.tensors[i].kind == "activation" and i not in written:
+                    raise InvalidGraph(
+                        f"{self.name}: op {op.name} reads {self.tensors[i].name} before it is written"
+                    )
+            for i in op.writes:
+                if self.tensors[i].kind != "activation" or i in written:
+                    raise InvalidGraph(
+                        f"{self.name}: op {op.name} writes {self.tensors[i].name}, which is a"
+                        f" {self.tensors[i].kind} or was written before"
+                    )
+                written.add(i)
+        for i in self.outputs:
+            if not 0 <= i < count or (self.tensors[i].kind == "activation" and i not in written):
+                raise InvalidGraph(f"{self.name}: output {i} is never written")
+
+
+def fingerprint(data: Any) -> str:
+    """Hex SHA-256 of a value's canonical JSON (keys sorted, no spaces)."""
+    return hashlib.sha256(msgspec.json.encode(data, order="deterministic")).hexdigest()
+
+
+def encode(data: Graph) -> bytes:
+    return msgspec.json.encode(data)
+
+
+def decode(raw: bytes) -> Graph:
+    """Read and validate a graph. Raises FormatError or InvalidGraph."""
+    graph = decode_as(raw, Graph, "graph", FORMAT_VERSION)
+    graph.validate()
+    return graph
+
+
+class _Header(msgspec.Struct):
+    format_version: int
+
+
+def decode_as(raw: bytes, kind: type[_T], what: str, newest: int) -> _T:
+    """Decode versioned JSON into `kind`. Raises FormatError, naming the version where that is the reason."""
+    try:
+        version = msgspec.json.decode(raw, type=_Header).format_version
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"not a {what} file, or a truncated one: {error}") from error
+    if version != newest:
+        raise FormatError(
+            f"{what} file has format version {version}, this version of Cohabit reads {newest};"
+            f" {'upgrade Cohabit' if version > newest else f'make the {what} again'}"
+        )
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{what} file is damaged: {error}") from error

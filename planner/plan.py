@@ -1,0 +1,139 @@
+"""The plan: every step of one inference, the lane it runs on, and what it must wait for.
+
+Steps stand in one total order. Each lane runs its steps in that order; `after` names earlier steps (indices into
+`Plan.steps`) of other lanes that must have finished first. Since every wait points backwards, no plan can
+deadlock. Swap-ins behind the last compute step are the epilogue: they restore the initial residents and are not
+part of the answer's latency.
+"""
+
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+
+from planner.graph import decode_as, fingerprint
+
+FORMAT_VERSION = 1
+
+Region = Literal["partition", "workspace"]
+Lane = Literal["compute", "swap_in", "swap_out"]
+
+
+class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A byte offset in the model's private partition or in the lane's shared workspace."""
+
+    region: Region
+    offset: int
+
+
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that is in memory when the inference starts."""
+
+    tensor: int
+    address: Address
+
+
+class Compute(msgspec.Struct, frozen=True, tag="compute", forbid_unknown_fields=True):
+    """Run an op on tensors that are in memory; `outputs[i]` is where `op.writes[i]` goes."""
+
+    op: int
+    outputs: tuple[Address, ...] = ()
+    scratch: Address | None = None
+    after: tuple[int, ...] = ()
+
+
+class SwapIn(msgspec.Struct, frozen=True, tag="swap_in", forbid_unknown_fields=True):
+    """Copy a tensor from the host store into memory."""
+
+    tensor: int
+    address: Address
+    after: tuple[int, ...] = ()
+
+
+class SwapOut(msgspec.Struct, frozen=True, tag="swap_out", forbid_unknown_fields=True):
+    """Copy an activation to the host store. It stays readable until its `Drop`."""
+
+    tensor: int
+    after: tuple[int, ...] = ()
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop", forbid_unknown_fields=True):
+    """Give up a tensor's bytes. Takes no time and no lane: whoever writes there next must wait for the readers."""
+
+    tensor: int
+
+
+Step = Compute | SwapIn | SwapOut | Drop
+
+
+def lane_of(step: Step) -> Lane | None:
+    """The lane that a step runs on; a drop has none."""
+    match step:
+        case Compute():
+            return "compute"
+        case SwapIn():
+            return "swap_in"
+        case SwapOut():
+            return "swap_out"
+        case Drop():
+            return None
+
+
+class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a plan came about, and how good it is by the simulator."""
+
+    searcher: str
+    seed: int
+    evaluations: int
+    latency_s: float
+    """Predicted time of one inference that starts on an idle device, initial residents in place."""
+    period_s: float
+    """Predicted time between inferences that run back to back."""
+    baseline_s: float
+    """Predicted latency of the same memory without search: the searcher's first plan."""
+    resident_s: float
+    """Time with every parameter resident: the sum of the op times."""
+    bound_s: float
+    """Lower bound of the latency of any plan in this memory."""
+
+    @property
+    def gap(self) -> float:
+        """Relative distance to the bound; 0.02 means within 2 %."""
+        return self.latency_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """One inference of one graph in `partition_bytes` + `workspace_bytes` of memory."""
+
+    graph: str
+    """Fingerprint of the graph."""
+    profile: str
+    """Fingerprint of the profile that the plan was judged with."""
+    partition_bytes: int
+    workspace_bytes: int
+    inputs: tuple[Placement, ...]
+    residents: tuple[Placement, ...]
+    """Parameters in the partition before the first and after the last step, at the same addresses."""
+    steps: tuple[Step, ...]
+    provenance: Provenance | None = None
+    format_version: int = FORMAT_VERSION
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of the plan's canonical JSON."""
+        return fingerprint(self)
+
+    @cached_property
+    def epilogue_start(self) -> int:
+        """Index of the first step behind the last compute step."""
+        computes = [i for i, step in enumerate(self.steps) if isinstance(step, Compute)]
+        return computes[-1] + 1 if computes else 0
+
+
+def encode(plan: Plan) -> bytes:
+    return msgspec.json.encode(plan)
+
+
+def decode(raw: bytes) -> Plan:
+    """Read a plan. Raises FormatError. Whether it may run is for `planner.check` to say."""
+    return decode_as(raw, Plan, "plan", FORMAT_VERSION)

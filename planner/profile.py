@@ -1,0 +1,55 @@
+"""The profile: how long each op of one graph takes on one device, and how fast its link is."""
+
+from functools import cached_property
+
+import msgspec
+
+from planner.graph import decode_as, fingerprint
+
+FORMAT_VERSION = 1
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One direction of the link between host store and device memory."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def seconds(self, nbytes: int) -> float:
+        """Time of one transfer of `nbytes` with nothing else running."""
+        return self.latency_s + nbytes / self.bandwidth_bytes_per_s
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """Measured costs. `op_seconds[i]` belongs to `graph.ops[i]`."""
+
+    graph: str
+    """Fingerprint of the graph that was measured."""
+    device: str
+    op_seconds: tuple[float, ...]
+    swap_in: Link
+    swap_out: Link
+    compute_slowdown: float = 1.0
+    """Factor (>= 1) by which an op takes longer while a transfer is in flight."""
+    swap_slowdown: float = 1.0
+    """Factor (>= 1) by which a transfer takes longer while an op runs."""
+    format_version: int = FORMAT_VERSION
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of the profile's canonical JSON."""
+        return fingerprint(self)
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Time of one inference with every parameter resident."""
+        return sum(self.op_seconds)
+
+
+def encode(profile: Profile) -> bytes:
+    return msgspec.json.encode(profile)
+
+
+def decode(raw: bytes) -> Profile:
+    """Read a profile. Raises FormatError."""
+    return decode_as(raw, Profile, "profile", FORMAT_VERSION)

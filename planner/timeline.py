@@ -1,0 +1,36 @@
+"""The timeline: when each step ran, simulated or measured."""
+
+import msgspec
+
+from planner.plan import Lane
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step on its lane. Times in seconds from the start of the inference."""
+
+    step: int
+    lane: Lane
+    start_s: float
+    end_s: float
+
+
+class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All spans of one inference, in step order. The same type for the simulator's and the device's timelines."""
+
+    spans: tuple[Span, ...]
+    latency_s: float
+    """End of the last compute step."""
+    period_s: float | None
+    """Time from one inference's start to the next when they run back to back; None where it was not looked at."""
+    link_bytes: int
+    """Bytes copied in either direction, epilogue included."""
+
+    @property
+    def busy_s(self) -> float:
+        """Time that the compute lane spent in ops."""
+        return sum(s.end_s - s.start_s for s in self.spans if s.lane == "compute")
+
+    @property
+    def stall_s(self) -> float:
+        """Time that the compute lane spent waiting."""
+        return self.latency_s - self.busy_s
