@@ -1,0 +1,84 @@
+"""The models that load is generated for, by name. Reading this registry imports neither torch nor transformers."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+Inputs = Mapping[str, "torch.Tensor"]
+Build = Callable[[int], tuple["torch.nn.Module", Inputs]]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A model of the zoo.
+
+    `builder` names a function `(seed) -> (module in eval mode, example inputs by argument name)`. The seed fixes
+    the weights, and for a ranker also the layer sizes; models with real weights have no use for it.
+    """
+
+    name: str
+    builder: str
+    parameters: int
+    """Number of parameters (of seed 0, where the seed changes it), buffers not counted."""
+    description: str
+    real_weights: bool = False
+
+    @property
+    def parameter_bytes(self) -> int:
+        return 4 * self.parameters
+
+    def build(self, seed: int = 0) -> "tuple[torch.nn.Module, Inputs]":
+        """Build the model. Raises UnavailableModel where a package with its code or weights is not installed."""
+        module, _, function = self.builder.partition(":")
+        build: Build = getattr(importlib.import_module(f"loadgen.zoo.{module}"), function)
+        return build(seed)
+
+
+_ENTRIES = (
+    Entry("bert_base", "text:bert_base", 109_482_240, "BERT base, 128 tokens, pooled state"),
+    Entry("bert_small", "text:bert_small", 11_170_560, "BERT with 4 layers of 256, 64 tokens, pooled state"),
+    Entry("gpt2", "text:gpt2", 124_439_808, "GPT-2 prefill of 64 tokens, logits of the last one"),
+    Entry("lstm", "recurrent:lstm", 67_407_972, "8 LSTM layers of 1024 over 16 tokens, classifier"),
+    Entry(
+        "minilm",
+        "sentence:minilm",
+        22_565_376,
+        "all-MiniLM-L6-v2, 128 tokens, sentence embedding",
+        real_weights=True,
+    ),
+    Entry(
+        "minilm_short",
+        "sentence:minilm_short",
+        22_565_376,
+        "all-MiniLM-L6-v2, 32 tokens, sentence embedding",
+        real_weights=True,
+    ),
+    Entry("mobilenet_v2", "vision:mobilenet_v2", 3_506_153, "MobileNetV2, 224x224, 1001 classes"),
+    Entry("ranker", "ranker:ranker", 2_226_049, "ranking MLP, 8 to 17 MiB by seed, about 1 ms"),
+    Entry("resnet152", "vision:resnet152", 60_192_808, "ResNet-152, 224x224, 1000 classes"),
+    Entry("resnet50", "vision:resnet50", 25_557_032, "ResNet-50, 224x224, 1000 classes"),
+    Entry(
+        "torchcrepe",
+        "pitch:tiny",
+        486_552,
+        "CREPE pitch tracker (tiny), frames of 1024 samples at 16 kHz",
+        real_weights=True,
+    ),
+    Entry(
+        "torchcrepe_full",
+        "pitch:full",
+        22_239_976,
+        "CREPE pitch tracker (full), frames of 1024 samples at 16 kHz",
+        real_weights=True,
+    ),
+    Entry("vit", "vision:vit", 86_567_656, "ViT-B/16, 224x224, 1000 classes"),
+    Entry("vit_small", "vision:vit_small", 22_050_664, "ViT-S/16, 224x224, 1000 classes"),
+)
+
+ZOO: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}

@@ -1,0 +1,35 @@
+"""From a zoo entry to a `.pt2` file whose batch is free."""
+
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+MAX_BATCH = 64
+
+
+def export_model(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], max_batch: int = MAX_BATCH
+) -> ExportedProgram:
+    """Export with the first dimension of every input as one free dimension of 1 to `max_batch`."""
+    batch = Dim("batch", min=1, max=max_batch)
+    with warnings.catch_warnings(), torch.no_grad():
+        # nn.LSTM keeps a list of its own parameters, and export takes refreshing that list for a change of state.
+        warnings.filterwarnings(
+            "ignore", message=r"(?s)The tensor attributes? .*_flat_weights", category=UserWarning
+        )
+        return torch.export.export(model, (), dict(inputs), dynamic_shapes={name: {0: batch} for name in inputs})
+
+
+def save_model(program: ExportedProgram, path: Path, notes: Mapping[str, str]) -> None:
+    """Write `program` to `path` at once or not at all; `notes` become files inside the archive."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The file name becomes the root folder inside the archive, hence a temporary folder, not a temporary name.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:
+        unfinished = Path(folder) / path.name
+        torch.export.save(program, unfinished, extra_files=dict(notes))
+        unfinished.replace(path)

@@ -1,0 +1,68 @@
+"""Image classifiers: `image` [batch, 3, 224, 224] float32 in, `logits` out."""
+
+import torch
+from torch import nn
+from transformers import (
+    MobileNetV2Config,
+    MobileNetV2ForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from loadgen.zoo import Inputs
+from loadgen.zoo.seeded import EXAMPLE_BATCH, calibrate_batch_norms, seeded
+
+
+class ImageClassifier(nn.Module):
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.classifier(pixel_values=image).logits}
+
+
+def resnet50(seed: int) -> tuple[nn.Module, Inputs]:
+    with seeded(seed):
+        return _convolutional(ResNetForImageClassification(ResNetConfig(num_labels=1000)))
+
+
+def resnet152(seed: int) -> tuple[nn.Module, Inputs]:
+    with seeded(seed):
+        return _convolutional(ResNetForImageClassification(ResNetConfig(depths=[3, 8, 36, 3], num_labels=1000)))
+
+
+def mobilenet_v2(seed: int) -> tuple[nn.Module, Inputs]:
+    with seeded(seed):
+        config = MobileNetV2Config(num_labels=1001, tf_padding=False)
+        return _convolutional(MobileNetV2ForImageClassification(config))
+
+
+def vit(seed: int) -> tuple[nn.Module, Inputs]:
+    with seeded(seed):
+        config = ViTConfig(num_labels=1000, attn_implementation="sdpa")
+        return ImageClassifier(ViTForImageClassification(config)).eval(), _images()
+
+
+def vit_small(seed: int) -> tuple[nn.Module, Inputs]:
+    with seeded(seed):
+        config = ViTConfig(
+            hidden_size=384,
+            num_attention_heads=6,
+            intermediate_size=1536,
+            num_labels=1000,
+            attn_implementation="sdpa",
+        )
+        return ImageClassifier(ViTForImageClassification(config)).eval(), _images()
+
+
+def _convolutional(classifier: nn.Module) -> tuple[nn.Module, Inputs]:
+    model, inputs = ImageClassifier(classifier).eval(), _images()
+    calibrate_batch_norms(model, inputs)
+    return model, inputs
+
+
+def _images() -> Inputs:
+    return {"image": torch.randn(EXAMPLE_BATCH, 3, 224, 224)}

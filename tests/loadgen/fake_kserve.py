@@ -1,0 +1,113 @@
+"""A KServe server without models: in-process for tests, or as a program in the place of `cohabit`."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+
+@dataclass
+class FakeKServe:
+    """Every model takes x [-1, 4] FP32 and gives one zero per row."""
+
+    models: tuple[str, ...] = ("a", "b")
+    has_index: bool = True
+    answer_after: int = 1
+    """Hold every answer back until so many requests have arrived."""
+    status_of: dict[str, int] = field(default_factory=dict)
+    """Models that answer with this HTTP status."""
+    never_answers: tuple[str, ...] = ()
+    hangs_up: tuple[str, ...] = ()
+    arrived: list[str] = field(default_factory=list)
+    received: list[bytes] = field(default_factory=list)
+    enough: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/v2/health/ready", self.ready)
+        app.router.add_get("/v2/models/{model}", self.metadata)
+        app.router.add_post("/v2/models/{model}/infer", self.infer)
+        if self.has_index:
+            app.router.add_post("/v2/repository/index", self.index)
+        return app
+
+    async def ready(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def index(self, request: web.Request) -> web.Response:
+        unready = [{"name": "0_never_loaded"}, {"name": "0_broken", "state": "UNAVAILABLE"}]
+        return web.json_response([{"name": m, "version": "1", "state": "READY"} for m in self.models] + unready)
+
+    async def metadata(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name not in self.models:
+            return web.json_response({"error": f"Request for unknown model: '{name}' is not found"}, status=404)
+        x = {"name": "x", "datatype": "FP32", "shape": [-1, 4]}
+        return web.json_response({"name": name, "versions": ["1"], "platform": "", "inputs": [x], "outputs": []})
+
+    async def infer(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        self.received.append(await request.read())
+        self.arrived.append(name)
+        if len(self.arrived) >= self.answer_after:
+            self.enough.set()
+        await self.enough.wait()
+        if name in self.never_answers:
+            await self.stopping.wait()
+        if name in self.hangs_up:
+            assert request.transport is not None
+            request.transport.close()
+        if name in self.status_of:
+            return web.json_response({"error": f"{name} is out of order"}, status=self.status_of[name])
+        return self.zeros(name, rows=1)
+
+    @staticmethod
+    def zeros(model: str, rows: int) -> web.Response:
+        raw = np.zeros((rows, 1), np.float32).tobytes()
+        output: dict[str, Any] = {"name": "y", "datatype": "FP32", "shape": [rows, 1]}
+        output["parameters"] = {"binary_data_size": len(raw)}
+        head = web.json_response({"model_name": model, "model_version": "1", "outputs": [output]}).body
+        assert isinstance(head, bytes)
+        headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+        return web.Response(body=head + raw, headers=headers)
+
+
+@asynccontextmanager
+async def serving(fake: FakeKServe) -> AsyncIterator[str]:
+    """Serve on a free port and yield HOST:PORT."""
+    runner = web.AppRunner(fake.app(), shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        yield f"{host}:{port}"
+    finally:
+        fake.stopping.set()
+        await runner.cleanup()
+
+
+async def _program(repository: Path, models: tuple[str, ...]) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    async with serving(FakeKServe(models=models)) as address:
+        print("metrics: none", flush=True)
+        print(f"http: http://{address}", flush=True)
+        await stop.wait()
+    (repository.parent / "stopped").write_text(" ".join(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    if os.environ.get("FAKE_FAILS"):
+        sys.exit("InfeasibleBudget: 1.0 MiB is not enough")
+    served = Path(sys.argv[2])
+    asyncio.run(_program(served, tuple(p.name for p in served.iterdir())))

@@ -1,0 +1,45 @@
+import numpy as np
+import pytest
+
+from loadgen.arrivals import draw_arrivals, zipf_weights
+
+UNIFORM = {"a": 1.0, "b": 1.0}
+
+
+def test_the_same_seed_draws_the_same_arrivals() -> None:
+    assert draw_arrivals(300, 5, UNIFORM, seed=7) == draw_arrivals(300, 5, UNIFORM, seed=7)
+    assert draw_arrivals(300, 5, UNIFORM, seed=7) != draw_arrivals(300, 5, UNIFORM, seed=8)
+
+
+def test_times_do_not_depend_on_the_models() -> None:
+    few = draw_arrivals(100, 5, {"a": 1.0}, seed=3)
+    many = draw_arrivals(100, 5, zipf_weights("abcdef", 1.2), seed=3)
+    assert [a.at_s for a in few] == [a.at_s for a in many]
+
+
+def test_times_are_in_order_and_within_the_duration() -> None:
+    times_s = [a.at_s for a in draw_arrivals(1000, 3, UNIFORM, seed=0)]
+    assert times_s == sorted(times_s)
+    assert times_s[0] > 0
+    assert times_s[-1] < 3
+
+
+def test_gaps_are_exponential() -> None:
+    times_s = np.array([a.at_s for a in draw_arrivals(200, 100, UNIFORM, seed=0)])
+    gaps_s = np.sort(np.diff(times_s))
+    assert gaps_s.mean() == pytest.approx(1 / 200, rel=0.03)
+    # Kolmogorov-Smirnov distance to the exponential distribution, against its 0.1 % critical value.
+    empirical = np.arange(1, len(gaps_s) + 1) / len(gaps_s)
+    distance = np.abs(empirical - (1 - np.exp(-200 * gaps_s))).max()
+    assert distance < 1.95 / np.sqrt(len(gaps_s))
+
+
+def test_models_are_chosen_in_proportion_to_their_weights() -> None:
+    chosen = [a.model for a in draw_arrivals(1000, 20, {"a": 3.0, "b": 1.0, "never": 0.0}, seed=0)]
+    assert chosen.count("a") / len(chosen) == pytest.approx(0.75, abs=0.02)
+    assert "never" not in chosen
+
+
+def test_zipf_weights_fall_with_rank() -> None:
+    assert zipf_weights(["a", "b", "c"], 1.0) == pytest.approx({"a": 1, "b": 1 / 2, "c": 1 / 3})
+    assert zipf_weights(["a", "b"], 0.0) == UNIFORM

@@ -1,0 +1,121 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from loadgen.cli import main
+
+FAKE = f"{Path(sys.executable).name} {Path(__file__).with_name('fake_kserve.py')}"
+QUICK = ("--duration", "0.3", "--warmup", "0", "--rate", "100")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two models as far as loadgen looks at them: 1000 bytes of weights each."""
+    for name in ("a", "b"):
+        folder = tmp_path / "repository" / name / "1"
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(folder / "model.pt2", "w") as archive:
+            archive.writestr("model/data/weights/weight_0", bytes(1000))
+    return tmp_path / "repository"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "0"], "0 is not above 0"),
+        (["--models", "none"], "invalid _count value"),
+        (["--model", "a,a"], "a is there twice"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--url", "h:1", "--memory", "1GiB"], "leave out --url"),
+        (["--url", "https://h:1"], "https is not supported"),
+        (["--url", "h:1", "--models", "3", "--model", "a,b"], "--models 3, but --model names 2"),
+        (["--url", "h:1", "--json", "/no/such/folder/report.json"], "there is no folder /no/such/folder"),
+        (["--repository", "/no/such/repository"], "no NAME/VERSION/model.pt2 in it"),
+        (["prepare"], "give the folder to write, or --list"),
+        (["prepare", "/tmp/x", "--zoo", "alexnet"], "no model alexnet; there are bert_base"),
+    ],
+)
+def test_an_impossible_command_line_exits_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_no_server_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", "127.0.0.1:9", *QUICK]) == 1
+    assert "no server answers at 127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["prepare", "--help"], ["sentences", "--help"]])
+def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert "--help" in capsys.readouterr().out
+
+
+def test_a_run_without_url_starts_a_server_and_stops_it(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--repository", str(repository), "--server", FAKE, "--json", str(tmp_path / "r.json")]
+    assert main([*arguments, "--memory", "1MiB", "--layout", "lru", *QUICK]) == 0
+    served = (tmp_path / "stopped").read_text()
+    assert served == f"serve {repository} --memory 1024KiB --layout lru --http-port 0 --metrics-port 0"
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["completed"] == report["sent"] > 0
+    assert [m["model"] for m in report["models"]] == ["a", "b"]
+    assert "p99.9" in capsys.readouterr().out
+
+
+def test_a_share_of_the_weights_is_memory(repository: Path, tmp_path: Path) -> None:
+    assert main(["--repository", str(repository), "--server", FAKE, "--memory", "300%", *QUICK]) == 0
+    assert "--memory 6KiB" in (tmp_path / "stopped").read_text()
+
+
+def test_a_server_that_does_not_start_is_reported_with_its_log(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_FAILS", "1")
+    assert main(["--repository", str(repository), "--server", FAKE, "--memory", "1MiB", *QUICK]) == 1
+    message = capsys.readouterr().err
+    assert "exited with status 1 before it was ready" in message
+    assert "InfeasibleBudget: 1.0 MiB is not enough" in message
+
+
+def test_a_server_that_is_not_installed_is_reported(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--repository", str(repository), "--server", "no-such-server", *QUICK]) == 1
+    assert "'no-such-server' is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_stops_its_server(repository: Path, tmp_path: Path, number: signal.Signals) -> None:
+    arguments = ["--repository", str(repository), "--server", FAKE, "--duration", "600"]
+    command = [sys.executable, "-m", "loadgen", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
+        try:
+            assert run.stderr is not None
+            assert b"of weights in" in run.stderr.readline()
+            time.sleep(1.0)  # whether it is starting the server or sending by now makes no difference
+            run.send_signal(number)
+            assert run.wait(60) == 130
+            assert b"interrupted" in run.stderr.read()
+        finally:
+            run.kill()
+    assert (tmp_path / "stopped").exists()
+
+
+def test_help_imports_neither_torch_nor_a_client() -> None:
+    program = (
+        "import sys, loadgen.cli; loadgen.cli.main(['--help']);"
+        "sys.exit(bool({'torch', 'tritonclient', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert (
+        subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, env=environment).returncode == 0
+    )

