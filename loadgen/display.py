@@ -66,7 +66,12 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _models_table(report: Report) -> Table:
-    table = Table(title="Latency from the intended send time (ms)", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="Latency from the intended send time (ms)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
     table.add_column("model", no_wrap=True)
     for heading in ("sent", "answered", "errors", *_PERCENTILES):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -2,9 +2,9 @@
 
 LoadgenError
 ├── UsageError          the command line asks for something impossible; exit code 2
+│   └── ModelRefused    no valid request can be made for a model
 ├── UnavailableModel    a package with a model's code or weights is not installed
-├── ServerFailed        the server that was to be measured does not start, or does not answer
-└── ModelRefused        no valid request can be made for a model
+└── ServerFailed        the server that was to be measured does not start, or does not answer
 """
 
 
@@ -16,13 +16,13 @@ class UsageError(LoadgenError):
     pass
 
 
+class ModelRefused(UsageError):
+    pass
+
+
 class UnavailableModel(LoadgenError):
     pass
 
 
 class ServerFailed(LoadgenError):
-    pass
-
-
-class ModelRefused(LoadgenError):
     pass

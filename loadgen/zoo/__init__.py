@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from loadgen.errors import UnavailableModel
+
 if TYPE_CHECKING:
     import torch
 
 Inputs = Mapping[str, "torch.Tensor"]
 Build = Callable[[int], tuple["torch.nn.Module", Inputs]]
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,16 @@ class Entry:
     def build(self, seed: int = 0) -> "tuple[torch.nn.Module, Inputs]":
         """Build the model. Raises UnavailableModel where a package with its code or weights is not installed."""
         module, _, function = self.builder.partition(":")
-        build: Build = getattr(importlib.import_module(f"loadgen.zoo.{module}"), function)
+        try:
+            build: Build = getattr(importlib.import_module(f"loadgen.zoo.{module}"), function)
+        except ModuleNotFoundError as error:
+            raise not_installed(self.name, error) from error
         return build(seed)
+
+
+def not_installed(what: str, error: ModuleNotFoundError) -> UnavailableModel:
+    """Say which package `what` needs, and the command that installs it."""
+    return UnavailableModel(f"{what}: needs the package {error.name}; pip install 'cohabit[zoo]'")
 
 
 _ENTRIES = (

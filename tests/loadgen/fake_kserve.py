@@ -84,15 +84,22 @@ class FakeKServe:
 @asynccontextmanager
 async def serving(fake: FakeKServe) -> AsyncIterator[str]:
     """Serve on a free port and yield HOST:PORT."""
-    runner = web.AppRunner(fake.app(), shutdown_timeout=1.0)
+    async with serving_app(fake.app()) as address:
+        try:
+            yield address
+        finally:
+            fake.stopping.set()
+
+
+@asynccontextmanager
+async def serving_app(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
         yield f"{host}:{port}"
     finally:
-        fake.stopping.set()
         await runner.cleanup()
 
 

@@ -29,8 +29,9 @@ def repository(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rate", "0"], "0 is not above 0"),
-        (["--models", "none"], "invalid _count value"),
+        (["--rate", "0"], "'0' is not above 0"),
+        (["--models", "none"], "'none' is not a whole number above 0"),
+        (["--timeout", "inf"], "'inf' is not a number"),
         (["--model", "a,a"], "a is there twice"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--url", "h:1", "--memory", "1GiB"], "leave out --url"),
