@@ -1,0 +1,364 @@
+"""The checker: says whether a plan may run. Shares no code with the simulator or any search.
+
+A plan is replayed in its total order, byte range by byte range. Order in time is another matter: lanes run
+concurrently, so one step is certain to have ended before another starts only through lane order and `after`
+edges. Each step therefore carries a *clock*: how many steps of each lane have ended, for certain, when it starts.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.errors import FingerprintMismatch, InvalidPlan
+from planner.graph import Graph, TensorKind
+from planner.plan import Address, Compute, Drop, Plan, Region, SwapIn, SwapOut, lane_of
+from planner.profile import Profile
+
+Clock = tuple[int, int, int]
+_LANES = ("compute", "swap_in", "swap_out")
+_NEVER: Clock = (0, 0, 0)
+_ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "input", "activation")
+
+
+def check(graph: Graph, profile: Profile | None, plan: Plan) -> None:
+    """Raise InvalidPlan with one sentence per violation, or FingerprintMismatch, unless `plan` may run."""
+    if plan.graph != graph.fingerprint:
+        raise FingerprintMismatch("plan", graph.fingerprint, plan.graph)
+    if profile is not None and plan.profile != profile.fingerprint:
+        raise FingerprintMismatch("plan", profile.fingerprint, plan.profile)
+    violations = list(_unknown_names(graph, plan))
+    if not violations:
+        clocks, violations = _clocks(graph, plan)
+        violations += _Replay(graph, plan, clocks).violations()
+    if violations:
+        raise InvalidPlan(violations)
+
+
+def live_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = _ALL_KINDS) -> list[int]:
+    """Bytes of tensors in memory after each step, partition and workspace together. Assumes a checked plan."""
+    live = {p.tensor for p in (*plan.inputs, *plan.residents)}
+    counted = [t.nbytes if t.kind in kinds else 0 for t in graph.tensors]
+    total = sum(counted[i] for i in live)
+    after_step = []
+    for step in plan.steps:
+        match step:
+            case Compute():
+                total += sum(counted[i] for i in graph.ops[step.op].writes)
+            case SwapIn():
+                total += counted[step.tensor]
+            case Drop():
+                total -= counted[step.tensor]
+            case SwapOut():
+                pass
+        after_step.append(total)
+    return after_step
+
+
+def peak_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = _ALL_KINDS) -> int:
+    """Most bytes in memory at once, scratch included. Assumes a checked plan."""
+    held = {p.tensor for p in (*plan.inputs, *plan.residents)}
+    peak = sum(graph.tensors[i].nbytes for i in held if graph.tensors[i].kind in kinds)
+    for step, total in zip(plan.steps, live_bytes(graph, plan, kinds), strict=True):
+        scratch = graph.ops[step.op].scratch_bytes if isinstance(step, Compute) else 0
+        peak = max(peak, total + scratch)
+    return peak
+
+
+def _unknown_names(graph: Graph, plan: Plan) -> Iterator[str]:
+    """Find ids that the graph does not have; with any of these, nothing else can be said."""
+    count = len(graph.tensors)
+    for placement in (*plan.inputs, *plan.residents):
+        if not 0 <= placement.tensor < count:
+            yield f"tensor {placement.tensor} is placed at the start, the graph has {count} tensors"
+    for index, step in enumerate(plan.steps):
+        if not isinstance(step, Compute):
+            if not 0 <= step.tensor < count:
+                yield f"step {index} names tensor {step.tensor}, the graph has {count} tensors"
+        elif not 0 <= step.op < len(graph.ops):
+            yield f"step {index} names op {step.op}, the graph has {len(graph.ops)} ops"
+        else:
+            op = graph.ops[step.op]
+            if len(step.outputs) != len(op.writes):
+                yield f"step {index} gives {op.name} {len(step.outputs)} addresses for {len(op.writes)} outputs"
+            if op.scratch_bytes and step.scratch is None:
+                yield f"step {index} gives {op.name} no scratch, it needs {op.scratch_bytes} bytes"
+
+
+def _clocks(graph: Graph, plan: Plan) -> tuple[list[Clock], list[str]]:
+    """For each step, how many steps of each lane have certainly ended when it starts."""
+    before: list[Clock] = []
+    after: list[Clock] = []  # the same, once the step itself has ended
+    latest: dict[str, Clock] = {}
+    violations = []
+    for index, step in enumerate(plan.steps):
+        lane = lane_of(step)
+        if lane is None:
+            before.append(_NEVER)
+            after.append(_NEVER)
+            continue
+        clock = latest.get(lane, _NEVER)
+        assert not isinstance(step, Drop)
+        for earlier in step.after:
+            if not 0 <= earlier < index:
+                violations.append(f"{_name(graph, plan, index)} waits for step {earlier}, which is not before it")
+            elif lane_of(plan.steps[earlier]) is None:
+                violations.append(
+                    f"{_name(graph, plan, index)} waits for step {earlier}, a drop, which no lane runs"
+                )
+            else:
+                clock = _latest(clock, after[earlier])
+        before.append(clock)
+        own = _LANES.index(lane)
+        mine = tuple(n + (i == own) for i, n in enumerate(clock))
+        latest[lane] = (mine[0], mine[1], mine[2])
+        after.append(latest[lane])
+    return before, violations
+
+
+def _latest(a: Clock, b: Clock) -> Clock:
+    return max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2])
+
+
+def _name(graph: Graph, plan: Plan, index: int) -> str:
+    step = plan.steps[index]
+    match step:
+        case Compute():
+            return f"step {index} (compute {graph.ops[step.op].name})"
+        case SwapIn():
+            return f"step {index} (swap-in of {graph.tensors[step.tensor].name})"
+        case SwapOut():
+            return f"step {index} (swap-out of {graph.tensors[step.tensor].name})"
+        case Drop():
+            return f"step {index} (drop of {graph.tensors[step.tensor].name})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Bytes [start, end) of a region, and the clock that must have passed before anyone writes there."""
+
+    region: Region
+    start: int
+    end: int
+    what: str
+    accessed: Clock
+
+    def overlaps(self, other: "_Range") -> bool:
+        """Whether any byte is in both; nothing overlaps an empty range."""
+        return self.region == other.region and max(self.start, other.start) < min(self.end, other.end)
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A tensor in memory."""
+
+    place: _Range
+    address: Address
+    written: Clock
+    """Passed once the tensor has arrived."""
+    accessed: Clock
+    """Passed once the tensor has arrived and everyone so far has read it."""
+
+
+@dataclass
+class _Replay:
+    """Walks the steps in order and keeps what is in memory, what was there, and what is wrong."""
+
+    graph: Graph
+    plan: Plan
+    clocks: list[Clock]
+    live: dict[int, _Copy] = field(default_factory=dict)
+    past: list[_Range] = field(default_factory=list)
+    on_host: dict[int, Clock] = field(default_factory=dict)
+    """Inputs and activations that were swapped out, with the clock at which the last copy is complete."""
+    issued: list[int] = field(default_factory=lambda: [0, 0, 0])
+    found: list[str] = field(default_factory=list)
+
+    def violations(self) -> list[str]:
+        self._start()
+        answered = _NEVER
+        for index, step in enumerate(self.plan.steps):
+            match step:
+                case Compute():
+                    answered = self._compute(index, step)
+                case SwapIn():
+                    self._swap_in(index, step)
+                case SwapOut():
+                    self._swap_out(index, step)
+                case Drop():
+                    self._drop(index, step.tensor)
+        self._finish(answered)
+        return self.found
+
+    def _start(self) -> None:
+        tensors = self.graph.tensors
+        for placement in self.plan.inputs:
+            if tensors[placement.tensor].kind != "input":
+                self.found.append(f"{tensors[placement.tensor].name} is placed as an input, but is none")
+            if placement.address.region != "workspace":
+                self.found.append(f"input {tensors[placement.tensor].name} is not in the workspace")
+        for placement in self.plan.residents:
+            if tensors[placement.tensor].kind != "parameter":
+                self.found.append(f"{tensors[placement.tensor].name} is a resident, but no parameter")
+            if placement.address.region != "partition":
+                self.found.append(f"resident {tensors[placement.tensor].name} is not in the partition")
+        placed = [p.tensor for p in self.plan.inputs]
+        for i, tensor in enumerate(tensors):
+            if tensor.kind == "input" and i not in placed:
+                self.found.append(f"input {tensor.name} has no address")
+        for placement in (*self.plan.inputs, *self.plan.residents):
+            self._bring("start", placement.tensor, placement.address, _NEVER, _NEVER)
+
+    def _compute(self, index: int, step: Compute) -> Clock:
+        op, name, before = self.graph.ops[step.op], _name(self.graph, self.plan, index), self.clocks[index]
+        ended = self._issue(0, before)
+        for i in op.reads:
+            self._read(name, i, before, ended)
+        for i, address in zip(op.writes, step.outputs, strict=True):
+            self._bring(name, i, address, before, ended)
+        if op.scratch_bytes and step.scratch is not None:
+            scratch = self._range(name, f"scratch of {op.name}", step.scratch, op.scratch_bytes, 1, ended)
+            self._claim(name, scratch, before)
+            self._retire(scratch)
+        return ended
+
+    def _swap_in(self, index: int, step: SwapIn) -> None:
+        tensor, name, before = (
+            self.graph.tensors[step.tensor],
+            _name(self.graph, self.plan, index),
+            self.clocks[index],
+        )
+        ended = self._issue(1, before)
+        if tensor.kind != "parameter":
+            saved = self.on_host.get(step.tensor)
+            if saved is None:
+                self.found.append(f"{name}: the {tensor.kind} was never swapped out")
+            elif not _passed(saved, before):
+                self.found.append(f"{name} does not wait for the swap-out of {tensor.name}")
+        self._bring(name, step.tensor, step.address, before, ended)
+
+    def _swap_out(self, index: int, step: SwapOut) -> None:
+        tensor, name, before = (
+            self.graph.tensors[step.tensor],
+            _name(self.graph, self.plan, index),
+            self.clocks[index],
+        )
+        ended = self._issue(2, before)
+        if tensor.kind == "parameter":
+            self.found.append(f"{name}: a parameter has a host copy at all times; drop it instead")
+        self._read(name, step.tensor, before, ended)
+        self.on_host[step.tensor] = ended
+
+    def _drop(self, index: int, tensor: int) -> None:
+        copy = self.live.pop(tensor, None)
+        if copy is None:
+            self.found.append(f"{_name(self.graph, self.plan, index)}: the tensor is not in memory")
+        else:
+            self._retire(replace(copy.place, accessed=copy.accessed))
+
+    def _finish(self, answered: Clock) -> None:
+        tensors = self.graph.tensors
+        issued = {s.op for s in self.plan.steps if isinstance(s, Compute)}
+        self.found += (f"op {op.name} never runs" for k, op in enumerate(self.graph.ops) if k not in issued)
+        for i in self.graph.outputs:
+            copy = self.live.get(i)
+            if copy is None:
+                self.found.append(f"output {tensors[i].name} is not in memory at the end")
+            elif issued and not _passed(copy.written, answered):
+                self.found.append(f"output {tensors[i].name} may arrive after the last op has ended")
+        for resident in self.plan.residents:
+            copy = self.live.get(resident.tensor)
+            if copy is None:
+                self.found.append(f"resident {tensors[resident.tensor].name} is not in memory at the end")
+            elif copy.address != resident.address:
+                self.found.append(
+                    f"resident {tensors[resident.tensor].name} ends at {_show(copy.address)},"
+                    f" it started at {_show(resident.address)}"
+                )
+
+    def _issue(self, lane: int, before: Clock) -> Clock:
+        """Count a step on its lane; return the clock that has passed once the step has ended."""
+        self.issued[lane] += 1
+        mine = [0, 0, 0]
+        mine[lane] = self.issued[lane]
+        return mine[0], mine[1], mine[2]
+
+    def _read(self, name: str, tensor: int, before: Clock, ended: Clock) -> None:
+        copy = self.live.get(tensor)
+        if copy is None:
+            self.found.append(f"{name} reads {self.graph.tensors[tensor].name}, which is not in memory")
+            return
+        if not _passed(copy.written, before):
+            self.found.append(f"{name} does not wait for {self.graph.tensors[tensor].name} to arrive")
+        copy.accessed = _latest(copy.accessed, ended)
+
+    def _bring(self, name: str, tensor: int, address: Address, before: Clock, ended: Clock) -> None:
+        """Put a tensor in memory, written by a step that has the clocks `before` and `ended`."""
+        what = self.graph.tensors[tensor]
+        if tensor in self.live:
+            self.found.append(f"{name}: {what.name} is in memory already")
+            return
+        place = self._range(name, what.name, address, what.nbytes, what.alignment, ended)
+        self._claim(name, place, before)
+        self.live[tensor] = _Copy(place, address, ended, ended)
+
+    def _range(
+        self, name: str, what: str, address: Address, nbytes: int, alignment: int, accessed: Clock
+    ) -> _Range:
+        limit = self.plan.partition_bytes if address.region == "partition" else self.plan.workspace_bytes
+        end = address.offset + nbytes
+        if address.offset < 0 or end > limit:
+            self.found.append(
+                f"{name}: {what} at {_show(address)} ends at {end}, the {address.region} has {limit} bytes"
+            )
+        if address.offset % alignment:
+            self.found.append(f"{name}: {what} at {_show(address)} is not aligned to {alignment} bytes")
+        return _Range(address.region, address.offset, end, what, accessed)
+
+    def _claim(self, name: str, place: _Range, before: Clock) -> None:
+        """Find who is, or was, in bytes that are about to be written."""
+        for copy in self.live.values():
+            if place.overlaps(copy.place):
+                self.found.append(
+                    f"{name}: {place.what} at {place.region} [{place.start}, {place.end}) overlaps"
+                    f" {copy.place.what} at [{copy.place.start}, {copy.place.end})"
+                )
+        for old in self.past:
+            if place.overlaps(old) and not _passed(old.accessed, before):
+                self.found.append(
+                    f"{name} overwrites {old.what} at {place.region} [{old.start}, {old.end}) without waiting for"
+                    f" {_unfinished(old.accessed, before)}"
+                )
+
+    def _retire(self, gone: _Range) -> None:
+        """Remember who accessed bytes that are free now.
+
+        What lay there before can be forgotten: its accesses ended before those of `gone` began.
+        """
+        if gone.start == gone.end:
+            return
+        rest = [piece for old in self.past for piece in _without(old, gone)]
+        self.past = [*rest, gone]
+
+
+def _without(old: _Range, cut: _Range) -> Iterable[_Range]:
+    """What `cut` leaves of `old`: nothing, itself, or one or two pieces."""
+    if not old.overlaps(cut):
+        return (old,)
+    pieces = (replace(old, end=cut.start), replace(old, start=cut.end))
+    return (p for p in pieces if p.start < p.end)
+
+
+def _passed(clock: Clock, now: Clock) -> bool:
+    return clock[0] <= now[0] and clock[1] <= now[1] and clock[2] <= now[2]
+
+
+def _unfinished(clock: Clock, now: Clock) -> str:
+    waits = (
+        f"step {needed} of the {lane} lane"
+        for lane, needed, passed in zip(_LANES, clock, now, strict=True)
+        if needed > passed
+    )
+    return " and ".join(waits)
+
+
+def _show(address: Address) -> str:
+    return f"{address.region}+{address.offset}"

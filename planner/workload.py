@@ -1,0 +1,143 @@
+"""A planning problem as arrays: which op uses which parameter when, what that costs, and the room there is."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.feasible import PAGE_BYTES, Footprint, pages
+from planner.memory import NO_MORE, NOWHERE
+from planner.plan import Address, Placement
+from planner.profile import Profile
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Arrays(NamedTuple):
+    """What compiled loops see. Parameters are numbered in order of first use, time is counted in ops."""
+
+    partition_pages: int
+    window_pages: int
+    size: Ints
+    """Pages of each parameter."""
+    swap_s: Floats
+    """Swap-in time of each parameter."""
+    first_use: Ints
+    """First op that reads each parameter."""
+    op_s: Floats
+    op_start_s: Floats
+    """Start of each op were nothing ever waited for, and the end of the last, [ops + 1]."""
+    use_start: Ints
+    """Op k's uses are `use_start[k]` to `use_start[k + 1]`, [ops + 1]."""
+    use_parameter: Ints
+    use_next: Ints
+    """For each use, the next op that reads the same parameter, or NO_MORE."""
+    use_split: Ints
+    """For each use, a page that leaves room for the op's other parameters, were memory empty."""
+    compute_slowdown: float
+    swap_slowdown: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One graph in one amount of memory."""
+
+    footprint: Footprint
+    profile: Profile
+    parameters: tuple[int, ...]
+    """Tensor ids of the parameters that some op reads, in order of first use."""
+    arrays: Arrays
+
+    @staticmethod
+    def of(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> "Workload":
+        """Raises InfeasibleBudget if some op's parameters do not fit beside the activations."""
+        footprint.require(partition_bytes, workspace_bytes)
+        tensors = footprint.graph.tensors
+        parameters = tuple(dict.fromkeys(i for use in footprint.uses for i in use))
+        number = {i: n for n, i in enumerate(parameters)}
+        uses = [[number[i] for i in use] for use in footprint.uses]
+        partition_pages = partition_bytes // PAGE_BYTES
+        window_pages = (workspace_bytes - footprint.activation_bytes) // PAGE_BYTES
+        op_s = np.array(profile.op_seconds or [0.0])
+        split = [_split(footprint, k, partition_pages, window_pages) for k in range(len(uses))]
+        arrays = Arrays(
+            partition_pages=partition_pages,
+            window_pages=window_pages,
+            size=_ints(pages(tensors[i].nbytes) for i in parameters),
+            swap_s=np.array([profile.swap_in.seconds(tensors[i].nbytes) for i in parameters]),
+            first_use=_first_uses(uses, len(parameters)),
+            op_s=op_s,
+            op_start_s=np.concatenate([[0.0], np.cumsum(op_s)]),
+            use_start=_ints(np.cumsum([0, *map(len, uses)])),
+            use_parameter=_ints(p for op in uses for p in op),
+            use_next=_next_uses(uses, len(parameters)),
+            use_split=_ints(page for op in split for page in op),
+            compute_slowdown=profile.compute_slowdown,
+            swap_slowdown=profile.swap_slowdown,
+        )
+        return Workload(footprint, profile, parameters, arrays)
+
+    def address(self, page: int) -> Address:
+        """Where a page of `planner.memory` lies."""
+        if page <= self.arrays.partition_pages:  # at the border itself there are empty parameters at most
+            return Address("partition", page * PAGE_BYTES)
+        window_page = page - self.arrays.partition_pages - 1
+        return Address("workspace", self.footprint.activation_bytes + window_page * PAGE_BYTES)
+
+    def pack(self, residents: Sequence[int]) -> Ints:
+        """Homes for residents, one after the other: per parameter a page in the partition, or NOWHERE.
+
+        Empty parameters take no room and are always resident.
+        """
+        home = np.full(len(self.parameters), NOWHERE, dtype=np.int64)
+        home[self.arrays.size == 0] = 0
+        tops = np.cumsum([0, *self.arrays.size[list(residents)]])
+        assert tops[-1] <= self.arrays.partition_pages
+        home[list(residents)] = tops[:-1]
+        return home
+
+    def homes(self, placements: Sequence[Placement]) -> Ints:
+        """Homes for residents whose addresses are given. Those that no op reads have no number and no say."""
+        number = {i: n for n, i in enumerate(self.parameters)}
+        home = np.full(len(self.parameters), NOWHERE, dtype=np.int64)
+        for placement in placements:
+            if placement.tensor in number:
+                home[number[placement.tensor]] = placement.address.offset // PAGE_BYTES
+        return home
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.array(list(values), dtype=np.int64)
+
+
+def _first_uses(uses: list[list[int]], parameters: int) -> Ints:
+    first = np.full(parameters, NO_MORE)
+    for k in reversed(range(len(uses))):
+        first[uses[k]] = k
+    return first
+
+
+def _next_uses(uses: list[list[int]], parameters: int) -> Ints:
+    upcoming = [NO_MORE] * parameters
+    found: list[int] = []
+    for k in reversed(range(len(uses))):
+        found += (upcoming[p] for p in reversed(uses[k]))
+        for parameter in uses[k]:
+            upcoming[parameter] = k
+    return _ints(reversed(found))
+
+
+def _split(footprint: Footprint, op: int, partition_pages: int, window_pages: int) -> list[int]:
+    """Pages for all of an op's parameters; the partition takes what it must if the window is too small."""
+    too_many = footprint.op_pages[op] > window_pages
+    in_partition = footprint.split(op, partition_pages) if too_many else frozenset()
+    top = {True: 0, False: partition_pages + 1}
+    found = []
+    for parameter in footprint.uses[op]:
+        side = parameter in in_partition
+        found.append(top[side])
+        top[side] += pages(footprint.graph.tensors[parameter].nbytes)
+    return found
