@@ -1,0 +1,287 @@
+"""Reads a `.pt2` archive of `torch.export.save` without ever unpickling or evaluating what it holds.
+
+`torch.export.load` is not for files from strangers: it unpickles sample inputs and legacy weights, passes shape
+expressions to `sympify` (which evaluates them), resolves any name below `torch`, and runs compiled libraries.
+Here weights must be raw records, sample inputs are left alone, and names and expressions are checked first.
+"""
+
+import hashlib
+import json
+import mmap
+import re
+import struct
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._export.serde import schema
+from torch._export.serde.serialize import (
+    ExportedProgramDeserializer,
+    _bytes_to_dataclass,
+    _dict_to_dataclass,
+    deserialize_scalar_type,
+    deserialize_size,
+    deserialize_storage_offset,
+    deserialize_stride,
+)
+from torch.export import ExportedProgram
+
+from runtime.errors import ArchiveError, UnsupportedModel
+
+_MODEL = "models/model.json"
+_WEIGHTS = "data/weights/model_weights_config.json"
+_CONSTANTS = "data/constants/model_constants_config.json"
+_MAX_JSON_BYTES = 256 << 20
+
+# Shape expressions, as `sympy.srepr` writes them: `Mul(Integer(2), Symbol('s77', positive=True, integer=True))`.
+# `sympify` evaluates its text, so nothing but these words may reach it.
+_EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/%(), .<>=!&|~']*")
+_QUOTED = re.compile(r"'([^']*)'")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+_SYMBOL = re.compile(r"[suz][a-z]*\d+")
+_FUNCTIONS = frozenset(
+    [
+        "Symbol",
+        "Integer",
+        "Float",
+        "Rational",
+        "Add",
+        "Mul",
+        "Pow",
+        "Max",
+        "Min",
+        "Mod",
+        "PythonMod",
+        "FloorDiv",
+        "ModularIndexing",
+        "CleanDiv",
+        "CeilDiv",
+        "CeilToInt",
+        "FloorToInt",
+        "TruncToInt",
+        "RoundToInt",
+        "RoundDecimal",
+        "IntTrueDiv",
+        "FloatTrueDiv",
+        "TrueDiv",
+        "ToFloat",
+        "PowByNatural",
+        "FloatPow",
+        "Where",
+        "Piecewise",
+        "ExprCondPair",
+        "Identity",
+        "Abs",
+        "floor",
+        "ceiling",
+        "sqrt",
+        "LShift",
+        "RShift",
+        "Tuple",
+        "Eq",
+        "Ne",
+        "Lt",
+        "Le",
+        "Gt",
+        "Ge",
+        "Equality",
+        "Unequality",
+        "StrictLessThan",
+        "LessThan",
+        "StrictGreaterThan",
+        "GreaterThan",
+        "And",
+        "Or",
+        "Not",
+        "true",
+        "false",
+        "True",
+        "False",
+        "precision",
+        "positive",
+        "negative",
+        "integer",
+        "nonnegative",
+        "nonzero",
+        "oo",
+        "int_oo",
+    ]
+)
+_TARGET = re.compile(r"(torch\.ops\.[A-Za-z_0-9.]+|_operator\.[a-z][a-z_]*|math\.[a-z]+|torch\.sym_[a-z]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A checked archive: the exported program, with weights that are views of the mapped file."""
+
+    program: ExportedProgram
+    fingerprint: str
+
+
+def fingerprint(path: Path) -> str:
+    """Hex SHA-256 over the names, sizes and checksums of an archive's records. Raises ArchiveError."""
+    with _open(path) as archive:
+        listing = [(i.filename, i.file_size, i.CRC) for i in archive.infolist()]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+
+
+def read(path: Path) -> Archive:
+    """Load an exported program. Raises ArchiveError with the reason, never anything else for a bad file."""
+    with _open(path) as archive:
+        records = _Records(path, archive)
+        records.refuse_what_is_never_loaded()
+        weights = records.tensors(_WEIGHTS, "data/weights/")
+        constants = records.tensors(_CONSTANTS, "data/constants/")
+        raw = records.checked(_MODEL, _MAX_JSON_BYTES)
+        serialized = _check_program(path, raw)
+        try:
+            program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, None)
+        except Exception as error:  # the deserializer raises whatever its asserts and look-ups raise
+            reason = str(error).split("\n", 1)[0][:300]
+            raise ArchiveError(f"{path}: not a program that torch {torch.__version__} reads: {reason}") from error
+    return Archive(program, fingerprint(path))
+
+
+def _open(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except FileNotFoundError as error:
+        raise ArchiveError(f"{path}: no such file") from error
+    except (zipfile.BadZipFile, OSError, struct.error) as error:
+        raise ArchiveError(f"{path}: not a .pt2 archive, or a truncated one: {error}") from error
+
+
+class _Records:
+    """The records of one archive, by their names below the archive's root folder."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
+        self.path = path
+        self.archive = archive
+        self.infos = {i.filename.split("/", 1)[-1]: i for i in archive.infolist()}
+
+    def refuse_what_is_never_loaded(self) -> None:
+        for name in self.infos:
+            if name.startswith("data/aotinductor/"):
+                raise ArchiveError(f"{self.path}: holds a compiled library ({name}); export without AOTInductor")
+            if re.fullmatch(r"data/(weights|constants)/[^/]*\.pt", name):
+                raise ArchiveError(
+                    f"{self.path}: has pickled weights ({name}), and pickles are never loaded;"
+                    " save it again with torch.export.save of torch >= 2.9"
+                )
+
+    def checked(self, name: str, limit_bytes: int) -> bytes:
+        """Read a record with its checksum verified."""
+        info = self.infos.get(name)
+        if info is None:
+            raise ArchiveError(f"{self.path}: has no record {name}; write it with torch.export.save")
+        if info.file_size > limit_bytes:
+            raise ArchiveError(f"{self.path}: record {name} has {info.file_size} bytes, the limit is {limit_bytes}")
+        try:
+            return self.archive.read(info)
+        except (zipfile.BadZipFile, OSError, NotImplementedError, EOFError) as error:
+            raise ArchiveError(f"{self.path}: record {name} is damaged: {error}") from error
+
+    def tensors(self, config_name: str, folder: str) -> dict[str, torch.Tensor]:
+        """The raw tensors that a payload config lists: views of the mapped file, tied ones on one storage."""
+        try:
+            document = json.loads(self.checked(config_name, _MAX_JSON_BYTES))
+            config = _dict_to_dataclass(schema.PayloadConfig, document).config  # type: ignore[no-untyped-call]
+        except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+            raise ArchiveError(f"{self.path}: record {config_name} is damaged: {error}") from error
+        flat: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, meta in config.items():
+            if meta.use_pickle or meta.tensor_meta is None:
+                raise ArchiveError(f"{self.path}: weight {name} is pickled, and pickles are never loaded")
+            path_name = meta.path_name
+            try:
+                dtype = deserialize_scalar_type(meta.tensor_meta.dtype)
+                if path_name not in flat:
+                    flat[path_name] = self._raw(folder + path_name, dtype)
+                size = deserialize_size(meta.tensor_meta.sizes)
+                stride = deserialize_stride(meta.tensor_meta.strides)
+                offset = deserialize_storage_offset(meta.tensor_meta.storage_offset)
+                tensor = torch.as_strided(flat[path_name], size, stride, offset)
+                tensors[name] = torch.nn.Parameter(tensor, requires_grad=False) if meta.is_param else tensor
+            except (RuntimeError, KeyError, TypeError, AssertionError, ValueError) as error:
+                raise ArchiveError(f"{self.path}: weight {name} does not fit its record: {error}") from error
+        return tensors
+
+    def _raw(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        info = self.infos.get(name)
+        if info is None:
+            raise ArchiveError(f"{self.path}: has no record {name}")
+        if info.file_size == 0:
+            return torch.empty(0, dtype=dtype)
+        self._verify(info)
+        if info.compress_type != zipfile.ZIP_STORED:
+            return torch.frombuffer(bytearray(self.archive.read(info)), dtype=dtype)
+        with self.path.open("rb") as file:
+            file.seek(info.header_offset + 26)
+            name_length, extra_length = struct.unpack("<HH", file.read(4))
+            start = info.header_offset + 30 + name_length + extra_length
+            # A private mapping: writable for torch's sake, and never written.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        if start + info.file_size > len(mapped):
+            raise ArchiveError(f"{self.path}: record {name} is cut off")
+        return torch.frombuffer(mapped, dtype=dtype, count=info.file_size // dtype.itemsize, offset=start)
+
+    def _verify(self, info: zipfile.ZipInfo) -> None:
+        try:
+            with self.archive.open(info) as stream:
+                while stream.read(1 << 20):
+                    pass
+        except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
+            raise ArchiveError(f"{self.path}: record {info.filename} is damaged: {error}") from error
+
+
+def _check_program(path: Path, raw: bytes) -> Any:
+    try:
+        document = json.loads(raw)
+        for kind, text in _texts(document):
+            if kind == "expr_str":
+                _check_expression(path, text)
+            elif kind == "spec" and ("default_factory_module" in text or "__enum__" in text):
+                raise UnsupportedModel(
+                    f"{path}: inputs or outputs hold an enum or defaultdict; use plain containers"
+                )
+            elif kind == "target" and "." in text and not _TARGET.fullmatch(text):
+                raise UnsupportedModel(f"{path}: the program calls {text!r}, which is not an operator of torch.ops")
+        document["guards_code"] = []
+        return _bytes_to_dataclass(schema.ExportedProgram, json.dumps(document).encode())
+    except ArchiveError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as error:
+        raise ArchiveError(f"{path}: the program ({_MODEL}) is damaged: {error}") from error
+
+
+def _texts(document: Any) -> Iterator[tuple[str, str]]:
+    """Every shape expression, container structure and operator name of a serialized program."""
+    pending = [document]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            if isinstance(item.get("expr_str"), str):
+                yield "expr_str", item["expr_str"]
+            if isinstance(item.get("target"), str) and "inputs" in item and "outputs" in item:
+                yield "target", item["target"]
+            for spec in ("in_spec", "out_spec"):
+                if isinstance(item.get(spec), str):
+                    yield "spec", item[spec]
+            pending.extend(item.values())
+
+
+def _check_expression(path: Path, text: str) -> None:
+    names = _IDENTIFIER.findall(_QUOTED.sub("", text))
+    quoted = _QUOTED.findall(text)
+    if (
+        not _EXPRESSION.fullmatch(text)
+        or any(n not in _FUNCTIONS and not _SYMBOL.fullmatch(n) for n in names)
+        or not all(_SYMBOL.fullmatch(q) or re.fullmatch(r"[-+0-9.e]+", q) for q in quoted)
+    ):
+        raise ArchiveError(f"{path}: shape expression {text[:80]!r} is not one that torch.export writes")

@@ -1,0 +1,26 @@
+"""The runtime's errors.
+
+CohabitError
+├── ArchiveError         a model.pt2 cannot be used: damaged, pickled, not a plain program
+│   └── UnsupportedModel   a sound program that Cohabit cannot plan; the message says what and the way out
+├── DeviceError          a kernel or a copy failed while an inference ran
+└── MemoryExceeded       an allocation would leave its region
+"""
+
+from planner.errors import CohabitError
+
+
+class ArchiveError(CohabitError):
+    """A model archive is damaged, or holds what is never loaded from a repository (pickles, binaries)."""
+
+
+class UnsupportedModel(ArchiveError):
+    """The program is sound, but breaks one of the rules that planning rests on."""
+
+
+class DeviceError(CohabitError):
+    """A kernel or a copy failed while an inference ran. The program can be run again."""
+
+
+class MemoryExceeded(CohabitError):
+    """An address or an allocation lies outside its region."""

@@ -1,0 +1,294 @@
+"""The executor: issues programs to the lanes and keeps their order, without taking a decision.
+
+The compute lane is the thread that calls `run`; the swap-in lane is a thread of its own. Both lanes are in order, so
+"after step k" is "k + 1 steps of that lane have finished", and an event is a number on a counter.
+"""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+
+from planner.timeline import Span, Timeline
+from runtime.errors import DeviceError
+from runtime.program import Frame, Program, SwapInStep
+
+_SWITCH_INTERVAL_S = 1e-4
+
+
+class Counter:
+    """A number that only grows, which threads can wait for. Reading and advancing take no lock."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._waiting = 0
+        self._grown = threading.Condition()
+
+    def advance(self, value: int) -> None:
+        """Set a larger value. Called by the one thread that owns the counter."""
+        self.value = value
+        if self._waiting:
+            with self._grown:
+                self._grown.notify_all()
+
+    def wait(self, value: int) -> None:
+        """Return as soon as the counter has reached `value`."""
+        if self.value >= value:
+            return
+        with self._grown:
+            self._waiting += 1
+            while self.value < value:
+                self._grown.wait()
+            self._waiting -= 1
+
+
+@dataclass(slots=True)
+class Run:
+    """One inference under way."""
+
+    start_s: float
+    compute_base: int
+    swap_base: int
+    error: BaseException | None = None
+    spans: list[Span] | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """What an inference gave: outputs in the program's order (torch tensors that nobody else holds), and its cost."""
+
+    outputs: list[torch.Tensor]
+    latency_s: float
+    stall_s: float
+    link_bytes: int
+    timeline: Timeline | None = None
+
+
+@dataclass(slots=True)
+class _Restored:
+    """Where on the swap-in lane's counter each segment of a model's last epilogue is back."""
+
+    tickets: dict[int, int] = field(default_factory=dict)
+
+
+class SwapLane:
+    """The swap-in lane: a thread that does prepared copies in the order in which they are submitted."""
+
+    def __init__(self, computes: Counter) -> None:
+        self.done = Counter()
+        self.submitted = 0
+        self.busy_s = 0.0
+        self._computes = computes
+        self._queue: deque[tuple[Run, Sequence[SwapInStep]]] = deque()
+        self._wake = threading.Semaphore(0)
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="swap-in", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake.release()
+        self._thread.join()
+
+    def submit(self, run: Run, steps: Sequence[SwapInStep]) -> None:
+        """Queue copies; `done` counts them on from `submitted` as it was before."""
+        if steps:
+            self.submitted += len(steps)
+            self._queue.append((run, steps))
+            self._wake.release()
+
+    def _work(self) -> None:
+        while True:
+            self._wake.acquire()
+            if self._closing and not self._queue:
+                return
+            run, steps = self._queue.popleft()
+            for step in steps:
+                self._computes.wait(run.compute_base + step.computes_before)
+                start = time.perf_counter()
+                try:
+                    step.copy()
+                except OSError as error:
+                    run.error = run.error or error
+                end = time.perf_counter()
+                self.busy_s += end - start
+                if run.spans is not None:
+                    run.spans.append(Span(step.step, "swap_in", start - run.start_s, end - run.start_s))
+                self.done.advance(self.done.value + 1)
+
+
+class Executor:
+    """Runs programs one at a time. All methods are called by one thread, which is the compute lane."""
+
+    def __init__(self) -> None:
+        self._computes = Counter()
+        self._lane = SwapLane(self._computes)
+        self._restored: dict[str, _Restored] = {}
+        self._stale: set[str] = set()
+        """Models whose residents may be wrong, because a copy failed."""
+
+    def __enter__(self) -> "Executor":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the swap-in lane. Lanes hand the interpreter over to each other often, so its patience is cut."""
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._lane.start()
+
+    def close(self) -> None:
+        """Let the lane finish its queue and end."""
+        self._lane.close()
+
+    @property
+    def swap_busy_s(self) -> float:
+        """Time that the swap-in lane has spent copying since the start."""
+        return self._lane.busy_s
+
+    def load(self, program: Program) -> float:
+        """Put a program's initial residents in place and wait for them. Returns the seconds it took.
+
+        Raises DeviceError if the store cannot be read.
+        """
+        self._restored.pop(program.name, None)
+        seconds = self.copy(program.residents)
+        self._stale.discard(program.name)
+        return seconds
+
+    def copy(self, steps: Sequence[SwapInStep]) -> float:
+        """Do prepared copies on the swap-in lane alone and wait. Returns the seconds. Raises DeviceError."""
+        run = self._begin(None)
+        self._lane.submit(run, steps)
+        self.settle()
+        if run.error is not None:
+            raise DeviceError(f"a copy from the store failed: {run.error}") from run.error
+        return time.perf_counter() - run.start_s
+
+    def settle(self) -> None:
+        """Wait until the swap-in lane has nothing left to do."""
+        self._lane.done.wait(self._lane.submitted)
+
+    def run(
+        self,
+        program: Program,
+        inputs: Sequence[torch.Tensor],
+        *,
+        traced: bool = False,
+        observe: Callable[[int, Frame], None] | None = None,
+        serial: bool = False,
+    ) -> Result:
+        """Run one inference. Inputs in the program's order, of its exact shapes; they may be changed.
+
+        `observe` is called before each compute step with its index in the plan and the frame. `serial` waits for
+        every copy before the next step is issued: the same plan without overlap. Raises DeviceError if a kernel or
+        a copy fails; the residents are restored all the same.
+        """
+        if program.name in self._stale:
+            self.load(program)
+        run = self._begin([] if traced else None)
+        frame: Frame = [None] * program.frame_slots
+        for slot, tensor in zip(program.input_slots, inputs, strict=True):
+            frame[slot] = tensor
+        restored = self._restored.get(program.name, _Restored())
+        self._lane.submit(run, program.swap_ins)
+        self._restored[program.name] = _Restored(
+            {segment: run.swap_base + index + 1 for segment, index in program.restored.items()}
+        )
+        try:
+            with torch.inference_mode():
+                stall_s = self._compute(program, run, frame, restored, observe, serial)
+                self._refuse_failed(program, run)
+                for call in program.final_calls:
+                    call(frame)
+                outputs = [self._output(program, frame, slot, inputs) for slot in program.output_slots]
+        except DeviceError:
+            raise
+        except Exception as error:
+            raise DeviceError(f"{program.name}: {error}") from error
+        finally:
+            # Whatever happened, the lane goes on to the end, so that the residents are back for the next run.
+            self._computes.advance(run.compute_base + len(program.computes))
+        latency_s = time.perf_counter() - run.start_s
+        timeline = self._timeline(program, run) if traced else None
+        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
+
+    def _begin(self, spans: list[Span] | None) -> Run:
+        return Run(time.perf_counter(), self._computes.value, self._lane.submitted, None, spans)
+
+    def _compute(
+        self,
+        program: Program,
+        run: Run,
+        frame: Frame,
+        restored: _Restored,
+        observe: Callable[[int, Frame], None] | None,
+        serial: bool,
+    ) -> float:
+        done = self._lane.done
+        clock = time.perf_counter
+        stall_s = 0.0
+        finished = run.compute_base
+        for step in program.computes:
+            ticket = run.swap_base + step.swap_ins_before if step.swap_ins_before else 0
+            if restored.tickets:
+                ticket = max(ticket, *(restored.tickets.get(s, 0) for s in step.first_reads), 0)
+            if serial:
+                ticket = max(ticket, self._issuable(program, run, finished - run.compute_base))
+            if done.value < ticket:
+                start = clock()
+                done.wait(ticket)
+                stall_s += clock() - start
+            if run.error is not None:
+                break
+            if observe is not None:
+                observe(step.step, frame)
+            start = clock()
+            for call in step.calls:
+                call(frame)
+            if run.spans is not None:
+                run.spans.append(Span(step.step, "compute", start - run.start_s, clock() - run.start_s))
+            finished += 1
+            self._computes.advance(finished)
+        return stall_s
+
+    def _refuse_failed(self, program: Program, run: Run) -> None:
+        """Raise DeviceError if a copy of this run failed. The next run of the model loads its residents anew."""
+        if run.error is not None:
+            self._stale.add(program.name)
+            raise DeviceError(f"{program.name}: a swap-in failed: {run.error}") from run.error
+
+    def _issuable(self, program: Program, run: Run, computes: int) -> int:
+        """Ticket of the last copy that may start once `computes` steps are done."""
+        count = 0
+        for swap in program.swap_ins:
+            if swap.computes_before > computes:
+                break
+            count += 1
+        return run.swap_base + count
+
+    def _output(self, program: Program, frame: Frame, slot: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        if slot in program.constants:
+            return program.constants[slot].clone()
+        value = frame[slot]
+        assert isinstance(value, torch.Tensor)
+        own = value.untyped_storage().data_ptr()
+        return value.clone() if any(own == t.untyped_storage().data_ptr() for t in inputs) else value
+
+    def _timeline(self, program: Program, run: Run) -> Timeline:
+        self.settle()
+        assert run.spans is not None
+        spans = tuple(sorted(run.spans, key=lambda s: s.step))
+        latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
+        return Timeline(spans, latency_s, None, program.link_bytes)

@@ -1,0 +1,151 @@
+"""Lowers a `.pt2` archive: graph rewritten, weights file written, one traced program per batch size."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from planner.errors import FormatError
+from planner.graph import Graph
+from runtime import archive, weights
+from runtime.errors import UnsupportedModel
+from runtime.model import Model, Port, from_program
+from runtime.rewrite import rewrite
+from runtime.specialize import Trace, build_graph, specialize
+from runtime.weights import Manifest
+
+_LOWERING = "2"
+"""Changes whenever lowering writes other bytes for the same archive."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model ready to be profiled and planned. `traces[b]` and `graphs[b]` are for batch `b`."""
+
+    name: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    batched: bool
+    """Whether the first dimension of every input and output is the batch."""
+    traces: dict[int, Trace]
+    manifest: Manifest
+    weights_path: Path
+
+    @cached_property
+    def graphs(self) -> dict[int, Graph]:
+        return {b: build_graph(self.name, trace, self.manifest) for b, trace in self.traces.items()}
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return tuple(sorted(self.traces))
+
+    def examples(self, batch: int) -> list[torch.Tensor]:
+        return example_inputs(self.inputs, batch)
+
+
+def example_inputs(ports: Iterable[Port], batch: int) -> list[torch.Tensor]:
+    """Inputs that any model accepts: zeros for integers (an index that every table has), else seeded noise."""
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for port in ports:
+        shape = port.at(batch)
+        if port.dtype.is_floating_point:
+            examples.append(torch.rand(shape, generator=generator).to(port.dtype))
+        else:
+            examples.append(torch.zeros(shape, dtype=port.dtype))
+    return examples
+
+
+def lower(
+    path: Path,
+    name: str,
+    batches: Iterable[int],
+    cache: Path,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Lowered:
+    """Lower an archive for the given batch sizes; those it was not exported for are left out.
+
+    The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
+    for a bad archive and UnsupportedModel for a program that cannot be planned.
+    """
+    on_progress(f"{name}: reading {path.name}")
+    read = archive.read(path)
+    model = from_program(name, read.program)
+    rewrite(model)
+    own = own_storages(model.weights)
+    traces: dict[int, Trace] = {}
+    for batch in _usable(model, batches):
+        on_progress(f"{name}: tracing batch {batch}")
+        traces[batch] = _trace(model, own, batch)
+    first = traces[min(traces)]
+    readers = first.readers()
+    uses = [weights.Use(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
+    manifest = weights.lay_out(f"{read.fingerprint}/{_LOWERING}", uses, model.tables)
+    weights_path = cache / read.fingerprint[:32] / "weights.bin"
+    if not _is_written(weights_path, manifest):
+        on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
+        weights.write(weights_path, manifest, own, model.tables)
+    return Lowered(name, model.inputs, model.outputs, model.max_batch is not None, traces, manifest, weights_path)
+
+
+def _usable(model: Model, batches: Iterable[int]) -> list[int]:
+    if model.max_batch is None:
+        return [model.inputs[0].shape[0] or 1 if model.inputs[0].shape else 1]
+    usable = sorted({b for b in batches if 1 <= b <= model.max_batch})
+    if not usable:
+        raise UnsupportedModel(
+            f"{model.name}: exported for batches up to {model.max_batch}, none of which is wanted"
+        )
+    return usable
+
+
+def _trace(model: Model, own: dict[str, torch.Tensor], batch: int) -> Trace:
+    try:
+        return specialize(model, own, batch, example_inputs(model.inputs, batch))
+    except UnsupportedModel:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise UnsupportedModel(f"{model.name}: does not run at batch {batch}: {error}") from error
+
+
+def own_storages(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights as dense tensors with a storage each; tied weights (same bytes, same shape) share one."""
+    known: dict[tuple[object, ...], torch.Tensor] = {}
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.numel() or name)
+        if key not in known:
+            known[key] = _own_storage(tensor)
+        own[name] = known[key]
+    return own
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    source = tensor if dense else tensor.contiguous()
+    if source.numel() == 0:
+        return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+    nbytes = source.numel() * source.element_size()
+    raw = torch.empty(0, dtype=torch.uint8).set_(
+        source.untyped_storage(), source.storage_offset() * source.element_size(), (nbytes,), (1,)
+    )
+    # Through numpy, because that gives a storage of its own over the same bytes.
+    flat = (
+        torch.from_numpy(raw.numpy()).view(source.dtype)
+        if _aligned(raw, source)
+        else raw.clone().view(source.dtype)
+    )
+    return flat.as_strided(source.shape, source.stride())
+
+
+def _aligned(raw: torch.Tensor, source: torch.Tensor) -> bool:
+    return raw.data_ptr() % source.element_size() == 0
+
+
+def _is_written(path: Path, manifest: Manifest) -> bool:
+    try:
+        return weights.read_manifest(path) == manifest and path.stat().st_size == manifest.file_bytes
+    except (FileNotFoundError, FormatError):
+        return False

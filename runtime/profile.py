@@ -1,0 +1,199 @@
+"""Measures a lowered model on this machine: seconds per op, the link's latency and bandwidth, and their contention."""
+
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from planner import profile as profile_format
+from planner.errors import FormatError
+from planner.graph import Graph, fingerprint
+from planner.plan import Address, Compute, Placement, Plan
+from planner.profile import Link, Profile
+from runtime.arena import Arena
+from runtime.executor import Executor
+from runtime.lower import Lowered
+from runtime.program import Bases, Program, SwapInStep, build
+from runtime.store import Store
+from runtime.weights import BLOCK_BYTES, Manifest
+
+_MEASURING_S = 1.0
+"""Time to spend on the op times of one batch size, beyond the fewest runs."""
+_FEWEST_RUNS = 7
+_MOST_RUNS = 200
+
+
+def device_name(threads: int, store: Store, limit: str = "") -> str:
+    """What a profile is valid for: processor, threads, torch and store."""
+    return f"{_processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}"
+
+
+def profile(
+    lowered: Lowered,
+    store: Store,
+    device: str,
+    cache: Path | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> dict[int, Profile]:
+    """Profiles by batch size, from the cache where this graph was measured on this device before."""
+    profiles: dict[int, Profile] = {}
+    for batch, graph in lowered.graphs.items():
+        path = cache / f"{fingerprint([graph.fingerprint, device])[:32]}.json" if cache is not None else None
+        known = _cached(path, graph)
+        if known is None:
+            on_progress(f"{lowered.name}: measuring batch {batch}")
+            known = measure(lowered, batch, store, device)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(profile_format.encode(known))
+        profiles[batch] = known
+    return profiles
+
+
+def _cached(path: Path | None, graph: Graph) -> Profile | None:
+    if path is not None:
+        with suppress(FileNotFoundError, FormatError):
+            known = profile_format.decode(path.read_bytes())
+            if known.graph == graph.fingerprint:
+                return known
+    return None
+
+
+def measure(lowered: Lowered, batch: int, store: Store, device: str) -> Profile:
+    """Run a model with every parameter resident, alone and beside a busy link."""
+    graph = lowered.graphs[batch]
+    with Arena(2 * lowered.manifest.segment_bytes) as arena, Executor() as executor:
+        program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store)
+        executor.load(program)
+        link = _measure_link(lowered.manifest, store, arena, executor)
+        alone_s, op_seconds = _measure_ops(lowered, program, executor)
+        compute_slowdown, swap_slowdown = _measure_contention(lowered, program, executor, store, arena, alone_s)
+    return Profile(graph.fingerprint, device, op_seconds, link, link, compute_slowdown, swap_slowdown)
+
+
+def resident_plan(graph: Graph) -> Plan:
+    """Everything resident, every activation at bytes of its own: right for any graph, and wasteful."""
+    partition = workspace = 0
+    residents: list[Placement] = []
+    for i in graph.parameters:
+        residents.append(Placement(i, Address("partition", partition)))
+        partition += graph.tensors[i].nbytes
+    places: dict[int, Address] = {}
+    for i, tensor in enumerate(graph.tensors):
+        if tensor.kind != "parameter":
+            places[i] = Address("workspace", workspace)
+            workspace += -(-tensor.nbytes // tensor.alignment) * tensor.alignment
+    return Plan(
+        graph=graph.fingerprint,
+        profile="",
+        partition_bytes=partition,
+        workspace_bytes=workspace,
+        inputs=tuple(Placement(i, places[i]) for i, t in enumerate(graph.tensors) if t.kind == "input"),
+        residents=tuple(residents),
+        steps=tuple(Compute(n, tuple(places[i] for i in op.writes)) for n, op in enumerate(graph.ops)),
+    )
+
+
+def _measure_ops(lowered: Lowered, program: Program, executor: Executor) -> tuple[float, tuple[float, ...]]:
+    """Median latency, and medians per op with what lies between ops spread over them."""
+    executor.run(program, lowered.examples(program.batch))
+    columns: list[list[float]] = [[] for _ in program.computes]
+    latencies: list[float] = []
+    for _ in _repeat():
+        timeline = executor.run(program, lowered.examples(program.batch), traced=True).timeline
+        assert timeline is not None
+        latencies.append(timeline.latency_s)
+        for column, span in zip(columns, timeline.spans, strict=True):
+            column.append(span.end_s - span.start_s)
+    medians = [statistics.median(column) for column in columns]
+    latency_s = statistics.median(latencies)
+    between_s = max(0.0, latency_s - sum(medians)) / max(1, len(medians))
+    return latency_s, tuple(m + between_s for m in medians)
+
+
+def _measure_link(manifest: Manifest, store: Store, arena: Arena, executor: Executor) -> Link:
+    """Copy every segment whole, then the first block of each: the difference is bandwidth, the rest latency."""
+    whole = _copies(manifest, store, arena, None)
+    blocks = _copies(manifest, store, arena, BLOCK_BYTES)
+    if not whole:
+        return Link(1e-5, 1e10)
+    executor.copy(whole)
+    whole_s = statistics.median(executor.copy(whole) for _ in range(5))
+    latency_s = statistics.median(executor.copy(blocks) for _ in range(5)) / len(blocks)
+    streaming_s = max(whole_s - latency_s * len(whole), whole_s * 0.05)
+    return Link(latency_s, sum(step.nbytes for step in whole) / streaming_s)
+
+
+def _copies(manifest: Manifest, store: Store, arena: Arena, most: int | None) -> list[SwapInStep]:
+    """Copies of all segments to the arena's second half."""
+    steps = []
+    for n, segment in enumerate(manifest.segments):
+        nbytes = segment.nbytes if most is None else min(segment.nbytes, most)
+        if nbytes:
+            destination = arena.bytes(manifest.segment_bytes + segment.offset, nbytes)
+            steps.append(SwapInStep(-1, n, store.copy(n, destination), nbytes, 0))
+    return steps
+
+
+def _measure_contention(
+    lowered: Lowered, program: Program, executor: Executor, store: Store, arena: Arena, alone_s: float
+) -> tuple[float, float]:
+    """How much ops and copies slow each other down: `(compute, swap)`, both at least 1."""
+    copies = _copies(lowered.manifest, store, arena, None)
+    if not copies:
+        return 1.0, 1.0
+    alone_copy_s = statistics.median(_seconds(copies) for _ in range(3))
+    rounds: list[float] = []
+    with _copying(copies, rounds):
+        examples = lowered.examples(program.batch)
+        latencies = [executor.run(program, examples).latency_s for _ in _repeat()]
+    beside_s = statistics.median(latencies)
+    beside_copy_s = statistics.median(rounds) if rounds else alone_copy_s
+    return max(1.0, beside_s / alone_s), max(1.0, beside_copy_s / alone_copy_s)
+
+
+@contextmanager
+def _copying(copies: Sequence[SwapInStep], rounds: list[float]) -> Iterator[None]:
+    """Copy round and round in another thread; `rounds` takes the seconds of each."""
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            rounds.append(_seconds(copies))
+
+    thread = threading.Thread(target=work, name="busy-link")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _seconds(copies: Sequence[SwapInStep]) -> float:
+    start = time.perf_counter()
+    for step in copies:
+        step.copy()
+    return time.perf_counter() - start
+
+
+def _repeat() -> Iterator[int]:
+    """Count runs until the time is spent, with a least and a greatest number."""
+    start = time.perf_counter()
+    for n in range(_MOST_RUNS):
+        if n >= _FEWEST_RUNS and time.perf_counter() - start > _MEASURING_S:
+            return
+        yield n
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,336 @@
+"""A program: one plan bound to addresses. Whatever can be decided before a request comes is decided here."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.check import check
+from planner.errors import CohabitError
+from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
+from planner.profile import Profile
+from runtime.arena import Arena
+from runtime.lower import Lowered
+from runtime.rewrite import host_gather
+from runtime.specialize import Instruction, Slot, Trace
+from runtime.store import Copy, Store
+from runtime.weights import Manifest, dtype_of
+
+Frame = list[Any]
+Call = Callable[[Frame], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep:
+    """An op with the views that lead to it. Counts are of this run's finished swap-ins."""
+
+    step: int
+    calls: tuple[Call, ...]
+    swap_ins_before: int
+    first_reads: tuple[int, ...]
+    """Initial residents that this step is the first to read: the last run's epilogue may still be copying them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapInStep:
+    """A prepared copy. `computes_before` counts this run's finished compute steps."""
+
+    step: int
+    segment: int
+    copy: Copy
+    nbytes: int
+    computes_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One model at one batch size, ready to be issued."""
+
+    name: str
+    batch: int
+    plan: Plan
+    frame_slots: int
+    computes: tuple[ComputeStep, ...]
+    swap_ins: tuple[SwapInStep, ...]
+    final_calls: tuple[Call, ...]
+    """Views of results that belong to no op, made after the last compute step."""
+    residents: tuple[SwapInStep, ...]
+    """Copies that put the initial residents in place."""
+    restored: dict[int, int]
+    """Segments that the epilogue brings back, with the index into `swap_ins` of the copy that does."""
+    input_slots: tuple[int, ...]
+    output_slots: tuple[int, ...]
+    constants: dict[int, torch.Tensor]
+    """Output slots that are parameters or views of them."""
+    link_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bases:
+    """Where a model's regions start in the arena."""
+
+    partition: int
+    workspace: int
+
+    def offset(self, address: Address) -> int:
+        return address.offset + (self.partition if address.region == "partition" else self.workspace)
+
+
+def build(
+    lowered: Lowered, plan: Plan, profile: Profile | None, arena: Arena, bases: Bases, store: Store
+) -> Program:
+    """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch or MemoryExceeded."""
+    batches = {graph.fingerprint: batch for batch, graph in lowered.graphs.items()}
+    batch = batches.get(plan.graph, lowered.batches[0])
+    check(lowered.graphs[batch], profile, plan)
+    return _Builder(lowered, batch, plan, arena, bases, store).build()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A compute step whose calls wait for the last use of each slot to be known."""
+
+    step: int
+    instructions: list[Instruction]
+    statics: list[dict[int, torch.Tensor]]
+    swap_ins_before: int
+    first_reads: tuple[int, ...]
+
+
+class _Builder:
+    """Walks a plan once, with the addresses as they are at each step."""
+
+    def __init__(self, lowered: Lowered, batch: int, plan: Plan, arena: Arena, bases: Bases, store: Store) -> None:
+        self.lowered = lowered
+        self.trace = lowered.traces[batch]
+        self.graph = lowered.graphs[batch]
+        self.plan = plan
+        self.arena = arena
+        self.bases = bases
+        self.store = store
+        self.statics = Statics(self.trace, lowered.manifest, arena)
+        self.op_instructions = {i.op: i for i in self.trace.instructions if i.op is not None}
+        self.views = {i.out: i for i in self.trace.instructions if i.op is None}
+        self.made: set[int] = set()
+        self.addresses = {p.tensor: bases.offset(p.address) for p in plan.residents}
+        self.unread = set(self.addresses)
+        self.computes: list[_Pending] = []
+        self.swap_ins: list[SwapInStep] = []
+        self.position: dict[int, int] = {}
+        """Index in its lane of each step that has one."""
+
+    def build(self) -> Program:
+        residents = tuple(self._swap_in(-1, p.tensor, p.address, 0) for p in self.plan.residents)
+        for index, step in enumerate(self.plan.steps):
+            match step:
+                case SwapIn():
+                    self._add_swap_in(index, step)
+                case Compute():
+                    self._add_compute(index, step)
+                case Drop():
+                    self.addresses.pop(step.tensor, None)
+                    self.unread.discard(step.tensor)
+                case SwapOut():
+                    raise CohabitError(
+                        f"{self.graph.name}: the plan swaps {self.graph.tensors[step.tensor].name} out; the CPU"
+                        " runtime keeps activations in memory, so plan without activation swaps"
+                    )
+        final, constants = self._outputs()
+        frees = _frees([*(p.instructions for p in self.computes), final], self.trace.output_slots)
+        return Program(
+            name=self.lowered.name,
+            batch=self.trace.batch,
+            plan=self.plan,
+            frame_slots=self.trace.slots,
+            computes=tuple(self._finish(pending, frees) for pending in self.computes),
+            swap_ins=tuple(self.swap_ins),
+            final_calls=tuple(self._bind(i, self._static_inputs(i), ()) for i in final),
+            residents=residents,
+            restored={s.segment: i for i, s in enumerate(self.swap_ins) if s.step >= self.plan.epilogue_start},
+            input_slots=self.trace.input_slots,
+            output_slots=self.trace.output_slots,
+            constants=constants,
+            link_bytes=sum(s.nbytes for s in self.swap_ins),
+        )
+
+    def _add_swap_in(self, index: int, step: SwapIn) -> None:
+        before = self._finished(step.after, Compute)
+        self.position[index] = len(self.swap_ins)
+        self.swap_ins.append(self._swap_in(index, step.tensor, step.address, before))
+        self.addresses[step.tensor] = self.bases.offset(step.address)
+
+    def _add_compute(self, index: int, step: Compute) -> None:
+        before = self._finished(step.after, SwapIn)
+        self.position[index] = len(self.computes)
+        instructions = self._needed_by(self.op_instructions[step.op])
+        statics = [self._static_inputs(i) for i in instructions]
+        first = self.unread.intersection(self.graph.ops[step.op].reads)
+        self.unread -= first
+        self.computes.append(_Pending(index, instructions, statics, before, tuple(sorted(first))))
+
+    def _finished(self, after: Sequence[int], kind: type[Compute] | type[SwapIn]) -> int:
+        """How many steps of the other lane must have finished, which is in order."""
+        return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
+
+    def _finish(self, pending: "_Pending", frees: dict[int, tuple[int, ...]]) -> ComputeStep:
+        calls = tuple(
+            self._bind(i, statics, frees.get(id(i), ()))
+            for i, statics in zip(pending.instructions, pending.statics, strict=True)
+        )
+        return ComputeStep(pending.step, calls, pending.swap_ins_before, pending.first_reads)
+
+    def _swap_in(self, index: int, segment: int, address: Address, computes_before: int) -> SwapInStep:
+        nbytes = self.lowered.manifest.segments[segment].nbytes
+        destination = self.arena.bytes(self.bases.offset(address), nbytes)
+        return SwapInStep(index, segment, self.store.copy(segment, destination), nbytes, computes_before)
+
+    def _needed_by(self, instruction: Instruction) -> list[Instruction]:
+        """The views that an op needs and that nothing made yet, in order, and the op itself."""
+        needed: list[Instruction] = []
+        pending = [(slot, False) for slot in reversed(instruction.reads)]
+        while pending:
+            slot, ready = pending.pop()
+            view = self.views.get(slot)
+            if view is None or slot in self.made or self.statics.is_static(slot):
+                continue
+            if ready:
+                self.made.add(slot)
+                needed.append(view)
+            else:
+                pending.append((slot, True))
+                pending.extend((s, False) for s in reversed(view.reads))
+        if instruction.op is not None:
+            needed.append(instruction)
+        return needed
+
+    def _static_inputs(self, instruction: Instruction) -> dict[int, torch.Tensor]:
+        return {
+            slot: self.statics.value(slot, self.addresses)
+            for slot in instruction.reads
+            if self.statics.is_static(slot)
+        }
+
+    def _outputs(self) -> tuple[list[Instruction], dict[int, torch.Tensor]]:
+        final: list[Instruction] = []
+        constants: dict[int, torch.Tensor] = {}
+        for slot in self.trace.output_slots:
+            if self.statics.is_static(slot):
+                constants[slot] = self.statics.value(slot, self.addresses)
+            elif slot in self.views:
+                last = self.views[slot]
+                if slot not in self.made:
+                    final += self._needed_by(last)
+                    final.append(last)
+                    self.made.add(slot)
+        return final, constants
+
+    def _bind(self, instruction: Instruction, statics: dict[int, torch.Tensor], frees: Sequence[int]) -> Call:
+        target = instruction.target
+        arguments = instruction.args
+        if target is host_gather:
+            table, slot = arguments
+            target, arguments = torch.embedding, (self.store.table(table), slot)
+        return bind(target, arguments, instruction.kwargs, statics, instruction.out, tuple(frees))
+
+
+class Statics:
+    """Parameters, and views of parameters alone: tensors that are known as soon as addresses are."""
+
+    def __init__(self, trace: Trace, manifest: Manifest, arena: Arena) -> None:
+        self._arena = arena
+        self._views = {i.out: i for i in trace.instructions if i.op is None}
+        self._pieces = {p.name: (n, p) for n, s in enumerate(manifest.segments) for p in s.pieces}
+        self._weights = trace.weight_slots
+        self._static = set(trace.weight_slots)
+        for instruction in trace.instructions:
+            reads = instruction.reads
+            if instruction.op is None and reads and all(r in self._static for r in reads):
+                self._static.add(instruction.out)
+        self._known: dict[tuple[int, tuple[int, ...]], Any] = {}
+
+    def is_static(self, slot: int) -> bool:
+        return slot in self._static
+
+    def value(self, slot: int, addresses: dict[int, int]) -> Any:
+        """The tensor (or tuple of tensors) in a slot, with segments at the given offsets of the arena."""
+        key = (slot, tuple(addresses[s] for s in sorted(self._segments(slot))))
+        if key not in self._known:
+            self._known[key] = self._make(slot, addresses)
+        return self._known[key]
+
+    def _segments(self, slot: int) -> set[int]:
+        if slot in self._weights:
+            return {self._pieces[self._weights[slot]][0]}
+        return {s for read in self._views[slot].reads for s in self._segments(read)}
+
+    def _make(self, slot: int, addresses: dict[int, int]) -> Any:
+        if slot in self._weights:
+            segment, piece = self._pieces[self._weights[slot]]
+            offset = addresses[segment] + piece.offset
+            return self._arena.tensor(offset, dtype_of(piece.dtype), piece.shape, piece.stride)
+        view = self._views[slot]
+        frame = {read: self.value(read, addresses) for read in view.reads}
+        args, kwargs = _filled((view.args, view.kwargs), frame)
+        with torch.inference_mode():
+            return view.target(*args, **kwargs)
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, Slot)
+
+
+def _filled(tree: Any, frame: Any) -> Any:
+    return pytree.tree_map(lambda leaf: frame[leaf.index] if _is_slot(leaf) else leaf, tree, is_leaf=_is_slot)
+
+
+def bind(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    statics: dict[int, torch.Tensor],
+    out: int,
+    frees: tuple[int, ...],
+) -> Call:
+    """A call that takes its slots from the frame, leaves its result there, and forgets what nobody reads again."""
+
+    def known(leaf: Any) -> Any:
+        return statics[leaf.index] if _is_slot(leaf) and leaf.index in statics else leaf
+
+    args, kwargs = pytree.tree_map(known, (args, kwargs), is_leaf=_is_slot)
+    template = list(args)
+    flat = [(i, a.index) for i, a in enumerate(template) if _is_slot(a)]
+    nested = [(i, a) for i, a in enumerate(template) if not _is_slot(a) and _has_slot(a)]
+    keyword_slots = _has_slot(kwargs)
+
+    def call(frame: Frame) -> None:
+        values = template.copy()
+        for position, slot in flat:
+            values[position] = frame[slot]
+        for position, tree in nested:
+            values[position] = _filled(tree, frame)
+        frame[out] = target(*values, **(_filled(kwargs, frame) if keyword_slots else kwargs))
+        for slot in frees:
+            frame[slot] = None
+
+    return call
+
+
+def _has_slot(tree: Any) -> bool:
+    return any(_is_slot(leaf) for leaf in pytree.tree_leaves(tree, is_leaf=_is_slot))
+
+
+def _frees(steps: Sequence[Sequence[Instruction]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """For each instruction (by identity) the slots that die with it, in the order in which the plan runs them."""
+    last: dict[int, Instruction] = {}
+    for step in steps:
+        for instruction in step:
+            last[instruction.out] = instruction
+            for slot in instruction.reads:
+                last[slot] = instruction
+    frees: dict[int, list[int]] = {}
+    for slot, instruction in last.items():
+        if slot not in kept:
+            frees.setdefault(id(instruction), []).append(slot)
+    return {key: tuple(slots) for key, slots in frees.items()}

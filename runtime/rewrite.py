@@ -1,0 +1,215 @@
+"""Rewrites of a model's graph before it is planned. Each keeps the model's function and changes what can be swapped.
+
+Splits depend on the model alone, never on the budget, so that outputs are bit-equal at every budget.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from runtime.model import Model
+
+aten = torch.ops.aten
+
+SPLIT_BYTES = 16 << 20
+"""A linear layer with a larger weight is computed in slices of its rows."""
+SLICE_BYTES = 8 << 20
+"""Size of such a slice: large enough to saturate a link, small enough to start early."""
+HOST_TABLE_BYTES = 1 << 20
+"""An embedding table at least this large stays in the host store, and its rows are gathered there."""
+
+_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_RECURRENT = {aten.lstm.input: 2, aten.gru.input: 1, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
+_ASSERTIONS = (
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "_assert_async",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
+
+
+def host_gather(table: str, indices: torch.Tensor) -> torch.Tensor:
+    """Stand for `embedding(table, indices)` with the table in the host store; a program binds it to a store."""
+    raise AssertionError(f"host_gather of {table} was not bound to a store")
+
+
+def rewrite(model: Model) -> None:
+    """Apply every rewrite, in an order in which each sees what the one before it made."""
+    inline_grad_regions(model)
+    drop_assertions(model)
+    fold_batch_norms(model)
+    split_recurrent_layers(model)
+    gather_on_host(model)
+    split_linear_layers(model)
+    drop_unused(model)
+
+
+def inline_grad_regions(model: Model) -> None:
+    """Replace `with torch.no_grad()` regions by their bodies: nothing here records gradients."""
+    wrap = torch.ops.higher_order.wrap_with_set_grad_enabled
+    while regions := [n for n in model.graph.nodes if n.op == "call_function" and n.target is wrap]:
+        for node in regions:
+            body = getattr(model.root, node.args[1].target)
+            holes = [n for n in body.graph.nodes if n.op == "placeholder"]
+            mapping = dict(zip(holes, node.args[2:], strict=True))
+            with model.graph.inserting_before(node):
+                for inner in body.graph.nodes:
+                    if inner.op == "get_attr":
+                        name = f"{node.name}_{inner.target}"
+                        setattr(model.root, name, getattr(body, inner.target))
+                        mapping[inner] = model.graph.get_attr(name)
+                results = model.graph.graph_copy(body.graph, mapping)
+            assert isinstance(results, tuple | list)
+            for user in list(node.users):
+                user.replace_all_uses_with(results[user.args[1]])
+                model.graph.erase_node(user)
+            model.graph.erase_node(node)
+
+
+def drop_assertions(model: Model) -> None:
+    """Remove export's run-time assertions: the server checks shapes and types before the model sees them."""
+    for node in reversed(list(model.graph.nodes)):
+        name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+        if node.op == "call_function" and name in _ASSERTIONS and not node.users:
+            model.graph.erase_node(node)
+
+
+def fold_batch_norms(model: Model) -> None:
+    """Fold inference-mode batch norms into the convolutions before them, in float64."""
+    for norm in list(model.graph.nodes):
+        if norm.op != "call_function" or norm.target is not aten.batch_norm.default or norm.args[5]:
+            continue
+        conv = norm.args[0]
+        if conv.target not in _CONVOLUTIONS or len(conv.users) != 1:
+            continue
+        weight = model.weight_of(conv.args[1])
+        statistics = [model.weight_of(a) for a in norm.args[1:5]]
+        bias = model.weight_of(conv.args[2]) if len(conv.args) > 2 else None
+        if weight is None or any(s is None for s in statistics[2:]):
+            continue
+        if any(a is not None and s is None for a, s in zip(norm.args[1:3], statistics[:2], strict=True)):
+            continue
+        if len(conv.args) > 2 and conv.args[2] is not None and bias is None:
+            continue
+        folded, shift = _fold(weight, bias, statistics, norm.args[7])
+        name = conv.args[1].name
+        new_weight, new_bias = model.add_weight(f"{name}_folded", folded), model.add_weight(f"{name}_shift", shift)
+        conv.args = (conv.args[0], new_weight, new_bias, *conv.args[3:])
+        norm.replace_all_uses_with(conv)
+        model.graph.erase_node(norm)
+
+
+def _fold(
+    weight: torch.Tensor, bias: torch.Tensor | None, statistics: Sequence[torch.Tensor | None], eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight and bias of a convolution that also does the norm. Statistics: scale, shift, mean, variance."""
+    gamma, beta, mean, variance = statistics
+    assert mean is not None
+    assert variance is not None
+    scale = torch.rsqrt(variance.double() + eps) * (1.0 if gamma is None else gamma.double())
+    shift = ((0.0 if bias is None else bias.double()) - mean.double()) * scale
+    if beta is not None:
+        shift = shift + beta.double()
+    folded = weight.double() * scale.reshape(-1, *[1] * (weight.dim() - 1))
+    return folded.to(weight.dtype), shift.to(weight.dtype)
+
+
+def split_recurrent_layers(model: Model) -> None:
+    """Issue a recurrent network of L layers as L calls of one layer, so that one layer's weights suffice."""
+    for node in list(model.graph.nodes):
+        states = _RECURRENT.get(node.target) if node.op == "call_function" else None
+        if states is None:
+            continue
+        x, hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first = node.args
+        if layers == 1 or (train and dropout):
+            continue
+        directions = 2 if bidirectional else 1
+        per_layer = len(weights) // layers
+        finals: list[list[fx.Node]] = [[] for _ in range(states)]
+        call = model.graph.call_function
+        with model.graph.inserting_before(node):
+            for layer in range(layers):
+                rows = (0, layer * directions, (layer + 1) * directions)
+                start = [call(aten.slice.Tensor, (h, *rows)) for h in (hidden if states == 2 else [hidden])]
+                own = weights[layer * per_layer : (layer + 1) * per_layer]
+                arguments = (x, start if states == 2 else start[0], own)
+                result = call(node.target, (*arguments, has_biases, 1, 0.0, False, bidirectional, batch_first))
+                x = call(_getitem, (result, 0))
+                for i, final in enumerate(finals):
+                    final.append(call(_getitem, (result, i + 1)))
+            outputs = [x, *(call(aten.cat.default, (final, 0)) for final in finals)]
+        _replace_items(model, node, outputs)
+
+
+def _replace_items(model: Model, node: fx.Node, outputs: Sequence[fx.Node]) -> None:
+    for user in list(node.users):
+        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
+        model.graph.erase_node(user)
+    model.graph.erase_node(node)
+
+
+def _getitem(values: Sequence[Any], index: int) -> Any:
+    return values[index]
+
+
+def gather_on_host(model: Model) -> None:
+    """Leave large embedding tables in the host store: an inference needs a few of their rows."""
+    for node in list(model.graph.nodes):
+        if node.op != "call_function" or node.target is not aten.embedding.default:
+            continue
+        table = model.weight_of(node.args[0])
+        if table is None or table.nbytes < HOST_TABLE_BYTES:
+            continue
+        name = node.args[0].name
+        model.tables[name] = table
+        with model.graph.inserting_before(node):
+            gathered = model.graph.call_function(host_gather, (name, node.args[1]))
+        gathered.meta = dict(node.meta)
+        node.replace_all_uses_with(gathered)
+        model.graph.erase_node(node)
+
+
+def split_linear_layers(model: Model) -> None:
+    """Compute linear layers with large weights in slices of output features, each with its part of the weight."""
+    slices: dict[str, list[fx.Node]] = {}
+    for node in list(model.graph.nodes):
+        if node.op != "call_function" or node.target is not aten.linear.default:
+            continue
+        weight = model.weight_of(node.args[1])
+        bias_node: Any = node.args[2] if len(node.args) > 2 else None
+        bias = model.weight_of(bias_node)
+        if weight is None or weight.nbytes <= SPLIT_BYTES or (bias_node is not None and bias is None):
+            continue
+        rows = max(1, SLICE_BYTES // max(1, weight.nbytes // weight.shape[0]))
+        call: Callable[..., fx.Node] = model.graph.call_function
+        weights = _sliced(model, slices, node.args[1], weight, rows)
+        biases = [None] * len(weights) if bias is None else _sliced(model, slices, bias_node, bias, rows)
+        with model.graph.inserting_before(node):
+            pairs = zip(weights, biases, strict=True)
+            parts = [call(aten.linear.default, (node.args[0], w, b)) for w, b in pairs]
+            whole = call(aten.cat.default, (parts, -1))
+        whole.meta = dict(node.meta)
+        node.replace_all_uses_with(whole)
+        model.graph.erase_node(node)
+
+
+def _sliced(
+    model: Model, known: dict[str, list[fx.Node]], node: fx.Node, tensor: torch.Tensor, rows: int
+) -> list[fx.Node]:
+    key = f"{node.name}/{rows}"
+    if key not in known:
+        starts = range(0, tensor.shape[0], rows)
+        known[key] = [model.add_weight(f"{node.name}_rows{s}", tensor[s : s + rows]) for s in starts]
+    return known[key]
+
+
+def drop_unused(model: Model) -> None:
+    """Remove ops and weights that nothing uses any more."""
+    model.graph.eliminate_dead_code()
+    for node in list(model.graph.nodes):
+        if node.op == "placeholder" and node.name in model.weights and not node.users:
+            del model.weights[node.name]
+            model.graph.erase_node(node)

@@ -1,0 +1,143 @@
+"""Host stores: where parameters are when they are not in the arena.
+
+`RamStore` keeps the weights file's bytes in host memory. `FileStore` leaves them on disk and reads them with
+O_DIRECT where the file system has it, so that the page cache does not hold a second copy.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from runtime.arena import Bytes
+from runtime.weights import Manifest, Table, dtype_of
+
+StoreKind = Literal["ram", "file"]
+Copy = Callable[[], None]
+
+
+class Store(Protocol):
+    """One model's host copy."""
+
+    kind: StoreKind
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        """Prepare to fill the destination from a segment's start; the call does it without holding the GIL."""
+        ...
+
+    def table(self, name: str) -> torch.Tensor:
+        """An embedding table, to be read in place."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_store(kind: StoreKind, path: Path, manifest: Manifest) -> Store:
+    return RamStore(path, manifest) if kind == "ram" else FileStore(path, manifest)
+
+
+class RamStore:
+    """The whole weights file in anonymous memory."""
+
+    kind: StoreKind = "ram"
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._bytes = np.frombuffer(mmap.mmap(-1, max(1, manifest.file_bytes)), np.uint8)
+        with path.open("rb", buffering=0) as file:
+            _read_fully(file.fileno(), self._bytes[: manifest.file_bytes], 0)
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        s = self.manifest.segments[segment]
+        source = self._bytes[s.offset : s.offset + min(s.nbytes, destination.nbytes)]
+        return lambda: np.copyto(destination, source)
+
+    def table(self, name: str) -> torch.Tensor:
+        return _table(self._bytes, _find(self.manifest, name))
+
+    def close(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+
+class FileStore:
+    """The weights file itself. Tables are mapped, so that a gather reads the pages of its rows alone."""
+
+    kind: StoreKind = "file"
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._path = path
+        self._fd, self.direct = _open_direct(path)
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        offset = self.manifest.segments[segment].offset
+        return lambda: _read_fully(self._fd, destination, offset)
+
+    def table(self, name: str) -> torch.Tensor:
+        with self._path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped.madvise(mmap.MADV_RANDOM)
+        return _table(np.frombuffer(mapped, np.uint8), _find(self.manifest, name))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class LimitedStore:
+    """A store behind a slower link: each copy takes at least `latency_s + bytes / bandwidth`, by really waiting."""
+
+    def __init__(self, store: Store, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> None:
+        self._store = store
+        self.kind = store.kind
+        self._bandwidth = bandwidth_bytes_per_s
+        self._latency_s = latency_s
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        copy = self._store.copy(segment, destination)
+        least_s = self._latency_s + destination.nbytes / self._bandwidth
+
+        def limited() -> None:
+            end = time.perf_counter() + least_s
+            copy()
+            if (rest := end - time.perf_counter()) > 0:
+                time.sleep(rest)
+
+        return limited
+
+    def table(self, name: str) -> torch.Tensor:
+        return self._store.table(name)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _open_direct(path: Path) -> tuple[int, bool]:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+    except (OSError, AttributeError):  # tmpfs and some network file systems have no O_DIRECT
+        return os.open(path, os.O_RDONLY), False
+
+
+def _read_fully(fd: int, destination: Bytes, offset: int) -> None:
+    """Fill the destination. Raises OSError, also where the file ends too early."""
+    view = destination.data
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            raise OSError(f"weights file ends at byte {offset + done}, {len(view) - done} bytes too early")
+        done += count
+
+
+def _find(manifest: Manifest, name: str) -> Table:
+    return next(t for t in manifest.tables if t.name == name)
+
+
+def _table(raw: Bytes, table: Table) -> torch.Tensor:
+    own = torch.from_numpy(raw[table.offset : table.offset + table.nbytes])
+    return own.view(dtype_of(table.dtype)).reshape(table.shape)

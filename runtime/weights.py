@@ -1,0 +1,204 @@
+"""The weights file: a model's parameters in plan order, ready to be copied or read straight into the arena.
+
+Parameters come as *segments*, the units of swapping: what the same ops read, one piece behind the other, padded to
+the block size that O_DIRECT asks for. Embedding tables stand behind the segments and never move.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from planner.graph import decode_as, fingerprint
+
+BLOCK_BYTES = 4096
+PIECE_ALIGNMENT = 64
+COALESCE_BYTES = 256 << 10
+"""Neighbouring segments are joined while they stay below this, because small copies cost latency alone."""
+FORMAT_VERSION = 1
+
+_COPY_BYTES = 16 << 20
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One tensor inside a segment; `offset` counts from the segment's start, strides in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """`nbytes` at `offset` of the file, both multiples of BLOCK_BYTES."""
+
+    offset: int
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def name(self) -> str:
+        more = f"+{len(self.pieces) - 1}" if len(self.pieces) > 1 else ""
+        return f"{self.pieces[0].name}{more}"
+
+
+class Table(msgspec.Struct, frozen=True):
+    """An embedding table that host gathers read."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What is where in one weights file."""
+
+    archive: str
+    segments: tuple[Segment, ...]
+    tables: tuple[Table, ...]
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self)
+
+    @property
+    def segment_bytes(self) -> int:
+        return sum(s.nbytes for s in self.segments)
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(t.nbytes for t in self.tables)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.segment_bytes + sum(round_up(t.nbytes, BLOCK_BYTES) for t in self.tables)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A weight and the ops that read it, by their indices."""
+
+    name: str
+    tensor: torch.Tensor
+    readers: tuple[int, ...]
+
+
+def lay_out(archive: str, uses: Sequence[Use], tables: Mapping[str, torch.Tensor]) -> Manifest:
+    """Group weights into segments, in the order in which ops first read them; unread ones come last."""
+    last = 1 + max((r for use in uses for r in use.readers), default=0)
+    groups: dict[tuple[int, ...], list[Use]] = {}
+    for use in sorted(uses, key=lambda u: (u.readers or (last,), u.name)):
+        groups.setdefault(use.readers, []).append(use)
+    segments: list[Segment] = []
+    offset = 0
+    for group in _coalesce(list(groups.values())):
+        segment = _segment(offset, group)
+        segments.append(segment)
+        offset += segment.nbytes
+    placed: list[Table] = []
+    for name, table in tables.items():
+        placed.append(Table(name, dtype_name(table.dtype), tuple(table.shape), offset, table.nbytes))
+        offset += round_up(table.nbytes, BLOCK_BYTES)
+    return Manifest(archive, tuple(segments), tuple(placed))
+
+
+def _coalesce(groups: list[list[Use]]) -> list[list[Use]]:
+    joined: list[list[Use]] = []
+    size = COALESCE_BYTES
+    for group in groups:
+        nbytes = sum(round_up(u.tensor.nbytes, PIECE_ALIGNMENT) for u in group)
+        if joined and size + nbytes <= COALESCE_BYTES:
+            joined[-1] = joined[-1] + group
+            size += nbytes
+        else:
+            joined.append(group)
+            size = nbytes
+    return joined
+
+
+def _segment(offset: int, group: Sequence[Use]) -> Segment:
+    pieces: list[Piece] = []
+    position = 0
+    for use in group:
+        t = use.tensor
+        pieces.append(Piece(use.name, dtype_name(t.dtype), tuple(t.shape), tuple(t.stride()), position, t.nbytes))
+        position += round_up(t.nbytes, PIECE_ALIGNMENT)
+    return Segment(offset, round_up(position, BLOCK_BYTES), tuple(pieces))
+
+
+def write(
+    path: Path, manifest: Manifest, weights: Mapping[str, torch.Tensor], tables: Mapping[str, torch.Tensor]
+) -> None:
+    """Write the weights file and, last, its manifest, each in one rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _replacing(path) as fd:
+        os.ftruncate(fd, manifest.file_bytes)
+        for segment in manifest.segments:
+            for piece in segment.pieces:
+                _write_tensor(fd, weights[piece.name], segment.offset + piece.offset)
+        for table in manifest.tables:
+            _write_tensor(fd, tables[table.name].contiguous(), table.offset)
+    with _replacing(manifest_path(path)) as fd:
+        os.write(fd, msgspec.json.encode(manifest))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest beside a weights file. Raises FormatError; FileNotFoundError where there is none."""
+    return decode_as(manifest_path(path).read_bytes(), Manifest, "weights manifest", FORMAT_VERSION)
+
+
+def manifest_path(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def _write_tensor(fd: int, tensor: torch.Tensor, offset: int) -> None:
+    if tensor.nbytes == 0:
+        return
+    storage = tensor.untyped_storage()
+    start = tensor.storage_offset() * tensor.element_size()
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage, start, (tensor.nbytes,), (1,)).numpy()
+    for position in range(0, tensor.nbytes, _COPY_BYTES):
+        os.pwrite(fd, raw[position : position + _COPY_BYTES].data, offset + position)
+
+
+class _replacing:  # noqa: N801  (reads as a statement: with _replacing(path) as fd)
+    """A new file that takes the path's place when the block ends well, and vanishes when it does not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> int:
+        self.fd, self.temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        return self.fd
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            os.fsync(self.fd)
+        os.close(self.fd)
+        if kind is None:
+            os.replace(self.temporary, self.path)
+        else:
+            os.unlink(self.temporary)

@@ -1,0 +1,163 @@
+"""Small models, each with one thing that lowering has to get right."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+
+class ConvNorm(nn.Module):
+    """Batch norms to fold, one of them behind a convolution whose result is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+        for norm in (self.norm, self.norm2):
+            nn.init.normal_(norm.running_mean)
+            nn.init.uniform_(norm.running_var, 0.5, 2.0)
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        y = self.second(x)
+        return self.head((self.norm2(y) + y).mean((2, 3)))
+
+
+class InPlace(nn.Module):
+    """In-place activations, an in-place sum, and an input that is overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        y = nn.functional.relu(self.a(x), inplace=True)
+        y += x
+        y[:, :4] = 0
+        return self.b(y)
+
+
+class Tied(nn.Module):
+    """A weight under two names, a large embedding table, a split head with the table's own bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9000, 96)
+        self.mix = nn.Linear(96, 96)
+        self.mix_again = nn.Linear(96, 96)
+        self.mix_again.weight = self.mix.weight
+        self.head = nn.Linear(96, 9000, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(tokens)
+        hidden = self.mix_again(torch.tanh(self.mix(x)))
+        return {"logits": self.head(hidden), "hidden": hidden}
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str, bidirectional: bool) -> None:
+        super().__init__()
+        self.rnn = getattr(nn, kind)(12, 16, num_layers=3, batch_first=True, bidirectional=bidirectional)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, state = self.rnn(x)
+        return out, state[0].transpose(0, 1).clone() if isinstance(state, tuple) else state.transpose(0, 1).clone()
+
+
+class Attention(nn.Module):
+    """Packed projections (views of one weight), a no-grad region, and a view as an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        with torch.no_grad():
+            scaled = x * 0.5
+        y, weights = self.attention(scaled, scaled, scaled)
+        z = self.norm(y + x)
+        return {"z": z, "parts": (z.transpose(1, 2), weights)}
+
+
+class Branch(nn.Module):
+    """Control flow that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x) + 1, (x,))
+
+
+class Scalar(nn.Module):
+    """A number read out of a tensor while the model runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * x.max().item()
+
+
+class Constants(nn.Module):
+    """Outputs that are an input, a weight, and a constant made on the fly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1, 4))
+        self.register_buffer("table", torch.arange(12.0).reshape(4, 3))
+
+    def forward(self, x: torch.Tensor, flag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ones = torch.ones_like(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return x, torch.where(flag, ones * self.scale, x) @ self.table
+
+
+class Wide(nn.Module):
+    """Layers of very different sizes, for budgets."""
+
+    def __init__(self, layers: int = 6, width: int = 384) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x
+
+
+def export(
+    model: nn.Module, examples: dict[str, torch.Tensor], path: Path, *, dynamic: bool = True
+) -> torch.export.ExportedProgram:
+    """Export with a batch from 1 to 64 in front, and save."""
+    shapes = {name: {0: Dim("batch", min=1, max=64)} for name in examples} if dynamic else None
+    program = torch.export.export(model.eval(), (), kwargs=examples, dynamic_shapes=shapes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.export.save(program, path)
+    return program
+
+
+CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
+    "conv_norm": (ConvNorm, {"x": torch.zeros(3, 3, 8, 8)}),
+    "in_place": (InPlace, {"x": torch.zeros(3, 16)}),
+    "tied": (Tied, {"tokens": torch.zeros(3, 5, dtype=torch.int64)}),
+    "lstm": (lambda: Recurrent("LSTM", False), {"x": torch.zeros(3, 5, 12)}),
+    "bidirectional_gru": (lambda: Recurrent("GRU", True), {"x": torch.zeros(3, 5, 12)}),
+    "attention": (Attention, {"x": torch.zeros(3, 5, 32)}),
+    "branch": (Branch, {"x": torch.zeros(3, 8)}),
+    "scalar": (Scalar, {"x": torch.zeros(3, 8)}),
+    "constants": (Constants, {"x": torch.zeros(3, 4), "flag": torch.zeros(3, 4, dtype=torch.bool)}),
+    "wide": (Wide, {"x": torch.zeros(3, 384)}),
+}

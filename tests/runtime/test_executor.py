@@ -1,0 +1,218 @@
+"""The executor keeps the plan's order, its memory and its promises, also when something fails."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.check import live_bytes
+from planner.graph import Graph
+from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
+from runtime.arena import Arena
+from runtime.errors import DeviceError, MemoryExceeded
+from runtime.executor import Executor, Result
+from runtime.lower import Lowered, lower
+from runtime.profile import resident_plan
+from runtime.program import Bases, Program, build
+from runtime.store import LimitedStore, RamStore, Store, open_store
+from tests.runtime import models
+from tests.runtime.plans import streaming_plan
+
+
+@dataclass
+class Bench:
+    """A model, its store, and an arena that is larger than any plan here needs."""
+
+    lowered: Lowered
+    store: Store
+    arena: Arena
+    executor: Executor
+
+    @property
+    def graph(self) -> Graph:
+        return self.lowered.graphs[2]
+
+    def program(self, plan: Plan, store: Store | None = None) -> Program:
+        program = build(self.lowered, plan, None, self.arena, Bases(0, plan.partition_bytes), store or self.store)
+        self.executor.load(program)
+        return program
+
+    def run(self, program: Program, **options: bool) -> Result:
+        return self.executor.run(program, self.lowered.examples(2), **options)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    torch.manual_seed(0)
+    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "wide", [2], tmp_path / "cache")
+    assert len(lowered.manifest.segments) == 6
+    with Arena(64 << 20) as arena, Executor() as executor:
+        yield Bench(lowered, open_store("ram", lowered.weights_path, lowered.manifest), arena, executor)
+
+
+def evicting_plan(graph: Graph) -> Plan:
+    """One resident whose place is used for another parameter and which the epilogue brings back."""
+    base = streaming_plan(graph, frozenset({0}))
+    steps: list[Step] = []
+    moved = {}
+    for step in base.steps:
+        if isinstance(step, SwapIn) and step.tensor == 3:
+            moved[len(steps) + 1] = True
+            steps += [Drop(0), SwapIn(3, Address("partition", 0), step.after)]
+        elif isinstance(step, Compute | SwapIn):
+            # One drop was put in before: later indices are one higher.
+            shift = 1 if moved else 0
+            after = tuple(
+                i + (1 if i + 1 in moved or (shift and i + 1 > next(iter(moved))) else 0) for i in step.after
+            )
+            steps.append(replace_after(step, after))
+        else:
+            steps.append(step)
+    last = max(i for i, s in enumerate(steps) if isinstance(s, Compute))
+    steps.append(SwapIn(0, Address("partition", 0), (last,)))
+    return Plan(
+        base.graph, "", base.partition_bytes, base.workspace_bytes, base.inputs, base.residents, tuple(steps)
+    )
+
+
+def replace_after(step: Compute | SwapIn, after: tuple[int, ...]) -> Compute | SwapIn:
+    if isinstance(step, Compute):
+        return Compute(step.op, step.outputs, step.scratch, after)
+    return SwapIn(step.tensor, step.address, after)
+
+
+def test_swapped_and_resident_runs_give_the_same_bits(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
+    for resident in (frozenset[int](), frozenset({0, 3}), frozenset(range(5))):
+        program = bench.program(streaming_plan(bench.graph, resident))
+        for _ in range(20):
+            assert torch.equal(bench.run(program).outputs[0], expected[0])
+
+
+def test_an_evicted_resident_is_back_for_the_next_run(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
+    program = bench.program(evicting_plan(bench.graph))
+    assert program.restored.keys() == {0}
+    for _ in range(20):
+        assert torch.equal(bench.run(program).outputs[0], expected[0])
+
+
+def test_a_slow_epilogue_is_waited_for(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
+    slow = LimitedStore(bench.store, bandwidth_bytes_per_s=1e9, latency_s=0.01)
+    program = bench.program(evicting_plan(bench.graph), slow)
+    for _ in range(5):
+        assert torch.equal(bench.run(program).outputs[0], expected[0])
+        place = program.plan.residents[0].address.offset
+        bench.arena.bytes(place, 4096)  # the epilogue may still be writing here
+
+
+def test_every_parameter_address_lies_in_the_model_s_regions_and_live_bytes_under_the_budget(bench: Bench) -> None:
+    plan = streaming_plan(bench.graph, frozenset({1, 2}))
+    program = bench.program(plan)
+    low = bench.arena.address
+    high = low + plan.partition_bytes + plan.workspace_bytes
+    arena_end = low + bench.arena.nbytes
+    seen = 0
+
+    def watch(step: int, frame: list[object]) -> None:
+        nonlocal seen
+        for call in next(c for c in program.computes if c.step == step).calls:
+            for cell in call.__closure__ or ():
+                for value in cell.cell_contents if isinstance(cell.cell_contents, list) else ():
+                    if isinstance(value, torch.Tensor) and low <= value.data_ptr() < arena_end:
+                        assert value.data_ptr() + value.nbytes <= high
+                        seen += 1
+
+    bench.executor.run(program, bench.lowered.examples(2), observe=watch)
+    assert seen == 12, "a weight and a bias for each of six layers"
+    assert max(live_bytes(bench.graph, plan)) <= plan.partition_bytes + plan.workspace_bytes
+
+
+def test_a_program_that_would_leave_the_arena_is_refused(bench: Bench) -> None:
+    plan = streaming_plan(bench.graph)
+    with pytest.raises(MemoryExceeded, match="outside of the arena"):
+        build(bench.lowered, plan, None, bench.arena, Bases(0, bench.arena.nbytes - 4096), bench.store)
+
+
+def test_the_measured_timeline_has_every_step_in_lane_order(bench: Bench) -> None:
+    plan = evicting_plan(bench.graph)
+    timeline = bench.run(bench.program(plan), traced=True).timeline
+    assert timeline is not None
+    assert [s.step for s in timeline.spans] == [i for i, s in enumerate(plan.steps) if not isinstance(s, Drop)]
+    for lane in ("compute", "swap_in"):
+        spans = [s for s in timeline.spans if s.lane == lane]
+        assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
+    by_step = {s.step: s for s in timeline.spans}
+    for index, step in enumerate(plan.steps):
+        for earlier in getattr(step, "after", ()):
+            assert by_step[earlier].end_s <= by_step[index].start_s
+    assert timeline.link_bytes == sum(
+        bench.graph.tensors[s.tensor].nbytes for s in plan.steps if isinstance(s, SwapIn)
+    )
+
+
+def test_serial_runs_of_a_plan_give_the_same_bits(bench: Bench) -> None:
+    program = bench.program(streaming_plan(bench.graph, frozenset({2})))
+    overlapped = bench.run(program).outputs[0]
+    assert torch.equal(bench.run(program, serial=True).outputs[0], overlapped)
+
+
+class FailingStore(RamStore):
+    """A store whose copies of one segment fail while `failing` is set."""
+
+    failing = False
+
+    def copy(self, segment, destination):  # type: ignore[no-untyped-def]
+        copy = super().copy(segment, destination)
+
+        def attempt() -> None:
+            if self.failing and segment == 4:
+                raise OSError("medium error")
+            copy()
+
+        return attempt
+
+
+def test_a_failed_copy_is_an_error_answer_and_the_next_run_is_right(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
+    store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)
+    program = bench.program(evicting_plan(bench.graph), store)
+    store.failing = True
+    with pytest.raises(DeviceError, match="medium error"):
+        bench.run(program)
+    store.failing = False
+    assert torch.equal(bench.run(program).outputs[0], expected[0])
+
+
+def test_a_failed_kernel_is_an_error_answer_and_the_next_run_is_right(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
+    program = bench.program(evicting_plan(bench.graph))
+    with pytest.raises(DeviceError, match="wide"):
+        bench.executor.run(program, [torch.zeros(2, 7)])
+    assert torch.equal(bench.run(program).outputs[0], expected[0])
+
+
+def test_outputs_belong_to_the_caller(tmp_path: Path) -> None:
+    make, examples = models.CASES["constants"]
+    assert callable(make)
+    models.export(make(), examples, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "constants", [2], tmp_path / "cache")
+    store = open_store("ram", lowered.weights_path, lowered.manifest)
+    with Arena(1 << 20) as arena, Executor() as executor:
+        program = build(lowered, resident_plan(lowered.graphs[2]), None, arena, Bases(0, 0), store)
+        executor.load(program)
+        inputs = lowered.examples(2)
+        output = executor.run(program, inputs).outputs[0]
+        kept = output.clone()
+        inputs[0].fill_(7)
+        assert torch.equal(output, kept)
+
+
+def test_residents_keep_their_place_between_plans_of_two_batches(bench: Bench) -> None:
+    assert replace(Bases(0, 4096), partition=8192).offset(Address("partition", 64)) == 8256
+    assert Placement(0, Address("partition", 0)) == Placement(0, Address("partition", 0))

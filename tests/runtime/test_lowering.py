@@ -1,0 +1,170 @@
+"""Lowered programs compute what eager PyTorch computes, whatever is resident."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.check import check
+from planner.graph import decode, encode
+from runtime.arena import Arena
+from runtime.errors import UnsupportedModel
+from runtime.executor import Executor
+from runtime.lower import Lowered, lower
+from runtime.profile import resident_plan
+from runtime.program import Bases, build
+from runtime.store import StoreKind, open_store
+from tests.runtime import models
+from tests.runtime.plans import streaming_plan
+
+
+def real_inputs(examples: dict[str, torch.Tensor], batch: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {}
+    for name, example in examples.items():
+        shape = (batch, *example.shape[1:])
+        if example.dtype.is_floating_point:
+            inputs[name] = torch.randn(shape, generator=generator)
+        else:
+            inputs[name] = torch.randint(0, 2, shape, generator=generator).to(example.dtype)
+    return inputs
+
+
+def run(
+    lowered: Lowered, batch: int, inputs: dict[str, torch.Tensor], streaming: bool, kind: StoreKind
+) -> list[torch.Tensor]:
+    graph = lowered.graphs[batch]
+    plan = streaming_plan(graph) if streaming else resident_plan(graph)
+    store = open_store(kind, lowered.weights_path, lowered.manifest)
+    with Arena(plan.partition_bytes + plan.workspace_bytes) as arena, Executor() as executor:
+        program = build(lowered, plan, None, arena, Bases(0, plan.partition_bytes), store)
+        executor.load(program)
+        for _ in range(3):
+            copies = [inputs[p.name].clone() for p in lowered.inputs]
+            outputs = executor.run(program, copies).outputs
+    store.close()
+    return outputs
+
+
+@pytest.mark.parametrize("name", models.CASES)
+def test_every_construct_equals_eager_at_two_batches(name: str, tmp_path: Path) -> None:
+    make, examples = models.CASES[name]
+    assert callable(make)
+    torch.manual_seed(0)
+    model = make().eval()
+    models.export(model, examples, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", name, [1, 4], tmp_path / "cache")
+    assert lowered.batches == (1, 4)
+    for batch in lowered.batches:
+        inputs = real_inputs(examples, batch)
+        with torch.no_grad():
+            expected = pytree.tree_leaves(model(**{k: v.clone() for k, v in inputs.items()}))
+        resident = run(lowered, batch, inputs, streaming=False, kind="ram")
+        streamed = run(lowered, batch, inputs, streaming=True, kind="file")
+        assert len(resident) == len(expected) == len(lowered.outputs)
+        for want, kept, swapped in zip(expected, resident, streamed, strict=True):
+            torch.testing.assert_close(kept, want, atol=1e-4 * float(want.abs().max()), rtol=0)
+            assert torch.equal(kept, swapped), "the same bits at every budget"
+
+
+@pytest.mark.parametrize("name", models.CASES)
+def test_graphs_survive_their_file_format_and_hand_made_plans_pass_the_checker(name: str, tmp_path: Path) -> None:
+    make, examples = models.CASES[name]
+    assert callable(make)
+    models.export(make(), examples, tmp_path / "model.pt2")
+    graph = lower(tmp_path / "model.pt2", name, [2], tmp_path / "cache").graphs[2]
+    assert decode(encode(graph)) == graph
+    check(graph, None, streaming_plan(graph))
+    check(graph, None, resident_plan(graph))
+
+
+def test_outputs_are_named_by_the_structure_that_the_model_returns(tmp_path: Path) -> None:
+    names: dict[str, list[str]] = {}
+    for case in ("wide", "tied", "attention", "lstm"):
+        make, examples = models.CASES[case]
+        assert callable(make)
+        models.export(make(), examples, tmp_path / case / "model.pt2")
+        lowered = lower(tmp_path / case / "model.pt2", case, [1], tmp_path / "cache")
+        names[case] = [p.name for p in lowered.outputs]
+    assert names == {
+        "wide": ["output"],
+        "tied": ["logits", "hidden"],
+        "attention": ["z", "parts_0", "parts_1"],
+        "lstm": ["output_0", "output_1"],
+    }
+
+
+def lowered_case(name: str, tmp_path: Path) -> Lowered:
+    make, examples = models.CASES[name]
+    assert callable(make)
+    models.export(make(), examples, tmp_path / "model.pt2")
+    return lower(tmp_path / "model.pt2", name, [1], tmp_path / "cache")
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    lowered = lowered_case("tied", tmp_path)
+    pieces = [p.name for s in lowered.manifest.segments for p in s.pieces]
+    assert sum("mix" in name and "weight" in name for name in pieces) == 1
+
+
+def test_large_tables_stay_in_the_host_store(tmp_path: Path) -> None:
+    lowered = lowered_case("tied", tmp_path)
+    assert [t.shape for t in lowered.manifest.tables] == [(9000, 96)]
+
+
+def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(tmp_path: Path) -> None:
+    lowered = lowered_case("conv_norm", tmp_path)
+    targets = [op.target for op in lowered.graphs[1].ops]
+    assert targets.count("aten.batch_norm.default") == 1, "the one behind a result that is used twice stays"
+
+
+def test_recurrent_layers_are_separate_ops(tmp_path: Path) -> None:
+    lowered = lowered_case("lstm", tmp_path)
+    assert [op.target for op in lowered.graphs[1].ops].count("aten.lstm.input") == 3
+
+
+class Stateful(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class Selecting(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].sum() + x
+
+
+@pytest.mark.parametrize(("make", "reason"), [(Stateful, "has no state"), (Selecting, "depends on values")])
+def test_what_cannot_be_promised_is_refused_with_the_reason(
+    make: Callable[[], torch.nn.Module], reason: str, tmp_path: Path
+) -> None:
+    models.export(make(), {"x": torch.ones(3, 4)}, tmp_path / "model.pt2")
+    with pytest.raises(UnsupportedModel, match=reason):
+        lower(tmp_path / "model.pt2", "refused", [1], tmp_path / "cache")
+
+
+def test_a_second_dynamic_dimension_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    dim = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)}
+    program = torch.export.export(Stateless().eval(), (torch.ones(2, 3, 4),), dynamic_shapes=(dim,))
+    torch.export.save(program, tmp_path / "model.pt2")
+    with pytest.raises(UnsupportedModel, match="pad to it"):
+        lower(tmp_path / "model.pt2", "refused", [1], tmp_path / "cache")
+
+
+class Stateless(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_a_program_of_fixed_shape_is_served_at_that_shape(tmp_path: Path) -> None:
+    models.export(Stateless(), {"x": torch.ones(3, 4)}, tmp_path / "model.pt2", dynamic=False)
+    lowered = lower(tmp_path / "model.pt2", "fixed", [1, 2], tmp_path / "cache")
+    assert not lowered.batched
+    assert lowered.batches == (3,)
+    assert lowered.inputs[0].shape == (3, 4)
