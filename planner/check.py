@@ -169,23 +169,24 @@ class _Replay:
     past: list[_Range] = field(default_factory=list)
     on_host: dict[int, Clock] = field(default_factory=dict)
     """Inputs and activations that were swapped out, with the clock at which the last copy is complete."""
+    answered: Clock = _NEVER
+    """Passed when the last op has ended."""
     issued: list[int] = field(default_factory=lambda: [0, 0, 0])
     found: list[str] = field(default_factory=list)
 
     def violations(self) -> list[str]:
         self._start()
-        answered = _NEVER
         for index, step in enumerate(self.plan.steps):
             match step:
                 case Compute():
-                    answered = self._compute(index, step)
+                    self._compute(index, step)
                 case SwapIn():
                     self._swap_in(index, step)
                 case SwapOut():
                     self._swap_out(index, step)
                 case Drop():
                     self._drop(index, step.tensor)
-        self._finish(answered)
+        self._finish()
         return self.found
 
     def _start(self) -> None:
@@ -207,7 +208,7 @@ class _Replay:
         for placement in (*self.plan.inputs, *self.plan.residents):
             self._bring("start", placement.tensor, placement.address, _NEVER, _NEVER)
 
-    def _compute(self, index: int, step: Compute) -> Clock:
+    def _compute(self, index: int, step: Compute) -> None:
         op, name, before = self.graph.ops[step.op], _name(self.graph, self.plan, index), self.clocks[index]
         ended = self._issue(0, before)
         for i in op.reads:
@@ -218,7 +219,8 @@ class _Replay:
             scratch = self._range(name, f"scratch of {op.name}", step.scratch, op.scratch_bytes, 1, ended)
             self._claim(name, scratch, before)
             self._retire(scratch)
-        return ended
+        if index + 1 == self.plan.epilogue_start:
+            self._answer(_latest(before, ended))
 
     def _swap_in(self, index: int, step: SwapIn) -> None:
         tensor, name, before = (
@@ -254,15 +256,25 @@ class _Replay:
         else:
             self._retire(replace(copy.place, accessed=copy.accessed))
 
-    def _finish(self, answered: Clock) -> None:
+    def _answer(self, ended: Clock) -> None:
+        """The last op has ended. Parameters among the outputs need not stay any longer; they have a host copy."""
+        self.answered = ended
+        for i in self.graph.outputs:
+            tensor, copy = self.graph.tensors[i], self.live.get(i)
+            if tensor.kind == "parameter" and (copy is None or not _passed(copy.written, ended)):
+                self.found.append(f"output {tensor.name} is not in memory when the last op ends")
+
+    def _finish(self) -> None:
         tensors = self.graph.tensors
         issued = {s.op for s in self.plan.steps if isinstance(s, Compute)}
         self.found += (f"op {op.name} never runs" for k, op in enumerate(self.graph.ops) if k not in issued)
         for i in self.graph.outputs:
             copy = self.live.get(i)
+            if tensors[i].kind == "parameter" and issued:
+                continue
             if copy is None:
                 self.found.append(f"output {tensors[i].name} is not in memory at the end")
-            elif issued and not _passed(copy.written, answered):
+            elif issued and not _passed(copy.written, self.answered):
                 self.found.append(f"output {tensors[i].name} may arrive after the last op has ended")
         for resident in self.plan.residents:
             copy = self.live.get(resident.tensor)

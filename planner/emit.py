@@ -90,9 +90,9 @@ class _Emitter:
 
     def _drops(self) -> dict[int, list[int]]:
         """Tensors to give up behind each op (-1: before the first): after the last read of each stay in memory."""
-        graph, ops = self.graph, len(self.graph.ops)
+        graph, ops = self.graph, len(self.work.footprint.uses)
         drops: dict[int, list[int]] = defaultdict(list)
-        last_touch: dict[int, int] = {}
+        last_touch = {i: 0 for i, t in enumerate(graph.tensors) if t.kind == "input"}
         for k, op in enumerate(graph.ops):
             for t in (*op.reads, *op.writes):
                 last_touch[t] = k
@@ -111,7 +111,7 @@ class _Emitter:
             ends = [*starts[1:], ops]
             for start, end in zip(starts, ends, strict=True):
                 stays_on = end == ops and start == starts[-1]
-                if stays_on and (t in self.residents or t in graph.outputs):
+                if stays_on and t in self.residents:
                     continue
                 drops[max((k for k in uses_of_t if start <= k < end), default=-1)].append(t)
         return drops

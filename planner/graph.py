@@ -40,6 +40,9 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     scratch_bytes: int = 0
+    mutates: tuple[int, ...] = ()
+    """Those of `reads` that the op changes in place. It stays behind every op that stands before it and uses them,
+    and before every op that stands behind it and does."""
 
 
 class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -87,6 +90,12 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
                 if self.tensors[i].kind == "activation" and i not in written:
                     raise InvalidGraph(
                         f"{self.name}: op {op.name} reads {self.tensors[i].name} before it is written"
+                    )
+            for i in op.mutates:
+                if i not in op.reads or self.tensors[i].kind == "parameter":
+                    raise InvalidGraph(
+                        f"{self.name}: op {op.name} changes {self.tensors[i].name}, which is a"
+                        f" {self.tensors[i].kind} or not among its reads; parameters are constant"
                     )
             for i in op.writes:
                 if self.tensors[i].kind != "activation" or i in written:

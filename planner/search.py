@@ -56,7 +56,9 @@ def search(
     graph, profile = problem.graph, problem.profile
     if profile.graph != graph.fingerprint:
         raise FingerprintMismatch("profile", graph.fingerprint, profile.graph)
-    work = Workload.of(Footprint.of(graph), profile, problem.partition_bytes, problem.workspace_bytes)
+    work = Workload.of(
+        Footprint.of(graph), profile, problem.partition_bytes, problem.workspace_bytes, problem.residents or ()
+    )
     bound_s = latency_bound(graph, profile, problem.partition_bytes, problem.workspace_bytes)
     trial = _Trial(work, bound_s, on_progress)
     if problem.residents is None:

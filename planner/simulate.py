@@ -134,64 +134,72 @@ def run(
 ) -> tuple[Floats, Floats, float]:
     """Simulate `inferences` back to back; return starts and ends of the first one, and the settled period.
 
-    Stops early when the period is stable; if it never is, the period is the mean over the later half.
+    Stops when two inferences end in the same state, since all others will then. If none do, the period is the
+    mean over the later half.
     """
-    length, work_s, wait, carried = lanes.length, lanes.work_s, lanes.wait, lanes.carried
-    start = np.zeros(work_s.shape)
-    end = np.zeros(work_s.shape)
-    finished = np.zeros(inferences)  # end of each inference's last op
-    done = np.zeros(3, dtype=np.int64)  # steps ended per lane, over all inferences
-    active = np.zeros(3, dtype=np.bool_)
-    left = np.zeros(3)
+    start, end = np.zeros(lanes.work_s.shape), np.zeros(lanes.work_s.shape)
+    finished_s = np.zeros(inferences + 1)  # end of each inference's last op, from [1]
+    done = np.zeros(3, np.int64)  # steps ended per lane, over all inferences
+    active = np.zeros(3, np.bool_)
+    left_s = np.zeros(3)  # work left of each lane's step
+    state, state_before = np.zeros(4), np.full(4, np.inf)
     now = 0.0
     while True:
         for lane in range(3):
-            if active[lane] or done[lane] >= length[lane] * inferences:
-                continue
-            inference, i = divmod(done[lane], length[lane])
-            ready = True
-            for other in range(3):
-                earlier = wait[lane, i, other]
-                ready &= earlier < 0 or done[other] > inference * length[other] + earlier
-            if inference > 0 and lane != COMPUTE:
-                ready &= done[COMPUTE] >= inference * length[COMPUTE]
-            elif inference > 0 and carried[i] >= 0:
-                ready &= done[SWAP_IN] > (inference - 1) * length[SWAP_IN] + carried[i]
-            if ready:
+            if not active[lane] and _ready(lanes, done, lane, inferences):
+                inference, i = divmod(done[lane], lanes.length[lane])
                 active[lane] = True
-                left[lane] = work_s[lane, i]
+                left_s[lane] = lanes.work_s[lane, i]
                 if inference == 0:
                     start[lane, i] = now
-        if not active.any():
+        if not (active[COMPUTE] or active[SWAP_IN] or active[SWAP_OUT]):
             break
-        together = active[COMPUTE] and (active[SWAP_IN] or active[SWAP_OUT])
-        step_s, first = np.inf, 0
+        contended = active[COMPUTE] and (active[SWAP_IN] or active[SWAP_OUT])
+        passed_s, first = np.inf, COMPUTE
         for lane in range(3):
-            if active[lane]:
-                slowdown = 1.0 if not together else (compute_slowdown if lane == COMPUTE else swap_slowdown)
-                if left[lane] * slowdown < step_s:
-                    step_s, first = left[lane] * slowdown, lane
-        now += step_s
+            slowdown = compute_slowdown if lane == COMPUTE else swap_slowdown
+            lane_s = left_s[lane] * slowdown if contended else left_s[lane]
+            if active[lane] and lane_s < passed_s:
+                passed_s, first = lane_s, lane
+        now += passed_s
+        answered = 0
         for lane in range(3):
-            if not active[lane]:
-                continue
-            slowdown = 1.0 if not together else (compute_slowdown if lane == COMPUTE else swap_slowdown)
-            left[lane] = 0.0 if lane == first else max(left[lane] - step_s / slowdown, 0.0)
-            if left[lane] > 0.0:
+            slowdown = compute_slowdown if lane == COMPUTE else swap_slowdown
+            left_s[lane] -= passed_s / slowdown if contended else passed_s
+            if not active[lane] or (lane != first and left_s[lane] > 0.0):
                 continue
             active[lane] = False
-            inference, i = divmod(done[lane], length[lane])
+            inference, i = divmod(done[lane], lanes.length[lane])
             done[lane] += 1
             if inference == 0:
                 end[lane, i] = now
-            if lane == COMPUTE and i == length[COMPUTE] - 1:
-                finished[inference] = now
-                if inference >= 2:
-                    latest = finished[inference] - finished[inference - 1]
-                    before = finished[inference - 1] - finished[inference - 2]
-                    if abs(latest - before) <= 1e-9 * latest:
-                        return start, end, latest
-    if inferences == 1:
-        return start, end, finished[0]
+            if lane == COMPUTE and i == lanes.length[COMPUTE] - 1:
+                answered = inference + 1
+        if answered > 0:
+            finished_s[answered] = now
+            for j, lane in enumerate((SWAP_IN, SWAP_OUT)):
+                state[j] = done[lane] - answered * lanes.length[lane]
+                state[j + 2] = left_s[lane] if active[lane] else 0.0
+            if np.abs(state - state_before).max() <= 1e-9 * now:
+                return start, end, now - finished_s[answered - 1]
+            state_before[:] = state
     half = inferences // 2
-    return start, end, (finished[inferences - 1] - finished[half - 1]) / (inferences - half)
+    return start, end, (finished_s[inferences] - finished_s[half]) / (inferences - half)
+
+
+@compiled
+def _ready(lanes: Lanes, done: Ints, lane: int, inferences: int) -> bool:
+    """Whether a lane's next step exists and everything that it waits for has ended."""
+    if done[lane] >= lanes.length[lane] * inferences:
+        return False
+    inference, i = divmod(done[lane], lanes.length[lane])
+    for other in range(3):
+        earlier = lanes.wait[lane, i, other]
+        if earlier >= 0 and done[other] <= inference * lanes.length[other] + earlier:
+            return False
+    if inference == 0:
+        return True
+    if lane != COMPUTE:
+        return bool(done[COMPUTE] >= inference * lanes.length[COMPUTE])
+    restored = (inference - 1) * lanes.length[SWAP_IN] + lanes.carried[i]
+    return bool(lanes.carried[i] < 0 or done[SWAP_IN] > restored)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.errors import InvalidPlan
 from planner.feasible import PAGE_BYTES, Footprint, pages
 from planner.memory import NO_MORE, NOWHERE
 from planner.plan import Address, Placement
@@ -26,7 +27,7 @@ class Arrays(NamedTuple):
     swap_s: Floats
     """Swap-in time of each parameter."""
     first_use: Ints
-    """First op that reads each parameter."""
+    """First op that reads each parameter; the number of ops if none does."""
     op_s: Floats
     op_start_s: Floats
     """Start of each op were nothing ever waited for, and the end of the last, [ops + 1]."""
@@ -48,15 +49,22 @@ class Workload:
     footprint: Footprint
     profile: Profile
     parameters: tuple[int, ...]
-    """Tensor ids of the parameters that some op reads, in order of first use."""
+    """Tensor ids of the parameters that some op reads, in order of first use, then of residents that none reads."""
     arrays: Arrays
 
     @staticmethod
-    def of(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> "Workload":
+    def of(
+        footprint: Footprint,
+        profile: Profile,
+        partition_bytes: int,
+        workspace_bytes: int,
+        residents: Sequence[Placement] = (),
+    ) -> "Workload":
         """Raises InfeasibleBudget if some op's parameters do not fit beside the activations."""
         footprint.require(partition_bytes, workspace_bytes)
         tensors = footprint.graph.tensors
-        parameters = tuple(dict.fromkeys(i for use in footprint.uses for i in use))
+        read = (i for use in footprint.uses for i in use)
+        parameters = tuple(dict.fromkeys((*read, *(r.tensor for r in residents))))
         number = {i: n for n, i in enumerate(parameters)}
         uses = [[number[i] for i in use] for use in footprint.uses]
         partition_pages = partition_bytes // PAGE_BYTES
@@ -100,12 +108,25 @@ class Workload:
         return home
 
     def homes(self, placements: Sequence[Placement]) -> Ints:
-        """Homes for residents whose addresses are given. Those that no op reads have no number and no say."""
+        """Homes for residents with given addresses. Raises InvalidPlan if these are no pages of the partition."""
         number = {i: n for n, i in enumerate(self.parameters)}
         home = np.full(len(self.parameters), NOWHERE, dtype=np.int64)
         for placement in placements:
-            if placement.tensor in number:
-                home[number[placement.tensor]] = placement.address.offset // PAGE_BYTES
+            page, rest = divmod(placement.address.offset, PAGE_BYTES)
+            end = page + int(self.arrays.size[number[placement.tensor]])
+            if (
+                rest
+                or placement.address.region != "partition"
+                or not 0 <= page <= end <= self.arrays.partition_pages
+            ):
+                name = self.footprint.graph.tensors[placement.tensor].name
+                raise InvalidPlan(
+                    [
+                        f"resident {name} is at {placement.address.region}+{placement.address.offset}, not in one"
+                        f" of the partition's {self.arrays.partition_pages} pages of {PAGE_BYTES} bytes"
+                    ]
+                )
+            home[number[placement.tensor]] = page
         return home
 
 
@@ -114,7 +135,7 @@ def _ints(values: Iterable[int]) -> Ints:
 
 
 def _first_uses(uses: list[list[int]], parameters: int) -> Ints:
-    first = np.full(parameters, NO_MORE)
+    first = np.full(parameters, len(uses))
     for k in reversed(range(len(uses))):
         first[uses[k]] = k
     return first

@@ -1,0 +1,77 @@
+"""A slow simulator with exact arithmetic, written without a look at the fast one: one object per step."""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from planner.graph import Graph
+from planner.plan import Compute, Plan, SwapIn, lane_of
+from planner.profile import Profile
+
+
+@dataclass(eq=False)
+class Job:
+    lane: str
+    left: Fraction
+    waits: list["Job"] = field(default_factory=list)
+    end: Fraction | None = None
+
+
+def simulate_exactly(
+    graph: Graph, plan: Plan, profile: Profile, inferences: int
+) -> tuple[list[Fraction], list[Fraction]]:
+    """Ends of the first inference's steps, in step order, and the end of every inference's last op."""
+    runs: list[list[Job]] = []
+    for _ in range(inferences):
+        runs.append(_jobs(graph, plan, profile, runs[-1] if runs else None))
+    pending = [job for run in runs for job in run]
+    now = Fraction(0)
+    while pending:
+        running = []
+        for lane in ("compute", "swap_in", "swap_out"):
+            first = next((job for job in pending if job.lane == lane), None)
+            if first is not None and all(w.end is not None for w in first.waits):
+                running.append(first)
+        busy = {job.lane for job in running}
+        contended = "compute" in busy and len(busy) > 1
+        slow = {job: Fraction(_slowdown(profile, job)) if contended else Fraction(1) for job in running}
+        passed = min(job.left * slow[job] for job in running)
+        now += passed
+        for job in running:
+            job.left -= passed / slow[job]
+            if job.left == 0:
+                job.end = now
+                pending.remove(job)
+    ends = [job.end for job in runs[0] if job.end is not None]
+    last_ops = [[job for job in run if job.lane == "compute"][-1].end for run in runs]
+    return ends, [end for end in last_ops if end is not None]
+
+
+def _slowdown(profile: Profile, job: Job) -> float:
+    return profile.compute_slowdown if job.lane == "compute" else profile.swap_slowdown
+
+
+def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None) -> list[Job]:
+    jobs: dict[int, Job] = {}
+    indices = [i for i, step in enumerate(plan.steps) if lane_of(step) is not None]
+    before = dict(zip(indices, previous, strict=True)) if previous else {}
+    last_op = [job for job in before.values() if job.lane == "compute"][-1:]
+    residents = {p.tensor for p in plan.residents}
+    for i in indices:
+        step = plan.steps[i]
+        if isinstance(step, Compute):
+            restored = [
+                before[j]
+                for j, other in enumerate(plan.steps)
+                if isinstance(other, SwapIn)
+                and other.tensor in residents
+                and other.tensor in graph.ops[step.op].reads
+                if before
+            ]
+            jobs[i] = Job("compute", Fraction(profile.op_seconds[step.op]), restored)
+        else:
+            link = profile.swap_in if isinstance(step, SwapIn) else profile.swap_out
+            lane = lane_of(step)
+            assert lane is not None
+            jobs[i] = Job(lane, Fraction(link.seconds(graph.tensors[step.tensor].nbytes)), list(last_op))
+        jobs[i].waits += (jobs[j] for j in step.after)
+    return list(jobs.values())

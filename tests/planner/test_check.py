@@ -1,0 +1,209 @@
+"""The checker accepts a plan written by hand, and names what is wrong with every way to break it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from planner.check import check, live_bytes, peak_bytes
+from planner.errors import FingerprintMismatch, InvalidPlan
+from planner.graph import Graph, Op, Tensor
+from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
+from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
+
+GRAPH = chain([PAGE] * 3)
+PROFILE = profile_of(GRAPH)
+PLAN = hand_written_plan(GRAPH, PROFILE)
+replace = msgspec.structs.replace
+
+
+def with_step(index: int, step: Step) -> Plan:
+    return replace(PLAN, steps=(*PLAN.steps[:index], step, *PLAN.steps[index + 1 :]))
+
+
+def without_step(index: int) -> Plan:
+    """Leave out a drop at the end, so that no wait has to be renumbered."""
+    assert index >= 8
+    return replace(PLAN, steps=(*PLAN.steps[:index], *PLAN.steps[index + 1 :]))
+
+
+def and_then(*steps: Step) -> Plan:
+    return replace(PLAN, steps=(*PLAN.steps, *steps))
+
+
+def changed(index: int, **fields: object) -> Plan:
+    return with_step(index, replace(PLAN.steps[index], **fields))
+
+
+def at(region: str, offset: int) -> Address:
+    return msgspec.convert({"region": region, "offset": offset}, Address)
+
+
+@dataclass(frozen=True)
+class Broken:
+    plan: Callable[[], Plan]
+    says: str
+
+
+WINDOW = at("workspace", 2 * PAGE)
+
+BROKEN = {
+    "op_missing": Broken(lambda: with_step(7, Drop(0)), "op op2 never runs"),
+    "offset_not_aligned": Broken(lambda: changed(0, address=at("workspace", 2 * PAGE - 64)), "not aligned to 4096"),
+    "beyond_the_workspace": Broken(lambda: changed(0, address=at("workspace", 3 * PAGE)), "workspace has 12288"),
+    "beyond_the_partition": Broken(lambda: changed(0, address=at("partition", PAGE)), "partition has 4096 bytes"),
+    "negative_offset": Broken(lambda: changed(0, address=at("workspace", -PAGE)), "W1 at workspace+-4096"),
+    "overlap_with_live_tensor": Broken(lambda: changed(0, address=at("workspace", 0)), "overlaps A0 at [0, 4096)"),
+    "read_before_swap_in": Broken(
+        lambda: replace(PLAN, steps=(Drop(0), *PLAN.steps[1:])), "reads W0, which is not in memory"
+    ),
+    "read_does_not_wait": Broken(lambda: changed(3, after=()), "(compute op1) does not wait for W1 to arrive"),
+    "overwrite_does_not_wait_for_reader": Broken(
+        lambda: changed(6, after=()), "overwrites W1 at workspace [8192, 12288) without waiting for step 2"
+    ),
+    "overwrite_waits_for_wrong_reader": Broken(lambda: changed(6, after=(1,)), "overwrites W1"),
+    "wait_forward": Broken(lambda: changed(3, after=(0, 6)), "waits for step 6, which is not before it"),
+    "wait_for_itself": Broken(lambda: changed(3, after=(0, 3)), "waits for step 3, which is not before it"),
+    "wait_for_negative": Broken(lambda: changed(3, after=(0, -1)), "waits for step -1"),
+    "wait_for_drop": Broken(lambda: changed(3, after=(0, 2)), "waits for step 2, a drop"),
+    "swap_in_of_what_is_there": Broken(lambda: changed(0, tensor=0), "W0 is in memory already"),
+    "swap_in_of_unsaved_activation": Broken(
+        lambda: and_then(SwapIn(4, at("workspace", 0))), "the activation was never swapped out"
+    ),
+    "swap_in_of_unsaved_input": Broken(
+        lambda: and_then(SwapIn(3, at("workspace", 0))), "the input was never swapped out"
+    ),
+    "swap_in_before_swap_out_ends": Broken(
+        lambda: and_then(SwapOut(6, after=(7,)), Drop(6), SwapIn(6, at("workspace", PAGE), after=(7,))),
+        "does not wait for the swap-out of A3",
+    ),
+    "swap_out_of_parameter": Broken(lambda: and_then(SwapOut(0)), "a parameter has a host copy"),
+    "swap_out_does_not_wait": Broken(lambda: and_then(SwapOut(6)), "does not wait for A3 to arrive"),
+    "drop_of_what_is_gone": Broken(lambda: and_then(Drop(1)), "(drop of W1): the tensor is not in memory"),
+    "output_dropped": Broken(lambda: and_then(Drop(6)), "output A3 is not in memory at the end"),
+    "output_late": Broken(
+        lambda: and_then(SwapOut(6, after=(7,)), Drop(6), SwapIn(6, at("workspace", PAGE), after=(10,))),
+        "output A3 may arrive after the last op",
+    ),
+    "resident_dropped": Broken(lambda: and_then(Drop(0)), "resident W0 is not in memory at the end"),
+    "resident_elsewhere": Broken(
+        lambda: and_then(Drop(0), SwapIn(0, at("workspace", 0), after=(7,))), "ends at workspace+0, it started at"
+    ),
+    "resident_in_workspace": Broken(
+        lambda: replace(PLAN, residents=(Placement(0, WINDOW),)), "resident W0 is not in the partition"
+    ),
+    "resident_activation": Broken(
+        lambda: replace(PLAN, residents=(*PLAN.residents, Placement(5, at("partition", 0)))),
+        "A2 is a resident, but no parameter",
+    ),
+    "input_in_partition": Broken(
+        lambda: replace(PLAN, inputs=(Placement(3, at("partition", 0)),), residents=()),
+        "input A0 is not in the work",
+    ),
+    "input_missing": Broken(lambda: replace(PLAN, inputs=()), "input A0 has no address"),
+    "input_is_none": Broken(
+        lambda: replace(PLAN, inputs=(*PLAN.inputs, Placement(2, WINDOW))), "W2 is placed as an input, but is none"
+    ),
+    "outputs_without_address": Broken(lambda: changed(1, outputs=()), "gives op0 0 addresses for 1 outputs"),
+    "unknown_op": Broken(lambda: changed(1, op=9), "step 1 names op 9, the graph has 3 ops"),
+    "unknown_tensor": Broken(lambda: changed(0, tensor=99), "step 0 names tensor 99"),
+    "unknown_input": Broken(lambda: replace(PLAN, inputs=(Placement(-1, WINDOW),)), "tensor -1 is placed"),
+}
+
+
+def test_hand_written_plan_may_run() -> None:
+    check(GRAPH, PROFILE, PLAN)
+    check(GRAPH, None, PLAN)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_plan_is_refused(name: str) -> None:
+    broken = BROKEN[name]
+    with pytest.raises(InvalidPlan) as refusal:
+        check(GRAPH, PROFILE, broken.plan())
+    assert any(broken.says in v for v in refusal.value.violations), refusal.value.violations
+
+
+def test_all_violations_are_listed() -> None:
+    plan = replace(changed(3, after=()), residents=())
+    with pytest.raises(InvalidPlan) as refusal:
+        check(GRAPH, PROFILE, plan)
+    assert len(refusal.value.violations) == 2
+    assert "reads W0" in str(refusal.value)
+    assert "W1 to arrive" in str(refusal.value)
+
+
+def test_plan_for_another_graph_or_profile_is_refused() -> None:
+    with pytest.raises(FingerprintMismatch, match="plan was made for"):
+        check(chain([PAGE] * 4), None, PLAN)
+    with pytest.raises(FingerprintMismatch, match="plan was made for"):
+        check(GRAPH, profile_of(GRAPH, 2.0), PLAN)
+
+
+def test_waits_are_transitive() -> None:
+    """W2 overwrites what op0 read; it waits for op1 only, which runs behind op0 on the same lane."""
+    in_place = at("partition", 0)
+    plan = replace(
+        PLAN,
+        residents=(),
+        steps=(
+            SwapIn(0, in_place),
+            SwapIn(1, WINDOW),
+            Compute(0, (at("workspace", PAGE),), after=(0,)),
+            Drop(0),
+            Drop(3),
+            Compute(1, (at("workspace", 0),), after=(1,)),
+            SwapIn(2, in_place, after=(5,)),
+            Drop(4),
+            Compute(2, (at("workspace", PAGE),), after=(6,)),
+        ),
+    )
+    check(GRAPH, PROFILE, plan)
+
+
+def test_scratch_must_not_be_overwritten_early() -> None:
+    graph = Graph(
+        "scratch", 1, "w",
+        (Tensor("W", PAGE, "parameter", PAGE), Tensor("A", 64, "activation"), Tensor("B", 64, "activation")),
+        (Op("make", "t", (), (1,), scratch_bytes=PAGE), Op("use", "t", (0, 1), (2,))),
+        (2,),
+    )  # fmt: skip
+    first = Compute(0, (at("workspace", 0),), scratch=at("workspace", PAGE))
+    for after, fine in (((0,), True), ((), False)):
+        steps = (first, SwapIn(0, at("workspace", PAGE), after), Compute(1, (at("workspace", 64),), None, (1,)))
+        plan = Plan(graph.fingerprint, "", 0, 2 * PAGE, (), (), steps)
+        if fine:
+            check(graph, None, plan)
+            assert peak_bytes(graph, plan) == PAGE + 128
+        else:
+            with pytest.raises(InvalidPlan, match="overwrites scratch of make"):
+                check(graph, None, plan)
+
+
+def test_recomputation_is_allowed() -> None:
+    """A1 is dropped and made again before its reader."""
+    graph = chain([PAGE, PAGE])
+    low, high = at("workspace", 0), at("workspace", PAGE)
+    residents = tuple(Placement(i, at("partition", i * PAGE)) for i in range(2))
+    steps = (Compute(0, (high,)), Drop(3), Compute(0, (high,)), Drop(2), Compute(1, (low,)), Drop(3))
+    check(graph, None, Plan(graph.fingerprint, "", 2 * PAGE, 2 * PAGE, (Placement(2, low),), residents, steps))
+
+
+def test_empty_tensors_overlap_nothing() -> None:
+    graph = chain([0, PAGE], 0)
+    inside = at("partition", 0)
+    residents = (Placement(0, inside), Placement(1, inside))
+    steps = (Compute(0, (inside,)), Drop(2), Compute(1, (inside,)), Drop(3))
+    check(graph, None, Plan(graph.fingerprint, "", PAGE, 0, (Placement(2, at("workspace", 0)),), residents, steps))
+
+
+def test_live_bytes_are_counted_after_each_step() -> None:
+    """Two pages at first: W0 and A0."""
+    assert [n // PAGE for n in live_bytes(GRAPH, PLAN)] == [3, 4, 3, 4, 3, 2, 3, 4, 3, 2]
+    assert [n // PAGE for n in live_bytes(GRAPH, PLAN, ("activation", "input"))] == [1, 2, 1, 2, 2, 1, 1, 2, 2, 1]
+    assert peak_bytes(GRAPH, PLAN) == 4 * PAGE
+
+
+def test_without_step_leaves_a_streamed_parameter_behind_harmlessly() -> None:
+    check(GRAPH, PROFILE, without_step(8))

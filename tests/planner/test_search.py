@@ -1,0 +1,208 @@
+"""Plans found by search: the paper's example, safety on random graphs, optimality where it is known."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.bound import latency_bound
+from planner.check import check
+from planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan
+from planner.feasible import Footprint
+from planner.graph import Graph, Op, Tensor
+from planner.plan import Address, Compute, Drop, Placement, SwapIn
+from planner.search import Problem, search
+from planner.simulate import simulate
+from tests.planner.graphs import PAGE, chain, parameter, profile_of, random_graph, random_profile
+
+seeds = st.integers(0, 10**6)
+
+
+def test_figure_3_of_swapadvisor() -> None:
+    """Four units of memory, three ops with a unit of weights each: W3 takes W1's place as soon as op1 has ended.
+
+    Two units are the activations'. Unlike in the paper W1 is dropped and not copied out, since weights in serving
+    do not change.
+    """
+    graph = chain([PAGE] * 3)
+    plan = search(Problem(graph, profile_of(graph), 0, 4 * PAGE))
+    w1, w2, w3 = 0, 1, 2
+    first, second = (Address("workspace", i * PAGE) for i in (2, 3))
+    moves = [s for s in plan.steps if isinstance(s, SwapIn)]
+    assert [(m.tensor, m.address) for m in moves] == [(w1, first), (w2, second), (w3, first)]
+    steps = [s for s in plan.steps if not isinstance(s, Drop) or s.tensor in (w1, w2, w3)]
+    assert [type(s) for s in steps] == [SwapIn, SwapIn, Compute, Drop, SwapIn, Compute, Drop, Compute, Drop]
+    op1, op3 = (next(s for s in steps if isinstance(s, Compute) and s.op == k) for k in (0, 2))
+    assert moves[2].after == (plan.steps.index(op1),)
+    assert op3.after == (plan.steps.index(moves[2]),)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(seeds)
+def test_every_plan_is_safe_and_no_faster_than_the_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    profile = random_profile(rng, graph)
+    partition = PAGE * rng.randint(0, 16)
+    workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((0, 0, 1, 3, 9))
+    plan = search(Problem(graph, profile, partition, workspace), seed=seed, rounds=6)
+    check(graph, profile, plan)
+    timeline = simulate(graph, plan, profile)
+    assert plan.provenance is not None
+    assert timeline.latency_s == pytest.approx(plan.provenance.latency_s)
+    assert timeline.period_s == pytest.approx(plan.provenance.period_s)
+    assert latency_bound(graph, profile, partition, workspace) <= timeline.latency_s
+    assert timeline.latency_s <= plan.provenance.baseline_s * 1.005 + 1e-12
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seeds)
+def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
+    """Another batch size, or any other workspace, must find the partition as the first plan leaves it."""
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    profile = random_profile(rng, graph)
+    partition = PAGE * rng.randint(0, 16)
+    least = Footprint.of(graph).least_workspace_bytes(partition)
+    residents = search(Problem(graph, profile, partition, least + 4 * PAGE), rounds=0).residents
+    plan = search(Problem(graph, profile, partition, least, residents))
+    check(graph, profile, plan)
+    assert plan.residents == residents
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(seeds)
+def test_least_budget_is_exact(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    profile = random_profile(rng, graph)
+    partition = PAGE * rng.randint(0, 10)
+    footprint = Footprint.of(graph)
+    least = footprint.least_workspace_bytes(partition)
+    check(graph, profile, search(Problem(graph, profile, partition, least), rounds=0))
+    if least == 0:
+        return
+    with pytest.raises(InfeasibleBudget) as refusal:
+        search(Problem(graph, profile, partition, least - PAGE))
+    assert refusal.value.least_bytes == partition + least
+    assert refusal.value.op in {op.name for op in graph.ops}
+    assert least - footprint.activation_bytes == window_by_trying_all(footprint, partition)
+
+
+def window_by_trying_all(footprint: Footprint, partition: int) -> int:
+    """Least window by trying every subset of every op's parameters."""
+    worst = 0
+    for uses in footprint.uses:
+        sizes = [footprint.graph.tensors[i].nbytes for i in uses]
+        inside = [sum(s for j, s in enumerate(sizes) if mask >> j & 1) for mask in range(1 << len(sizes))]
+        worst = max(worst, sum(sizes) - max(n for n in inside if n <= partition))
+    return worst
+
+
+def test_least_partition_mirrors_least_workspace() -> None:
+    for seed in range(40):
+        footprint = Footprint.of(random_graph(random.Random(seed)))
+        for window in range(6):
+            workspace = footprint.activation_bytes + window * PAGE
+            partition = footprint.least_partition_bytes(workspace)
+            assert partition is not None
+            assert footprint.least_workspace_bytes(partition) <= workspace
+            assert partition == 0 or footprint.least_workspace_bytes(partition - PAGE) > workspace
+        assert not footprint.activation_bytes or footprint.least_partition_bytes(0) is None
+
+
+@pytest.mark.parametrize("pages", range(5))
+def test_chain_reaches_the_bound(pages: int) -> None:
+    """Four ops of a second, four weights of a second each: with any partition, only the first weights are late."""
+    graph = chain([PAGE] * 4)
+    plan = search(Problem(graph, profile_of(graph), pages * PAGE, 6 * PAGE))
+    assert plan.provenance is not None
+    assert plan.provenance.latency_s == pytest.approx(5.0 if pages == 0 else 4.0)
+    assert plan.provenance.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_period_decides_between_equal_latencies() -> None:
+    """One resident of two would do for the latency; only with W0 kept and W1 streamed is nothing copied twice."""
+    graph = chain([PAGE] * 2)
+    plan = search(Problem(graph, profile_of(graph), PAGE, 3 * PAGE))
+    assert [r.tensor for r in plan.residents] == [0]
+    assert sum(isinstance(s, SwapIn) for s in plan.steps) == 1
+    assert plan.provenance is not None
+    assert plan.provenance.period_s == pytest.approx(2.0)
+
+
+def test_displaced_residents_come_back_in_the_epilogue() -> None:
+    """The window is empty: op1 can only run where W0 was."""
+    graph = chain([PAGE] * 2)
+    residents = (Placement(0, Address("partition", 0)),)
+    plan = search(Problem(graph, profile_of(graph), PAGE, 2 * PAGE, residents))
+    epilogue = [s for s in plan.steps[plan.epilogue_start :] if isinstance(s, SwapIn)]
+    assert [(s.tensor, s.address) for s in epilogue] == [(0, Address("partition", 0))]
+    assert simulate(graph, plan, profile_of(graph)).period_s == pytest.approx(4.0)
+
+
+def test_one_parameter_read_by_many_ops_is_copied_once() -> None:
+    tensors = (parameter("W"), *(Tensor(f"A{i}", 64, "activation") for i in range(3)))
+    ops = tuple(Op(f"op{i}", "t", (0,) if i == 0 else (0, i), (i + 1,)) for i in range(3))
+    graph = Graph("tied", 1, "w", tensors, ops, (3,))
+    plan = search(Problem(graph, profile_of(graph), 0, 2 * PAGE))
+    assert sum(isinstance(s, SwapIn) for s in plan.steps) == 1
+
+
+def test_two_parameters_of_one_op_never_share_bytes() -> None:
+    """W2 + W3 fill the window exactly; W1, in its middle when op1 comes, has to go."""
+    tensors = (parameter("W1", 2 * PAGE), parameter("W2", 2 * PAGE), parameter("W3", PAGE))
+    tensors += (Tensor("A", 64, "activation"), Tensor("B", 64, "activation"))
+    graph = Graph("pair", 1, "w", tensors, (Op("op0", "t", (2, 0), (3,)), Op("op1", "t", (3, 1, 2), (4,))), (4,))
+    plan = search(Problem(graph, profile_of(graph), 0, 4 * PAGE))
+    check(graph, None, plan)
+
+
+@pytest.mark.parametrize("outputs", [(), (0,), (0, 1)])
+def test_graph_without_ops_has_a_plan(outputs: tuple[int, ...]) -> None:
+    graph = Graph("identity", 1, "w", (parameter("W"), Tensor("X", 100, "input")), (), outputs)
+    for partition, workspace in ((0, 2 * PAGE), (PAGE, PAGE)):
+        plan = search(Problem(graph, profile_of(graph), partition, workspace))
+        assert not any(isinstance(s, Compute) for s in plan.steps)
+
+
+def test_residents_that_a_batch_does_not_read_are_left_alone() -> None:
+    whole = chain([PAGE] * 3)
+    tensors = (*whole.tensors, parameter("unread", 2 * PAGE))
+    graph = Graph("unread", 1, "w", tensors, whole.ops, whole.outputs)
+    residents = (Placement(7, Address("partition", PAGE)), Placement(0, Address("partition", 0)))
+    plan = search(Problem(graph, profile_of(graph), 4 * PAGE, 3 * PAGE, residents))
+    assert not any(isinstance(s, SwapIn | Drop) and s.tensor == 7 for s in plan.steps)
+
+
+def test_impossible_residents_are_refused() -> None:
+    graph = chain([PAGE] * 3)
+    for address in (Address("partition", PAGE), Address("partition", 64), Address("workspace", 0)):
+        with pytest.raises(InvalidPlan, match="resident W0 is at"):
+            search(Problem(graph, profile_of(graph), PAGE, 4 * PAGE, (Placement(0, address),)))
+
+
+def test_same_seed_same_plan() -> None:
+    graph = random_graph(random.Random(5), most_ops=40)
+    problem = Problem(graph, random_profile(random.Random(5), graph), 6 * PAGE, 40 * PAGE)
+    assert search(problem, seed=3) == search(problem, seed=3)
+
+
+def test_progress_is_reported() -> None:
+    graph = chain([PAGE] * 6)
+    seen: list[tuple[int, float, float]] = []
+    search(Problem(graph, profile_of(graph), PAGE, 3 * PAGE), on_progress=lambda *p: seen.append(p))
+    assert seen[0][0] == 1
+    assert [s[1] for s in seen] == sorted((s[1] for s in seen), reverse=True)
+
+
+def test_profile_of_another_graph_is_refused() -> None:
+    with pytest.raises(FingerprintMismatch):
+        search(Problem(chain([PAGE]), profile_of(chain([PAGE] * 2)), 0, 9 * PAGE))
+
+
+def test_infeasible_budget_says_what_would_do() -> None:
+    graph = chain([PAGE, 3 * PAGE, PAGE])
+    with pytest.raises(InfeasibleBudget, match=r"chain: op op1 needs a budget of 24\.0 KiB"):
+        search(Problem(graph, profile_of(graph), PAGE, 4 * PAGE))
