@@ -53,9 +53,6 @@ class Model:
 
 def from_program(name: str, program: ExportedProgram) -> Model:
     """Take an exported program apart. Raises UnsupportedModel for state, tokens and other shapes than the batch."""
-    if _writes_in_place(program):
-        # Functional form: every tensor is written once, and what was changed in place becomes an output.
-        program = program.run_decompositions({})
     signature = program.graph_signature
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
@@ -91,12 +88,6 @@ def from_program(name: str, program: ExportedProgram) -> Model:
         outputs=_outputs(name, program, graph, batch),
         max_batch=None if batch is None else _largest(program, batch),
     )
-
-
-def _writes_in_place(program: ExportedProgram) -> bool:
-    modules = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
-    schemas = [getattr(n.target, "_schema", None) for m in modules for n in m.graph.nodes]
-    return any(schema is not None and schema.is_mutable for schema in schemas)
 
 
 def _weight(program: ExportedProgram, target: str) -> torch.Tensor:

@@ -92,6 +92,7 @@ class TracedOp:
     target: str
     reads: tuple[Storage, ...]
     writes: tuple[Storage, ...]
+    mutates: tuple[Storage, ...]
 
 
 def _is_slot(value: Any) -> bool:
@@ -181,7 +182,7 @@ class _Tracer:
         result = target(*args, **kwargs)
         self.frame[node] = result
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
-            self._scalar(node)
+            self._scalar(node, (args, kwargs))
         else:
             self._tensors(node, (args, kwargs), result)
         self._release(node)
@@ -192,57 +193,58 @@ class _Tracer:
         assert callable(target)
         return cast(Callable[..., Any], target)
 
-    def _scalar(self, node: fx.Node) -> None:
+    def _scalar(self, node: fx.Node, inputs: Any) -> None:
         """Shape arithmetic becomes literals; a number read out of a tensor stays an instruction."""
         if _depends_on_values(node):
-            self._issue(node, self._op(node, (node.args, node.kwargs), None))
+            self._issue(node, self._op(node, inputs, (), ()))
         else:
             self.literals.add(node)
 
     def _tensors(self, node: fx.Node, inputs: Any, result: Any) -> None:
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._refuse_value_sizes(node)
-        new = [t for t in outputs if _key(t) not in self.storages]
         mutated = self._mutated(node, inputs)
+        new = any(_key(t) not in self.storages for t in outputs)
         makes_bytes = new or mutated or node.target is host_gather
-        index = self._op(node, inputs, outputs) if makes_bytes else None
+        index = self._op(node, inputs, outputs, mutated) if makes_bytes else None
         for tensor in outputs:
             self.holders.setdefault(_key(tensor), set()).add(node)
         self._issue(node, index)
 
-    def _op(self, node: fx.Node, inputs: Any, outputs: list[torch.Tensor] | None) -> int:
-        read = {_key(t): None for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)}
-        if outputs is None:
-            values = pytree.tree_leaves(fx.node.map_arg(inputs, lambda n: self.frame[n]))
-            read = {_key(t): None for t in values if isinstance(t, torch.Tensor)}
+    def _op(self, node: fx.Node, inputs: Any, outputs: Sequence[torch.Tensor], mutated: Sequence[Storage]) -> int:
+        read = dict.fromkeys(_key(t) for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
+        reads = tuple(self.storages[key] for key in read)
         writes = []
-        for tensor in outputs or []:
+        for tensor in outputs:
             if _key(tensor) not in self.storages:
                 storage = Storage("activation", self.activations, tensor.untyped_storage().nbytes())
                 self.storages[_key(tensor)] = storage
                 self.activations += 1
                 writes.append(storage)
-        reads = tuple(self.storages[k] for k in read)
-        self.ops.append(TracedOp(node.name, _target_name(node.target), reads, tuple(writes)))
+        self.ops.append(TracedOp(node.name, _target_name(node.target), reads, tuple(writes), tuple(mutated)))
         return len(self.ops) - 1
 
-    def _mutated(self, node: fx.Node, inputs: Any) -> bool:
+    def _mutated(self, node: fx.Node, inputs: Any) -> list[Storage]:
+        """Storages that an in-place operator changes. Raises UnsupportedModel where one is a weight."""
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
-            return False
+            return []
         args, kwargs = inputs
+        changed: dict[int, Storage] = {}
         for position, argument in enumerate(schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, torch.Tensor) and self.storages[_key(tensor)].kind == "weight":
-                    weight = self.storages[_key(tensor)].weight
-                    raise UnsupportedModel(
-                        f"{self.model.name}: op {node.name} changes the weight {weight};"
-                        " a served model has no state, so return it as an output instead"
-                    )
-        return True
+                if isinstance(tensor, torch.Tensor):
+                    changed[_key(tensor)] = self.storages[_key(tensor)]
+        for storage in changed.values():
+            if storage.kind == "weight":
+                raise UnsupportedModel(
+                    f"{self.model.name}: op {node.name} changes the weight {storage.weight};"
+                    " a served model has no state, so return it as an output instead"
+                )
+        return list(changed.values())
 
     def _refuse_value_sizes(self, node: fx.Node) -> None:
         for value in pytree.tree_leaves(node.meta.get("val")):
@@ -343,6 +345,7 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
             op.target,
             tuple(sorted({tensor_id(s) for s in op.reads})),
             tuple(tensor_id(s) for s in op.writes),
+            mutates=tuple(sorted({tensor_id(s) for s in op.mutates})),
         )
         for op in trace.ops
     )

@@ -120,6 +120,13 @@ def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(tmp_path: 
     assert targets.count("aten.batch_norm.default") == 1, "the one behind a result that is used twice stays"
 
 
+def test_in_place_ops_are_marked_with_what_they_change(tmp_path: Path) -> None:
+    graph = lowered_case("in_place", tmp_path).graphs[1]
+    changed = {op.target: [graph.tensors[i].kind for i in op.mutates] for op in graph.ops if op.mutates}
+    assert changed["aten.relu_.default"] == ["activation"]
+    assert changed["aten.fill_.Tensor"] == ["activation"], "through a view"
+
+
 def test_recurrent_layers_are_separate_ops(tmp_path: Path) -> None:
     lowered = lowered_case("lstm", tmp_path)
     assert [op.target for op in lowered.graphs[1].ops].count("aten.lstm.input") == 3
