@@ -37,8 +37,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the profile's canonical JSON."""
-        return fingerprint(self)
+        """Hex SHA-256 of the profile's canonical JSON. A whole number counts as the float that it is read back as."""
+        return fingerprint(msgspec.json.decode(encode(self), type=Profile))
 
     @cached_property
     def compute_s(self) -> float:

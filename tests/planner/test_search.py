@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from planner.bound import latency_bound
 from planner.check import check
@@ -54,6 +55,23 @@ def test_every_plan_is_safe_and_no_faster_than_the_bound(seed: int) -> None:
     assert timeline.period_s == pytest.approx(plan.provenance.period_s)
     assert latency_bound(graph, profile, partition, workspace) <= timeline.latency_s
     assert timeline.latency_s <= plan.provenance.baseline_s * 1.005 + 1e-12
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seeds)
+def test_every_wait_of_a_plan_is_necessary(seed: int) -> None:
+    """Leave out any one, and the checker finds a race."""
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    profile = random_profile(rng, graph)
+    partition = PAGE * rng.randint(0, 12)
+    workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.randint(0, 6)
+    plan = search(Problem(graph, profile, partition, workspace), rounds=0)
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, Compute | SwapIn) and step.after:
+            steps = (*plan.steps[:index], replace(step, after=()), *plan.steps[index + 1 :])
+            with pytest.raises(InvalidPlan):
+                check(graph, profile, replace(plan, steps=steps))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

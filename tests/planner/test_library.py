@@ -1,0 +1,135 @@
+"""Files: what is stored comes back, and what is damaged is reported and made again."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import planner.graph
+import planner.plan
+import planner.profile
+from planner.errors import FormatError, InvalidGraph
+from planner.library import Library
+from planner.plan import Address, Placement
+from planner.profile import Link
+from planner.search import Problem, search
+from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
+
+GRAPH = chain([PAGE] * 3)
+PROFILE = profile_of(GRAPH)
+PROBLEM = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE)
+
+
+class Shelf:
+    """A library in a temporary folder, and what it complains about."""
+
+    def __init__(self, root: Path) -> None:
+        self.complaints: list[str] = []
+        self.library = Library(root, lambda path, reason: self.complaints.append(reason))
+        self.path = self.library.plan_path(PROBLEM)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path)
+
+
+def test_plan_is_stored_and_read_again(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = shelf.library.plan(PROBLEM)
+    assert plan == search(PROBLEM)
+    monkeypatch.setattr("planner.library.search", None)  # would fail if it were called
+    assert shelf.library.plan(PROBLEM) == plan
+    assert shelf.complaints == []
+    assert [p.name for p in shelf.path.parent.iterdir()] == [shelf.path.name]  # nothing temporary is left
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda raw: raw[: len(raw) // 2], "truncated"),
+        (lambda raw: b"", "truncated"),
+        (lambda raw: b"\xff\xfe" + raw, "not a plan file"),
+        (lambda raw: raw.replace(b'"format_version":1', b'"format_version":2'), "upgrade Cohabit"),
+        (lambda raw: raw.replace(b'"format_version":1', b'"format_version":0'), "make the plan again"),
+        (lambda raw: raw.replace(b'"steps"', b'"stops"'), "damaged"),
+        (lambda raw: raw.replace(b'"after":[]', b'"after":[99]'), "plan refused"),
+        (lambda raw: raw.replace(b'"partition_bytes":4096', b'"partition_bytes":8192'), "8192 + 16384 bytes"),
+        (lambda raw: raw.replace(GRAPH.fingerprint.encode(), b"0" * 64), "was made for 000000000000"),
+    ],
+)
+def test_damaged_plan_is_reported_and_made_again(shelf: Shelf, damage: object, says: str) -> None:
+    plan = shelf.library.plan(PROBLEM)
+    assert callable(damage)
+    shelf.path.write_bytes(damage(shelf.path.read_bytes()))
+    assert shelf.library.plan(PROBLEM) == plan
+    assert len(shelf.complaints) == 1
+    assert says in shelf.complaints[0]
+    assert planner.plan.decode(shelf.path.read_bytes()) == plan
+
+
+def test_different_problems_have_different_files(shelf: Shelf) -> None:
+    residents = (Placement(0, Address("partition", 0)),)
+    others = [
+        msgspec.structs.replace(PROFILE, device="another"),
+        msgspec.structs.replace(PROFILE, compute_slowdown=1.5),
+    ]
+    problems = [
+        PROBLEM,
+        Problem(GRAPH, PROFILE, 2 * PAGE, 4 * PAGE),
+        Problem(GRAPH, PROFILE, PAGE, 5 * PAGE),
+        Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, residents),
+        *(Problem(GRAPH, other, PAGE, 4 * PAGE) for other in others),
+    ]
+    assert len({shelf.library.plan_path(p) for p in problems}) == len(problems)
+    assert shelf.library.plan_path(PROBLEM, seed=1) != shelf.path
+
+
+def test_stored_residents_must_be_those_asked_for(shelf: Shelf) -> None:
+    fixed = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, (Placement(1, Address("partition", 0)),))
+    other = shelf.library.plan(PROBLEM)
+    shelf.library.plan_path(fixed).write_bytes(planner.plan.encode(other))
+    assert shelf.library.plan(fixed).residents == fixed.residents
+    assert "other residents" in shelf.complaints[0]
+
+
+def test_graphs_and_profiles_come_back_by_fingerprint(shelf: Shelf) -> None:
+    path = shelf.library.put_graph(GRAPH)
+    shelf.library.put_profile(PROFILE)
+    assert shelf.library.graph(GRAPH.fingerprint) == GRAPH
+    assert shelf.library.profile(PROFILE.fingerprint) == PROFILE
+    path.write_bytes(path.read_bytes().replace(b'"chain"', b'"trick"'))
+    with pytest.raises(FormatError, match="graph file was made for"):
+        shelf.library.graph(GRAPH.fingerprint)
+    with pytest.raises(FileNotFoundError):
+        shelf.library.graph("0" * 64)
+
+
+def test_every_format_survives_a_round_trip() -> None:
+    plan = search(PROBLEM)
+    assert planner.plan.decode(planner.plan.encode(plan)) == plan
+    assert planner.graph.decode(planner.graph.encode(GRAPH)) == GRAPH
+    assert planner.profile.decode(planner.profile.encode(PROFILE)) == PROFILE
+    assert planner.plan.decode(planner.plan.encode(plan)).fingerprint == plan.fingerprint
+
+
+def test_newer_graph_and_profile_are_refused_by_version() -> None:
+    with pytest.raises(FormatError, match="format version 7, this version of Cohabit reads 1; upgrade"):
+        planner.graph.decode(planner.graph.encode(msgspec.structs.replace(GRAPH, format_version=7)))
+    with pytest.raises(FormatError, match="upgrade"):
+        planner.profile.decode(planner.profile.encode(msgspec.structs.replace(PROFILE, format_version=7)))
+
+
+def test_edited_graph_that_reads_what_nothing_wrote_is_refused() -> None:
+    broken = msgspec.structs.replace(GRAPH, ops=GRAPH.ops[1:])
+    with pytest.raises(InvalidGraph, match="reads A1 before it is written"):
+        planner.graph.decode(planner.graph.encode(broken))
+
+
+def test_whole_numbers_in_a_profile_do_not_change_its_fingerprint() -> None:
+    whole = msgspec.structs.replace(PROFILE, swap_in=Link(0, 4096))
+    assert whole.fingerprint == planner.profile.decode(planner.profile.encode(whole)).fingerprint
+
+
+def test_hand_written_plan_is_not_confused_with_its_neighbours() -> None:
+    plan = hand_written_plan(GRAPH, PROFILE)
+    assert plan.fingerprint != msgspec.structs.replace(plan, workspace_bytes=4 * PAGE).fingerprint

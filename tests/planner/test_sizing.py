@@ -1,0 +1,130 @@
+"""Sizing: every layout fits, models that gain more get more, and a refusal names the least that would do."""
+
+import pytest
+
+from planner.check import check
+from planner.errors import InfeasibleBudget
+from planner.search import Problem, search
+from planner.sizing import Deployment, LayoutName, ModelDemand, deploy, split_budget
+from tests.planner.graphs import PAGE, chain, profile_of
+
+
+def model(name: str, pages: list[int], rate_per_s: float = 1.0, batches: tuple[int, ...] = (1, 4)) -> ModelDemand:
+    """A chain; larger batches have larger activations and slower ops. A page takes two seconds on the link."""
+    graphs = {b: chain([PAGE * n for n in pages], PAGE * b, b) for b in batches}
+    profiles = {b: profile_of(g, 1.0 + b / 4, bandwidth=PAGE / 2) for b, g in graphs.items()}
+    return ModelDemand(name, graphs, profiles, rate_per_s)
+
+
+MODELS = [model("small", [1, 1, 2]), model("large", [2, 3, 1, 2, 4, 2], 5.0), model("other", [1, 3, 2, 2])]
+
+
+def verify(models: list[ModelDemand], deployment: Deployment) -> None:
+    """Partitions are private (unless shared on purpose), the workspace is behind them, and every plan may run."""
+    top = 0
+    for demand, entry in zip(models, deployment.entries, strict=True):
+        assert entry.name == demand.name
+        if deployment.layout == "time_shared":
+            assert entry.partition_offset == 0
+        else:
+            assert entry.partition_offset == top
+        top = max(top, entry.partition_offset + entry.partition_bytes)
+        assert entry.partition_offset % PAGE == entry.partition_bytes % PAGE == 0
+        assert set(entry.plans) == set(demand.graphs)
+        residents = {plan.residents for plan in entry.plans.values()}
+        assert len(residents) == 1
+        tensors = demand.graphs[1].tensors
+        assert entry.resident_bytes == sum(tensors[r.tensor].nbytes for r in residents.pop())
+        assert entry.parameter_bytes == demand.graphs[1].parameter_bytes
+        for batch, plan in entry.plans.items():
+            assert plan.partition_bytes == entry.partition_bytes
+            assert plan.workspace_bytes == deployment.workspace_bytes
+            check(demand.graphs[batch], demand.profiles[batch], plan)
+    assert deployment.workspace_offset == top
+    assert top + deployment.workspace_bytes <= deployment.memory_bytes
+
+
+@pytest.mark.parametrize("pages", [12, 13, 16, 20, 25, 30, 60])
+def test_partitions_fit_any_memory_that_is_enough(pages: int) -> None:
+    verify(MODELS, deploy(MODELS, pages * PAGE + 100))
+
+
+def test_least_memory_of_a_deployment_is_exact() -> None:
+    """The largest activations are two of four pages, the largest parameter is four."""
+    verify(MODELS, deploy(MODELS, 12 * PAGE))
+    with pytest.raises(InfeasibleBudget, match="large") as refusal:
+        deploy(MODELS, 11 * PAGE)
+    assert refusal.value.least_bytes == 12 * PAGE
+    assert refusal.value.model == "large"
+    assert refusal.value.op == "op4"
+
+
+def test_more_memory_is_no_slower() -> None:
+    def cost(pages: int) -> float:
+        return sum(
+            demand.rate_per_s * plan.provenance.latency_s
+            for demand, entry in zip(MODELS, deploy(MODELS, pages * PAGE).entries, strict=True)
+            if (plan := entry.plans[1]).provenance
+        )
+
+    costs = [cost(pages) for pages in (12, 16, 20, 26, 34)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] < costs[0]
+
+
+def test_the_busier_of_two_equal_models_gets_more() -> None:
+    pair = [model("idle", [2, 2, 2, 2], 0.1), model("busy", [2, 2, 2, 2], 10.0)]
+    idle, busy = deploy(pair, 17 * PAGE).entries
+    assert busy.partition_bytes > idle.partition_bytes
+
+
+def test_resident_layout_keeps_everything_or_refuses() -> None:
+    deployment = deploy(MODELS, (26 + 8) * PAGE, "resident")
+    verify(MODELS, deployment)
+    assert all(e.resident_bytes == e.parameter_bytes for e in deployment.entries)
+    with pytest.raises(InfeasibleBudget, match="large") as refusal:
+        deploy(MODELS, 33 * PAGE, "resident")
+    assert refusal.value.least_bytes == 34 * PAGE
+
+
+def test_time_shared_layout_has_one_region_that_holds_any_model() -> None:
+    deployment = deploy(MODELS, (14 + 8) * PAGE, "time_shared")
+    verify(MODELS, deployment)
+    assert all(e.resident_bytes == e.parameter_bytes for e in deployment.entries)
+    with pytest.raises(InfeasibleBudget, match="large") as refusal:
+        deploy(MODELS, 21 * PAGE, "time_shared")
+    assert refusal.value.least_bytes == 22 * PAGE
+
+
+@pytest.mark.parametrize("layout", ["partitioned", "resident", "time_shared"])
+def test_no_models_need_no_memory(layout: LayoutName) -> None:
+    assert deploy([], 0, layout).entries == ()
+
+
+def test_progress_counts_the_plans() -> None:
+    told: list[tuple[int, int, str]] = []
+    deploy(MODELS, 20 * PAGE, on_progress=lambda *p: told.append(p))
+    assert told[-1] == (6, 6, "other at batch 4")
+
+
+def test_budget_is_split_where_latency_is_least() -> None:
+    """No split that is tried by hand is faster."""
+    demand = MODELS[1]
+    partition, workspace = split_budget(demand.graphs, demand.profiles, 16 * PAGE)
+    assert partition + workspace == 16 * PAGE
+
+    def latency_s(pages: int) -> float:
+        problem = Problem(demand.graphs[1], demand.profiles[1], (16 - pages) * PAGE, pages * PAGE)
+        plan = search(problem, rounds=0)
+        assert plan.provenance is not None
+        return plan.provenance.latency_s
+
+    assert latency_s(workspace // PAGE) <= min(latency_s(pages) for pages in (8, 10, 12, 14, 16)) * 1.1
+
+
+def test_least_budget_of_a_model_is_exact() -> None:
+    demand = MODELS[1]
+    assert split_budget(demand.graphs, demand.profiles, 12 * PAGE)[1] <= 12 * PAGE
+    with pytest.raises(InfeasibleBudget) as refusal:
+        split_budget(demand.graphs, demand.profiles, 12 * PAGE - 1)
+    assert refusal.value.least_bytes == 12 * PAGE
