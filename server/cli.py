@@ -1,0 +1,134 @@
+"""The command line: `cohabit serve REPOSITORY --memory SIZE`."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from planner.errors import CohabitError
+from server.config import ServeConfig, add_flags, config_of
+from server.errors import ConfigError, RepositoryError
+
+if TYPE_CHECKING:
+    from server.serve import Load, Loaded, OnProgress, Server
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+_SWITCH_INTERVAL_S = 0.5e-3
+"""How long a busy event loop may keep the engine's thread from Python; the default, 5 ms, is a whole inference."""
+
+_EXAMPLES = """examples:
+  cohabit serve ./models --memory 8GiB
+  cohabit serve ./models --memory 25% --store file --link-bandwidth 400MB/s
+  cohabit serve ./models --memory 8GiB --model-rate resnet50=40 --model-rate bert=5
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for an impossible command line."""
+    code = _run(argv)
+    if argv is None and any(thread.daemon and thread.is_alive() for thread in threading.enumerate()):
+        # A load cut short, or a device that hangs: its thread cannot be ended and must not outlive us.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    options = _parser().parse_args(argv)
+    errors = Console(stderr=True, highlight=False)
+    try:
+        return _serve(config_of(options), errors)
+    except CohabitError as error:
+        errors.print(f"cohabit: {error}", markup=False, soft_wrap=True)
+        return EXIT_USAGE if isinstance(error, ConfigError | RepositoryError) else EXIT_FAILED
+
+
+async def serve_until_stopped(config: ServeConfig, load: "Load", console: Console) -> int:
+    """Listen, load, and serve until SIGTERM or SIGINT; returns the exit status."""
+    from server.repository import scan
+    from server.serve import Server
+
+    models = scan(config.repository)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = Server(config)
+    clean = False
+    try:
+        await server.start()
+        _announce(server)
+        with console.status("loading") as status:
+            on_progress: OnProgress = lambda model, stage: status.update(f"{model}: {stage}")  # noqa: E731
+            loading = asyncio.create_task(server.load(models, load, on_progress))
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            _report(server, loading.result(), console)
+            await stopped
+            console.print("stopping: answering what is in flight")
+        else:
+            loading.cancel()
+    finally:
+        clean = await server.stop()
+    return 0 if clean else EXIT_FAILED
+
+
+def _serve(config: ServeConfig, console: Console) -> int:
+    import uvloop
+
+    from server.loader import load
+    from server.log import configure_logging
+
+    configure_logging(config.log_format)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve_until_stopped(config, load, console))
+
+
+def _announce(server: "Server") -> None:
+    print(f"http: {server.http_url}")
+    print(f"metrics: {server.metrics_url}", flush=True)
+
+
+def _report(server: "Server", loaded: "Loaded", console: Console) -> None:
+    if loaded.memory_map:
+        console.print(loaded.memory_map, markup=False, soft_wrap=True)
+    count, total = len(loaded.servables), len(list(server.registry))
+    console.print(f"ready: {count} of {total} models at {server.http_url}", soft_wrap=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cohabit", description="Serve many models from one device whose memory cannot hold them all."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model repository to KServe v2 and Triton clients",
+        description="Serve the models of a repository to KServe v2 and Triton clients.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_flags(serve)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from server.descriptions import product_version
+
+        parser.exit(message=f"cohabit {product_version()}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Compressed answers: only where a client chose so, never for errors, never on the event loop.
+
+HTTP libraries (tritonclient's asyncio client among them) announce `gzip, deflate, br` unasked, and gzip takes
+longer over a tensor than most networks. A bare list is therefore answered plainly, as RFC 9110 allows; one coding
+alone, or weights, are a choice and are honoured.
+"""
+
+import zlib
+
+_LEAST_BYTES = 1024
+_LEVEL = 1
+_WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+def chosen_encoding(accept: str | None, nbytes: int) -> str | None:
+    """Return `gzip`, `deflate` or None for an Accept-Encoding header and an answer of `nbytes`."""
+    if not accept or nbytes < _LEAST_BYTES:
+        return None
+    codings = [c for c in (part.strip() for part in accept.lower().split(",")) if c]
+    if len(codings) > 1 and ";" not in accept:
+        return None
+    weights = {coding: weight for coding, weight in map(_weighted, codings) if coding in _WINDOW_BITS}
+    best = max(weights, key=weights.__getitem__, default=None)
+    return best if best is not None and weights[best] > 0 else None
+
+
+def compress(body: bytes, encoding: str) -> bytes:
+    compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW_BITS[encoding])
+    return compressor.compress(body) + compressor.flush()
+
+
+def _weighted(coding: str) -> tuple[str, float]:
+    name, _, parameter = coding.partition(";")
+    key, _, value = parameter.partition("=")
+    try:
+        return name.strip(), float(value) if key.strip() == "q" else 1.0
+    except ValueError:
+        return name.strip(), 0.0

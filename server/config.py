@@ -1,0 +1,174 @@
+"""What `cohabit serve` was told: every flag, read once into a frozen object."""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+from server.errors import ConfigError
+from server.sizes import MemorySize, parse_bandwidth, parse_memory, parse_size
+
+_T = TypeVar("_T")
+
+Layout = Literal["partitioned", "resident", "time_shared"]
+Store = Literal["ram", "file"]
+LogFormat = Literal["text", "json"]
+
+_LARGEST_BATCH = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    repository: Path
+    memory: MemorySize
+    layout: Layout = "partitioned"
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    """0 takes any free port."""
+    metrics_port: int = 8002
+    cache: Path | None = None
+    """Where lowered models, profiles and plans are kept; None for the loader's choice."""
+    store: Store = "ram"
+    link_bandwidth_bytes_per_s: float | None = None
+    threads: int | None = None
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    queue_limit: int = 256
+    max_body_bytes: int = 64 << 20
+    exit_timeout_s: float = 30.0
+    model_rates: Mapping[str, float] = field(default_factory=dict)
+    """Expected requests per second by model; others share what is left equally."""
+    log_format: LogFormat = "text"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `serve`; the values stay text until `read_config` checks them."""
+    parser.add_argument("repository", type=Path, metavar="REPOSITORY", help="folder of NAME/VERSION/model.pt2")
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
+        "--memory",
+        required=True,
+        metavar="SIZE",
+        help="device memory for all models: 64MiB, 8GiB, 82MB, or 25%% of the sum of their weights",
+    )
+    memory.add_argument(
+        "--layout",
+        choices=get_args(Layout),
+        default="partitioned",
+        help="how models share the memory: a partition each (the default), all of them resident, or the whole"
+        " memory in turns",
+    )
+    memory.add_argument(
+        "--store",
+        choices=get_args(Store),
+        default="ram",
+        help="where parameters wait that are not in device memory (default: %(default)s)",
+    )
+    memory.add_argument(
+        "--link-bandwidth", metavar="SIZE/s", help="slow copies down to this, to stand in for another bus or flash"
+    )
+    memory.add_argument(
+        "--model-rate",
+        action="append",
+        default=[],
+        metavar="NAME=RATE",
+        help="requests per second to expect of a model, so that busy models get more memory; repeatable",
+    )
+    memory.add_argument(
+        "--cache", type=Path, metavar="DIR", help="where profiles and plans are kept between starts"
+    )
+    compute = parser.add_argument_group("compute")
+    compute.add_argument("--threads", metavar="N", help="threads that one inference computes with")
+    compute.add_argument(
+        "--batch-sizes",
+        default="1,2,4,8",
+        metavar="N,N,...",
+        help="batch sizes to plan for; a request is padded to the next (default: %(default)s)",
+    )
+    http = parser.add_argument_group("http")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    http.add_argument(
+        "--http-port", default="8000", metavar="PORT", help="0 takes any free port (default: %(default)s)"
+    )
+    http.add_argument("--metrics-port", default="8002", metavar="PORT", help="(default: %(default)s)")
+    http.add_argument(
+        "--queue-limit", default="256", metavar="N", help="requests that may wait per model (default: %(default)s)"
+    )
+    http.add_argument(
+        "--max-body", default="64MiB", metavar="SIZE", help="largest request body (default: %(default)s)"
+    )
+    http.add_argument(
+        "--exit-timeout-secs",
+        default="30",
+        metavar="S",
+        help="on SIGTERM, how long to wait for requests in flight (default: %(default)s)",
+    )
+    http.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="(default: %(default)s)")
+
+
+def config_of(options: argparse.Namespace) -> ServeConfig:
+    """Check every flag. Raises ConfigError, which names the flag."""
+    return ServeConfig(
+        repository=options.repository,
+        memory=_read("--memory", options.memory, parse_memory),
+        layout=options.layout,
+        host=options.host,
+        http_port=_read("--http-port", options.http_port, _integer(0, 65535)),
+        metrics_port=_read("--metrics-port", options.metrics_port, _integer(0, 65535)),
+        cache=options.cache,
+        store=options.store,
+        link_bandwidth_bytes_per_s=_optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
+        threads=_optional("--threads", options.threads, _integer(1, 1024)),
+        batch_sizes=_read("--batch-sizes", options.batch_sizes, _batch_sizes),
+        queue_limit=_read("--queue-limit", options.queue_limit, _integer(1, 1 << 20)),
+        max_body_bytes=_read("--max-body", options.max_body, parse_size),
+        exit_timeout_s=_read("--exit-timeout-secs", options.exit_timeout_secs, _seconds),
+        model_rates=dict(_read("--model-rate", text, _rate) for text in options.model_rate),
+        log_format=options.log_format,
+    )
+
+
+def _read(flag: str, text: str, parse: Callable[[str], _T]) -> _T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+def _optional(flag: str, text: str | None, parse: Callable[[str], _T]) -> _T | None:
+    return None if text is None else _read(flag, text, parse)
+
+
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
+            raise ValueError(f"'{text}' is not a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def _batch_sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_integer(1, _LARGEST_BATCH)(part.strip()) for part in text.split(",")}))
+
+
+def _seconds(text: str) -> float:
+    return _positive(text, "a number of seconds", allow_zero=True)
+
+
+def _rate(text: str) -> tuple[str, float]:
+    name, separator, rate = text.rpartition("=")
+    if not separator or not name:
+        raise ValueError(f"'{text}' is not of the form NAME=RATE")
+    return name, _positive(rate, "a rate in requests per second")
+
+
+def _positive(text: str, what: str, allow_zero: bool = False) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
+        raise ValueError(f"'{text}' is not {what}")
+    return value

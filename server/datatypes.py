@@ -1,0 +1,37 @@
+"""KServe's datatypes, as numpy and as Triton's ModelConfig know them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+_LITTLE_ENDIAN = {
+    "BOOL": "?",
+    "UINT8": "u1",
+    "UINT16": "<u2",
+    "UINT32": "<u4",
+    "UINT64": "<u8",
+    "INT8": "i1",
+    "INT16": "<i2",
+    "INT32": "<i4",
+    "INT64": "<i8",
+    "FP16": "<f2",
+    "FP32": "<f4",
+    "FP64": "<f8",
+    "BF16": "<u2",
+}
+
+DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType({name: np.dtype(s) for name, s in _LITTLE_ENDIAN.items()})
+"""Every datatype that a model's tensors can have. numpy knows no bfloat16: its bits travel as uint16."""
+
+BINARY_ONLY = frozenset({"FP16", "BF16"})
+"""JSON has no agreed form for these, so they travel as bytes."""
+
+BYTES = "BYTES"
+"""KServe's strings. No tensor of a PyTorch program has them."""
+
+
+def config_type(datatype: str) -> str:
+    """Return ModelConfig's name for a datatype: TYPE_FP32."""
+    return f"TYPE_{datatype}"

@@ -1,0 +1,178 @@
+"""The one thread that owns the device: requests in by queue, results out by future."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from server.errors import ExecutionFailed, RequestError, RequestTimedOut, ShuttingDown
+from server.model import Device, Execution, Servable
+from server.request import InferRequest
+from server.scheduler import Expired, Scheduler, Ticket, Work
+from server.statistics import FailureReason, ModelStatistics
+
+_log = logging.getLogger("cohabit.engine")
+
+Outcome = Execution | RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    servable: Servable
+    statistics: ModelStatistics
+
+
+class Engine:
+    """Every method belongs to the event loop's thread; `_run` and what it calls to the engine's own."""
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._work_or_stop = threading.Condition()
+        self._stopped = False
+        self._models: dict[str, _Model] = {}
+        self._device: Device | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._waiting: dict[Ticket, asyncio.Future[Execution]] = {}
+        self._draining = False
+        self._drained = asyncio.Event()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def pending(self, model: str) -> int:
+        """How many requests wait in this model's queue."""
+        return self._scheduler.pending(model)
+
+    def add(self, servable: Servable, statistics: ModelStatistics) -> None:
+        self._models[servable.info.name] = _Model(servable, statistics)
+
+    def use_device(self, device: Device | None) -> None:
+        """Prepare this device for a model before each of its executions."""
+        self._device = device
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def infer(self, request: InferRequest) -> Execution:
+        """Execute a request. Cancelling this takes it out of the queue, if it has not started.
+
+        Raises QueueFull, RequestTimedOut, ShuttingDown, ExecutionFailed, or what the servable refuses with.
+        """
+        if self._draining:
+            raise ShuttingDown
+        with self._work_or_stop:
+            ticket = self._scheduler.submit(self._clock(), request)
+            self._work_or_stop.notify()
+        future: asyncio.Future[Execution] = self._loop.create_future()
+        self._waiting[ticket] = future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(ticket)
+            raise
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the others to be answered; False if that took too long."""
+        self._draining = True
+        self._announce_drained()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._drained.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self, timeout_s: float = 5.0) -> bool:
+        """Refuse whatever waits and end the thread; False if the device is still busy after `timeout_s`."""
+        self._draining = True
+        with self._work_or_stop:
+            abandoned = self._scheduler.clear()
+            self._stopped = True
+            self._work_or_stop.notify()
+        for ticket in abandoned:
+            self._settle(ticket, ShuttingDown())
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self._thread.is_alive()
+
+    def _cancel(self, ticket: Ticket) -> None:
+        with self._work_or_stop:
+            self._scheduler.cancel(ticket)
+        self._waiting.pop(ticket, None)
+        self._models[ticket.request.model].statistics.cancelled()
+        self._announce_drained()
+
+    def _settle(self, ticket: Ticket, outcome: Outcome) -> None:
+        future = self._waiting.pop(ticket, None)
+        if future is not None and not future.done():
+            if isinstance(outcome, RequestError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+        self._announce_drained()
+
+    def _announce_drained(self) -> None:
+        if self._draining and not self._waiting:
+            self._drained.set()
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        while (pick := self._take()) is not None:
+            match pick:
+                case Work(model, tickets):
+                    for ticket in tickets:
+                        self._answer(ticket, self._execute(self._models[model], ticket))
+                case Expired(ticket):
+                    self._answer(ticket, self._expire(ticket))
+
+    def _take(self) -> Work | Expired | None:
+        with self._work_or_stop:
+            while not self._stopped:
+                pick = self._scheduler.next(self._clock())
+                if pick is not None:
+                    return pick
+                self._work_or_stop.wait()
+        return None
+
+    def _answer(self, ticket: Ticket, outcome: Outcome) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._settle, ticket, outcome)
+        except RuntimeError:  # the loop has closed: nobody waits for this answer
+            _log.debug("answer dropped", extra={"fields": {"model": ticket.request.model}})
+
+    def _expire(self, ticket: Ticket) -> RequestError:
+        request = ticket.request
+        self._models[request.model].statistics.failed("REJECTED", self._clock() - ticket.arrived_s)
+        return RequestTimedOut(request.model, request.timeout_s or 0.0)
+
+    def _execute(self, model: _Model, ticket: Ticket) -> Outcome:
+        request, started_s = ticket.request, self._clock()
+        try:
+            swap_s = self._device.prepare(request.model) if self._device is not None else 0.0
+            execution = model.servable.execute(request.inputs, request.batch)
+        except RequestError as error:
+            return self._failed(model, ticket, "OTHER", error)
+        except Exception as error:
+            _log.exception("execution failed", extra={"fields": {"model": request.model, "request": request.id}})
+            reason = f"{type(error).__name__}: {error}"
+            return self._failed(model, ticket, "BACKEND", ExecutionFailed(request.model, reason))
+        if swap_s > 0:
+            execution = replace(execution, stall_s=execution.stall_s + swap_s)
+        model.statistics.succeeded(
+            batch=request.batch,
+            queue_s=started_s - ticket.arrived_s,
+            busy_s=self._clock() - started_s,
+            execution=execution,
+            wall_ms=round(time.time() * 1e3),
+        )
+        return execution
+
+    def _failed(self, model: _Model, ticket: Ticket, reason: FailureReason, error: RequestError) -> RequestError:
+        model.statistics.failed(reason, self._clock() - ticket.arrived_s)
+        return error

@@ -1,0 +1,87 @@
+"""What the server knows of a model: its tensors, how to execute it, and the memory it holds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An input or output: a KServe datatype, and a shape in which -1 stands for any size.
+
+    As in Triton's configuration, `shape` leaves the batch out where the model has one.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model as clients see it. `max_batch_size` 0 means that its tensors have no batch dimension."""
+
+    name: str
+    version: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int = 0
+    platform: str = "pytorch_pt2"
+
+    def wire_shape(self, tensor: TensorSpec) -> tuple[int, ...]:
+        """Return the shape that clients send and receive: -1 in front where there is a batch."""
+        return (-1, *tensor.shape) if self.max_batch_size > 0 else tensor.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One inference's outputs by name, and what it cost. The receiver owns the arrays.
+
+    `compute_s` runs until the outputs are there; `stall_s` is the part of it that waited for parameters.
+    """
+
+    outputs: Mapping[str, Array]
+    compute_s: float
+    stall_s: float = 0.0
+    swapped_bytes: int = 0
+
+
+class Servable(Protocol):
+    """A model that is loaded."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
+        """Run one inference; called on the engine's thread only.
+
+        Every input is there, with `batch` as its first dimension (`batch` is 1 and there is no such dimension
+        if `max_batch_size` is 0). Inputs are views of the request's body: little-endian, perhaps unaligned, and
+        valid until the call returns. BF16 arrays are uint16 here and in the outputs.
+
+        Raises InvalidRequest for values that the model cannot take. Whatever else is raised becomes this
+        request's error, and the engine lives on.
+        """
+        ...
+
+
+class Device(Protocol):
+    """A device whose models take turns in one region, so that each must be brought in before it runs."""
+
+    def prepare(self, model: str) -> float:
+        """Make `model` the one that can be executed, and return the seconds that took; engine's thread only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory a loaded model holds, and what its plans promise: seconds per inference by batch size."""
+
+    partition_bytes: int = 0
+    parameter_bytes: int = 0
+    resident_bytes: int = 0
+    predicted_s: Mapping[int, float] = field(default_factory=dict)

@@ -1,0 +1,111 @@
+"""The models of this server: their states, and how they are found by name and version."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
+from server.model import Footprint, ModelInfo, Servable
+from server.statistics import ModelStatistics
+
+if TYPE_CHECKING:
+    from server.model_config import ModelConfig
+
+_LARGEST_VERSION = 2**63 - 1
+
+
+class State(Enum):
+    """Triton's names for what a model is doing."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(slots=True)
+class Entry:
+    """One model. `servable` is there once it is READY, `reason` says why it is not."""
+
+    name: str
+    version: int | None
+    """None if the repository has no version that could be loaded."""
+    state: State
+    reason: str = ""
+    servable: Servable | None = None
+    footprint: Footprint = field(default_factory=Footprint)
+    config: "ModelConfig | None" = None
+    statistics: ModelStatistics = field(default_factory=ModelStatistics)
+
+    @property
+    def info(self) -> ModelInfo:
+        """Describe the model; raises unless it is READY."""
+        return self.require().info
+
+    def require(self) -> Servable:
+        if self.state is State.LOADING:
+            raise ModelNotReady(self.name, self.reason or "it is still loading")
+        if self.servable is None:
+            raise ModelNotFound(self.name, reason=self.reason)
+        return self.servable
+
+
+class Registry:
+    """Belongs to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    @property
+    def ready(self) -> bool:
+        """True once every model has been tried and at least one can be served."""
+        states = {entry.state for entry in self}
+        return State.READY in states and State.LOADING not in states
+
+    def loading(self, name: str, version: int, config: "ModelConfig | None" = None) -> None:
+        self._entries[name] = Entry(name, version, State.LOADING, config=config)
+
+    def loaded(self, servable: Servable, footprint: Footprint | None = None) -> Entry:
+        info = servable.info
+        entry = self._entries.setdefault(info.name, Entry(info.name, info.version, State.LOADING))
+        entry.state, entry.reason, entry.version = State.READY, "", info.version
+        entry.servable, entry.footprint = servable, footprint or Footprint()
+        return entry
+
+    def failed(self, name: str, reason: str, version: int | None = None) -> None:
+        entry = self._entries.setdefault(name, Entry(name, version, State.UNAVAILABLE))
+        entry.state, entry.reason = State.UNAVAILABLE, reason
+
+    def find(self, name: str, version: str | None = None) -> Entry:
+        """Look up a model, whatever its state. `version` is None for whichever is served.
+
+        Raises ModelNotFound, or InvalidRequest for a version that no number holds.
+        """
+        number = None if version is None else _version(name, version)
+        entry = self._entries.get(name)
+        if entry is None or (number is not None and number != entry.version):
+            raise ModelNotFound(name, number)
+        return entry
+
+    def listed(self, name: str | None = None, version: str | None = None) -> Iterable[Entry]:
+        """Return the READY entries, or the one asked for; raises ModelNotListed if it is not READY."""
+        if name is None:
+            return [entry for entry in self if entry.state is State.READY]
+        try:
+            entry = self.find(name, version)
+        except ModelNotFound as error:
+            raise ModelNotListed(name) from error
+        if entry.state is not State.READY:
+            raise ModelNotListed(name)
+        return [entry]
+
+
+def _version(name: str, text: str) -> int:
+    if len(text) > 19 or int(text) > _LARGEST_VERSION:
+        raise InvalidRequest(
+            f"version {text[:40]} of model '{name}' is over the largest version, {_LARGEST_VERSION}"
+        )
+    return int(text)

@@ -1,0 +1,96 @@
+"""A model repository in Triton's layout: `NAME/VERSION/model.pt2`, beside an optional `NAME/config.pbtxt`."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.errors import RepositoryError
+from server.model_config import ModelConfig, config_mismatch, read_config
+
+__all__ = ["ModelSource", "Unloadable", "config_mismatch", "scan"]
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}", re.ASCII)
+_VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
+_PROGRAM = "model.pt2"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that can be tried: the file to load, and what its config.pbtxt says, if it has one."""
+
+    name: str
+    version: int
+    path: Path
+    config: ModelConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unloadable:
+    """A folder that should be a model, and why it is not."""
+
+    name: str
+    reason: str
+
+
+def scan(repository: Path) -> list[ModelSource | Unloadable]:
+    """Find the models in a repository, by name. Raises RepositoryError if there is none to be found at all."""
+    try:
+        root = repository.resolve(strict=True)
+        folders = sorted(entry for entry in root.iterdir() if not entry.name.startswith("."))
+    except FileNotFoundError as error:
+        raise RepositoryError(f"model repository {repository} does not exist") from error
+    except OSError as error:
+        raise RepositoryError(f"model repository {repository} cannot be read: {error}") from error
+    models = list(_models(folders, root))
+    if not models:
+        raise RepositoryError(f"model repository {repository} is empty; put models there as NAME/1/{_PROGRAM}")
+    return models
+
+
+def _models(folders: Sequence[Path], root: Path) -> Iterator[ModelSource | Unloadable]:
+    for folder in folders:
+        try:
+            if folder.is_dir() or folder.is_symlink():
+                yield _source(folder, root)
+        except (RepositoryError, OSError) as error:
+            yield Unloadable(folder.name, str(error))
+
+
+def _source(folder: Path, root: Path) -> ModelSource:
+    if not _NAME.fullmatch(folder.name):
+        raise RepositoryError(
+            f"model name {folder.name!r} is not usable; take letters, digits, '_', '-' and '.', 255 at most"
+        )
+    _confine(folder, root)
+    versions = sorted(int(v.name) for v in folder.iterdir() if _VERSION.fullmatch(v.name) and v.is_dir())
+    config_path = folder / "config.pbtxt"
+    config = read_config(_confine(config_path, root)) if config_path.exists() else None
+    if config is not None and config.name and config.name != folder.name:
+        raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
+    version = _served_version(versions, config)
+    path = folder / str(version) / ((config and config.default_model_filename) or _PROGRAM)
+    if path.parent.parent != folder or not path.is_file():
+        raise RepositoryError(f"version {version} has no file {path.name}")
+    return ModelSource(folder.name, version, _confine(path, root), config)
+
+
+def _served_version(versions: Sequence[int], config: ModelConfig | None) -> int:
+    """Return the highest version that the policy allows; one version of a model is served at a time."""
+    if not versions:
+        raise RepositoryError("it has no version folder; put the program at NAME/1/" + _PROGRAM)
+    if config is None or not config.version_policy.specific.versions:
+        return versions[-1]
+    wanted = sorted(set(config.version_policy.specific.versions))
+    allowed = [version for version in versions if version in wanted]
+    if not allowed:
+        raise RepositoryError(f"version_policy asks for {wanted}, the versions are {list(versions)}")
+    return allowed[-1]
+
+
+def _confine(path: Path, root: Path) -> Path:
+    """Follow links; refuse what leaves the repository."""
+    actual = path.resolve(strict=True)
+    if not actual.is_relative_to(root):
+        raise RepositoryError(f"{path.relative_to(root)} is a link that leads out of the repository, to {actual}")
+    return actual

@@ -1,0 +1,68 @@
+"""Counts and durations per model, as Triton's statistics and metrics report them.
+
+Each counter is written by one thread: `cancelled` by the event loop, the others by the engine. A reader may see a
+request half counted, which the next reading mends.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from server.model import Execution
+
+FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
+
+
+@dataclass(slots=True)
+class Total:
+    """How often something happened, and how long it took in all."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.ns += round(seconds * 1e9)
+
+
+@dataclass(slots=True)
+class ModelStatistics:
+    success: Total = field(default_factory=Total)
+    fail: Total = field(default_factory=Total)
+    queue: Total = field(default_factory=Total)
+    prepare: Total = field(default_factory=Total)
+    """From leaving the queue until the model computes: Triton's compute_input."""
+    compute: Total = field(default_factory=Total)
+    batches: dict[int, Total] = field(default_factory=dict)
+    """Executions by batch size."""
+    inference_count: int = 0
+    """Samples: a request of batch 8 counts 8."""
+    last_inference_ms: int = 0
+    """Milliseconds since the epoch; 0 before the first."""
+    stall_s: float = 0.0
+    swapped_bytes: int = 0
+    failures: dict[FailureReason, int] = field(
+        default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
+    )
+
+    @property
+    def execution_count(self) -> int:
+        return self.compute.count
+
+    def succeeded(self, batch: int, queue_s: float, busy_s: float, execution: Execution, wall_ms: int) -> None:
+        """Count an answer whose request waited `queue_s`, then kept the device busy for `busy_s`."""
+        self.success.add(queue_s + busy_s)
+        self.queue.add(queue_s)
+        self.prepare.add(max(0.0, busy_s - execution.compute_s))
+        self.compute.add(execution.compute_s)
+        self.batches.setdefault(batch, Total()).add(execution.compute_s)
+        self.inference_count += batch
+        self.last_inference_ms = wall_ms
+        self.stall_s += execution.stall_s
+        self.swapped_bytes += execution.swapped_bytes
+
+    def failed(self, reason: FailureReason, seconds: float) -> None:
+        self.fail.add(seconds)
+        self.failures[reason] += 1
+
+    def cancelled(self) -> None:
+        self.failures["CANCELED"] += 1

@@ -1,0 +1,51 @@
+"""The JSON of KServe v2 inference, typed. Tensor data stays raw until the tensor's type is known."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Parameters = dict[str, bool | Int64 | float | str]
+
+
+class InputBody(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[Dim]
+    data: Raw = Raw(b"")
+    parameters: Parameters = {}
+
+
+class WantedBody(msgspec.Struct):
+    """An output that the client asks for."""
+
+    name: str
+    parameters: Parameters = {}
+
+
+class RequestBody(msgspec.Struct):
+    inputs: list[InputBody]
+    id: str = ""
+    outputs: list[WantedBody] = []
+    parameters: Parameters = {}
+
+
+class OutputBody(msgspec.Struct, omit_defaults=True):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: dict[str, int] | UnsetType = UNSET
+    data: Raw | UnsetType = UNSET
+
+
+class ResponseBody(msgspec.Struct, omit_defaults=True):
+    model_name: str
+    model_version: str
+    outputs: list[OutputBody]
+    id: str | UnsetType = UNSET
+
+
+request_decoder = msgspec.json.Decoder(RequestBody)
+encoder = msgspec.json.Encoder()

@@ -1,0 +1,22 @@
+"""One server with the standard fakes for all tests that do not change it."""
+
+from collections.abc import Iterator
+
+import pytest
+from server_fakes import FakeLoaded, Running, running, serving, standard_models
+
+from server.model import Footprint
+
+
+@pytest.fixture(scope="session")
+def loaded() -> FakeLoaded:
+    loaded = serving(*standard_models())
+    loaded.failures = {"damaged": "model.pt2 is truncated"}
+    loaded.footprints = {"adder": Footprint(100, 400, 80, {1: 0.5, 2: 0.75})}
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def server(loaded: FakeLoaded) -> Iterator[Running]:
+    with running(loaded, max_body_bytes=1 << 20) as handle:
+        yield handle

@@ -1,0 +1,177 @@
+"""Servables made of numpy functions, and a server around them in a thread of its own."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from server.config import ServeConfig
+from server.errors import InvalidRequest
+from server.model import Array, Device, Execution, Footprint, ModelInfo, Servable, TensorSpec
+from server.repository import ModelSource
+from server.serve import Server
+from server.sizes import FixedSize
+
+Function = Callable[..., dict[str, Array]]
+
+
+@dataclass
+class FakeServable:
+    info: ModelInfo
+    function: Function
+    calls: list[int] = field(default_factory=list)
+
+    def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
+        self.calls.append(batch)
+        started_s = time.monotonic()
+        outputs = self.function(**inputs)
+        return Execution(outputs, time.monotonic() - started_s, stall_s=0.25, swapped_bytes=1000)
+
+
+class Gate:
+    """A model's execution that waits until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, X: Array) -> dict[str, Array]:  # noqa: N803
+        self.entered.set()
+        assert self.open.wait(20)
+        return {"Y": X}
+
+
+def tensors(*specs: tuple[str, str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(*spec) for spec in specs)
+
+
+def identity(name: str, datatype: str, shape: tuple[int, ...] = (4,), max_batch: int = 8) -> FakeServable:
+    info = ModelInfo(name, 1, tensors(("X", datatype, shape)), tensors(("Y", datatype, shape)), max_batch)
+    return FakeServable(info, lambda X: {"Y": np.array(X)})
+
+
+def adder() -> FakeServable:
+    pair = (("A", "FP32", (4,)), ("B", "FP32", (4,)))
+    info = ModelInfo("adder", 3, tensors(*pair), tensors(("SUM", "FP32", (4,)), ("DIFF", "FP32", (4,))), 8)
+    return FakeServable(info, lambda A, B: {"DIFF": A - B, "SUM": A + B})
+
+
+def fixed() -> FakeServable:
+    """A model without a batch dimension."""
+    info = ModelInfo("fixed", 1, tensors(("X", "INT32", (2, 3))), tensors(("Y", "INT32", (2, 3))))
+    return FakeServable(info, lambda X: {"Y": X * 2})
+
+
+def broken() -> FakeServable:
+    def fail(X: Array) -> dict[str, Array]:  # noqa: N803
+        if X[0, 0] == 7:
+            raise InvalidRequest("row 7 is outside the table")
+        raise RuntimeError("the kernel caught fire")
+
+    return FakeServable(identity("broken", "FP32").info, fail)
+
+
+def image() -> FakeServable:
+    """602,112 bytes in, 4,000 out."""
+    shape = ((3, 224, 224), (1000,))
+    info = ModelInfo(
+        "image", 1, tensors(("X", "FP32", shape[0])), tensors(("Y", "FP32", shape[1])), max_batch_size=1
+    )
+    answer = np.zeros((1, 1000), np.float32)
+    return FakeServable(info, lambda X: {"Y": answer})
+
+
+def standard_models() -> list[FakeServable]:
+    datatypes = ("BOOL", "UINT8", "INT32", "INT64", "UINT64", "FP16", "BF16", "FP64")
+    return [
+        adder(),
+        fixed(),
+        broken(),
+        image(),
+        identity("wide", "FP32", (4096,)),
+        *(identity(f"id_{d.lower()}", d) for d in datatypes),
+    ]
+
+
+@dataclass
+class FakeLoaded:
+    servables: Mapping[str, Servable]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    footprints: Mapping[str, Footprint] = field(default_factory=dict)
+    device: Device | None = None
+    memory_map: str = ""
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def config(**changes: object) -> ServeConfig:
+    defaults: dict[str, object] = {
+        "repository": Path("fakes"),
+        "memory": FixedSize(1 << 20),
+        "http_port": 0,
+        "metrics_port": 0,
+        "exit_timeout_s": 5.0,
+    }
+    return ServeConfig(**(defaults | changes))  # type: ignore[arg-type]
+
+
+def sources(loaded: FakeLoaded) -> list[ModelSource]:
+    versions = {name: servable.info.version for name, servable in loaded.servables.items()}
+    versions |= dict.fromkeys(loaded.failures, 1)
+    return [ModelSource(name, version, Path("nowhere")) for name, version in versions.items()]
+
+
+@dataclass
+class Running:
+    """A server in another thread. `call` runs a coroutine function there."""
+
+    server: Server
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def address(self) -> str:
+        return self.server.http_url.removeprefix("http://")
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def stop(self) -> bool:
+        return asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop).result(20)
+
+
+@contextmanager
+def running(loaded: FakeLoaded, **changes: object) -> Iterator[Running]:
+    loop = uvloop.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def start() -> Server:
+        server = Server(config(**changes))
+        await server.start()
+        await server.load(sources(loaded), lambda *_: loaded, lambda *_: None)
+        return server
+
+    handle: Running | None = None
+    try:
+        handle = Running(asyncio.run_coroutine_threadsafe(start(), loop).result(20), loop)
+        yield handle
+    finally:
+        if handle is not None:
+            handle.stop()
+        asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(20)
+        loop.close()
+
+
+def serving(*servables: FakeServable) -> FakeLoaded:
+    return FakeLoaded({s.info.name: s for s in servables})
