@@ -97,6 +97,19 @@ def rules(work: Workload) -> list[Rule]:
     return [Rule(), *(Rule(t, keep) for keep in (ops, 0) for t in thresholds)]
 
 
+def quick_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
+    """Latency that a search would at least reach, in a few milliseconds. Raises InfeasibleBudget."""
+    work = Workload.of(footprint, profile, partition_bytes, workspace_bytes)
+    ops, longest_s = len(work.arrays.op_s), float(work.arrays.swap_s.max(initial=0.0))
+    least_s = np.inf
+    for residents in guesses(work):
+        for rule in (Rule(), Rule(0.0, ops), Rule(longest_s, ops)):
+            least_s = min(least_s, judge(work, work.pack(residents), rule, 0.0).latency_s)
+            if least_s <= profile.compute_s * (1 + 1e-6):
+                return least_s
+    return least_s
+
+
 class _Trial:
     """Judges candidates and remembers them."""
 
@@ -121,7 +134,7 @@ class _Trial:
         """Whether there is nothing to improve on: at the bound, back to back too, with hardly a needless copy."""
         newest, arrays = self.seen[-1].cost, self.work.arrays
         necessary = int(arrays.size.sum()) - arrays.partition_pages + int(arrays.size.max(initial=0))
-        return newest.period_s <= self.bound_s * (1 + 1e-9) and newest.link_pages <= max(necessary, 0)
+        return newest.period_s <= self.bound_s * (1 + 1e-6) and newest.link_pages <= max(necessary, 0)
 
     def best(self) -> _Candidate:
         fast = [c for c in self.seen if c.cost.latency_s <= self.least_s * TIE]

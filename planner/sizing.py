@@ -23,6 +23,10 @@ Progress = Callable[[int, int, str], None]
 """Told the plans made, the plans to make, and what is being done."""
 
 
+WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
+"""Sizes of the window to try, in units of the largest op's parameters."""
+
+
 @dataclass(frozen=True)
 class ModelDemand:
     """A model, by batch size, and how often it is asked for."""
@@ -68,13 +72,14 @@ def split_budget(
     if budget < neediest.least_bytes:
         raise InfeasibleBudget(neediest.graph.name, neediest.neediest_op, budget_bytes, neediest.least_bytes)
     batch = min(graphs)
-    curves = LatencyCurves()
     best: tuple[float, int] | None = None
     for workspace in _workspaces([_Demand.of(ModelDemand(neediest.graph.name, graphs, profiles))], budget):
         partition = budget - workspace
         if any(f.least_workspace_bytes(partition) > workspace for f in footprints.values()):
             continue
-        latency_s = curves.latency_s(graphs[batch], profiles[batch], partition, workspace)
+        plan = search(Problem(graphs[batch], profiles[batch], partition, workspace), rounds=0)
+        assert plan.provenance is not None
+        latency_s = plan.provenance.latency_s
         if best is None or latency_s < best[0]:
             best = (latency_s, workspace)
     assert best is not None  # the whole budget as workspace is always feasible
@@ -177,7 +182,7 @@ def _share_out(
 ) -> tuple[float, list[int]]:
     """Give memory where it saves most time per byte, then the rest to whoever still lacks some."""
     lines: list[Curve] = [
-        curves.curve(d.model.graphs[b], d.model.profiles[b], low, d.parameter_bytes, workspace)
+        curves.curve(d.footprints[b], d.model.profiles[b], low, d.parameter_bytes, workspace)
         for d, low in zip(demands, least, strict=True)
         for b in [d.smallest_batch]
     ]
@@ -218,8 +223,7 @@ def _workspaces(demands: Sequence[_Demand], memory: int) -> list[int]:
     """Workspaces worth trying: from the activations alone to the least that needs no partition, and beyond."""
     activations = max(d.activation_bytes for d in demands)
     largest_window = max(d.least_bytes for d in demands) - activations
-    factors = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-    sizes = {activations + page_aligned(int(largest_window * f)) for f in factors}
+        sizes = {activations + page_aligned(int(largest_window * f)) for f in WINDOWS}
     sizes.add(max(d.least_bytes for d in demands))
     return sorted(s for s in sizes if s <= memory)
 
