@@ -223,7 +223,7 @@ def _workspaces(demands: Sequence[_Demand], memory: int) -> list[int]:
     """Workspaces worth trying: from the activations alone to the least that needs no partition, and beyond."""
     activations = max(d.activation_bytes for d in demands)
     largest_window = max(d.least_bytes for d in demands) - activations
-        sizes = {activations + page_aligned(int(largest_window * f)) for f in WINDOWS}
+    sizes = {activations + page_aligned(int(largest_window * f)) for f in WINDOWS}
     sizes.add(max(d.least_bytes for d in demands))
     return sorted(s for s in sizes if s <= memory)
 
