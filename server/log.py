@@ -17,6 +17,8 @@ def configure_logging(log_format: LogFormat) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("cohabit").setLevel(logging.INFO)
+    # aiohttp logs what is not HTTP, with the bytes and a traceback; handlers' own errors are ours to log.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
 
 class _TextFormatter(logging.Formatter):

@@ -89,7 +89,9 @@ def _element(dtype: np.dtype[Any]) -> Any:
     if dtype.kind == "f":
         return float
     limits = np.iinfo(dtype)
-    return Annotated[int, Meta(ge=int(limits.min), le=min(int(limits.max), _LARGEST_INT64))]
+    if limits.max > _LARGEST_INT64:  # beyond what msgspec can compare with; numpy refuses the rest
+        return Annotated[int, Meta(ge=0)]
+    return Annotated[int, Meta(ge=int(limits.min), le=int(limits.max))]
 
 
 def _array(values: list[Any], name: str, datatype: str) -> Array:
@@ -98,6 +100,10 @@ def _array(values: list[Any], name: str, datatype: str) -> Array:
         if dtype.kind != "f":
             return np.array(values, dtype)
         doubles: Array = np.array(values, np.float64)
+    except OverflowError as error:
+        raise InvalidRequest(
+            f"data of input '{name}' does not fit {datatype}: an integer is out of range"
+        ) from error
     except ValueError as error:
         raise InvalidRequest(f"data of input '{name}' is nested unevenly; rows must be of one length") from error
     with np.errstate(over="ignore"):

@@ -41,10 +41,10 @@ class Gate:
         self.entered = threading.Event()
         self.open = threading.Event()
 
-    def __call__(self, X: Array) -> dict[str, Array]:  # noqa: N803
+    def __call__(self, x: Array) -> dict[str, Array]:
         self.entered.set()
         assert self.open.wait(20)
-        return {"Y": X}
+        return {"y": x}
 
 
 def tensors(*specs: tuple[str, str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
@@ -52,25 +52,25 @@ def tensors(*specs: tuple[str, str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
 
 
 def identity(name: str, datatype: str, shape: tuple[int, ...] = (4,), max_batch: int = 8) -> FakeServable:
-    info = ModelInfo(name, 1, tensors(("X", datatype, shape)), tensors(("Y", datatype, shape)), max_batch)
-    return FakeServable(info, lambda X: {"Y": np.array(X)})
+    info = ModelInfo(name, 1, tensors(("x", datatype, shape)), tensors(("y", datatype, shape)), max_batch)
+    return FakeServable(info, lambda x: {"y": np.array(x)})
 
 
 def adder() -> FakeServable:
-    pair = (("A", "FP32", (4,)), ("B", "FP32", (4,)))
-    info = ModelInfo("adder", 3, tensors(*pair), tensors(("SUM", "FP32", (4,)), ("DIFF", "FP32", (4,))), 8)
-    return FakeServable(info, lambda A, B: {"DIFF": A - B, "SUM": A + B})
+    pair = (("a", "FP32", (4,)), ("b", "FP32", (4,)))
+    info = ModelInfo("adder", 3, tensors(*pair), tensors(("sum", "FP32", (4,)), ("diff", "FP32", (4,))), 8)
+    return FakeServable(info, lambda a, b: {"diff": a - b, "sum": a + b})
 
 
 def fixed() -> FakeServable:
     """A model without a batch dimension."""
-    info = ModelInfo("fixed", 1, tensors(("X", "INT32", (2, 3))), tensors(("Y", "INT32", (2, 3))))
-    return FakeServable(info, lambda X: {"Y": X * 2})
+    info = ModelInfo("fixed", 1, tensors(("x", "INT32", (2, 3))), tensors(("y", "INT32", (2, 3))))
+    return FakeServable(info, lambda x: {"y": x * 2})
 
 
 def broken() -> FakeServable:
-    def fail(X: Array) -> dict[str, Array]:  # noqa: N803
-        if X[0, 0] == 7:
+    def fail(x: Array) -> dict[str, Array]:
+        if x[0, 0] == 7:
             raise InvalidRequest("row 7 is outside the table")
         raise RuntimeError("the kernel caught fire")
 
@@ -81,10 +81,10 @@ def image() -> FakeServable:
     """602,112 bytes in, 4,000 out."""
     shape = ((3, 224, 224), (1000,))
     info = ModelInfo(
-        "image", 1, tensors(("X", "FP32", shape[0])), tensors(("Y", "FP32", shape[1])), max_batch_size=1
+        "image", 1, tensors(("x", "FP32", shape[0])), tensors(("y", "FP32", shape[1])), max_batch_size=1
     )
     answer = np.zeros((1, 1000), np.float32)
-    return FakeServable(info, lambda X: {"Y": answer})
+    return FakeServable(info, lambda x: {"y": answer})
 
 
 def standard_models() -> list[FakeServable]:

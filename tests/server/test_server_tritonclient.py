@@ -49,8 +49,8 @@ def test_model_metadata_has_the_batch_in_front(client: triton.InferenceServerCli
     metadata = client.get_model_metadata("adder")
     assert metadata["versions"] == ["3"]
     assert metadata["inputs"] == [
-        {"name": "A", "datatype": "FP32", "shape": [-1, 4]},
-        {"name": "B", "datatype": "FP32", "shape": [-1, 4]},
+        {"name": "a", "datatype": "FP32", "shape": [-1, 4]},
+        {"name": "b", "datatype": "FP32", "shape": [-1, 4]},
     ]
     assert client.get_model_metadata("fixed")["inputs"][0]["shape"] == [2, 3]
 
@@ -58,7 +58,7 @@ def test_model_metadata_has_the_batch_in_front(client: triton.InferenceServerCli
 def test_model_config_is_complete(client: triton.InferenceServerClient) -> None:
     config = client.get_model_config("adder")
     assert config["max_batch_size"] == 8
-    assert config["input"][0]["name"] == "A"
+    assert config["input"][0]["name"] == "a"
     assert config["input"][0]["data_type"] == "TYPE_FP32"
     assert config["input"][0]["dims"] == [4]
     assert config["input"][0]["optional"] is False
@@ -75,7 +75,7 @@ def test_repository_index_lists_failures_with_their_reason(client: triton.Infere
 
 def test_statistics_count_inferences(client: triton.InferenceServerClient) -> None:
     before = client.get_inference_statistics("wide")["model_stats"][0]
-    client.infer("wide", [tensor("X", np.zeros((3, 4096), np.float32), "FP32")])
+    client.infer("wide", [tensor("x", np.zeros((3, 4096), np.float32), "FP32")])
     after = client.get_inference_statistics("wide")["model_stats"][0]
     assert after["inference_count"] == before["inference_count"] + 3
     assert after["execution_count"] == before["execution_count"] + 1
@@ -98,23 +98,23 @@ def test_inference_over_json_and_binary(
 ) -> None:
     result = client.infer(
         "adder",
-        [tensor("B", B, "FP32", binary_in), tensor("A", A, "FP32", binary_in)],
-        outputs=[triton.InferRequestedOutput(name, binary_data=binary_out) for name in ("DIFF", "SUM")],
+        [tensor("b", B, "FP32", binary_in), tensor("a", A, "FP32", binary_in)],
+        outputs=[triton.InferRequestedOutput(name, binary_data=binary_out) for name in ("diff", "sum")],
         request_id="seven",
         model_version="3",
     )
-    np.testing.assert_array_equal(result.as_numpy("SUM"), A + B)
-    np.testing.assert_array_equal(result.as_numpy("DIFF"), A - B)
+    np.testing.assert_array_equal(result.as_numpy("sum"), A + B)
+    np.testing.assert_array_equal(result.as_numpy("diff"), A - B)
     response = result.get_response()
     assert response["id"] == "seven"
     assert response["model_name"] == "adder"
     assert response["model_version"] == "3"
-    assert [output["name"] for output in response["outputs"]] == ["SUM", "DIFF"]  # the model's order
+    assert [output["name"] for output in response["outputs"]] == ["sum", "diff"]  # the model's order
 
 
 def test_without_outputs_all_come_back(client: triton.InferenceServerClient) -> None:
-    result = client.infer("adder", [tensor("A", A, "FP32"), tensor("B", B, "FP32", binary=False)])
-    np.testing.assert_array_equal(result.as_numpy("DIFF"), A - B)
+    result = client.infer("adder", [tensor("a", A, "FP32"), tensor("b", B, "FP32", binary=False)])
+    np.testing.assert_array_equal(result.as_numpy("diff"), A - B)
     assert "id" not in result.get_response()
 
 
@@ -122,22 +122,22 @@ def test_without_outputs_all_come_back(client: triton.InferenceServerClient) -> 
 @pytest.mark.parametrize("binary", [True, False])
 def test_every_datatype_survives(client: triton.InferenceServerClient, datatype: str, binary: bool) -> None:
     array = np.array([[0, 1, 1, 0]]).astype(triton_to_np_dtype(datatype))
-    output = triton.InferRequestedOutput("Y", binary_data=binary)
-    result = client.infer(f"id_{datatype.lower()}", [tensor("X", array, datatype, binary)], outputs=[output])
-    np.testing.assert_array_equal(result.as_numpy("Y"), array)
+    output = triton.InferRequestedOutput("y", binary_data=binary)
+    result = client.infer(f"id_{datatype.lower()}", [tensor("x", array, datatype, binary)], outputs=[output])
+    np.testing.assert_array_equal(result.as_numpy("y"), array)
 
 
 def test_fp16_travels_as_bytes(client: triton.InferenceServerClient) -> None:
     array = np.array([[1.0, -2.5, 0.0, 96.0]], np.float16)
-    result = client.infer("id_fp16", [tensor("X", array, "FP16")])
-    np.testing.assert_array_equal(result.as_numpy("Y"), array)
+    result = client.infer("id_fp16", [tensor("x", array, "FP16")])
+    np.testing.assert_array_equal(result.as_numpy("y"), array)
 
 
 def test_infinity_comes_back_as_json(client: triton.InferenceServerClient) -> None:
     array = np.array([[np.inf, -np.inf, np.nan, 1.5]], np.float64)
-    output = triton.InferRequestedOutput("Y", binary_data=False)
-    result = client.infer("id_fp64", [tensor("X", array, "FP64")], outputs=[output])
-    np.testing.assert_array_equal(result.as_numpy("Y"), array)
+    output = triton.InferRequestedOutput("y", binary_data=False)
+    result = client.infer("id_fp64", [tensor("x", array, "FP64")], outputs=[output])
+    np.testing.assert_array_equal(result.as_numpy("y"), array)
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
@@ -145,22 +145,22 @@ def test_compression_both_ways(client: triton.InferenceServerClient, algorithm: 
     array = np.zeros((2, 4096), np.float32)
     result = client.infer(
         "wide",
-        [tensor("X", array, "FP32")],
+        [tensor("x", array, "FP32")],
         request_compression_algorithm=algorithm,
         response_compression_algorithm=algorithm,
     )
-    np.testing.assert_array_equal(result.as_numpy("Y"), array)
+    np.testing.assert_array_equal(result.as_numpy("y"), array)
 
 
 def test_failure_in_a_model_is_this_requests_error(client: triton.InferenceServerClient) -> None:
     zeros = np.zeros((1, 4), np.float32)
     with pytest.raises(InferenceServerException, match=r"'broken' failed to execute: .*caught fire") as caught:
-        client.infer("broken", [tensor("X", zeros, "FP32")])
+        client.infer("broken", [tensor("x", zeros, "FP32")])
     assert caught.value.status() == "500"
     with pytest.raises(InferenceServerException, match="row 7") as caught:
-        client.infer("broken", [tensor("X", zeros + 7, "FP32")])
+        client.infer("broken", [tensor("x", zeros + 7, "FP32")])
     assert caught.value.status() == "400"
-    assert client.infer("adder", [tensor("A", A, "FP32"), tensor("B", B, "FP32")]) is not None
+    assert client.infer("adder", [tensor("a", A, "FP32"), tensor("b", B, "FP32")]) is not None
 
 
 def test_unknown_and_failed_models(client: triton.InferenceServerClient) -> None:
@@ -170,7 +170,7 @@ def test_unknown_and_failed_models(client: triton.InferenceServerClient) -> None
         ("damaged", "", "'damaged' has no available versions: model.pt2 is truncated"),
     ):
         with pytest.raises(InferenceServerException, match=message) as caught:
-            client.infer(model, [tensor("X", A, "FP32")], model_version=version)
+            client.infer(model, [tensor("x", A, "FP32")], model_version=version)
         assert caught.value.status() == "404"
 
 
@@ -181,10 +181,10 @@ async def test_asyncio_client(server: Running, loaded: FakeLoaded) -> None:
         for algorithm in (None, "gzip", "deflate"):
             result = await client.infer(
                 "wide",
-                [tensor("X", array, "FP32")],
+                [tensor("x", array, "FP32")],
                 request_compression_algorithm=algorithm,
                 response_compression_algorithm=algorithm,
             )
-            np.testing.assert_array_equal(result.as_numpy("Y"), array)
+            np.testing.assert_array_equal(result.as_numpy("y"), array)
         with pytest.raises(InferenceServerException, match="unexpected inference input"):
-            await client.infer("wide", [tensor("Z", array, "FP32")])
+            await client.infer("wide", [tensor("z", array, "FP32")])
