@@ -16,6 +16,7 @@ from server.config import ServeConfig, add_flags, config_of
 from server.errors import ConfigError, RepositoryError
 
 if TYPE_CHECKING:
+    from server.repository import ModelSource
     from server.serve import Load, Loaded, OnProgress, Server
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -85,13 +86,19 @@ async def serve_until_stopped(config: ServeConfig, load: "Load", console: Consol
 def _serve(config: ServeConfig, console: Console) -> int:
     import uvloop
 
-    from server.loader import load
     from server.log import configure_logging
 
     configure_logging(config.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve_until_stopped(config, load, console))
+        return runner.run(serve_until_stopped(config, _load, console))
+
+
+def _load(sources: "Sequence[ModelSource]", config: ServeConfig, on_progress: "OnProgress") -> "Loaded":
+    """Called in the loading thread, so that the seconds that torch takes to import do not delay listening."""
+    from server.loader import load
+
+    return load(sources, config, on_progress)
 
 
 def _announce(server: "Server") -> None:
@@ -127,7 +134,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from server.descriptions import product_version
 
-        parser.exit(message=f"cohabit {product_version()}\n")
+        print(f"cohabit {product_version()}")
+        parser.exit()
 
 
 if __name__ == "__main__":

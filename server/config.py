@@ -38,7 +38,7 @@ class ServeConfig:
     max_body_bytes: int = 64 << 20
     exit_timeout_s: float = 30.0
     model_rates: Mapping[str, float] = field(default_factory=dict)
-    """Expected requests per second by model; others share what is left equally."""
+    """Expected requests per second by model; a model without a rate counts as their mean."""
     log_format: LogFormat = "text"
 
 

@@ -88,13 +88,13 @@ class Engine:
         return True
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
-        """Refuse whatever waits and end the thread; False if the device is still busy after `timeout_s`."""
+        """Refuse whatever is not answered yet and end the thread; False if it is still busy after `timeout_s`."""
         self._draining = True
         with self._work_or_stop:
-            abandoned = self._scheduler.clear()
+            self._scheduler.clear()
             self._stopped = True
             self._work_or_stop.notify()
-        for ticket in abandoned:
+        for ticket in list(self._waiting):
             self._settle(ticket, ShuttingDown())
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, timeout_s)

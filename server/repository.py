@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.errors import RepositoryError
-from server.model_config import ModelConfig, config_mismatch, read_config
-
-__all__ = ["ModelSource", "Unloadable", "config_mismatch", "scan"]
+from server.model_config import ModelConfig, read_config
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)

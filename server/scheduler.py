@@ -77,8 +77,6 @@ class Scheduler:
             return Expired(oldest)
         return Work(oldest.request.model, (oldest,))
 
-    def clear(self) -> list[Ticket]:
-        """Empty every queue and return what was in them."""
-        tickets = [ticket for queue in self._queues.values() for ticket in queue]
+    def clear(self) -> None:
+        """Forget every request that waits."""
         self._queues.clear()
-        return tickets

@@ -20,6 +20,7 @@ from server.scheduler import Scheduler
 _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.serve")
 _ANSWERS_WRITTEN_S = 2.0
+_DEVICE_ENDS_S = 1.0
 
 OnProgress = Callable[[str, str], None]
 """Called by a loader, from its own thread, with a model's name and what is being done for it."""
@@ -44,8 +45,8 @@ class Loaded(Protocol):
 Load = Callable[[Sequence[ModelSource], ServeConfig, OnProgress], Loaded]
 
 
-class LoadCancelled(Exception):
-    """Raised out of `on_progress` when the server stops while it loads."""
+class LoadCancelled(BaseException):
+    """Raised out of `on_progress` when the server stops while it loads; no `except Exception` swallows it."""
 
 
 class Server:
@@ -98,11 +99,12 @@ class Server:
         """Answer what is in flight while refusing the rest, then close; False if something had to be abandoned."""
         self._stopping = True
         drained = await self._engine.drain(self._config.exit_timeout_s)
-        ended = await self._engine.stop(_ANSWERS_WRITTEN_S)
+        ended = await self._engine.stop(_DEVICE_ENDS_S)
         for runner in self._runners:
             await runner.cleanup()
         if ended and self._loaded is not None:
             self._loaded.close()
+            self._loaded = None
         return drained and ended
 
     def _adopt(self, loaded: Loaded, sources: Sequence[ModelSource]) -> None:

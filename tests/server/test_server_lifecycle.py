@@ -1,0 +1,191 @@
+"""Overload, cancellation, loading, draining: what happens to requests when things get tight."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from server_fakes import FakeServable, Gate, Running, identity, running, serving
+from server_http import HEADER_LENGTH, Answer, ask, infer, x
+
+from server.statistics import FailureReason
+
+
+def eventually(condition: Callable[[], bool], patience_s: float = 10.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+@dataclass
+class Slow:
+    """A server whose model `slow` waits at a gate, and clients to send to it with."""
+
+    server: Running
+    gate: Gate
+    servable: FakeServable
+    clients: ThreadPoolExecutor
+
+    def send(self, **parameters: object) -> Future[Answer]:
+        return self.clients.submit(infer, self.server, "slow", {"inputs": [x()], "parameters": parameters})
+
+    def occupy(self) -> Future[Answer]:
+        """Send the request that everything else waits behind."""
+        answer = self.send()
+        assert self.gate.entered.wait(10)
+        return answer
+
+    def queue(self, count: int = 1) -> list[Future[Answer]]:
+        answers = [self.send() for _ in range(count)]
+        eventually(lambda: self.pending() == count)
+        return answers
+
+    def pending(self, model: str = "slow") -> int:
+        return self.server.server._engine.pending(model)
+
+    def failures(self, reason: FailureReason) -> int:
+        return self.server.server.registry.find("slow").statistics.failures[reason]
+
+
+@contextmanager
+def slow_server(**changes: object) -> Iterator[Slow]:
+    gate = Gate()
+    servable = FakeServable(identity("slow", "FP32").info, gate)
+    with (
+        ThreadPoolExecutor(16) as clients,
+        running(serving(servable, identity("quick", "FP32")), **changes) as server,
+    ):
+        try:
+            yield Slow(server, gate, servable, clients)
+        finally:
+            gate.open.set()
+
+
+def raw_request(model: str = "slow") -> bytes:
+    body = json.dumps({"inputs": [x()]}).encode()
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_full_queue_is_503_and_the_others_are_answered() -> None:
+    with slow_server(queue_limit=2) as slow:
+        accepted = [slow.occupy(), *slow.queue(2)]
+        refused = slow.send().result()
+        assert refused.status == 503
+        assert "Exceeds maximum queue size: 2 requests wait for model 'slow'" in refused.error
+        slow.gate.open.set()
+        assert [answer.result().json["outputs"][0]["data"] for answer in accepted] == [[1, 2, 3, 4]] * 3
+        assert slow.failures("REJECTED") == 0
+
+
+def test_request_that_waits_beyond_its_timeout_is_503() -> None:
+    with slow_server() as slow:
+        first = slow.occupy()
+        hasty, patient = slow.send(timeout=1000), slow.send(timeout=60_000_000)
+        eventually(lambda: slow.pending() == 2)
+        time.sleep(0.01)
+        slow.gate.open.set()
+        assert hasty.result().status == 503
+        assert "Request timeout expired" in hasty.result().error
+        assert (first.result().status, patient.result().status) == (200, 200)
+        assert len(slow.servable.calls) == 2
+        assert slow.failures("REJECTED") == 1
+
+
+def test_request_of_a_client_that_left_never_runs() -> None:
+    with slow_server() as slow:
+        first = slow.occupy()
+        with socket.create_connection(("127.0.0.1", slow.server.port)) as client:
+            client.sendall(raw_request())
+            eventually(lambda: slow.pending() == 1)
+        eventually(lambda: slow.pending() == 0)
+        slow.gate.open.set()
+        assert (first.result().status, slow.send().result().status) == (200, 200)
+        assert len(slow.servable.calls) == 2
+        assert slow.failures("CANCELED") == 1
+
+
+def test_client_that_leaves_while_its_request_runs_disturbs_nothing() -> None:
+    with slow_server() as slow:
+        with socket.create_connection(("127.0.0.1", slow.server.port)) as client:
+            client.sendall(raw_request())
+            assert slow.gate.entered.wait(10)
+        eventually(lambda: slow.failures("CANCELED") == 1)
+        slow.gate.open.set()
+        assert slow.send().result().status == 200
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_client_that_leaves_amid_its_body_disturbs_nothing(server: Running, share: float) -> None:
+    request = raw_request("id_fp64")
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(request[: int(len(request) * share)])
+    assert infer(server, "id_fp64", {"inputs": [x(datatype="FP64")]}).status == 200
+
+
+def test_what_is_not_http_disturbs_nothing(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+        assert b"400" in client.recv(4096)
+    assert infer(server, "id_fp64", {"inputs": [x(datatype="FP64")]}).status == 200
+
+
+def test_drain_answers_what_is_in_flight_and_refuses_the_rest() -> None:
+    with slow_server() as slow:
+        in_flight = [slow.occupy(), *slow.queue()]
+        stopping = slow.clients.submit(slow.server.stop)
+        eventually(lambda: slow.server.server._engine.draining)
+        refused = slow.send().result()
+        assert refused.status == 503
+        assert "stopping" in refused.error
+        assert ask(slow.server, "GET", "/v2/health/ready").status == 400
+        assert ask(slow.server, "GET", "/v2/models/slow/ready").status == 400
+        assert ask(slow.server, "GET", "/v2/health/live").status == 200
+        slow.gate.open.set()
+        assert [answer.result().status for answer in in_flight] == [200, 200]
+        assert stopping.result() is True
+
+
+def test_drain_gives_up_on_a_device_that_hangs() -> None:
+    with slow_server(exit_timeout_s=0.05) as slow:
+        stuck = [slow.occupy(), *slow.queue()]
+        assert slow.server.stop() is False
+        assert [answer.result().status for answer in stuck] == [503, 503]
+
+
+def test_device_is_prepared_before_every_execution() -> None:
+    class Turns:
+        def __init__(self) -> None:
+            self.models: list[str] = []
+
+        def prepare(self, model: str) -> float:
+            self.models.append(model)
+            assert threading.current_thread().name == "engine"
+            return 0.5
+
+    device = Turns()
+    loaded = serving(identity("a", "FP32"), identity("b", "FP32"))
+    loaded.device = device
+    with running(loaded) as server:
+        for model in "aba":
+            assert infer(server, model, {"inputs": [x()]}).status == 200
+        assert device.models == ["a", "b", "a"]
+        assert server.server.registry.find("a").statistics.stall_s == 2 * (0.25 + 0.5)
+
+
+def test_many_clients_get_their_own_answers(server: Running) -> None:
+    def one(number: int) -> bool:
+        values = np.full((1, 4), number, np.float64)
+        answer = infer(server, "id_fp64", values.tobytes(), {HEADER_LENGTH: "0"})
+        return answer.body.endswith(values.tobytes())
+
+    with ThreadPoolExecutor(16) as clients:
+        assert all(clients.map(one, range(300)))
