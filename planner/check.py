@@ -28,6 +28,7 @@ def check(graph: Graph, profile: Profile | None, plan: Plan) -> None:
     violations = list(_unknown_names(graph, plan))
     if not violations:
         clocks, violations = _clocks(graph, plan)
+        violations += _changes_out_of_order(graph, plan)
         violations += _Replay(graph, plan, clocks).violations()
     if violations:
         raise InvalidPlan(violations)
@@ -81,6 +82,27 @@ def _unknown_names(graph: Graph, plan: Plan) -> Iterator[str]:
                 yield f"step {index} gives {op.name} {len(step.outputs)} addresses for {len(op.writes)} outputs"
             if op.scratch_bytes and step.scratch is None:
                 yield f"step {index} gives {op.name} no scratch, it needs {op.scratch_bytes} bytes"
+
+
+def _changes_out_of_order(graph: Graph, plan: Plan) -> Iterator[str]:
+    """Find ops that see another state of a tensor changed in place than in the graph's own order."""
+    for tensor in sorted({i for op in graph.ops for i in op.mutates}):
+        state: dict[int, int] = {}  # the number of changes before and in each op that uses the tensor
+        changes = 0
+        for n, op in enumerate(graph.ops):
+            changes += tensor in op.mutates
+            if tensor in op.reads or tensor in op.writes:
+                state[n] = changes
+        seen = 0
+        for index, step in enumerate(plan.steps):
+            if isinstance(step, Compute) and step.op in state:
+                seen += tensor in graph.ops[step.op].mutates
+                if state[step.op] != seen:
+                    yield (
+                        f"{_name(graph, plan, index)} runs when {graph.tensors[tensor].name} was changed in place"
+                        f" {seen} times, in the graph's order {state[step.op]}"
+                    )
+                    break
 
 
 def _clocks(graph: Graph, plan: Plan) -> tuple[list[Clock], list[str]]:
@@ -213,6 +235,8 @@ class _Replay:
         ended = self._issue(0, before)
         for i in op.reads:
             self._read(name, i, before, ended)
+        for i in op.mutates:
+            self._change(name, i, before)
         for i, address in zip(op.writes, step.outputs, strict=True):
             self._bring(name, i, address, before, ended)
         if op.scratch_bytes and step.scratch is not None:
@@ -301,6 +325,12 @@ class _Replay:
         if not _passed(copy.written, before):
             self.found.append(f"{name} does not wait for {self.graph.tensors[tensor].name} to arrive")
         copy.accessed = _latest(copy.accessed, ended)
+
+    def _change(self, name: str, tensor: int, before: Clock) -> None:
+        """A tensor is changed in place: a swap-out must have ended, and its host copy is out of date."""
+        saved = self.on_host.pop(tensor, None)
+        if saved is not None and not _passed(saved, before):
+            self.found.append(f"{name} changes {self.graph.tensors[tensor].name} before its swap-out has ended")
 
     def _bring(self, name: str, tensor: int, address: Address, before: Clock, ended: Clock) -> None:
         """Put a tensor in memory, written by a step that has the clocks `before` and `ended`."""

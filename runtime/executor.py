@@ -260,7 +260,9 @@ class Executor:
             if run.spans is not None:
                 run.spans.append(Span(step.step, "compute", start - run.start_s, clock() - run.start_s))
             finished += 1
-            self._computes.advance(finished)
+            if finished < run.compute_base + len(program.computes):
+                # The last one is told by `run`: outputs that are parameters leave before the epilogue starts.
+                self._computes.advance(finished)
         return stall_s
 
     def _refuse_failed(self, program: Program, run: Run) -> None:

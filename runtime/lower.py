@@ -1,6 +1,7 @@
 """Lowers a `.pt2` archive: graph rewritten, weights file written, one traced program per batch size."""
 
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 
 from planner.errors import FormatError
 from planner.graph import Graph
-from runtime import archive, weights
+from runtime import archive, artifact, weights
 from runtime.errors import UnsupportedModel
 from runtime.model import Model, Port, from_program
 from runtime.rewrite import rewrite
@@ -70,24 +71,56 @@ def lower(
     The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
     for a bad archive and UnsupportedModel for a program that cannot be planned.
     """
+    folder = cache / archive.fingerprint(path)[:32]
+    wanted = sorted(set(batches))
+    known = _known(name, folder, wanted)
+    if known is not None:
+        return known
     on_progress(f"{name}: reading {path.name}")
     read = archive.read(path)
     model = from_program(name, read.program)
     rewrite(model)
     own = own_storages(model.weights)
     traces: dict[int, Trace] = {}
-    for batch in _usable(model, batches):
+    for batch in _usable(model, wanted):
         on_progress(f"{name}: tracing batch {batch}")
         traces[batch] = _trace(model, own, batch)
     first = traces[min(traces)]
     readers = first.readers()
     uses = [weights.Use(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
     manifest = weights.lay_out(f"{read.fingerprint}/{_LOWERING}", uses, model.tables)
-    weights_path = cache / read.fingerprint[:32] / "weights.bin"
+    weights_path = folder / "weights.bin"
     if not _is_written(weights_path, manifest):
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(weights_path, manifest, own, model.tables)
-    return Lowered(name, model.inputs, model.outputs, model.max_batch is not None, traces, manifest, weights_path)
+    batched = model.max_batch is not None
+    encoded = artifact.encode(_stamp(wanted), model.inputs, model.outputs, batched, traces)
+    if encoded is not None:
+        weights.replace_file(folder / _artifact_name(wanted), encoded)
+    return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path)
+
+
+def _stamp(batches: Sequence[int]) -> str:
+    """What an artifact depends on besides its archive."""
+    return f"lowering {_LOWERING}, torch {torch.__version__}, batches {','.join(map(str, batches))}"
+
+
+def _artifact_name(batches: Sequence[int]) -> str:
+    return f"program-{hashlib.sha256(_stamp(batches).encode()).hexdigest()[:16]}.json"
+
+
+def _known(name: str, folder: Path, batches: Sequence[int]) -> Lowered | None:
+    """What an earlier run lowered from the same archive, if all of it is there and whole."""
+    weights_path = folder / "weights.bin"
+    try:
+        raw = (folder / _artifact_name(batches)).read_bytes()
+        inputs, outputs, batched, traces = artifact.decode(raw, _stamp(batches))
+        manifest = weights.read_manifest(weights_path)
+        if not _is_written(weights_path, manifest):
+            return None
+    except (FileNotFoundError, FormatError):
+        return None
+    return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path)
 
 
 def _usable(model: Model, batches: Iterable[int]) -> list[int]:

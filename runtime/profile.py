@@ -22,8 +22,8 @@ from runtime.program import Bases, Program, SwapInStep, build
 from runtime.store import Store
 from runtime.weights import BLOCK_BYTES, Manifest
 
-_MEASURING_S = 1.0
-"""Time to spend on the op times of one batch size, beyond the fewest runs."""
+_MEASURING_S = 0.3
+"""Time to spend on each figure, beyond the fewest runs."""
 _FEWEST_RUNS = 7
 _MOST_RUNS = 200
 
@@ -40,40 +40,50 @@ def profile(
     cache: Path | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[int, Profile]:
-    """Profiles by batch size, from the cache where this graph was measured on this device before."""
-    profiles: dict[int, Profile] = {}
-    for batch, graph in lowered.graphs.items():
-        path = cache / f"{fingerprint([graph.fingerprint, device])[:32]}.json" if cache is not None else None
-        known = _cached(path, graph)
-        if known is None:
-            on_progress(f"{lowered.name}: measuring batch {batch}")
-            known = measure(lowered, batch, store, device)
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(profile_format.encode(known))
-        profiles[batch] = known
-    return profiles
+    """Profiles by batch size, from the cache where these graphs were measured on this device before."""
+    paths = {
+        batch: cache / f"{fingerprint([graph.fingerprint, device])[:32]}.json"
+        for batch, graph in lowered.graphs.items()
+        if cache is not None
+    }
+    known = {batch: p for batch, path in paths.items() if (p := _cached(path, lowered.graphs[batch])) is not None}
+    if len(known) == len(lowered.graphs):
+        return known
+    measured = measure(lowered, store, device, on_progress)
+    for batch, path in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(profile_format.encode(measured[batch]))
+    return measured
 
 
-def _cached(path: Path | None, graph: Graph) -> Profile | None:
-    if path is not None:
-        with suppress(FileNotFoundError, FormatError):
-            known = profile_format.decode(path.read_bytes())
-            if known.graph == graph.fingerprint:
-                return known
+def _cached(path: Path, graph: Graph) -> Profile | None:
+    with suppress(FileNotFoundError, FormatError):
+        known = profile_format.decode(path.read_bytes())
+        if known.graph == graph.fingerprint:
+            return known
     return None
 
 
-def measure(lowered: Lowered, batch: int, store: Store, device: str) -> Profile:
-    """Run a model with every parameter resident, alone and beside a busy link."""
-    graph = lowered.graphs[batch]
+def measure(
+    lowered: Lowered, store: Store, device: str, on_progress: Callable[[str], None] = lambda text: None
+) -> dict[int, Profile]:
+    """Run a model with every parameter resident, at every batch size, alone and beside a busy link.
+
+    What the link does, and what it and the ops do to each other, is measured at the smallest batch.
+    """
+    profiles: dict[int, Profile] = {}
     with Arena(2 * lowered.manifest.segment_bytes) as arena, Executor() as executor:
-        program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store)
-        executor.load(program)
-        link = _measure_link(lowered.manifest, store, arena, executor)
-        alone_s, op_seconds = _measure_ops(lowered, program, executor)
-        compute_slowdown, swap_slowdown = _measure_contention(lowered, program, executor, store, arena, alone_s)
-    return Profile(graph.fingerprint, device, op_seconds, link, link, compute_slowdown, swap_slowdown)
+        for batch, graph in sorted(lowered.graphs.items()):
+            on_progress(f"{lowered.name}: measuring batch {batch}")
+            program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store)
+            if not profiles:
+                executor.load(program)
+                link = _measure_link(lowered.manifest, store, arena, executor)
+            alone_s, op_seconds = _measure_ops(lowered, program, executor)
+            if not profiles:
+                slowdowns = _measure_contention(lowered, program, executor, store, arena, alone_s)
+            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, link, *slowdowns)
+    return profiles
 
 
 def resident_plan(graph: Graph) -> Plan:

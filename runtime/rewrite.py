@@ -137,9 +137,9 @@ def split_recurrent_layers(model: Model) -> None:
                 own = weights[layer * per_layer : (layer + 1) * per_layer]
                 arguments = (x, start if states == 2 else start[0], own)
                 result = call(node.target, (*arguments, has_biases, 1, 0.0, False, bidirectional, batch_first))
-                x = call(_getitem, (result, 0))
+                x = call(getitem, (result, 0))
                 for i, final in enumerate(finals):
-                    final.append(call(_getitem, (result, i + 1)))
+                    final.append(call(getitem, (result, i + 1)))
             outputs = [x, *(call(aten.cat.default, (final, 0)) for final in finals)]
         _replace_items(model, node, outputs)
 
@@ -151,7 +151,8 @@ def _replace_items(model: Model, node: fx.Node, outputs: Sequence[fx.Node]) -> N
     model.graph.erase_node(node)
 
 
-def _getitem(values: Sequence[Any], index: int) -> Any:
+def getitem(values: Sequence[Any], index: int) -> Any:
+    """One of an op's several results."""
     return values[index]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -40,8 +41,6 @@ class Instruction:
     kwargs: dict[str, Any]
     out: int
     op: int | None
-    frees: tuple[int, ...]
-    """Slots that nobody reads after this instruction."""
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -76,8 +75,7 @@ class Trace:
         return {name: tuple(ops) for name, ops in readers.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where bytes come from: a weight's name, or the index of an input or an activation."""
 
     kind: str
@@ -86,8 +84,9 @@ class Storage:
     weight: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TracedOp:
+class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An op with the storages that it reads, makes, and changes in place."""
+
     name: str
     target: str
     reads: tuple[Storage, ...]
@@ -260,12 +259,8 @@ class _Tracer:
             return self.frame[n] if n in self.literals else Slot(self.slots[n])
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), slot)
-        frees = tuple(
-            self.slots[n] for n in node.all_input_nodes if self.last_use[n] is node and n not in self.literals
-        )
-        unread = () if node in self.last_use else (self.slots[node],)
         self.instructions.append(
-            Instruction(node.name, node.target, args, kwargs, self.slots[node], op, frees + unread)  # type: ignore[arg-type]
+            Instruction(node.name, node.target, args, kwargs, self.slots[node], op)  # type: ignore[arg-type]
         )
 
     def _release(self, node: fx.Node) -> None:

@@ -161,8 +161,13 @@ def write(
                 _write_tensor(fd, weights[piece.name], segment.offset + piece.offset)
         for table in manifest.tables:
             _write_tensor(fd, tables[table.name].contiguous(), table.offset)
-    with _replacing(manifest_path(path)) as fd:
-        os.write(fd, msgspec.json.encode(manifest))
+    replace_file(manifest_path(path), msgspec.json.encode(manifest))
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a whole file or nothing."""
+    with _replacing(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
+        file.write(data)
 
 
 def read_manifest(path: Path) -> Manifest:

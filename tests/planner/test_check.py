@@ -207,3 +207,45 @@ def test_live_bytes_are_counted_after_each_step() -> None:
 
 def test_without_step_leaves_a_streamed_parameter_behind_harmlessly() -> None:
     check(GRAPH, PROFILE, without_step(8))
+
+
+def in_place_graph() -> Graph:
+    """make writes A; look reads it; change doubles it in place; use reads the doubled one."""
+    tensors = (Tensor("X", PAGE, "input"), Tensor("A", PAGE, "activation"), Tensor("B", PAGE, "activation"))
+    ops = (
+        Op("make", "copy", (0,), (1,)),
+        Op("look", "sum", (1,), (2,)),
+        Op("change", "mul_", (1,), (), mutates=(1,)),
+        Op("use", "print", (1,), ()),
+    )
+    return Graph("in_place", 1, "", tensors, ops, (2,))
+
+
+def in_place_plan(order: tuple[int, ...]) -> Plan:
+    graph = in_place_graph()
+    outputs = {0: (at("workspace", PAGE),), 1: (at("workspace", 2 * PAGE),)}
+    steps = tuple(Compute(op, outputs.get(op, ())) for op in order)
+    return Plan(graph.fingerprint, "", 0, 3 * PAGE, (Placement(0, at("workspace", 0)),), (), steps)
+
+
+def test_an_in_place_op_stays_between_those_that_use_its_tensor() -> None:
+    check(in_place_graph(), None, in_place_plan((0, 1, 2, 3)))
+    for order in ((0, 2, 1, 3), (0, 1, 3, 2), (0, 1, 2, 2, 3)):
+        with pytest.raises(InvalidPlan, match="was changed in place"):
+            check(in_place_graph(), None, in_place_plan(order))
+
+
+def test_a_host_copy_from_before_a_change_in_place_is_not_swapped_in() -> None:
+    plan = in_place_plan((0, 1, 2, 3))
+    stale = (
+        *plan.steps[:2],
+        SwapOut(1, (0,)),
+        Compute(2, after=(2,)),
+        Drop(1),
+        SwapIn(1, at("workspace", PAGE), (3,)),
+    )
+    with pytest.raises(InvalidPlan, match="never swapped out"):
+        check(in_place_graph(), None, replace(plan, steps=(*stale, Compute(3, after=(5,)))))
+    early = (*plan.steps[:2], SwapOut(1, (0,)), *plan.steps[2:])
+    with pytest.raises(InvalidPlan, match="before its swap-out has ended"):
+        check(in_place_graph(), None, replace(plan, steps=early))

@@ -127,6 +127,27 @@ def test_in_place_ops_are_marked_with_what_they_change(tmp_path: Path) -> None:
     assert changed["aten.fill_.Tensor"] == ["activation"], "through a view"
 
 
+@pytest.mark.parametrize("name", models.CASES)
+def test_a_model_lowered_before_needs_its_archive_no_more(name: str, tmp_path: Path) -> None:
+    before = lowered_case(name, tmp_path)
+    again = lower(tmp_path / "model.pt2", name, [1], tmp_path / "cache")
+    if name == "branch":
+        assert not list(tmp_path.glob("cache/*/program-*.json")), "torch.cond has no plain form"
+    else:
+        assert list(tmp_path.glob("cache/*/program-*.json"))
+        assert again == before
+    assert again.graphs == before.graphs
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"format_version": 1}', b'{"format_version": 99}'])
+def test_a_damaged_cache_is_made_again(damage: bytes, tmp_path: Path) -> None:
+    before = lowered_case("wide", tmp_path)
+    for pattern in ("program-*.json", "weights.json"):
+        (file,) = tmp_path.glob(f"cache/*/{pattern}")
+        file.write_bytes(damage)
+        assert lower(tmp_path / "model.pt2", "wide", [1], tmp_path / "cache").graphs == before.graphs
+
+
 def test_recurrent_layers_are_separate_ops(tmp_path: Path) -> None:
     lowered = lowered_case("lstm", tmp_path)
     assert [op.target for op in lowered.graphs[1].ops].count("aten.lstm.input") == 3

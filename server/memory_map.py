@@ -1,0 +1,57 @@
+"""Draws a deployment for people: who has which bytes, how much of each model is resident, what its plan promises."""
+
+import io
+from collections.abc import Mapping
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from planner.errors import format_bytes
+from planner.sizing import Deployment, Entry
+
+_BAR_CELLS = 16
+
+
+def draw(deployment: Deployment, weight_bytes: Mapping[str, int]) -> str:
+    """The memory map as text. `weight_bytes` counts host-side tables too, by model."""
+    table = Table(box=SIMPLE_HEAD, title=_title(deployment), title_justify="left", title_style="bold")
+    for name in ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run"):
+        table.add_column(name, justify="left" if name in ("model", "") else "right")
+    for entry in deployment.entries:
+        table.add_row(*_row(entry, weight_bytes[entry.name]))
+    table.add_section()
+    table.add_row(
+        "workspace", format_bytes(deployment.workspace_offset), format_bytes(deployment.workspace_bytes), *[""] * 6
+    )
+    text = io.StringIO()
+    Console(file=text, width=120, highlight=False).print(table)
+    return text.getvalue().rstrip()
+
+
+def _title(deployment: Deployment) -> str:
+    taken = deployment.workspace_offset + deployment.workspace_bytes
+    return (
+        f"{deployment.layout} layout: {format_bytes(taken)} of {format_bytes(deployment.memory_bytes)} for"
+        f" {len(deployment.entries)} models"
+    )
+
+
+def _row(entry: Entry, weight_bytes: int) -> list[str]:
+    share = entry.resident_bytes / entry.parameter_bytes if entry.parameter_bytes else 1.0
+    filled = round(share * _BAR_CELLS)
+    plan = entry.plans[min(entry.plans)].provenance
+    times = ["", "", ""] if plan is None else [_ms(plan.latency_s), _ms(plan.bound_s), _ms(plan.resident_s)]
+    return [
+        entry.name,
+        format_bytes(entry.partition_offset),
+        format_bytes(entry.partition_bytes),
+        format_bytes(weight_bytes),
+        f"{share:.0%}",
+        "█" * filled + "░" * (_BAR_CELLS - filled),
+        *times,
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,107 @@
+"""A model as the engine executes it: programs by batch size behind the protocol's arrays."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from runtime.errors import UnsupportedModel
+from runtime.executor import Executor
+from runtime.lower import Lowered
+from runtime.model import Port
+from runtime.program import Program
+from server.model import Array, Execution, ModelInfo, TensorSpec
+
+_DATATYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "UINT8",
+    torch.uint16: "UINT16",
+    torch.uint32: "UINT32",
+    torch.uint64: "UINT64",
+    torch.int8: "INT8",
+    torch.int16: "INT16",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+    torch.float16: "FP16",
+    torch.bfloat16: "BF16",
+    torch.float32: "FP32",
+    torch.float64: "FP64",
+}
+
+
+def describe(lowered: Lowered, version: int, max_batch: int) -> ModelInfo:
+    """The model as clients see it. Raises UnsupportedModel for a dtype that the protocol has no name for."""
+    return ModelInfo(
+        name=lowered.name,
+        version=version,
+        inputs=tuple(_spec(lowered, port) for port in lowered.inputs),
+        outputs=tuple(_spec(lowered, port) for port in lowered.outputs),
+        max_batch_size=max_batch if lowered.batched else 0,
+    )
+
+
+def _spec(lowered: Lowered, port: Port) -> TensorSpec:
+    if port.dtype not in _DATATYPES:
+        raise UnsupportedModel(f"{lowered.name}: {port.name} is {port.dtype}, which KServe v2 has no datatype for")
+    shape = port.shape[1:] if lowered.batched else port.shape
+    return TensorSpec(port.name, _DATATYPES[port.dtype], tuple(d for d in shape if d is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramServable:
+    """Runs the smallest planned batch that holds a request; rows beyond the request repeat its last one."""
+
+    info: ModelInfo
+    programs: Mapping[int, Program]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    executor: Executor
+
+    def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
+        """Run one inference; on the engine's thread."""
+        planned = min(b for b in self.programs if b >= batch) if self.info.max_batch_size else min(self.programs)
+        tensors = [_tensor(inputs[port.name], port, planned) for port in self.inputs]
+        result = self.executor.run(self.programs[planned], tensors)
+        rows = batch if self.info.max_batch_size else None
+        outputs = {p.name: _array(t, rows) for p, t in zip(self.outputs, result.outputs, strict=True)}
+        return Execution(outputs, result.latency_s, result.stall_s, result.link_bytes)
+
+
+def _tensor(array: Array, port: Port, planned: int) -> torch.Tensor:
+    """A copy that belongs to the inference, padded to the planned batch."""
+    shape = port.at(planned)
+    own = np.empty(shape, array.dtype)
+    if shape and len(array) < shape[0] and port.shape[0] is None:
+        own[: len(array)] = array
+        own[len(array) :] = array[-1:]
+    else:
+        own[...] = array
+    tensor = torch.from_numpy(own)
+    return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
+
+
+def _array(tensor: torch.Tensor, rows: int | None) -> Array:
+    own = tensor[:rows] if rows is not None else tensor
+    if own.dtype is torch.bfloat16:
+        own = own.contiguous().view(torch.uint16)
+    array: Array = own.contiguous().numpy()
+    return array
+
+
+class SharedRegion:
+    """The one region of the `time_shared` layout: a model is brought in whole, and waited for, when its turn comes."""
+
+    def __init__(self, executor: Executor, programs: Mapping[str, Program]) -> None:
+        self._executor = executor
+        self._programs = programs
+        self._owner: str | None = None
+
+    def prepare(self, model: str) -> float:
+        """Bring a model in unless it is there; returns the seconds that took. On the engine's thread."""
+        if self._owner == model:
+            return 0.0
+        self._owner = None
+        seconds = self._executor.load(self._programs[model])
+        self._owner = model
+        return seconds
