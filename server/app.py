@@ -45,7 +45,7 @@ class Api:
             return error_response(400, "the server is shutting down")
         if not self._registry.ready:
             loading = [entry.name for entry in self._registry if entry.state is State.LOADING]
-            return error_response(400, f"the server is not ready: {len(loading)} models are loading")
+            return error_response(400, f"the server is not ready; still loading: {', '.join(loading) or 'nothing'}")
         return _json({"ready": True})
 
     async def server_metadata(self, request: web.Request) -> web.Response:

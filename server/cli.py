@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.text import Text
 
 from planner.errors import CohabitError
 from server.config import ServeConfig, add_flags, config_of
@@ -68,8 +69,9 @@ async def serve_until_stopped(config: ServeConfig, load: "Load", console: Consol
         await server.start()
         _announce(server)
         with console.status("loading") as status:
-            on_progress: OnProgress = lambda model, stage: status.update(f"{model}: {stage}")  # noqa: E731
-            loading = asyncio.create_task(server.load(models, load, on_progress))
+            loading = asyncio.create_task(
+                server.load(models, load, lambda model, stage: status.update(Text(f"{model}: {stage}")))
+            )
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():

@@ -101,10 +101,12 @@ class Engine:
         return not self._thread.is_alive()
 
     def _cancel(self, ticket: Ticket) -> None:
+        """Take a request out of the queue; one that runs already is executed, counted and not sent."""
         with self._work_or_stop:
-            self._scheduler.cancel(ticket)
+            never_ran = self._scheduler.cancel(ticket)
         self._waiting.pop(ticket, None)
-        self._models[ticket.request.model].statistics.cancelled()
+        if never_ran:
+            self._models[ticket.request.model].statistics.cancelled()
         self._announce_drained()
 
     def _settle(self, ticket: Ticket, outcome: Outcome) -> None:
