@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from planner import profile as profile_format
@@ -72,16 +73,18 @@ def measure(
     What the link does, and what it and the ops do to each other, is measured at the smallest batch.
     """
     profiles: dict[int, Profile] = {}
+    cold = _Cold.beside(lowered.manifest)
     with Arena(2 * lowered.manifest.segment_bytes) as arena, Executor() as executor:
         for batch, graph in sorted(lowered.graphs.items()):
             on_progress(f"{lowered.name}: measuring batch {batch}")
             program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store)
             if not profiles:
                 executor.load(program)
-                link = _measure_link(lowered.manifest, store, arena, executor)
-            alone_s, op_seconds = _measure_ops(lowered, program, executor)
+                link = _measure_link(lowered.manifest, store, arena, executor, cold)
+            alone_s, op_seconds = _measure_ops(lowered, program, executor, cold)
             if not profiles:
-                slowdowns = _measure_contention(lowered, program, executor, store, arena, alone_s)
+                copies = _copies(lowered.manifest, store, arena, None)
+                slowdowns = _measure_contention(program, lowered.examples(batch), executor, copies, cold, alone_s)
             profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, link, *slowdowns)
     return profiles
 
@@ -109,12 +112,31 @@ def resident_plan(graph: Graph) -> Plan:
     )
 
 
-def _measure_ops(lowered: Lowered, program: Program, executor: Executor) -> tuple[float, tuple[float, ...]]:
+class _Cold:
+    """Makes the processor's caches forget a model, as the requests for other models between two of its own do."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = np.zeros(nbytes, np.uint8)
+
+    @staticmethod
+    def beside(manifest: Manifest) -> "_Cold":
+        """A model that no cache can hold forgets itself."""
+        cache_bytes = _largest_cache_bytes()
+        return _Cold(0 if manifest.segment_bytes > 2 * cache_bytes else 2 * cache_bytes)
+
+    def __call__(self) -> None:
+        self._buffer += 1
+
+
+def _measure_ops(
+    lowered: Lowered, program: Program, executor: Executor, cold: _Cold
+) -> tuple[float, tuple[float, ...]]:
     """Median latency, and medians per op with what lies between ops spread over them."""
     executor.run(program, lowered.examples(program.batch))
     columns: list[list[float]] = [[] for _ in program.computes]
     latencies: list[float] = []
     for _ in _repeat():
+        cold()
         timeline = executor.run(program, lowered.examples(program.batch), traced=True).timeline
         assert timeline is not None
         latencies.append(timeline.latency_s)
@@ -126,14 +148,18 @@ def _measure_ops(lowered: Lowered, program: Program, executor: Executor) -> tupl
     return latency_s, tuple(m + between_s for m in medians)
 
 
-def _measure_link(manifest: Manifest, store: Store, arena: Arena, executor: Executor) -> Link:
+def _measure_link(manifest: Manifest, store: Store, arena: Arena, executor: Executor, cold: _Cold) -> Link:
     """Copy every segment whole, then the first block of each: the difference is bandwidth, the rest latency."""
     whole = _copies(manifest, store, arena, None)
     blocks = _copies(manifest, store, arena, BLOCK_BYTES)
     if not whole:
         return Link(1e-5, 1e10)
     executor.copy(whole)
-    whole_s = statistics.median(executor.copy(whole) for _ in range(5))
+    whole_times = []
+    for _ in range(5):
+        cold()
+        whole_times.append(executor.copy(whole))
+    whole_s = statistics.median(whole_times)
     latency_s = statistics.median(executor.copy(blocks) for _ in range(5)) / len(blocks)
     streaming_s = max(whole_s - latency_s * len(whole), whole_s * 0.05)
     return Link(latency_s, sum(step.nbytes for step in whole) / streaming_s)
@@ -151,17 +177,23 @@ def _copies(manifest: Manifest, store: Store, arena: Arena, most: int | None) ->
 
 
 def _measure_contention(
-    lowered: Lowered, program: Program, executor: Executor, store: Store, arena: Arena, alone_s: float
+    program: Program,
+    examples: Sequence[torch.Tensor],
+    executor: Executor,
+    copies: Sequence[SwapInStep],
+    cold: _Cold,
+    alone_s: float,
 ) -> tuple[float, float]:
     """How much ops and copies slow each other down: `(compute, swap)`, both at least 1."""
-    copies = _copies(lowered.manifest, store, arena, None)
     if not copies:
         return 1.0, 1.0
     alone_copy_s = statistics.median(_seconds(copies) for _ in range(3))
     rounds: list[float] = []
     with _copying(copies, rounds):
-        examples = lowered.examples(program.batch)
-        latencies = [executor.run(program, examples).latency_s for _ in _repeat()]
+        latencies = []
+        for _ in _repeat():
+            cold()
+            latencies.append(executor.run(program, examples).latency_s)
     beside_s = statistics.median(latencies)
     beside_copy_s = statistics.median(rounds) if rounds else alone_copy_s
     return max(1.0, beside_s / alone_s), max(1.0, beside_copy_s / alone_copy_s)
@@ -199,6 +231,15 @@ def _repeat() -> Iterator[int]:
         if n >= _FEWEST_RUNS and time.perf_counter() - start > _MEASURING_S:
             return
         yield n
+
+
+def _largest_cache_bytes() -> int:
+    """Size of the last-level cache, within reason; 32 MiB where the system does not say."""
+    sizes = [32 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)
+    return min(max(sizes), 128 << 20)
 
 
 def _processor() -> str:

@@ -10,8 +10,8 @@ from loadgen.zoo.seeded import EXAMPLE_BATCH, seeded
 
 FEATURES = 256
 
-_SHAPES = tuple((width, layers) for layers in (2, 3, 4) for width in range(896, 1600, 32))
-_MIN_PARAMETERS, _MAX_PARAMETERS = 2_200_000, 4_400_000
+_SHAPES = tuple((width, layers) for layers in (2, 3, 4) for width in range(640, 1088, 16))
+_MIN_PARAMETERS, _MAX_PARAMETERS = 1_300_000, 2_200_000
 
 
 class Ranker(nn.Module):
@@ -37,7 +37,7 @@ def parameter_count(width: int, layers: int) -> int:
 def sizes(seed: int) -> tuple[int, int]:
     """Width and number of square layers: different for any 15 seeds in a row."""
     fitting = [s for s in _SHAPES if _MIN_PARAMETERS <= parameter_count(*s) <= _MAX_PARAMETERS]
-    return fitting[seed * 7 % len(fitting)]
+    return fitting[seed * 11 % len(fitting)]
 
 
 def ranker(seed: int) -> tuple[nn.Module, Inputs]:
