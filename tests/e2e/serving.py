@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import tritonclient.http as triton
 import uvloop
 from numpy.typing import NDArray
@@ -178,9 +177,7 @@ def refused_start(repository: Path, memory: str, cache: Path, *flags: str) -> tu
         return status, log.read()
 
 
-def _start(
-    repository: Path, memory: str, cache: Path, flags: Sequence[str], log: IO[str]
-) -> subprocess.Popen[str]:
+def _start(repository: Path, memory: str, cache: Path, flags: Sequence[str], log: IO[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "server.cli", "serve", str(repository), "--memory", memory]
     command += ["--cache", str(cache), "--http-port", "0", "--metrics-port", "0", *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

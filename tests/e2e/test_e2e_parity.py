@@ -74,7 +74,8 @@ def _case(name: str, slow: bool) -> Any:
 
 
 @pytest.fixture(
-    scope="module", params=[*(_case(name, False) for name in BUDGETS), *(_case(name, True) for name in SLOW_BUDGETS)]
+    scope="module",
+    params=[*(_case(name, False) for name in BUDGETS), *(_case(name, True) for name in SLOW_BUDGETS)],
 )
 def answers(request: pytest.FixtureRequest, archives: Archives) -> Iterator[Answers]:
     name = request.param

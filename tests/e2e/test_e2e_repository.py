@@ -1,0 +1,138 @@
+"""A repository where most models are broken, and budgets that cannot work: each says why, what is sound serves."""
+
+import json
+import re
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+
+from planner.errors import InfeasibleBudget
+from planner.feasible import PAGE_BYTES
+from tests.e2e.archives import Archives
+from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
+
+GOOD = "torchcrepe"
+WEIGHTS_CONFIG = "model/data/weights/model_weights_config.json"
+
+REASONS = {
+    "corrupt": r"record model/data/weights/weight_\d+ is damaged: Bad CRC-32",
+    "empty": r"has no version folder",
+    "garbage_config": r"config\.pbtxt is not a ModelConfig: 1:\d+",
+    "no_program": r"version 1 has no file model\.pt2",
+    "pickled": r"weight .+ is pickled, and pickles are never loaded",
+    "truncated": r"not a \.pt2 archive, or a truncated one",
+    "wrong_dims": r"config\.pbtxt says dims \[999\] for input 'frames', the program \[1024\]",
+    "wrong_name": r"config\.pbtxt has input 'sound', the program has frames",
+}
+
+
+@pytest.fixture(scope="module")
+def broken_and_good(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One server, with a cache of its own: the others' holds the good model, whose checksums the corrupt one has."""
+    repository = archives.repository(GOOD)
+    sound = archives.archive(GOOD).read_bytes()
+    for name in ("truncated", "corrupt", "pickled"):
+        (repository / name / "1").mkdir(parents=True)
+    (repository / "truncated" / "1" / "model.pt2").write_bytes(sound[: len(sound) // 2])
+    (repository / "corrupt" / "1" / "model.pt2").write_bytes(_with_a_flipped_bit(archives.archive(GOOD)))
+    _pickle_weights(archives.archive(GOOD), repository / "pickled" / "1" / "model.pt2")
+    (repository / "empty").mkdir()
+    (repository / "no_program" / "1").mkdir(parents=True)
+    for name, text in (
+        ("garbage_config", "\x7fELF\x02\x01{{{"),
+        ("wrong_dims", 'input { name: "frames" data_type: TYPE_FP32 dims: 999 }\nmax_batch_size: 4'),
+        ("wrong_name", 'input { name: "sound" data_type: TYPE_FP32 dims: 1024 }\nmax_batch_size: 4'),
+    ):
+        archives.put(repository, GOOD, name)
+        (repository / name / "config.pbtxt").write_text(text)
+    with serving(repository, "300%", tmp_path_factory.mktemp("cache"), batch_sizes=(1, 4)) as server:
+        yield server
+
+
+def _with_a_flipped_bit(archive: Path) -> bytes:
+    with zipfile.ZipFile(archive) as file:
+        record = max((i for i in file.infolist() if "/data/weights/" in i.filename), key=lambda i: i.file_size)
+    raw = bytearray(archive.read_bytes())
+    name_bytes, extra_bytes = struct.unpack_from("<HH", raw, record.header_offset + 26)
+    raw[record.header_offset + 30 + name_bytes + extra_bytes + record.file_size // 2] ^= 1
+    return bytes(raw)
+
+
+def _pickle_weights(archive: Path, path: Path) -> None:
+    """Copy an archive; the copy says of its weights that they are pickles."""
+    with zipfile.ZipFile(archive) as source, zipfile.ZipFile(path, "w") as copy:
+        for record in source.infolist():
+            raw = source.read(record)
+            if record.filename == WEIGHTS_CONFIG:
+                document = json.loads(raw)
+                for weight in document["config"].values():
+                    weight["use_pickle"] = True
+                raw = json.dumps(document).encode()
+            copy.writestr(record.filename, raw)
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_broken_model_is_not_ready_and_says_why(broken_and_good: Running, name: str) -> None:
+    entry = repository_index(broken_and_good.address)[name]
+    assert entry["state"] == "UNAVAILABLE"
+    assert re.search(REASONS[name], entry["reason"])
+    with triton.InferenceServerClient(broken_and_good.address) as client:
+        assert not client.is_model_ready(name)
+    status, answer = ask(broken_and_good.address, "POST", f"/v2/models/{name}/infer", {"inputs": []})
+    assert status == 404
+    assert re.search(REASONS[name], answer["error"])
+
+
+def test_a_good_model_serves_beside_broken_ones(broken_and_good: Running, archives: Archives) -> None:
+    index = repository_index(broken_and_good.address)
+    assert index.keys() == {GOOD, *REASONS}
+    assert index[GOOD]["state"] == "READY"
+    assert ask(broken_and_good.address, "GET", "/v2/health/ready")[0] == 200
+    inputs = archives.inputs(GOOD, 4)
+    (expected,) = archives.eager(GOOD, inputs).values()
+    (answer,) = infer(broken_and_good.address, GOOD, inputs).values()
+    np.testing.assert_allclose(answer, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["partitioned", "resident", "time_shared"])
+def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archives, layout: str) -> None:
+    names = ("ranker", "torchcrepe")
+    repository = archives.repository(*names)
+
+    def start(nbytes: int):  # type: ignore[no-untyped-def]
+        return serving(repository, str(nbytes), archives.cache, layout=layout, batch_sizes=(1, 4))
+
+    with pytest.raises(InfeasibleBudget) as refused, start(1 << 20):
+        pass
+    least = refused.value.least_bytes
+    with pytest.raises(InfeasibleBudget) as again, start(least - PAGE_BYTES):
+        pass
+    assert again.value.least_bytes == least
+    with start(least) as server:
+        for name in names:
+            for batch in (1, 4):
+                inputs = archives.inputs(name, batch)
+                (expected,) = archives.eager(name, inputs).values()
+                (answer,) = infer(server.address, name, inputs).values()
+                np.testing.assert_allclose(answer, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_start_that_cannot_work_names_model_op_and_least_budget(archives: Archives) -> None:
+    repository = archives.repository("ranker")
+    flags = ("--batch-sizes", "1,4")
+    status, said = refused_start(repository, "1MiB", archives.cache, *flags)
+    assert status == 1
+    message = re.search(r"cohabit: ranker: op linear\S* needs a budget of \S+ MiB \((\d+) bytes\)", said)
+    assert message is not None, said
+    least = int(message[1])
+    status, said = refused_start(repository, str(least - PAGE_BYTES), archives.cache, *flags)
+    assert status == 1
+    assert f"({least} bytes), the budget is" in said
+    with process(repository, str(least), archives.cache, *flags) as server:
+        server.until_ready()
+        assert infer(server.address, "ranker", archives.inputs("ranker", 4))["score"].shape == (4, 1)
