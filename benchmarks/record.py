@@ -1,0 +1,49 @@
+"""Writes result files: the command, the machine, the versions and the date, and the numbers as they came out."""
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
+def record(name: str, title: str, module: str, sections: Sequence[str]) -> Path:
+    """Write `docs/results/NAME.md`. `module` is what `python -m` was given; sections are Markdown."""
+    path = RESULTS / f"{name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    head = [f"# {title}", "", f"    {command}", "", f"{_date()}, commit {_commit()}. {_machine()}", ""]
+    path.write_text("\n".join([*head, *sections]).rstrip() + "\n")
+    return path
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows]) + "\n"
+
+
+def _date() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
+    return done.stdout.strip() or "unknown"
+
+
+def _machine() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    processor = names[0].split(":", 1)[1].strip() if names else platform.machine()
+    packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "numpy", "numba", "tritonclient"))
+    return (
+        f"{processor}, {len(os.sched_getaffinity(0))} virtual CPUs (shared with other machines), "
+        f"Linux {platform.release()}, Python {platform.python_version()}, {packages}."
+    )
