@@ -173,8 +173,8 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
         for r in rows
     ]
     return [
-        f"Batch 1, {options.threads} compute thread(s), medians of {options.rounds} rounds; a round runs resident, streamed"
-        " and serial once each. *Bound* and *predicted* come from a profile taken just before. *Serial* is the streamed"
+        f"Batch 1, {options.threads} compute thread(s), medians of {options.rounds} rounds; a round runs resident,"
+        " streamed and serial once each. *Bound* and *predicted* come from a profile taken just before. *Serial* is the streamed"
         " plan with every copy waited for before the next step. The share counts embedding tables, which stay in the"
         " host store at every budget; partition and workspace together are the share of all weights.\n",
         markdown_table(header, cells),

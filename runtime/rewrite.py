@@ -14,9 +14,11 @@ from runtime.model import Model
 aten = torch.ops.aten
 
 SPLIT_BYTES = 16 << 20
-"""A linear layer with a larger weight is computed in slices of its rows."""
-SLICE_BYTES = 8 << 20
-"""Size of such a slice: large enough to saturate a link, small enough to start early."""
+"""A layer with a larger weight is computed in slices of its outputs, whatever the model's size."""
+SPLIT_SHARE, LEAST_SPLIT_BYTES = 1 / 8, 1 << 20
+"""So is one with a larger share of the model's weights, from this size on: a quarter of the weights must do."""
+SLICE_SHARE, LEAST_SLICE_BYTES, MOST_SLICE_BYTES = 1 / 12, 512 << 10, 8 << 20
+"""Size of a slice: large enough for the link, small enough to start early."""
 HOST_TABLE_BYTES = 1 << 20
 """An embedding table at least this large stays in the host store, and its rows are gathered there."""
 
@@ -43,7 +45,7 @@ def rewrite(model: Model) -> None:
     fold_batch_norms(model)
     split_recurrent_layers(model)
     gather_on_host(model)
-    split_linear_layers(model)
+    split_large_layers(model)
     drop_unused(model)
 
 
@@ -173,28 +175,40 @@ def gather_on_host(model: Model) -> None:
         model.graph.erase_node(node)
 
 
-def split_linear_layers(model: Model) -> None:
-    """Compute linear layers with large weights in slices of output features, each with its part of the weight."""
+def split_large_layers(model: Model) -> None:
+    """Compute linear layers and convolutions with large weights in slices of output features or channels.
+
+    Each slice has its part of the weight, so that it can start, and be dropped, on its own.
+    """
+    total = sum(w.nbytes for w in model.weights.values())
+    most = min(SPLIT_BYTES, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
+    slice_bytes = min(MOST_SLICE_BYTES, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
     slices: dict[str, list[fx.Node]] = {}
     for node in list(model.graph.nodes):
-        if node.op != "call_function" or node.target is not aten.linear.default:
+        if node.op != "call_function" or node.target not in (aten.linear.default, *_CONVOLUTIONS):
             continue
-        weight = model.weight_of(node.args[1])
-        bias_node: Any = node.args[2] if len(node.args) > 2 else None
-        bias = model.weight_of(bias_node)
-        if weight is None or weight.nbytes <= SPLIT_BYTES or (bias_node is not None and bias is None):
+        x, weight_node, bias_node, *rest = (*node.args, None)[: max(3, len(node.args))]
+        weight, bias = model.weight_of(weight_node), model.weight_of(bias_node)
+        if weight is None or weight.nbytes <= most or (bias_node is not None and bias is None) or _grouped(node):
             continue
-        rows = max(1, SLICE_BYTES // max(1, weight.nbytes // weight.shape[0]))
+        count = -(-weight.nbytes // slice_bytes)
+        rows = -(-weight.shape[0] // count)
         call: Callable[..., fx.Node] = model.graph.call_function
-        weights = _sliced(model, slices, node.args[1], weight, rows)
+        weights = _sliced(model, slices, weight_node, weight, rows)
         biases = [None] * len(weights) if bias is None else _sliced(model, slices, bias_node, bias, rows)
+        features = -1 if node.target is aten.linear.default else -(weight.dim() - 1)
         with model.graph.inserting_before(node):
             pairs = zip(weights, biases, strict=True)
-            parts = [call(aten.linear.default, (node.args[0], w, b)) for w, b in pairs]
-            whole = call(aten.cat.default, (parts, -1))
+            parts = [call(node.target, (x, w, b, *rest)) for w, b in pairs]
+            whole = call(aten.cat.default, (parts, features))
         whole.meta = dict(node.meta)
         node.replace_all_uses_with(whole)
         model.graph.erase_node(node)
+
+
+def _grouped(node: fx.Node) -> bool:
+    """Whether a convolution's output channels see only their group's inputs."""
+    return node.target in _CONVOLUTIONS and len(node.args) > 6 and bool(node.args[6] != 1)
 
 
 def _sliced(

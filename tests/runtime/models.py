@@ -125,6 +125,20 @@ class Constants(nn.Module):
         return x, torch.where(flag, ones * self.scale, x) @ self.table
 
 
+class LargeLayers(nn.Module):
+    """A convolution and a linear layer that are most of the model, and a grouped one that cannot be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv1d(64, 256, 65, padding=32)
+        self.grouped = nn.Conv2d(256, 256, (1, 3), padding=(0, 1), groups=4)
+        self.head = nn.Linear(256, 1500, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.wide(x)).unsqueeze(2)
+        return self.head(self.grouped(y).mean((2, 3)))
+
+
 class Wide(nn.Module):
     """Layers of very different sizes, for budgets."""
 
@@ -159,5 +173,6 @@ CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "branch": (Branch, {"x": torch.zeros(3, 8)}),
     "scalar": (Scalar, {"x": torch.zeros(3, 8)}),
     "constants": (Constants, {"x": torch.zeros(3, 4), "flag": torch.zeros(3, 4, dtype=torch.bool)}),
+    "large_layers": (LargeLayers, {"x": torch.zeros(3, 64, 20)}),
     "wide": (Wide, {"x": torch.zeros(3, 384)}),
 }

@@ -120,6 +120,16 @@ def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(tmp_path: 
     assert targets.count("aten.batch_norm.default") == 1, "the one behind a result that is used twice stays"
 
 
+def test_layers_with_a_large_share_of_the_weights_are_split(tmp_path: Path) -> None:
+    lowered = lowered_case("large_layers", tmp_path)
+    targets = [op.target for op in lowered.graphs[1].ops]
+    assert targets.count("aten.conv1d.default") > 4
+    assert targets.count("aten.linear.default") == 3
+    assert targets.count("aten.conv2d.default") == 1, "the grouped one stays whole"
+    largest = max(s.nbytes for s in lowered.manifest.segments)
+    assert largest <= lowered.manifest.segment_bytes / 8 + 4096
+
+
 def test_in_place_ops_are_marked_with_what_they_change(tmp_path: Path) -> None:
     graph = lowered_case("in_place", tmp_path).graphs[1]
     changed = {op.target: [graph.tensors[i].kind for i in op.mutates] for op in graph.ops if op.mutates}
