@@ -59,7 +59,10 @@ class Program:
     residents: tuple[SwapInStep, ...]
     """Copies that put the initial residents in place."""
     restored: dict[int, int]
-    """Segments that the epilogue brings back, with the index into `swap_ins` of the copy that does."""
+    """Initial residents that a run brings back, with the index into `swap_ins` of the last copy that does.
+
+    It may stand before the last op without being waited for: the next run waits for it.
+    """
     input_slots: tuple[int, ...]
     output_slots: tuple[int, ...]
     constants: dict[int, torch.Tensor]
@@ -137,6 +140,7 @@ class _Builder:
                         f"{self.graph.name}: the plan swaps {self.graph.tensors[step.tensor].name} out; the CPU"
                         " runtime keeps activations in memory, so plan without activation swaps"
                     )
+        initial = {p.tensor for p in self.plan.residents}
         final, constants = self._outputs()
         frees = _frees([*(p.instructions for p in self.computes), final], self.trace.output_slots)
         return Program(
@@ -148,7 +152,7 @@ class _Builder:
             swap_ins=tuple(self.swap_ins),
             final_calls=tuple(self._bind(i, self._static_inputs(i), ()) for i in final),
             residents=residents,
-            restored={s.segment: i for i, s in enumerate(self.swap_ins) if s.step >= self.plan.epilogue_start},
+            restored={s.segment: i for i, s in enumerate(self.swap_ins) if s.segment in initial},
             input_slots=self.trace.input_slots,
             output_slots=self.trace.output_slots,
             constants=constants,

@@ -1,5 +1,6 @@
 """The executor keeps the plan's order, its memory and its promises, also when something fails."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from planner.check import live_bytes
 from planner.graph import Graph
@@ -109,6 +111,32 @@ def test_a_slow_epilogue_is_waited_for(bench: Bench) -> None:
         assert torch.equal(bench.run(program).outputs[0], expected[0])
         place = program.plan.residents[0].address.offset
         bench.arena.bytes(place, 4096)  # the epilogue may still be writing here
+
+
+class LateStore(RamStore):
+    """A store whose bytes arrive at the end of the time that a copy takes."""
+
+    def copy(self, segment, destination):  # type: ignore[no-untyped-def]
+        copy = super().copy(segment, destination)
+
+        def late() -> None:
+            time.sleep(0.01)
+            copy()
+
+        return late
+
+
+def test_a_resident_on_its_way_back_while_the_last_op_runs_is_waited_for(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
+    plan = evicting_plan(bench.graph)
+    *others, last_op, brought_back = plan.steps
+    assert isinstance(brought_back, SwapIn)
+    reader = max(i for i, s in enumerate(others) if isinstance(s, Compute))
+    early = structs.replace(plan, steps=(*others, replace_after(brought_back, (reader,)), last_op))
+    program = bench.program(early, LateStore(bench.lowered.weights_path, bench.lowered.manifest))
+    assert all(s.step < early.epilogue_start for s in program.swap_ins)
+    for _ in range(5):
+        assert torch.equal(bench.run(program).outputs[0], expected[0])
 
 
 def test_every_parameter_address_lies_in_the_model_s_regions_and_live_bytes_under_the_budget(bench: Bench) -> None:
