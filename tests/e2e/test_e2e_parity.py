@@ -30,7 +30,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
     "bert_small": PLAIN,
     "minilm_short": PLAIN,
     "mobilenet_v2": (LEAST, "50% + 37 MiB", "100% + 37 MiB"),
-    "ranker": (LEAST, "50%", "100%"),
+    "ranker": PLAIN,
     "torchcrepe": (LEAST, "50% + 1 MiB", "100% + 1 MiB"),
 }
 SLOW_BUDGETS: Mapping[str, tuple[str, ...]] = {
@@ -112,14 +112,14 @@ def least_bytes(name: str, archives: Archives) -> int:
     return caught.value.least_bytes
 
 
-def test_answers_are_those_of_eager_torch(answers: Answers, record_property: Any) -> None:
-    record_property("largest_error", answers.largest_error)
+def test_answers_are_those_of_eager_torch(answers: Answers) -> None:
     for by_batch in answers.served.values():
         for batch, answer in by_batch.items():
             assert answer.keys() == answers.eager[batch].keys()
             for key, expected in answers.eager[batch].items():
                 assert answer[key].shape == expected.shape
                 assert answer[key].dtype == expected.dtype
+    print(f"{answers.name}: largest error {answers.largest_error:.1e} in {', '.join(answers.served)}")
     assert answers.largest_error <= TOLERANCE
 
 

@@ -125,9 +125,9 @@ def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archive
 def test_a_start_that_cannot_work_names_model_op_and_least_budget(archives: Archives) -> None:
     repository = archives.repository("ranker")
     flags = ("--batch-sizes", "1,4")
-    status, said = refused_start(repository, "1MiB", archives.cache, *flags)
+    status, said = refused_start(repository, "64KiB", archives.cache, *flags)
     assert status == 1
-    message = re.search(r"cohabit: ranker: op linear\S* needs a budget of \S+ MiB \((\d+) bytes\)", said)
+    message = re.search(r"cohabit: ranker: op linear\S* needs a budget of \S+ [KM]iB \((\d+) bytes\)", said)
     assert message is not None, said
     least = int(message[1])
     status, said = refused_start(repository, str(least - PAGE_BYTES), archives.cache, *flags)

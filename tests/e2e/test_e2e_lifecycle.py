@@ -1,0 +1,147 @@
+"""A server's life: the same bits whatever the layout, the store, the link or the start, and an end that loses none."""
+
+import signal
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.e2e.archives import Archives
+from tests.e2e.serving import Running, ask, infer, metric, process, serving
+
+TRIO = ("bert_small", "ranker", "torchcrepe")
+BATCHES = (1, 2, 4)
+"""2 has no plan of its own and is padded to 4."""
+PLANNED = (1, 4)
+STREAMING = "32%"
+"""Memory for the trio: hardly more than `time_shared` needs for the largest, and too little for all of them."""
+
+Answer = Mapping[str, NDArray[Any]]
+
+
+def ask_in_turns(server: Running, archives: Archives) -> list[Answer]:
+    """Answers of the three models, asked one after the other, at every batch, twice."""
+    return [
+        infer(server.address, name, archives.inputs(name, batch))
+        for _ in range(2)
+        for batch in BATCHES
+        for name in TRIO
+    ]
+
+
+def assert_same_bits(answers: list[Answer], expected: list[Answer]) -> None:
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer.keys() == other.keys()
+        for key, value in answer.items():
+            np.testing.assert_array_equal(value, other[key])
+
+
+@pytest.fixture(scope="module")
+def resident_answers(archives: Archives) -> list[Answer]:
+    """With everything in memory, nothing is ever moved."""
+    with serving(
+        archives.repository(*TRIO), "100%", archives.cache, layout="resident", batch_sizes=PLANNED
+    ) as server:
+        answers = ask_in_turns(server, archives)
+        assert all(metric(server.metrics_address, "cohabit_swapped_bytes", name) == 0 for name in TRIO)
+    return answers
+
+
+@pytest.mark.parametrize("store", ["ram", "file"])
+@pytest.mark.parametrize("layout", ["partitioned", "time_shared"])
+def test_layouts_and_stores_give_the_bits_of_resident_models(
+    archives: Archives, resident_answers: list[Answer], layout: str, store: str
+) -> None:
+    repository = archives.repository(*TRIO)
+    with serving(repository, STREAMING, archives.cache, layout=layout, store=store, batch_sizes=PLANNED) as server:
+        assert_same_bits(ask_in_turns(server, archives), resident_answers)
+        moved = "cohabit_swapped_bytes" if layout == "partitioned" else "cohabit_stall_seconds"
+        assert sum(metric(server.metrics_address, moved, name) for name in TRIO) > 0
+
+
+def test_a_second_start_lowers_and_measures_nothing_and_gives_the_same_bits(
+    archives: Archives, tmp_path: Path
+) -> None:
+    repository = archives.repository("ranker")
+    inputs = archives.inputs("ranker", 4)
+
+    def start() -> tuple[set[str], Answer]:
+        with serving(repository, "50%", tmp_path, batch_sizes=PLANNED) as server:
+            stages = {stage for model, stage in server.stages if model == "ranker"}
+            return stages, infer(server.address, "ranker", inputs)
+
+    first_stages, first = start()
+    files = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in tmp_path.rglob("*") if path.is_file()}
+    second_stages, second = start()
+    assert {"tracing batch 1", "measuring batch 1"} < first_stages
+    assert second_stages == {"bringing residents in"}
+    assert {path.parent.relative_to(tmp_path).parts[0] for path in files} == {"weights", "profiles", "plans"}
+    assert files == {
+        path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in tmp_path.rglob("*") if path.is_file()
+    }
+    assert_same_bits([second], [first])
+
+
+def test_a_slow_link_really_slows_streaming_and_changes_no_bit(archives: Archives) -> None:
+    """Copies are in order, so N inferences one after the other take the time of N - 1 inferences' bytes at least."""
+    repository, inputs = archives.repository("ranker"), archives.inputs("ranker", 1)
+    bandwidth_bytes_per_s, count = 30e6, 5
+    taken_s, stalled_s, answers = {}, {}, []
+    for limit in (None, bandwidth_bytes_per_s):
+        with serving(
+            repository, "50%", archives.cache, link_bandwidth_bytes_per_s=limit, batch_sizes=PLANNED
+        ) as server:
+            program = server.loaded.servables["ranker"].programs[1]
+            start = time.perf_counter()
+            answers += [infer(server.address, "ranker", inputs) for _ in range(count)]
+            taken_s[limit] = time.perf_counter() - start
+            stalled_s[limit] = metric(server.metrics_address, "cohabit_stall_seconds", "ranker")
+            swapped_bytes = metric(server.metrics_address, "cohabit_swapped_bytes", "ranker")
+            assert swapped_bytes == count * program.link_bytes > 0
+            copying_s = server.loaded.servables["ranker"].executor.swap_busy_s
+    least_s = (count - 1) * program.link_bytes / bandwidth_bytes_per_s
+    assert taken_s[bandwidth_bytes_per_s] >= least_s
+    assert copying_s >= least_s
+    assert stalled_s[bandwidth_bytes_per_s] > max(least_s / 2, stalled_s[None])
+    assert_same_bits(answers[1:], [answers[0]] * (2 * count - 1))
+
+
+def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives: Archives) -> None:
+    inputs = archives.inputs("ranker", 1)
+    (expected,) = archives.eager("ranker", inputs).values()
+    (features,) = inputs.values()
+    body = {"inputs": [{"name": "features", "datatype": "FP32", "shape": [1, 256], "data": features.tolist()}]}
+    # A link so slow that an inference takes about 0.3 s: six requests are still in flight when the signal comes.
+    flags = ("--link-bandwidth", "10MB/s", "--batch-sizes", "1", "--exit-timeout-secs", "20")
+    with (
+        process(archives.repository("ranker"), "50%", archives.cache, *flags) as server,
+        ThreadPoolExecutor(6) as clients,
+    ):
+        server.until_ready()
+
+        def post() -> tuple[int, Any]:
+            return ask(server.address, "POST", "/v2/models/ranker/infer", body)
+
+        assert post()[0] == 200
+        in_flight = [clients.submit(post) for _ in range(6)]
+        time.sleep(0.2)
+        assert not all(request.done() for request in in_flight)
+        server.popen.send_signal(signal.SIGTERM)
+        signalled = time.monotonic()
+        time.sleep(0.1)
+        status, refusal = post()
+        assert status == 503
+        assert refusal == {"error": "Server is stopping, not accepting new requests"}
+        for request in in_flight:
+            status, answer = request.result()
+            assert status == 200
+            np.testing.assert_allclose(answer["outputs"][0]["data"], expected[0], rtol=1e-4, atol=1e-6)
+        assert server.popen.wait(20) == 0, server.log_text()
+        assert time.monotonic() - signalled < 20
+        assert not server.is_anything_left()
+        assert "Traceback" not in server.log_text()
