@@ -17,7 +17,7 @@ from runtime.rewrite import rewrite
 from runtime.specialize import Trace, build_graph, specialize
 from runtime.weights import Manifest
 
-_LOWERING = "3"
+_LOWERING = "4"
 """Changes whenever lowering writes other bytes for the same archive."""
 
 

@@ -24,6 +24,25 @@ HOST_TABLE_BYTES = 1 << 20
 
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 _RECURRENT = {aten.lstm.input: 2, aten.gru.input: 1, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
+_FRESH = frozenset(
+    {
+        *_CONVOLUTIONS,
+        *(aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default),
+        *(aten.batch_norm.default, aten.layer_norm.default, aten.group_norm.default, aten.cat.default),
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.max_pool2d.default),
+    }
+)
+"""Operators whose result is always new bytes."""
+_UNARY_IN_PLACE = {
+    aten.relu.default: aten.relu_.default,
+    aten.gelu.default: aten.gelu_.default,
+    aten.silu.default: aten.silu_.default,
+    aten.tanh.default: aten.tanh_.default,
+    aten.sigmoid.default: aten.sigmoid_.default,
+    aten.hardtanh.default: aten.hardtanh_.default,
+    aten.hardswish.default: aten.hardswish_.default,
+}
+_BINARY_IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
 _ASSERTIONS = (
     "_assert_tensor_metadata",
     "_assert_scalar",
@@ -46,6 +65,7 @@ def rewrite(model: Model) -> None:
     split_recurrent_layers(model)
     gather_on_host(model)
     split_large_layers(model)
+    work_in_place(model)
     drop_unused(model)
 
 
@@ -219,6 +239,41 @@ def _sliced(
         starts = range(0, tensor.shape[0], rows)
         known[key] = [model.add_weight(f"{node.name}_rows{s}", tensor[s : s + rows]) for s in starts]
     return known[key]
+
+
+def work_in_place(model: Model) -> None:
+    """Let elementwise ops overwrite an operand that nobody else reads: half the activations, and the same bits."""
+    ours: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        if node.op != "call_function" or not node.args or not _dies_with(node.args[0], node, ours):
+            continue
+        if node.target in _UNARY_IN_PLACE:
+            node.target = _UNARY_IN_PLACE[node.target]
+            ours.add(node)
+        elif node.target in _BINARY_IN_PLACE and _same_form(node.args[0], node):
+            node.target = _BINARY_IN_PLACE[node.target]
+            ours.add(node)
+
+
+def _dies_with(operand: Any, reader: fx.Node, ours: set[fx.Node]) -> bool:
+    """Whether an operand is new bytes that this op alone reads, and once.
+
+    What the model itself changed in place does not count: it may be read under its older name.
+    """
+    return (
+        isinstance(operand, fx.Node)
+        and (operand.target in _FRESH or operand in ours)
+        and len(operand.users) == 1
+        and sum(a is operand for a in reader.args) == 1
+    )
+
+
+def _same_form(operand: fx.Node, result: fx.Node) -> bool:
+    """Whether a result fits where the operand is: same shape and dtype, by the shapes that export wrote."""
+    a, b = operand.meta.get("val"), result.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return a.dtype == b.dtype and [str(d) for d in a.shape] == [str(d) for d in b.shape]
 
 
 def drop_unused(model: Model) -> None:

@@ -42,7 +42,9 @@ class InPlace(nn.Module):
         y = nn.functional.relu(self.a(x), inplace=True)
         y += x
         y[:, :4] = 0
-        return self.b(y)
+        z = self.b(y)
+        clipped = z.clamp_(min=0)
+        return torch.tanh(clipped) + z
 
 
 class Tied(nn.Module):
@@ -139,6 +141,23 @@ class LargeLayers(nn.Module):
         return self.head(self.grouped(y).mean((2, 3)))
 
 
+class Residual(nn.Module):
+    """Sums and activations that may overwrite an operand, and ones that must not: it is read again, or broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
+        self.c = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        z = torch.relu(y) + torch.tanh(self.b(y))
+        narrow = self.c(z) + z
+        twice = self.a(narrow)
+        return torch.relu(twice * twice) + torch.sigmoid(self.c(x))
+
+
 class Wide(nn.Module):
     """Layers of very different sizes, for budgets."""
 
@@ -174,5 +193,6 @@ CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "scalar": (Scalar, {"x": torch.zeros(3, 8)}),
     "constants": (Constants, {"x": torch.zeros(3, 4), "flag": torch.zeros(3, 4, dtype=torch.bool)}),
     "large_layers": (LargeLayers, {"x": torch.zeros(3, 64, 20)}),
+    "residual": (Residual, {"x": torch.zeros(3, 16)}),
     "wide": (Wide, {"x": torch.zeros(3, 384)}),
 }

@@ -130,6 +130,17 @@ def test_layers_with_a_large_share_of_the_weights_are_split(tmp_path: Path) -> N
     assert largest <= lowered.manifest.segment_bytes / 8 + 4096
 
 
+def test_elementwise_ops_overwrite_operands_that_die(tmp_path: Path) -> None:
+    graph = lowered_case("residual", tmp_path).graphs[1]
+    targets = [op.target.removeprefix("aten.") for op in graph.ops]
+    assert "relu.default" in targets, "relu(y): y is read again"
+    assert "tanh_.default" in targets, "tanh(b(y)): b(y) is not"
+    assert "add.Tensor" in targets, "c(z) + z: c(z) is broadcast"
+    assert "mul.Tensor" in targets, "twice * twice: read twice by one op"
+    assert "relu_.default" in targets
+    assert "sigmoid_.default" in targets
+
+
 def test_in_place_ops_are_marked_with_what_they_change(tmp_path: Path) -> None:
     graph = lowered_case("in_place", tmp_path).graphs[1]
     changed = {op.target: [graph.tensors[i].kind for i in op.mutates] for op in graph.ops if op.mutates}
