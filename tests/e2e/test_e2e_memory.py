@@ -1,5 +1,6 @@
 """Memory is a hard cap: parameters in use, activations and the whole process stay within what was promised."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ from planner.check import live_bytes, peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.plan import Compute, Drop, Plan, SwapIn
 from planner.sizing import Deployment, Entry
-from runtime.arena import Arena
+from runtime.arena import Arena, Bytes
 from runtime.executor import Frame
 from runtime.lower import Lowered
 from runtime.program import Program
+from runtime.store import Copy, RamStore
 from server.config import ServeConfig
 from server.repository import scan
 from server.servable import ProgramServable
@@ -278,6 +280,35 @@ def test_torch_allocates_no_more_for_an_inference_than_the_plan_counts(
         allocated = allocated_peak_bytes(servable.programs[batch], inputs, servable)
         plan, graph = device.entry(name).plans[batch], device.lowered[name].graphs[batch]
         assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS)
+
+
+class LateStore(RamStore):
+    """A link that is slower than the plan was told, and whose bytes all arrive at the very end of a copy."""
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        copy = super().copy(segment, destination)
+
+        def late() -> None:
+            time.sleep(0.002)
+            copy()
+
+        return late
+
+
+@pytest.mark.parametrize("share", [30, 40, 50, 60, 70, 80, 90, 100])
+def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
+    archives: Archives, monkeypatch: pytest.MonkeyPatch, share: int
+) -> None:
+    """Runs follow each other at once, so that each starts while residents of the one before are still on their way."""
+    repository = archives.repository("ranker", "torchcrepe")
+    runs = [("ranker", 1), ("ranker", 1), ("torchcrepe", 4), ("ranker", 4), ("torchcrepe", 1), ("torchcrepe", 1)]
+    with deployed(monkeypatch, repository, f"{share}%", archives.cache) as device:
+        expected = [device.run(*run) for run in runs]
+    with monkeypatch.context() as patch:
+        patch.setattr(server.loader, "open_store", lambda kind, path, manifest: LateStore(path, manifest))
+        with deployed(patch, repository, f"{share}%", archives.cache) as device:
+            for run, (answer,) in [*zip(runs, expected, strict=True)] * 3:
+                assert torch.equal(device.run(*run)[0], answer), run
 
 
 @pytest.mark.slow
