@@ -60,8 +60,8 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the graph's canonical JSON."""
-        return fingerprint(self)
+        """Hex SHA-256 of the graph's canonical JSON without its name: a model under two names is planned once."""
+        return fingerprint(msgspec.structs.replace(self, name=""))
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:

@@ -49,13 +49,23 @@ class Counter:
 
 @dataclass(slots=True)
 class Run:
-    """One inference under way."""
+    """One inference under way: where its steps stand on the lanes' counters, and what went wrong."""
 
     start_s: float
     compute_base: int
-    swap_base: int
     error: BaseException | None = None
+    ahead: "Run | None" = None
+    """The earlier submission of this run's prefix."""
     spans: list[Span] | None = None
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    """Swap-ins are submitted in parts: (index of the part's first, the lane's counter before it)."""
+
+    def ticket(self, count: int) -> int:
+        """The swap-in lane's counter when the first `count` swap-ins of this run have ended."""
+        if count == 0:
+            return 0
+        first, base = next(part for part in reversed(self.parts) if part[0] < count)
+        return base + count - first
 
 
 @dataclass(slots=True)
@@ -71,9 +81,19 @@ class Result:
 
 @dataclass(slots=True)
 class _Restored:
-    """Where on the swap-in lane's counter each segment of a model's last epilogue is back."""
+    """A model's last run, and where on the swap-in lane's counter each resident that it brings back is there."""
 
-    tickets: dict[int, int] = field(default_factory=dict)
+    run: Run
+    tickets: dict[int, int]
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """The prefix of a program that was submitted before the program's turn."""
+
+    program: Program
+    run: Run
+    base: int
 
 
 class SwapLane:
@@ -115,7 +135,7 @@ class SwapLane:
                 start = time.perf_counter()
                 try:
                     step.copy()
-                except OSError as error:
+                except Exception as error:  # whatever it is, the lane lives and the run is told
                     run.error = run.error or error
                 end = time.perf_counter()
                 self.busy_s += end - start
@@ -133,6 +153,8 @@ class Executor:
         self._restored: dict[str, _Restored] = {}
         self._stale: set[str] = set()
         """Models whose residents may be wrong, because a copy failed."""
+        self._expected: Program | None = None
+        self._ahead: _Ahead | None = None
 
     def __enter__(self) -> "Executor":
         self.start()
@@ -163,6 +185,7 @@ class Executor:
         Raises DeviceError if the store cannot be read.
         """
         self._restored.pop(program.name, None)
+        self._ahead = None
         seconds = self.copy(program.residents)
         self._stale.discard(program.name)
         return seconds
@@ -179,6 +202,13 @@ class Executor:
     def settle(self) -> None:
         """Wait until the swap-in lane has nothing left to do."""
         self._lane.done.wait(self._lane.submitted)
+
+    def expect(self, program: Program | None) -> None:
+        """Say what runs behind the next run: the swap-in lane starts on its prefix as soon as it has time.
+
+        The prefix goes to free bytes of that model's own partition, so a wrong guess costs the copies and no more.
+        """
+        self._expected = program
 
     def run(
         self,
@@ -201,15 +231,12 @@ class Executor:
         frame: Frame = [None] * program.frame_slots
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
-        restored = self._restored.get(program.name, _Restored())
-        self._lane.submit(run, program.swap_ins)
-        self._restored[program.name] = _Restored(
-            {segment: run.swap_base + index + 1 for segment, index in program.restored.items()}
-        )
+        restored = self._restored.get(program.name)
+        self._submit(program, run)
         try:
             with torch.inference_mode():
                 stall_s = self._compute(program, run, frame, restored, observe, serial)
-                self._refuse_failed(program, run)
+                self._refuse_failed(program, run, restored)
                 for call in program.final_calls:
                     call(frame)
                 outputs = [self._output(program, frame, slot, inputs) for slot in program.output_slots]
@@ -225,14 +252,37 @@ class Executor:
         return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
 
     def _begin(self, spans: list[Span] | None) -> Run:
-        return Run(time.perf_counter(), self._computes.value, self._lane.submitted, None, spans)
+        return Run(time.perf_counter(), self._computes.value, spans=spans)
+
+    def _submit(self, program: Program, run: Run) -> None:
+        """Queue a run's copies, but for a prefix that is under way; the next program's prefix; the epilogue."""
+        first = 0
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.program is program:
+            first = program.prefix
+            run.parts.append((0, ahead.base))
+            run.ahead = ahead.run
+        run.parts.append((first, self._lane.submitted))
+        self._lane.submit(run, program.swap_ins[first : program.epilogue])
+        self._submit_ahead(program)
+        run.parts.append((program.epilogue, self._lane.submitted))
+        self._lane.submit(run, program.swap_ins[program.epilogue :])
+        tickets = {segment: run.ticket(index + 1) for segment, index in program.restored.items()}
+        self._restored[program.name] = _Restored(run, tickets)
+
+    def _submit_ahead(self, current: Program) -> None:
+        expected, self._expected = self._expected, None
+        if expected is None or not expected.prefix or expected.name == current.name or expected.name in self._stale:
+            return
+        self._ahead = _Ahead(expected, self._begin(None), self._lane.submitted)
+        self._lane.submit(self._ahead.run, expected.swap_ins[: expected.prefix])
 
     def _compute(
         self,
         program: Program,
         run: Run,
         frame: Frame,
-        restored: _Restored,
+        restored: _Restored | None,
         observe: Callable[[int, Frame], None] | None,
         serial: bool,
     ) -> float:
@@ -241,8 +291,8 @@ class Executor:
         stall_s = 0.0
         finished = run.compute_base
         for step in program.computes:
-            ticket = run.swap_base + step.swap_ins_before if step.swap_ins_before else 0
-            if restored.tickets:
+            ticket = run.ticket(step.swap_ins_before)
+            if restored is not None and restored.tickets:
                 ticket = max(ticket, *(restored.tickets.get(s, 0) for s in step.first_reads), 0)
             if serial:
                 ticket = max(ticket, self._issuable(program, run, finished - run.compute_base))
@@ -265,11 +315,16 @@ class Executor:
                 self._computes.advance(finished)
         return stall_s
 
-    def _refuse_failed(self, program: Program, run: Run) -> None:
-        """Raise DeviceError if a copy of this run failed. The next run of the model loads its residents anew."""
-        if run.error is not None:
+    def _refuse_failed(self, program: Program, run: Run, restored: _Restored | None) -> None:
+        """Raise DeviceError if a copy of this run failed, or one by which the last run restored residents.
+
+        The next run of the model loads its residents anew.
+        """
+        earlier = [run, run.ahead, restored.run if restored is not None else None]
+        error = next((r.error for r in earlier if r is not None and r.error is not None), None)
+        if error is not None:
             self._stale.add(program.name)
-            raise DeviceError(f"{program.name}: a swap-in failed: {run.error}") from run.error
+            raise DeviceError(f"{program.name}: a swap-in failed: {error}") from error
 
     def _issuable(self, program: Program, run: Run, computes: int) -> int:
         """Ticket of the last copy that may start once `computes` steps are done."""
@@ -278,7 +333,7 @@ class Executor:
             if swap.computes_before > computes:
                 break
             count += 1
-        return run.swap_base + count
+        return run.ticket(count)
 
     def _output(self, program: Program, frame: Frame, slot: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         if slot in program.constants:

@@ -54,6 +54,10 @@ class Program:
     frame_slots: int
     computes: tuple[ComputeStep, ...]
     swap_ins: tuple[SwapInStep, ...]
+    prefix: int
+    """So many leading swap-ins go to the model's own partition and wait for nothing: they may start before its turn."""
+    epilogue: int
+    """Index of the first swap-in behind the last compute step."""
     final_calls: tuple[Call, ...]
     """Views of results that belong to no op, made after the last compute step."""
     residents: tuple[SwapInStep, ...]
@@ -150,6 +154,8 @@ class _Builder:
             frame_slots=self.trace.slots,
             computes=tuple(self._finish(pending, frees) for pending in self.computes),
             swap_ins=tuple(self.swap_ins),
+            prefix=self._prefix(),
+            epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
             final_calls=tuple(self._bind(i, self._static_inputs(i), ()) for i in final),
             residents=residents,
             restored={s.segment: i for i, s in enumerate(self.swap_ins) if s.segment in initial},
@@ -184,6 +190,15 @@ class _Builder:
             for i, statics in zip(pending.instructions, pending.statics, strict=True)
         )
         return ComputeStep(pending.step, calls, pending.swap_ins_before, pending.first_reads)
+
+    def _prefix(self) -> int:
+        count = 0
+        for swap in self.swap_ins:
+            step = self.plan.steps[swap.step]
+            if not isinstance(step, SwapIn) or step.address.region != "partition" or swap.computes_before:
+                break
+            count += 1
+        return count
 
     def _swap_in(self, index: int, segment: int, address: Address, computes_before: int) -> SwapInStep:
         nbytes = self.lowered.manifest.segments[segment].nbytes

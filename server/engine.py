@@ -157,6 +157,7 @@ class Engine:
         request, started_s = ticket.request, self._clock()
         try:
             swap_s = self._device.prepare(request.model) if self._device is not None else 0.0
+            self._tell_next()
             execution = model.servable.execute(request.inputs, request.batch)
         except RequestError as error:
             return self._failed(model, ticket, "OTHER", error)
@@ -174,6 +175,14 @@ class Engine:
             wall_ms=round(time.time() * 1e3),
         )
         return execution
+
+    def _tell_next(self) -> None:
+        """Let the next request's model begin its copies; one region for all (`Device`) has no room for that."""
+        if self._device is None:
+            with self._work_or_stop:
+                ahead = self._scheduler.ahead()
+            if ahead is not None:
+                self._models[ahead.request.model].servable.expect(ahead.request.batch)
 
     def _failed(self, model: _Model, ticket: Ticket, reason: FailureReason, error: RequestError) -> RequestError:
         model.statistics.failed(reason, self._clock() - ticket.arrived_s)

@@ -68,6 +68,13 @@ class Servable(Protocol):
         """
         ...
 
+    def expect(self, batch: int) -> None:
+        """Hear that this model is next behind the one about to be executed, and copies may begin beside that one.
+
+        Called on the engine's thread. It may turn out otherwise: the request can be cancelled.
+        """
+        ...
+
 
 class Device(Protocol):
     """A device whose models take turns in one region, so that each must be brought in before it runs."""

@@ -33,6 +33,10 @@ class Expired:
     ticket: Ticket
 
 
+def _arrival(ticket: Ticket) -> int:
+    return ticket.number
+
+
 class Scheduler:
     """Not thread-safe: the engine calls it under its lock."""
 
@@ -66,12 +70,15 @@ class Scheduler:
         self._queues[ticket.request.model].remove(ticket)
         return True
 
+    def ahead(self) -> Ticket | None:
+        """Look at the request that comes after the one just taken, as far as is known now."""
+        return min((queue[0] for queue in self._queues.values() if queue), key=_arrival, default=None)
+
     def next(self, now_s: float) -> Work | Expired | None:
         """Take the oldest request, or None if no request waits."""
-        heads = [queue[0] for queue in self._queues.values() if queue]
-        if not heads:
+        oldest = self.ahead()
+        if oldest is None:
             return None
-        oldest = min(heads, key=lambda ticket: ticket.number)
         self._queues[oldest.request.model].popleft()
         if oldest.deadline_s is not None and now_s > oldest.deadline_s:
             return Expired(oldest)

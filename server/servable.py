@@ -60,12 +60,19 @@ class ProgramServable:
 
     def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
         """Run one inference; on the engine's thread."""
-        planned = min(b for b in self.programs if b >= batch) if self.info.max_batch_size else min(self.programs)
+        planned = self._planned(batch)
         tensors = [_tensor(inputs[port.name], port, planned) for port in self.inputs]
         result = self.executor.run(self.programs[planned], tensors)
         rows = batch if self.info.max_batch_size else None
         outputs = {p.name: _array(t, rows) for p, t in zip(self.outputs, result.outputs, strict=True)}
         return Execution(outputs, result.latency_s, result.stall_s, result.link_bytes)
+
+    def expect(self, batch: int) -> None:
+        """Let the swap-in lane start on this model's prefix behind the next inference's copies."""
+        self.executor.expect(self.programs[self._planned(batch)])
+
+    def _planned(self, batch: int) -> int:
+        return min(b for b in self.programs if b >= batch) if self.info.max_batch_size else min(self.programs)
 
 
 def _tensor(array: Array, port: Port, planned: int) -> torch.Tensor:

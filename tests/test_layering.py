@@ -21,7 +21,18 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "loadgen": (
         {"loadgen"},
-        {"tritonclient", "aiohttp", "uvloop", "numpy", "msgspec", "rich", "torch", "transformers", "tokenizers", "safetensors"},
+        {
+            "tritonclient",
+            "aiohttp",
+            "uvloop",
+            "numpy",
+            "msgspec",
+            "rich",
+            "torch",
+            "transformers",
+            "tokenizers",
+            "safetensors",
+        },
     ),
 }
 

@@ -97,7 +97,7 @@ def test_graphs_and_profiles_come_back_by_fingerprint(shelf: Shelf) -> None:
     shelf.library.put_profile(PROFILE)
     assert shelf.library.graph(GRAPH.fingerprint) == GRAPH
     assert shelf.library.profile(PROFILE.fingerprint) == PROFILE
-    path.write_bytes(path.read_bytes().replace(b'"chain"', b'"trick"'))
+    path.write_bytes(path.read_bytes().replace(b'"conv"', b'"trick"'))
     with pytest.raises(FormatError, match="graph file was made for"):
         shelf.library.graph(GRAPH.fingerprint)
     with pytest.raises(FileNotFoundError):

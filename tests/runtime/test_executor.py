@@ -10,9 +10,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner.check import live_bytes
+from planner.check import check, live_bytes
 from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
+from planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from runtime.arena import Arena
 from runtime.errors import DeviceError, MemoryExceeded
 from runtime.executor import Executor, Result
@@ -109,8 +109,6 @@ def test_a_slow_epilogue_is_waited_for(bench: Bench) -> None:
     program = bench.program(evicting_plan(bench.graph), slow)
     for _ in range(5):
         assert torch.equal(bench.run(program).outputs[0], expected[0])
-        place = program.plan.residents[0].address.offset
-        bench.arena.bytes(place, 4096)  # the epilogue may still be writing here
 
 
 class LateStore(RamStore):
@@ -194,12 +192,13 @@ class FailingStore(RamStore):
     """A store whose copies of one segment fail while `failing` is set."""
 
     failing = False
+    segment = 4
 
     def copy(self, segment, destination):  # type: ignore[no-untyped-def]
         copy = super().copy(segment, destination)
 
         def attempt() -> None:
-            if self.failing and segment == 4:
+            if self.failing and segment == self.segment:
                 raise OSError("medium error")
             copy()
 
@@ -241,6 +240,89 @@ def test_outputs_belong_to_the_caller(tmp_path: Path) -> None:
         assert torch.equal(output, kept)
 
 
-def test_residents_keep_their_place_between_plans_of_two_batches(bench: Bench) -> None:
-    assert replace(Bases(0, 4096), partition=8192).offset(Address("partition", 64)) == 8256
-    assert Placement(0, Address("partition", 0)) == Placement(0, Address("partition", 0))
+def prefix_plan(graph: Graph) -> Plan:
+    """The first two parameters are swapped in to the partition before anything else, and dropped at the end."""
+    base = streaming_plan(graph, frozenset({0, 1}))
+    shift = len(base.residents)
+    steps: list[Step] = [SwapIn(p.tensor, p.address) for p in base.residents]
+    for step in base.steps:
+        if isinstance(step, Drop):
+            steps.append(step)
+        else:
+            assert isinstance(step, Compute | SwapIn)
+            waits = tuple(i + shift for i in step.after)
+            first = (step.op,) if isinstance(step, Compute) and step.op in (0, 1) else ()
+            steps.append(replace_after(step, (*first, *waits)))
+    steps += [Drop(p.tensor) for p in base.residents]
+    return Plan(base.graph, "", base.partition_bytes, base.workspace_bytes, base.inputs, (), tuple(steps))
+
+
+def beside(bench: Bench, plan: Plan, offset: int, name: str, store: Store | None = None) -> Program:
+    """Another model of the same weights, in another part of the arena."""
+    lowered = replace(bench.lowered, name=name)
+    program = build(lowered, plan, None, bench.arena, Bases(offset, 0), store or bench.store)
+    bench.executor.load(program)
+    return program
+
+
+def two_models(bench: Bench, store: Store | None = None) -> tuple[Program, Program]:
+    plan = prefix_plan(bench.graph)
+    check(bench.graph, None, plan)
+    return beside(bench, plan, 32 << 20, "a"), beside(bench, plan, 48 << 20, "b", store)
+
+
+def test_the_prefix_of_the_next_model_is_copied_while_this_one_computes(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
+    first, second = two_models(bench)
+    assert first.prefix == 2
+    for _ in range(10):
+        bench.executor.expect(second)
+        assert torch.equal(bench.run(first).outputs[0], expected)
+        bench.executor.expect(first)
+        assert torch.equal(bench.run(second).outputs[0], expected)
+    bench.executor.expect(second)
+    bench.run(first)
+    bench.executor.settle()
+    timeline = bench.run(second, traced=True).timeline
+    assert timeline is not None
+    copied = [s.step for s in timeline.spans if s.lane == "swap_in"]
+    assert copied == [s.step for s in second.swap_ins[2:]], "two copies were there already"
+
+
+def test_a_wrong_guess_of_the_next_model_harms_nobody(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
+    first, second = two_models(bench)
+    third = beside(bench, evicting_plan(bench.graph), 56 << 20, "b")
+    for guess in (second, first, third, None, second):
+        bench.executor.expect(guess)
+        for program in (first, third, second, second):
+            assert torch.equal(bench.run(program).outputs[0], expected)
+
+
+def test_a_prefix_that_failed_is_an_error_of_the_model_that_it_was_for(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
+    store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)
+    store.segment = 1
+    first, second = two_models(bench, store)
+    store.failing = True
+    bench.executor.expect(second)
+    assert torch.equal(bench.run(first).outputs[0], expected)
+    bench.executor.settle()
+    store.failing = False
+    with pytest.raises(DeviceError, match="medium error"):
+        bench.run(second)
+    assert torch.equal(bench.run(second).outputs[0], expected)
+
+
+def test_a_resident_that_could_not_be_brought_back_is_an_error_of_the_next_run_alone(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
+    store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)
+    store.segment = 0
+    program = bench.program(evicting_plan(bench.graph), store)
+    store.failing = True
+    assert torch.equal(bench.run(program).outputs[0], expected), "only the epilogue fails"
+    bench.executor.settle()
+    store.failing = False
+    with pytest.raises(DeviceError, match="medium error"):
+        bench.run(program)
+    assert torch.equal(bench.run(program).outputs[0], expected)

@@ -26,6 +26,11 @@ class FakeServable:
     info: ModelInfo
     function: Function
     calls: list[int] = field(default_factory=list)
+    expected: list[int] = field(default_factory=list)
+    """Batches that were announced to come next."""
+
+    def expect(self, batch: int) -> None:
+        self.expected.append(batch)
 
     def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
         self.calls.append(batch)
