@@ -82,12 +82,12 @@ async def _serve_and_load(
         before = _statistics(url)
         report = await run_load(url, _load(options))
         after = _statistics(url)
-        predicted = _by_model(metrics_url, "cohabit_predicted_seconds")
+        predicted = by_model(metrics_url, "cohabit_predicted_seconds")
         costs = {
             m: Cost(predicted[m], alone[m], (after[m][1] - before[m][1]) / max(1, after[m][0] - before[m][0]))
             for m in models
         }
-        swapped = sum(_by_model(metrics_url, "cohabit_swapped_bytes").values())
+        swapped = sum(by_model(metrics_url, "cohabit_swapped_bytes").values())
         if layout == "partitioned":
             console.rule("three sentences through MiniLM")
             print_similarities(EXAMPLES, await embed(url, "minilm", EXAMPLES), console)
@@ -133,7 +133,7 @@ def _statistics(url: str) -> dict[str, tuple[int, float]]:
     return {name: (p["success"]["count"], p["compute_infer"]["ns"] / 1e9) for name, p in parts.items()}
 
 
-def _by_model(metrics_url: str, name: str) -> dict[str, float]:
+def by_model(metrics_url: str, name: str) -> dict[str, float]:
     """Samples of one metric, by model; for batch 1 where there are several."""
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(_get(metrics_url).decode()):

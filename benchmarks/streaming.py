@@ -67,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for kind in STORES:
             store = open_store(kind, lowered.weights_path, lowered.manifest)
-            for share in SHARES:
-                rows.append(_measure(lowered, store, share, options, console.print))
+            rows += [_measure(lowered, store, share, options, console.print) for share in SHARES]
             store.close()
     path = record(
         "streaming",
@@ -145,9 +144,8 @@ def _rounds(
         copy_bytes_per_s=streamed.link_bytes / statistics.median(copying) if streamed.link_bytes else 0.0,
         gap=plan.provenance.gap,
     )
-    say(
-        f"  streamed {row.streamed_s * 1e3:.1f} ms, predicted {row.predicted_s * 1e3:.1f}, resident {row.resident_s * 1e3:.1f}"
-    )
+    shown = ((row.streamed_s, "streamed"), (row.predicted_s, "predicted"), (row.resident_s, "resident"))
+    say("  " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name in shown))
     return row
 
 
@@ -174,9 +172,10 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     ]
     return [
         f"Batch 1, {options.threads} compute thread(s), medians of {options.rounds} rounds; a round runs resident,"
-        " streamed and serial once each. *Bound* and *predicted* come from a profile taken just before. *Serial* is the streamed"
-        " plan with every copy waited for before the next step. The share counts embedding tables, which stay in the"
-        " host store at every budget; partition and workspace together are the share of all weights.\n",
+        " streamed and serial once each. *Bound* and *predicted* come from a profile taken just before. *Serial* is"
+        " the streamed plan with every copy waited for before the next step. The share is of all weights, embedding"
+        " tables included; these stay in the host store at every budget. Partition and workspace together are the"
+        " share.\n",
         markdown_table(header, cells),
     ]
 

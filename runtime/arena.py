@@ -14,12 +14,17 @@ from runtime.errors import MemoryExceeded
 Bytes = npt.NDArray[np.uint8]
 
 
+def anonymous_memory(nbytes: int) -> mmap.mmap:
+    """Private zeroed pages, at least one; they take memory once they are touched."""
+    return mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class Arena:
     """One anonymous mapping, page aligned. Views keep it alive; `close` forgets it."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        self._map = anonymous_memory(nbytes)
 
     def __enter__(self) -> "Arena":
         return self

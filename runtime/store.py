@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
-from runtime.arena import Bytes
+from runtime.arena import Bytes, anonymous_memory
 from runtime.weights import Manifest, Table, dtype_of
 
 StoreKind = Literal["ram", "file"]
@@ -48,7 +48,7 @@ class RamStore:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._bytes = np.frombuffer(mmap.mmap(-1, max(1, manifest.file_bytes)), np.uint8)
+        self._bytes = np.frombuffer(anonymous_memory(manifest.file_bytes), np.uint8)
         with path.open("rb", buffering=0) as file:
             _read_fully(file.fileno(), self._bytes[: manifest.file_bytes], 0)
 
