@@ -23,8 +23,7 @@ COPY loadgen loadgen
 RUN pip install -c constraints.txt ".${EXTRAS:+[${EXTRAS}]}"
 # The planner's inner loops are compiled at first use; doing it here spares every container's first start.
 ENV NUMBA_CACHE_DIR=/opt/numba
-COPY benchmarks/__init__.py benchmarks/planner_simulate.py benchmarks/
-RUN python -m benchmarks.planner_simulate > /dev/null && chmod -R a+rX /opt/numba
+RUN python -c "from planner.warm import warm; warm()" && chmod -R a+rX /opt/numba
 
 FROM python:${PYTHON}-slim
 RUN useradd --system --uid 10001 --home-dir /cache --create-home cohabit

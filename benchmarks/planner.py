@@ -1,0 +1,141 @@
+"""How fast the planner is, and how good: ResNet-152 at batch 1 with costs like a V100's, and as lowered for real."""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.record import markdown_table, record
+from loadgen.preparation import prepare_visibly
+from loadgen.prepare import recipes
+from planner.errors import format_bytes
+from planner.feasible import page_aligned
+from planner.graph import Graph, Op, Tensor
+from planner.profile import Link, Profile
+from planner.search import Problem, search
+from planner.simulate import prepare, run_once, simulate
+from planner.sizing import split_budget
+from runtime.lower import lower
+
+SHARES = (0.125, 0.25, 0.5, 0.75)
+STAGES = ((64, 3, 56), (128, 8, 28), (256, 36, 14), (512, 3, 7))  # width, blocks, side of the output
+
+
+def convolutions() -> list[tuple[int, int, int, int]]:
+    """Input channels, output channels, kernel and output side of each, in order; the classifier comes last."""
+    layers = [(3, 64, 7, 112)]
+    channels = 64
+    for width, blocks, side in STAGES:
+        for block in range(blocks):
+            layers += [(channels, width, 1, side), (width, width, 3, side), (width, 4 * width, 1, side)]
+            if block == 0:
+                layers.append((channels, 4 * width, 1, side))
+            channels = 4 * width
+    return [*layers, (2048, 1000, 1, 1)]
+
+
+def resnet152() -> Graph:
+    layers = convolutions()
+    tensors = [
+        Tensor(f"conv{i}.weight", page_aligned(4 * (c_in * c_out * kernel**2 + c_out)), "parameter", 4096)
+        for i, (c_in, c_out, kernel, _) in enumerate(layers)
+    ]
+    tensors.append(Tensor("image", 4 * 3 * 224**2, "input"))
+    ops = []
+    for i, (_, c_out, _, side) in enumerate(layers):
+        tensors.append(Tensor(f"conv{i}.out", 4 * c_out * side**2, "activation"))
+        ops.append(Op(f"conv{i}", "conv", (i, len(tensors) - 2), (len(tensors) - 1,)))
+    return Graph("resnet152", 1, "synthetic", tuple(tensors), tuple(ops), (len(tensors) - 1,))
+
+
+def v100(graph: Graph, total_s: float = 17e-3) -> Profile:
+    flops = [c_in * c_out * kernel**2 * side**2 for c_in, c_out, kernel, side in convolutions()]
+    op_s = tuple(0.5 * total_s * (n / sum(flops) + 1 / len(flops)) for n in flops)
+    link = Link(10e-6, 12e9)
+    return Profile(graph.fingerprint, "V100-like", op_s, link, link)
+
+
+def seconds(call: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Median and worst time of a call, after one to warm up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times), max(times)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=200, help="simulations to time (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    options = parser.parse_args(argv)
+    console = Console(highlight=False)
+    synthetic = [_row(resnet152(), v100(resnet152()), share, options.repeats) for share in SHARES]
+    graph = _lowered_graph(options.folder, console)
+    lowered = [_row(graph, _flat(graph), share, options.repeats) for share in SHARES]
+    header = ["share of the weights", "partition + workspace MiB", "latency ms", "bound ms", "gap", "period ms"]
+    header += ["MiB copied", "plan s", "simulate ms", "prepared us"]
+    path = record(
+        "planner",
+        "The planner: quality, and how long it takes",
+        "benchmarks.planner",
+        [
+            "*Simulate* takes a plan and returns a timeline with every span; *prepared* is the same evaluation inside a"
+            " search, on arrays. *Plan* is one search. Memory is partition plus workspace.\n",
+            "## ResNet-152 with costs like a V100's\n",
+            f"{len(resnet152().ops)} ops, {format_bytes(resnet152().parameter_bytes)}; 17 ms in proportion to flops and"
+            " launches, 12 GB/s, 10 us per transfer.\n",
+            markdown_table(header, synthetic),
+            "## ResNet-152 as lowered from its export\n",
+            f"{len(graph.ops)} ops, {format_bytes(graph.parameter_bytes)}; 17 ms in equal parts, the same link.\n",
+            markdown_table(header, lowered),
+        ],
+    )
+    console.print(path.read_text())
+    return 0
+
+
+def _row(graph: Graph, profile: Profile, share: float, repeats: int) -> list[str]:
+    budget = page_aligned(int(share * graph.parameter_bytes))
+    partition, workspace = split_budget({1: graph}, {1: profile}, budget)
+    problem = Problem(graph, profile, partition, workspace)
+    plan_s, _ = seconds(lambda: search(problem), 3)
+    plan = search(problem)
+    lanes = prepare(graph, plan, profile)
+    prepared_s, _ = seconds(lambda: run_once(lanes, profile), repeats)
+    simulate_s, _ = seconds(lambda: simulate(graph, plan, profile), repeats)
+    quality = plan.provenance
+    assert quality is not None
+    return [
+        f"{share:.1%}",
+        f"{partition / 2**20:.1f} + {workspace / 2**20:.1f}",
+        f"{quality.latency_s * 1e3:.2f}",
+        f"{quality.bound_s * 1e3:.2f}",
+        f"{quality.gap:.2%}",
+        f"{quality.period_s * 1e3:.2f}",
+        f"{simulate(graph, plan, profile).link_bytes / 2**20:.0f}",
+        f"{plan_s:.2f}",
+        f"{simulate_s * 1e3:.2f}",
+        f"{prepared_s * 1e6:.0f}",
+    ]
+
+
+def _lowered_graph(folder: Path, console: Console) -> Graph:
+    prepare_visibly(folder / "zoo", recipes(1, ["resnet152"]), force=False, console=console)
+    archive = folder / "zoo" / "resnet152" / "1" / "model.pt2"
+    return lower(archive, "resnet152", [1], folder / "lowered").graphs[1]
+
+
+def _flat(graph: Graph) -> Profile:
+    link = Link(10e-6, 12e9)
+    return Profile(graph.fingerprint, "V100-like", (17e-3 / len(graph.ops),) * len(graph.ops), link, link)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Compiles the planner's inner loops ahead of time, for an image's build."""
+
+from planner.graph import Graph, Op, Tensor
+from planner.profile import Link, Profile
+from planner.search import Problem, search
+from planner.sizing import split_budget
+
+
+def warm() -> None:
+    """Plan a small chain once, so that numba's cache holds every loop that planning uses."""
+    layers, nbytes = 6, 1 << 20
+    tensors = [Tensor(f"weight{i}", nbytes, "parameter", 4096) for i in range(layers)]
+    tensors.append(Tensor("input", 4096, "input"))
+    tensors += [Tensor(f"hidden{i}", 4096, "activation") for i in range(layers)]
+    ops = tuple(Op(f"layer{i}", "linear", (i, layers + i), (layers + i + 1,)) for i in range(layers))
+    graph = Graph("warm", 1, "", tuple(tensors), ops, (2 * layers,))
+    link = Link(1e-5, 1e9)
+    profile = Profile(graph.fingerprint, "none", (1e-3,) * layers, link, link)
+    partition, workspace = split_budget({1: graph}, {1: profile}, 3 * nbytes)
+    search(Problem(graph, profile, partition, workspace))
