@@ -5,6 +5,7 @@ Everything it makes lies in `.demo`; running it again uses what is there.
 
 import argparse
 import asyncio
+import io
 import socket
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.record import record
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
 from loadgen.preparation import prepare_visibly
@@ -63,8 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.rule(f"{layout} layout, memory {memory} of the weights")
         outcomes[layout] = asyncio.run(_serve_and_load(folder, layout, memory, options, console))
     console.rule("results")
-    console.print(_planned_against_measured(outcomes["partitioned"]))
-    console.print(_latencies(outcomes, options))
+    tables = (_planned_against_measured(outcomes["partitioned"]), _latencies(outcomes, options))
+    console.print(*tables, sep="\n")
+    if options.record:
+        _record(tables, total)
     return 0 if all(o.report.all_answered for o in outcomes.values()) else 1
 
 
@@ -190,6 +194,21 @@ def _latencies(outcomes: dict[str, Outcome], options: argparse.Namespace) -> Tab
     return table
 
 
+def _record(tables: Sequence[Table], weight_bytes: int) -> None:
+    text = io.StringIO()
+    Console(file=text, width=110, highlight=False).print(*tables, sep="\n")
+    about = (
+        f"{weight_bytes / 2**20:.1f} MiB of weights. *Alone* is the mean of {ALONE_REQUESTS} requests, one at a time,"
+        " the models in turn; *under load* the mean during the run. Load generator and servers share the two CPUs.\n"
+    )
+    record(
+        "demo",
+        "Sixteen models in a quarter of their memory",
+        "benchmarks.demo",
+        [about, f"```\n{text.getvalue()}```\n"],
+    )
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
@@ -199,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", type=int, default=16, help="how many models (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=300.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds of load (default: %(default)s)")
+    parser.add_argument("--record", action="store_true", help="write docs/results/demo.md too")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
