@@ -236,6 +236,8 @@ class Executor:
         try:
             with torch.inference_mode():
                 stall_s = self._compute(program, run, frame, restored, observe, serial)
+                if not program.computes:
+                    self.settle()  # nothing waited for the parameters that are its outputs
                 self._refuse_failed(program, run, restored)
                 for call in program.final_calls:
                     call(frame)

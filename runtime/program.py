@@ -130,7 +130,10 @@ class _Builder:
 
     def build(self) -> Program:
         residents = tuple(self._swap_in(-1, p.tensor, p.address, 0) for p in self.plan.residents)
+        constants: dict[int, torch.Tensor] = {}
         for index, step in enumerate(self.plan.steps):
+            if index == self.plan.epilogue_start:
+                constants = self._constants()
             match step:
                 case SwapIn():
                     self._add_swap_in(index, step)
@@ -144,8 +147,10 @@ class _Builder:
                         f"{self.graph.name}: the plan swaps {self.graph.tensors[step.tensor].name} out; the CPU"
                         " runtime keeps activations in memory, so plan without activation swaps"
                     )
+        if not self.computes or self.plan.epilogue_start == len(self.plan.steps):
+            constants = self._constants()
         initial = {p.tensor for p in self.plan.residents}
-        final, constants = self._outputs()
+        final = self._final_views()
         frees = _frees([*(p.instructions for p in self.computes), final], self.trace.output_slots)
         return Program(
             name=self.lowered.name,
@@ -231,19 +236,19 @@ class _Builder:
             if self.statics.is_static(slot)
         }
 
-    def _outputs(self) -> tuple[list[Instruction], dict[int, torch.Tensor]]:
+    def _constants(self) -> dict[int, torch.Tensor]:
+        """Outputs that are parameters or views of them, where they are now."""
+        slots = (s for s in self.trace.output_slots if self.statics.is_static(s))
+        return {slot: self.statics.value(slot, self.addresses) for slot in slots}
+
+    def _final_views(self) -> list[Instruction]:
+        """Views that are outputs and belong to no op."""
         final: list[Instruction] = []
-        constants: dict[int, torch.Tensor] = {}
         for slot in self.trace.output_slots:
-            if self.statics.is_static(slot):
-                constants[slot] = self.statics.value(slot, self.addresses)
-            elif slot in self.views:
-                last = self.views[slot]
-                if slot not in self.made:
-                    final += self._needed_by(last)
-                    final.append(last)
-                    self.made.add(slot)
-        return final, constants
+            if slot in self.views and slot not in self.made and not self.statics.is_static(slot):
+                final += [*self._needed_by(self.views[slot]), self.views[slot]]
+                self.made.add(slot)
+        return final
 
     def _bind(self, instruction: Instruction, statics: dict[int, torch.Tensor], frees: Sequence[int]) -> Call:
         target = instruction.target
