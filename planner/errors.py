@@ -44,11 +44,15 @@ class InvalidPlan(CohabitError):
 
 
 class InfeasibleBudget(CohabitError):
-    """No plan fits. `least_bytes` is the smallest budget that would do, `op` the op that needs it."""
+    """No plan fits. `least_bytes` is the smallest budget that would do, `op` the op that needs it.
 
-    def __init__(self, model: str, op: str, budget_bytes: int, least_bytes: int) -> None:
+    `op` is None where a layout asks for whole models.
+    """
+
+    def __init__(self, model: str, op: str | None, budget_bytes: int, least_bytes: int) -> None:
+        who = f"op {op} needs" if op is not None else "holding all parameters at once needs"
         super().__init__(
-            f"{model}: op {op} needs a budget of {format_bytes(least_bytes)}"
+            f"{model}: {who} a budget of {format_bytes(least_bytes)}"
             f" ({least_bytes} bytes), the budget is {format_bytes(budget_bytes)}"
             f" ({budget_bytes} bytes); raise the memory or lower the batch"
         )

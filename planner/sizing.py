@@ -234,8 +234,7 @@ def _all_resident(demands: Sequence[_Demand], memory: int) -> tuple[int, list[in
     partitions = [d.parameter_bytes for d in demands]
     least = sum(partitions) + workspace
     if least > memory:
-        largest = max(demands, key=lambda d: d.parameter_bytes)
-        raise InfeasibleBudget(largest.model.name, largest.neediest.neediest_op, memory, least)
+        raise InfeasibleBudget(f"{len(demands)} models", None, memory, least)
     return workspace, partitions
 
 
@@ -245,7 +244,7 @@ def _time_share(demands: Sequence[_Demand], memory: int) -> tuple[int, list[int]
     largest = max(demands, key=lambda d: d.parameter_bytes, default=None)
     if largest is not None and largest.parameter_bytes + workspace > memory:
         least = largest.parameter_bytes + workspace
-        raise InfeasibleBudget(largest.model.name, largest.neediest.neediest_op, memory, least)
+        raise InfeasibleBudget(largest.model.name, None, memory, least)
     return workspace, [memory - workspace] * len(demands)
 
 

@@ -141,7 +141,9 @@ def read(path: Path) -> Archive:
             program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, None)
         except Exception as error:  # the deserializer raises whatever its asserts and look-ups raise
             reason = str(error).split("\n", 1)[0][:300]
-            raise ArchiveError(f"{path}: not a program that torch {torch.__version__} reads: {reason}") from error
+            raise ArchiveError(
+                f"{path.name}: not a program that torch {torch.__version__} reads: {reason}"
+            ) from error
     return Archive(program, fingerprint(path))
 
 
@@ -149,9 +151,9 @@ def _open(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except FileNotFoundError as error:
-        raise ArchiveError(f"{path}: no such file") from error
+        raise ArchiveError(f"{path.name}: no such file") from error
     except (zipfile.BadZipFile, OSError, struct.error) as error:
-        raise ArchiveError(f"{path}: not a .pt2 archive, or a truncated one: {error}") from error
+        raise ArchiveError(f"{path.name}: not a .pt2 archive, or a truncated one: {error}") from error
 
 
 class _Records:
@@ -165,10 +167,12 @@ class _Records:
     def refuse_what_is_never_loaded(self) -> None:
         for name in self.infos:
             if name.startswith("data/aotinductor/"):
-                raise ArchiveError(f"{self.path}: holds a compiled library ({name}); export without AOTInductor")
+                raise ArchiveError(
+                    f"{self.path.name}: holds a compiled library ({name}); export without AOTInductor"
+                )
             if re.fullmatch(r"data/(weights|constants)/[^/]*\.pt", name):
                 raise ArchiveError(
-                    f"{self.path}: has pickled weights ({name}), and pickles are never loaded;"
+                    f"{self.path.name}: has pickled weights ({name}), and pickles are never loaded;"
                     " save it again with torch.export.save of torch >= 2.9"
                 )
 
@@ -176,13 +180,17 @@ class _Records:
         """Read a record with its checksum verified."""
         info = self.infos.get(name)
         if info is None:
-            raise ArchiveError(f"{self.path}: has no record {name}; write it with torch.export.save")
+            raise ArchiveError(
+                f"{self.path.name}: has no record {name}: truncated, or not written by torch.export.save"
+            )
         if info.file_size > limit_bytes:
-            raise ArchiveError(f"{self.path}: record {name} has {info.file_size} bytes, the limit is {limit_bytes}")
+            raise ArchiveError(
+                f"{self.path.name}: record {name} has {info.file_size} bytes, the limit is {limit_bytes}"
+            )
         try:
             return self.archive.read(info)
         except (zipfile.BadZipFile, OSError, NotImplementedError, EOFError) as error:
-            raise ArchiveError(f"{self.path}: record {name} is damaged: {error}") from error
+            raise ArchiveError(f"{self.path.name}: record {name} is damaged: {error}") from error
 
     def tensors(self, config_name: str, folder: str) -> dict[str, torch.Tensor]:
         """The raw tensors that a payload config lists: views of the mapped file, tied ones on one storage."""
@@ -190,12 +198,12 @@ class _Records:
             document = json.loads(self.checked(config_name, _MAX_JSON_BYTES))
             config = _dict_to_dataclass(schema.PayloadConfig, document).config  # type: ignore[no-untyped-call]
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
-            raise ArchiveError(f"{self.path}: record {config_name} is damaged: {error}") from error
+            raise ArchiveError(f"{self.path.name}: record {config_name} is damaged: {error}") from error
         flat: dict[str, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, meta in config.items():
             if meta.use_pickle or meta.tensor_meta is None:
-                raise ArchiveError(f"{self.path}: weight {name} is pickled, and pickles are never loaded")
+                raise ArchiveError(f"{self.path.name}: weight {name} is pickled, and pickles are never loaded")
             path_name = meta.path_name
             try:
                 dtype = deserialize_scalar_type(meta.tensor_meta.dtype)
@@ -207,13 +215,13 @@ class _Records:
                 tensor = torch.as_strided(flat[path_name], size, stride, offset)
                 tensors[name] = torch.nn.Parameter(tensor, requires_grad=False) if meta.is_param else tensor
             except (RuntimeError, KeyError, TypeError, AssertionError, ValueError) as error:
-                raise ArchiveError(f"{self.path}: weight {name} does not fit its record: {error}") from error
+                raise ArchiveError(f"{self.path.name}: weight {name} does not fit its record: {error}") from error
         return tensors
 
     def _raw(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         info = self.infos.get(name)
         if info is None:
-            raise ArchiveError(f"{self.path}: has no record {name}")
+            raise ArchiveError(f"{self.path.name}: has no record {name}")
         if info.file_size == 0:
             return torch.empty(0, dtype=dtype)
         self._verify(info)
@@ -226,7 +234,7 @@ class _Records:
             # A private mapping: writable for torch's sake, and never written.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         if start + info.file_size > len(mapped):
-            raise ArchiveError(f"{self.path}: record {name} is cut off")
+            raise ArchiveError(f"{self.path.name}: record {name} is cut off")
         return torch.frombuffer(mapped, dtype=dtype, count=info.file_size // dtype.itemsize, offset=start)
 
     def _verify(self, info: zipfile.ZipInfo) -> None:
@@ -235,7 +243,7 @@ class _Records:
                 while stream.read(1 << 20):
                     pass
         except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-            raise ArchiveError(f"{self.path}: record {info.filename} is damaged: {error}") from error
+            raise ArchiveError(f"{self.path.name}: record {info.filename} is damaged: {error}") from error
 
 
 def _check_program(path: Path, raw: bytes) -> Any:
@@ -246,16 +254,18 @@ def _check_program(path: Path, raw: bytes) -> Any:
                 _check_expression(path, text)
             elif kind == "spec" and ("default_factory_module" in text or "__enum__" in text):
                 raise UnsupportedModel(
-                    f"{path}: inputs or outputs hold an enum or defaultdict; use plain containers"
+                    f"{path.name}: inputs or outputs hold an enum or defaultdict; use plain containers"
                 )
             elif kind == "target" and "." in text and not _TARGET.fullmatch(text):
-                raise UnsupportedModel(f"{path}: the program calls {text!r}, which is not an operator of torch.ops")
+                raise UnsupportedModel(
+                    f"{path.name}: the program calls {text!r}, which is not an operator of torch.ops"
+                )
         document["guards_code"] = []
         return _bytes_to_dataclass(schema.ExportedProgram, json.dumps(document).encode())
     except ArchiveError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as error:
-        raise ArchiveError(f"{path}: the program ({_MODEL}) is damaged: {error}") from error
+        raise ArchiveError(f"{path.name}: the program ({_MODEL}) is damaged: {error}") from error
 
 
 def _texts(document: Any) -> Iterator[tuple[str, str]]:
@@ -284,4 +294,4 @@ def _check_expression(path: Path, text: str) -> None:
         or any(n not in _FUNCTIONS and not _SYMBOL.fullmatch(n) for n in names)
         or not all(_SYMBOL.fullmatch(q) or re.fullmatch(r"[-+0-9.e]+", q) for q in quoted)
     ):
-        raise ArchiveError(f"{path}: shape expression {text[:80]!r} is not one that torch.export writes")
+        raise ArchiveError(f"{path.name}: shape expression {text[:80]!r} is not one that torch.export writes")

@@ -17,7 +17,7 @@ from runtime.rewrite import rewrite
 from runtime.specialize import Trace, build_graph, specialize
 from runtime.weights import Manifest
 
-_LOWERING = "4"
+_LOWERING = "5"
 """Changes whenever lowering writes other bytes for the same archive."""
 
 
@@ -90,7 +90,7 @@ def lower(
     uses = [weights.Use(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
     manifest = weights.lay_out(f"{read.fingerprint}/{_LOWERING}", uses, model.tables)
     weights_path = folder / "weights.bin"
-    if not _is_written(weights_path, manifest):
+    if weights.read(weights_path) != manifest:
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(weights_path, manifest, own, model.tables)
     batched = model.max_batch is not None
@@ -115,10 +115,10 @@ def _known(name: str, folder: Path, batches: Sequence[int]) -> Lowered | None:
     try:
         raw = (folder / _artifact_name(batches)).read_bytes()
         inputs, outputs, batched, traces = artifact.decode(raw, _stamp(batches))
-        manifest = weights.read_manifest(weights_path)
-        if not _is_written(weights_path, manifest):
-            return None
     except (FileNotFoundError, FormatError):
+        return None
+    manifest = weights.read(weights_path)
+    if manifest is None:
         return None
     return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path)
 
@@ -175,10 +175,3 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def _aligned(raw: torch.Tensor, source: torch.Tensor) -> bool:
     return raw.data_ptr() % source.element_size() == 0
-
-
-def _is_written(path: Path, manifest: Manifest) -> bool:
-    try:
-        return weights.read_manifest(path) == manifest and path.stat().st_size == manifest.file_bytes
-    except (FileNotFoundError, FormatError):
-        return False

@@ -101,14 +101,18 @@ def resident_plan(graph: Graph) -> Plan:
         if tensor.kind != "parameter":
             places[i] = Address("workspace", workspace)
             workspace += -(-tensor.nbytes // tensor.alignment) * tensor.alignment
+    scratch = Address("workspace", workspace)
     return Plan(
         graph=graph.fingerprint,
         profile="",
         partition_bytes=partition,
-        workspace_bytes=workspace,
+        workspace_bytes=workspace + max((op.scratch_bytes for op in graph.ops), default=0),
         inputs=tuple(Placement(i, places[i]) for i, t in enumerate(graph.tensors) if t.kind == "input"),
         residents=tuple(residents),
-        steps=tuple(Compute(n, tuple(places[i] for i in op.writes)) for n, op in enumerate(graph.ops)),
+        steps=tuple(
+            Compute(n, tuple(places[i] for i in op.writes), scratch if op.scratch_bytes else None)
+            for n, op in enumerate(graph.ops)
+        ),
     )
 
 

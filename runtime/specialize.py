@@ -6,7 +6,7 @@ old bytes differently (a view) is an instruction that costs nothing there.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
@@ -15,10 +15,14 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from planner.graph import Graph, Op, Tensor
+from runtime.allocations import measuring_allocations
 from runtime.errors import UnsupportedModel
 from runtime.model import Model
 from runtime.rewrite import host_gather
 from runtime.weights import Manifest
+
+_OP = "cohabit op "
+"""Begins the names under which the profiler sees a trace's ops."""
 
 # Operators that reach outside the process.
 _FORBIDDEN = frozenset({"aten::from_file", "aten::_print", "aten::save"})
@@ -92,6 +96,8 @@ class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads: tuple[Storage, ...]
     writes: tuple[Storage, ...]
     mutates: tuple[Storage, ...]
+    scratch_bytes: int = 0
+    """What torch's allocator gave the op at once beyond its results: repacked weights, im2col buffers."""
 
 
 def _is_slot(value: Any) -> bool:
@@ -105,8 +111,16 @@ def specialize(
 
     Raises UnsupportedModel where sizes depend on values, weights are changed, or an operator is not allowed.
     """
-    with torch.inference_mode():
-        return _Tracer(model, weights, batch, examples).run()
+    tracer = _Tracer(model, weights, batch, examples)
+    with torch.inference_mode(), measuring_allocations() as peaks:
+        trace = tracer.run()
+    ops = tuple(
+        msgspec.structs.replace(
+            op, scratch_bytes=max(0, peaks.get(f"{_OP}{n}", 0) - sum(s.nbytes for s in op.writes))
+        )
+        for n, op in enumerate(trace.ops)
+    )
+    return replace(trace, ops=ops)
 
 
 class _Tracer:
@@ -178,7 +192,8 @@ class _Tracer:
         _check_target(self.model.name, node.target)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.frame[n])
         target = self._bound(node.target)
-        result = target(*args, **kwargs)
+        with torch.profiler.record_function(f"{_OP}{len(self.ops)}"):
+            result = target(*args, **kwargs)
         self.frame[node] = result
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
             self._scalar(node, (args, kwargs))
@@ -340,6 +355,7 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
             op.target,
             tuple(sorted({tensor_id(s) for s in op.reads})),
             tuple(tensor_id(s) for s in op.writes),
+            scratch_bytes=op.scratch_bytes,
             mutates=tuple(sorted({tensor_id(s) for s in op.mutates})),
         )
         for op in trace.ops

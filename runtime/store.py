@@ -100,12 +100,17 @@ class LimitedStore:
     def copy(self, segment: int, destination: Bytes) -> Copy:
         copy = self._store.copy(segment, destination)
         least_s = self._latency_s + destination.nbytes / self._bandwidth
+        copy_s = 0.0
 
         def limited() -> None:
+            # The bytes arrive at the end of the wait, not at its start: nobody can read them too early unnoticed.
+            nonlocal copy_s
             end = time.perf_counter() + least_s
+            _sleep_until(end - copy_s)
+            start = time.perf_counter()
             copy()
-            if (rest := end - time.perf_counter()) > 0:
-                time.sleep(rest)
+            copy_s = time.perf_counter() - start
+            _sleep_until(end)
 
         return limited
 
@@ -114,6 +119,11 @@ class LimitedStore:
 
     def close(self) -> None:
         self._store.close()
+
+
+def _sleep_until(end_s: float) -> None:
+    if (rest := end_s - time.perf_counter()) > 0:
+        time.sleep(rest)
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:

@@ -6,6 +6,7 @@ the block size that O_DIRECT asks for. Embedding tables stand behind the segment
 
 import os
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,14 @@ from pathlib import Path
 import msgspec
 import torch
 
+from planner.errors import FormatError
 from planner.graph import decode_as, fingerprint
 
 BLOCK_BYTES = 4096
 PIECE_ALIGNMENT = 64
 COALESCE_BYTES = 256 << 10
 """Neighbouring segments are joined while they stay below this, because small copies cost latency alone."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _COPY_BYTES = 16 << 20
 
@@ -97,6 +99,14 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+class Description(msgspec.Struct, frozen=True):
+    """The file beside a weights file: what is in it, and its CRC-32."""
+
+    manifest: Manifest
+    crc32: int
+    format_version: int = FORMAT_VERSION
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """A weight and the ops that read it, by their indices."""
@@ -152,7 +162,7 @@ def _segment(offset: int, group: Sequence[Use]) -> Segment:
 def write(
     path: Path, manifest: Manifest, weights: Mapping[str, torch.Tensor], tables: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write the weights file and, last, its manifest, each in one rename."""
+    """Write the weights file and, last, its description, each in one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _replacing(path) as fd:
         os.ftruncate(fd, manifest.file_bytes)
@@ -161,7 +171,7 @@ def write(
                 _write_tensor(fd, weights[piece.name], segment.offset + piece.offset)
         for table in manifest.tables:
             _write_tensor(fd, tables[table.name].contiguous(), table.offset)
-    replace_file(manifest_path(path), msgspec.json.encode(manifest))
+    replace_file(description_path(path), msgspec.json.encode(Description(manifest, checksum(path))))
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -170,12 +180,27 @@ def replace_file(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest beside a weights file. Raises FormatError; FileNotFoundError where there is none."""
-    return decode_as(manifest_path(path).read_bytes(), Manifest, "weights manifest", FORMAT_VERSION)
+def read(path: Path) -> Manifest | None:
+    """The manifest of a weights file that is there and whole, or None."""
+    try:
+        raw = description_path(path).read_bytes()
+        description = decode_as(raw, Description, "weights description", FORMAT_VERSION)
+        whole = path.stat().st_size == description.manifest.file_bytes and checksum(path) == description.crc32
+    except (FileNotFoundError, FormatError):
+        return None
+    return description.manifest if whole else None
 
 
-def manifest_path(path: Path) -> Path:
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_COPY_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def description_path(path: Path) -> Path:
     return path.with_suffix(".json")
 
 

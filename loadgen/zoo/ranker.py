@@ -1,4 +1,4 @@
-"""A ranking model: a few large linear layers, so that its parameters outweigh its arithmetic."""
+"""A ranking model: embedded categories and dense features into large linear layers; parameters outweigh arithmetic."""
 
 from itertools import pairwise
 
@@ -9,29 +9,32 @@ from loadgen.zoo import Inputs
 from loadgen.zoo.seeded import EXAMPLE_BATCH, seeded
 
 FEATURES = 256
+FIELDS, CATEGORIES, EMBEDDING = 4, 10_240, 64
 
-_SHAPES = tuple((width, layers) for layers in (2, 3, 4) for width in range(640, 1088, 16))
-_MIN_PARAMETERS, _MAX_PARAMETERS = 1_300_000, 2_200_000
+_SHAPES = tuple((width, layers) for layers in (2, 3, 4) for width in range(448, 800, 16))
+_MIN_PARAMETERS, _MAX_PARAMETERS = 1_400_000, 2_100_000
 
 
 class Ranker(nn.Module):
-    """`features` [batch, FEATURES] float32 in, `score` [batch, 1] out."""
+    """`features` [batch, FEATURES] float32 and `categories` [batch, FIELDS] int64 in, `score` [batch, 1] out."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        widths = [FEATURES] + [width] * (layers + 1)
+        widths = [FEATURES + FIELDS * EMBEDDING] + [width] * (layers + 1)
+        self.embedding = nn.Embedding(CATEGORIES, EMBEDDING)
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.score = nn.Linear(width, 1)
 
-    def forward(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
-        x_BF = features
+    def forward(self, features: torch.Tensor, categories: torch.Tensor) -> dict[str, torch.Tensor]:
+        x_BF = torch.cat([features, self.embedding(categories).flatten(1)], dim=1)
         for layer in self.hidden:
             x_BF = torch.relu(layer(x_BF))
         return {"score": self.score(x_BF)}
 
 
 def parameter_count(width: int, layers: int) -> int:
-    return FEATURES * width + width + layers * (width * width + width) + width + 1
+    inputs = FEATURES + FIELDS * EMBEDDING
+    return CATEGORIES * EMBEDDING + inputs * width + width + layers * (width * width + width) + width + 1
 
 
 def sizes(seed: int) -> tuple[int, int]:
@@ -43,4 +46,5 @@ def sizes(seed: int) -> tuple[int, int]:
 def ranker(seed: int) -> tuple[nn.Module, Inputs]:
     with seeded(seed):
         model = Ranker(*sizes(seed)).eval()
-        return model, {"features": torch.randn(EXAMPLE_BATCH, FEATURES)}
+        categories = torch.randint(0, CATEGORIES, (EXAMPLE_BATCH, FIELDS))
+        return model, {"features": torch.randn(EXAMPLE_BATCH, FEATURES), "categories": categories}

@@ -1,19 +1,17 @@
 """Zoo models as archives, each exported once, and repositories made of them."""
 
-import copy
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from loadgen.zoo import ZOO
 from loadgen.zoo.exporting import export_model, save_model
+from runtime import weights
 from runtime.archive import fingerprint
-from runtime.weights import read_manifest
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -68,15 +66,11 @@ class Archives:
         """What the model itself answers."""
         return _answer(self.model(name), inputs)
 
-    def exact(self, name: str, inputs: Arrays) -> Arrays:
-        """What the model answers in float64."""
-        wide = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in inputs.items()}
-        return _answer(copy.deepcopy(self.model(name)).double(), wide)
-
     def weight_bytes(self, name: str) -> int:
         """What the server counts as the model's weights, once it has loaded it."""
         archive = fingerprint(self.archive(name))
-        manifest = read_manifest(self.cache / "weights" / archive[:32] / "weights.bin")
+        manifest = weights.read(self.cache / "weights" / archive[:32] / "weights.bin")
+        assert manifest is not None
         return manifest.segment_bytes + manifest.table_bytes
 
     def forget(self, name: str) -> None:

@@ -114,8 +114,12 @@ def test_a_slow_link_really_slows_streaming_and_changes_no_bit(archives: Archive
 def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives: Archives) -> None:
     inputs = archives.inputs("ranker", 1)
     (expected,) = archives.eager("ranker", inputs).values()
-    (features,) = inputs.values()
-    body = {"inputs": [{"name": "features", "datatype": "FP32", "shape": [1, 256], "data": features.tolist()}]}
+    datatypes = {"features": "FP32", "categories": "INT64"}
+    tensors = [
+        {"name": name, "datatype": datatypes[name], "shape": list(array.shape), "data": array.tolist()}
+        for name, array in inputs.items()
+    ]
+    body = {"inputs": tensors}
     # A link so slow that an inference takes about 0.3 s: six requests are still in flight when the signal comes.
     flags = ("--link-bandwidth", "10MB/s", "--batch-sizes", "1", "--exit-timeout-secs", "20")
     with (

@@ -236,10 +236,6 @@ class FrameWatch:
 
 
 ACTIVATIONS = (("bert_small", "25%"), ("ranker", "25%"), ("torchcrepe", "least"), ("mobilenet_v2", "least"))
-UNCOUNTED_SCRATCH = pytest.mark.xfail(
-    strict=True, reason="oneDNN's convolutions repack weights and inputs; lowering writes no scratch_bytes for that"
-)
-ALLOCATIONS = (*ACTIVATIONS[:2], *(pytest.param(*case, marks=UNCOUNTED_SCRATCH) for case in ACTIVATIONS[2:]))
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -269,7 +265,7 @@ def allocated_peak_bytes(program: Program, inputs: Sequence[torch.Tensor], serva
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize(("name", "memory"), ALLOCATIONS)
+@pytest.mark.parametrize(("name", "memory"), ACTIVATIONS)
 def test_torch_allocates_no_more_for_an_inference_than_the_plan_counts(
     archives: Archives, monkeypatch: pytest.MonkeyPatch, name: str, memory: str, batch: int
 ) -> None:

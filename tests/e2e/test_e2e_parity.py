@@ -19,10 +19,6 @@ BATCHES = (1, 4)
 TOLERANCE = 1e-4
 """Of the largest value that eager torch answers."""
 
-ILL_CONDITIONED = frozenset({"resnet152"})
-"""152 random layers multiply rounding errors: eager torch in float32 is itself 4e-4 away from float64. The server may
-be twice as far from float64 as eager torch is."""
-
 PLAIN = ("25%", "50%", "100%")
 """Shares of the weights that hold the activations too."""
 
@@ -33,9 +29,9 @@ LEAST = "least"
 BUDGETS: Mapping[str, tuple[str, ...]] = {
     "bert_small": PLAIN,
     "minilm_short": PLAIN,
-    "mobilenet_v2": (LEAST, "50% + 23 MiB", "100% + 23 MiB"),
+    "mobilenet_v2": (LEAST, "50% + 40 MiB", "100% + 40 MiB"),
     "ranker": PLAIN,
-    "torchcrepe": (LEAST, "50% + 1 MiB", "100% + 1 MiB"),
+    "torchcrepe": (LEAST, "50% + 3 MiB", "100% + 3 MiB"),
 }
 SLOW_BUDGETS: Mapping[str, tuple[str, ...]] = {
     "bert_base": PLAIN,
@@ -43,7 +39,7 @@ SLOW_BUDGETS: Mapping[str, tuple[str, ...]] = {
     "lstm": PLAIN,
     "minilm": PLAIN,
     "resnet152": PLAIN,
-    "resnet50": (LEAST, "50%", "100%"),
+    "resnet50": (LEAST, "60%", "100%"),
     "torchcrepe_full": PLAIN,
     "vit": PLAIN,
     "vit_small": PLAIN,
@@ -60,9 +56,6 @@ class Answers:
     served: Mapping[str, Mapping[int, Mapping[str, NDArray[Any]]]]
     swapped_bytes: Mapping[str, int]
     """Of one inference of batch 1."""
-
-    exact: Mapping[int, Mapping[str, NDArray[Any]]] | None
-    """Eager torch's in float64, for an ill-conditioned model."""
 
     @property
     def largest_error(self) -> float:
@@ -102,8 +95,7 @@ def answers(request: pytest.FixtureRequest, archives: Archives) -> Iterator[Answ
             served[budget] = {batch: infer(server.address, name, inputs[batch]) for batch in BATCHES}
             swapped[budget] = server.loaded.servables[name].programs[1].link_bytes
     eager = {batch: archives.eager(name, inputs[batch]) for batch in BATCHES}
-    exact = {b: archives.exact(name, inputs[b]) for b in BATCHES} if name in ILL_CONDITIONED else None
-    yield Answers(name, eager, served, swapped, exact)
+    yield Answers(name, eager, served, swapped)
     if name in SLOW_BUDGETS:
         archives.forget(name)
 
@@ -135,13 +127,7 @@ def test_answers_are_those_of_eager_torch(answers: Answers) -> None:
                 assert answer[key].shape == expected.shape
                 assert answer[key].dtype == expected.dtype
     print(f"{answers.name}: largest error {answers.largest_error:.1e} in {', '.join(answers.served)}")
-    if answers.exact is None:
-        assert answers.largest_error <= TOLERANCE
-    else:
-        own_error = relative_error(answers.eager, answers.exact)
-        assert own_error > TOLERANCE, "it need not be among the ill-conditioned models"
-        for by_batch in answers.served.values():
-            assert relative_error(by_batch, answers.exact) <= 2 * own_error
+    assert answers.largest_error <= TOLERANCE
 
 
 def test_every_budget_gives_the_same_bits(answers: Answers) -> None:

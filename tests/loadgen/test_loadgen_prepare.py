@@ -48,7 +48,8 @@ def test_what_is_cut_short_or_of_another_seed_is_built_again(tmp_path: Path) -> 
 def test_prepare_writes_models_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", str(tmp_path), "--zoo", "ranker,torchcrepe", "--seed", "3"]) == 0
     assert "torchcrepe" in capsys.readouterr().out
-    score = torch.export.load(tmp_path / "ranker" / "1" / "model.pt2").module()(features=torch.zeros(7, 256))
+    program = torch.export.load(tmp_path / "ranker" / "1" / "model.pt2").module()
+    score = program(features=torch.zeros(7, 256), categories=torch.zeros(7, 4, dtype=torch.int64))
     assert score["score"].shape == (7, 1)
 
 

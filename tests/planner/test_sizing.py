@@ -82,7 +82,7 @@ def test_resident_layout_keeps_everything_or_refuses() -> None:
     deployment = deploy(MODELS, (26 + 8) * PAGE, "resident")
     verify(MODELS, deployment)
     assert all(e.resident_bytes == e.parameter_bytes for e in deployment.entries)
-    with pytest.raises(InfeasibleBudget, match="large") as refusal:
+    with pytest.raises(InfeasibleBudget, match="3 models") as refusal:
         deploy(MODELS, 33 * PAGE, "resident")
     assert refusal.value.least_bytes == 34 * PAGE
 

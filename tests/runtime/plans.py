@@ -26,6 +26,8 @@ def streaming_plan(graph: Graph, resident: frozenset[int] = frozenset()) -> Plan
     for i in sorted(resident):
         residents.append(Placement(i, Address("partition", partition)))
         partition += graph.tensors[i].nbytes
+    scratch = Address("workspace", position)
+    position += max((op.scratch_bytes for op in graph.ops), default=0)
     steps: list[Step] = []
     computes: list[int] = []
     for n, op in enumerate(graph.ops):
@@ -37,7 +39,11 @@ def streaming_plan(graph: Graph, resident: frozenset[int] = frozenset()) -> Plan
             steps.append(SwapIn(i, Address("workspace", offset), tuple(computes[-1:])))
             offset += graph.tensors[i].nbytes
         computes.append(len(steps))
-        steps.append(Compute(n, tuple(places[i] for i in op.writes), after=tuple(waits[-1:])))
+        steps.append(
+            Compute(
+                n, tuple(places[i] for i in op.writes), scratch if op.scratch_bytes else None, tuple(waits[-1:])
+            )
+        )
         steps += [Drop(i) for i in streamed]
     inputs = tuple(Placement(i, places[i]) for i, t in enumerate(graph.tensors) if t.kind == "input")
     return Plan(graph.fingerprint, "", partition, position, inputs, tuple(residents), tuple(steps))

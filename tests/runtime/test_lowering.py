@@ -169,6 +169,24 @@ def test_a_damaged_cache_is_made_again(damage: bytes, tmp_path: Path) -> None:
         assert lower(tmp_path / "model.pt2", "wide", [1], tmp_path / "cache").graphs == before.graphs
 
 
+def test_a_flipped_bit_in_the_weights_file_is_found_and_mended(tmp_path: Path) -> None:
+    before = lowered_case("wide", tmp_path)
+    sound = before.weights_path.read_bytes()
+    for position in (0, len(sound) // 2, len(sound) - 1):
+        damaged = bytearray(sound)
+        damaged[position] ^= 1
+        before.weights_path.write_bytes(damaged)
+        lower(tmp_path / "model.pt2", "wide", [1], tmp_path / "cache")
+        assert before.weights_path.read_bytes() == sound
+
+
+def test_kernel_scratch_is_part_of_an_op_s_memory(tmp_path: Path) -> None:
+    graph = lowered_case("large_layers", tmp_path).graphs[1]
+    scratch = {op.target: op.scratch_bytes for op in graph.ops}
+    assert scratch["aten.conv1d.default"] > 0, "convolutions repack what they read"
+    assert scratch["aten.relu_.default"] == 0
+
+
 def test_recurrent_layers_are_separate_ops(tmp_path: Path) -> None:
     lowered = lowered_case("lstm", tmp_path)
     assert [op.target for op in lowered.graphs[1].ops].count("aten.lstm.input") == 3
