@@ -54,7 +54,7 @@ class Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     folder: Path = options.folder
     console.rule(f"preparing {options.models} models")
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             markdown_table(header, lowered),
         ],
     )
-    console.print(path.read_text())
+    print(path.read_text())
     return 0
 
 

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmarks.streaming",
         _sections(rows, options),
     )
-    console.print(path.read_text())
+    print(path.read_text())
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from server.errors import ExecutionFailed, RequestError, RequestTimedOut, ShuttingDown
-from server.model import Device, Execution, Servable
+from server.model import Device, Execution, Servable, Swap
 from server.request import InferRequest
 from server.scheduler import Expired, Scheduler, Ticket, Work
 from server.statistics import FailureReason, ModelStatistics
@@ -156,7 +156,7 @@ class Engine:
     def _execute(self, model: _Model, ticket: Ticket) -> Outcome:
         request, started_s = ticket.request, self._clock()
         try:
-            swap_s = self._device.prepare(request.model) if self._device is not None else 0.0
+            swap = self._device.prepare(request.model) if self._device is not None else Swap()
             self._tell_next()
             execution = model.servable.execute(request.inputs, request.batch)
         except RequestError as error:
@@ -165,8 +165,9 @@ class Engine:
             _log.exception("execution failed", extra={"fields": {"model": request.model, "request": request.id}})
             reason = f"{type(error).__name__}: {error}"
             return self._failed(model, ticket, "BACKEND", ExecutionFailed(request.model, reason))
-        if swap_s > 0:
-            execution = replace(execution, stall_s=execution.stall_s + swap_s)
+        if swap.nbytes > 0:
+            swapped_bytes = execution.swapped_bytes + swap.nbytes
+            execution = replace(execution, stall_s=execution.stall_s + swap.seconds, swapped_bytes=swapped_bytes)
         model.statistics.succeeded(
             batch=request.batch,
             queue_s=started_s - ticket.arrived_s,

@@ -76,11 +76,19 @@ class Servable(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What it took to bring a model in; nothing if it was there."""
+
+    seconds: float = 0.0
+    nbytes: int = 0
+
+
 class Device(Protocol):
     """A device whose models take turns in one region, so that each must be brought in before it runs."""
 
-    def prepare(self, model: str) -> float:
-        """Make `model` the one that can be executed, and return the seconds that took; engine's thread only."""
+    def prepare(self, model: str) -> Swap:
+        """Make `model` the one that can be executed; engine's thread only."""
         ...
 
 

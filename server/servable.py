@@ -11,7 +11,7 @@ from runtime.executor import Executor
 from runtime.lower import Lowered
 from runtime.model import Port
 from runtime.program import Program
-from server.model import Array, Execution, ModelInfo, TensorSpec
+from server.model import Array, Execution, ModelInfo, Swap, TensorSpec
 
 _DATATYPES = {
     torch.bool: "BOOL",
@@ -104,11 +104,12 @@ class SharedRegion:
         self._programs = programs
         self._owner: str | None = None
 
-    def prepare(self, model: str) -> float:
-        """Bring a model in unless it is there; returns the seconds that took. On the engine's thread."""
+    def prepare(self, model: str) -> Swap:
+        """Bring a model in unless it is there. On the engine's thread."""
         if self._owner == model:
-            return 0.0
+            return Swap()
         self._owner = None
-        seconds = self._executor.load(self._programs[model])
+        program = self._programs[model]
+        seconds = self._executor.load(program)
         self._owner = model
-        return seconds
+        return Swap(seconds, sum(step.nbytes for step in program.residents))

@@ -6,7 +6,7 @@ import numpy as np
 from server_fakes import FakeServable, Gate, identity
 
 from server.engine import Engine
-from server.model import Device
+from server.model import Device, Swap
 from server.request import InferRequest
 from server.scheduler import Scheduler
 from server.statistics import ModelStatistics
@@ -43,8 +43,8 @@ async def test_the_next_model_hears_of_its_turn_before_the_one_ahead_of_it_runs(
 
 
 class OneRegion:
-    def prepare(self, model: str) -> float:
-        return 0.0
+    def prepare(self, model: str) -> Swap:
+        return Swap()
 
 
 async def test_models_that_share_one_region_are_told_nothing() -> None:

@@ -14,6 +14,7 @@ import pytest
 from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from server_http import HEADER_LENGTH, Answer, ask, infer, x
 
+from server.model import Swap
 from server.statistics import FailureReason
 
 
@@ -180,10 +181,10 @@ def test_device_is_prepared_before_every_execution() -> None:
         def __init__(self) -> None:
             self.models: list[str] = []
 
-        def prepare(self, model: str) -> float:
+        def prepare(self, model: str) -> Swap:
             self.models.append(model)
             assert threading.current_thread().name == "engine"
-            return 0.5
+            return Swap(0.5, 4096)
 
     device = Turns()
     loaded = serving(identity("a", "FP32"), identity("b", "FP32"))
@@ -192,7 +193,9 @@ def test_device_is_prepared_before_every_execution() -> None:
         for model in "aba":
             assert infer(server, model, {"inputs": [x()]}).status == 200
         assert device.models == ["a", "b", "a"]
-        assert server.server.registry.find("a").statistics.stall_s == 2 * (0.25 + 0.5)
+        statistics = server.server.registry.find("a").statistics
+        assert statistics.stall_s == 2 * (0.25 + 0.5)
+        assert statistics.swapped_bytes == 2 * (1000 + 4096)
 
 
 def test_many_clients_get_their_own_answers(server: Running) -> None:
