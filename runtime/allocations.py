@@ -1,5 +1,6 @@
 """Measures what torch's CPU allocator gives out inside named ranges (`torch.profiler.record_function`)."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ def measuring_allocations() -> Iterator[dict[str, int]]:
 
     Of ranges with the same name, the one with the most counts. Memory that libraries take elsewhere is not seen.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces itself on stderr otherwise
     peaks: dict[str, int] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
