@@ -26,7 +26,7 @@ LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 NOTHING: Final = -1
 """In the arrays of this file: waits for no step."""
 
-MOST_INFERENCES: Final = 16
+MOST_INFERENCES: Final = 8
 """How long to look for a stable period."""
 
 

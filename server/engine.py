@@ -4,13 +4,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from server.errors import ExecutionFailed, RequestError, RequestTimedOut, ShuttingDown
-from server.model import Device, Execution, Servable, Swap
+from server.model import Array, Device, Execution, Servable, Swap
 from server.request import InferRequest
-from server.scheduler import Expired, Scheduler, Ticket, Work
+from server.scheduler import Expired, Scheduler, Ticket, Work, worthwhile_batches
 from server.statistics import FailureReason, ModelStatistics
 
 _log = logging.getLogger("cohabit.engine")
@@ -49,6 +51,8 @@ class Engine:
 
     def add(self, servable: Servable, statistics: ModelStatistics) -> None:
         self._models[servable.info.name] = _Model(servable, statistics)
+        with self._work_or_stop:
+            self._scheduler.join(servable.info.name, worthwhile_batches(servable.seconds_by_batch))
 
     def use_device(self, device: Device | None) -> None:
         """Prepare this device for a model before each of its executions."""
@@ -128,8 +132,8 @@ class Engine:
         while (pick := self._take()) is not None:
             match pick:
                 case Work(model, tickets):
-                    for ticket in tickets:
-                        self._answer(ticket, self._execute(self._models[model], ticket))
+                    for ticket, outcome in self._work(self._models[model], tickets):
+                        self._answer(ticket, outcome)
                 case Expired(ticket):
                     self._answer(ticket, self._expire(ticket))
 
@@ -153,38 +157,72 @@ class Engine:
         self._models[request.model].statistics.failed("REJECTED", self._clock() - ticket.arrived_s)
         return RequestTimedOut(request.model, request.timeout_s or 0.0)
 
-    def _execute(self, model: _Model, ticket: Ticket) -> Outcome:
-        request, started_s = ticket.request, self._clock()
+    def _work(self, model: _Model, tickets: Sequence[Ticket]) -> Iterator[tuple[Ticket, Outcome]]:
+        """Execute requests together; should that fail, one by one, so that each fails for itself alone."""
+        if len(tickets) > 1:
+            outcomes = self._execute(model, tickets)
+            if not any(isinstance(outcome, RequestError) for outcome in outcomes):
+                yield from zip(tickets, outcomes, strict=True)
+                return
+        for ticket in tickets:
+            (outcome,) = self._execute(model, [ticket])
+            if isinstance(outcome, RequestError):
+                reason: FailureReason = "BACKEND" if isinstance(outcome, ExecutionFailed) else "OTHER"
+                model.statistics.failed(reason, self._clock() - ticket.arrived_s)
+            yield ticket, outcome
+
+    def _execute(self, model: _Model, tickets: Sequence[Ticket]) -> list[Outcome]:
+        """Execute requests as one batch; either all are answered and counted, or there is one error."""
+        request, started_s = tickets[0].request, self._clock()
         try:
             swap = self._device.prepare(request.model) if self._device is not None else Swap()
             self._tell_next()
-            execution = model.servable.execute(request.inputs, request.batch)
+            execution = model.servable.execute(_joined(tickets), sum(t.request.batch for t in tickets))
         except RequestError as error:
-            return self._failed(model, ticket, "OTHER", error)
+            return [error]
         except Exception as error:
             _log.exception("execution failed", extra={"fields": {"model": request.model, "request": request.id}})
-            reason = f"{type(error).__name__}: {error}"
-            return self._failed(model, ticket, "BACKEND", ExecutionFailed(request.model, reason))
+            return [ExecutionFailed(request.model, f"{type(error).__name__}: {error}")]
         if swap.nbytes > 0:
             swapped_bytes = execution.swapped_bytes + swap.nbytes
             execution = replace(execution, stall_s=execution.stall_s + swap.seconds, swapped_bytes=swapped_bytes)
-        model.statistics.succeeded(
-            batch=request.batch,
-            queue_s=started_s - ticket.arrived_s,
-            busy_s=self._clock() - started_s,
-            execution=execution,
-            wall_ms=round(time.time() * 1e3),
-        )
-        return execution
+        self._count(model.statistics, tickets, execution, started_s)
+        return list(_parted(tickets, execution))
+
+    def _count(
+        self, statistics: ModelStatistics, tickets: Sequence[Ticket], execution: Execution, started_s: float
+    ) -> None:
+        busy_s, wall_ms = self._clock() - started_s, round(time.time() * 1e3)
+        statistics.executed(sum(t.request.batch for t in tickets), execution)
+        for ticket in tickets:
+            queue_s = started_s - ticket.arrived_s
+            statistics.succeeded(ticket.request.batch, queue_s, busy_s, execution.compute_s, wall_ms)
 
     def _tell_next(self) -> None:
         """Let the next request's model begin its copies; one region for all (`Device`) has no room for that."""
         if self._device is None:
             with self._work_or_stop:
-                ahead = self._scheduler.ahead()
+                ahead = self._scheduler.ahead(self._clock())
             if ahead is not None:
-                self._models[ahead.request.model].servable.expect(ahead.request.batch)
+                model, batch = ahead
+                self._models[model].servable.expect(batch)
 
-    def _failed(self, model: _Model, ticket: Ticket, reason: FailureReason, error: RequestError) -> RequestError:
-        model.statistics.failed(reason, self._clock() - ticket.arrived_s)
-        return error
+
+def _joined(tickets: Sequence[Ticket]) -> Mapping[str, Array]:
+    """The inputs of one or more requests, one behind the other along the batch."""
+    if len(tickets) == 1:
+        return tickets[0].request.inputs
+    names = tickets[0].request.inputs
+    return {name: np.concatenate([t.request.inputs[name] for t in tickets]) for name in names}
+
+
+def _parted(tickets: Sequence[Ticket], execution: Execution) -> Iterator[Execution]:
+    """Each request's rows of the outputs."""
+    if len(tickets) == 1:
+        yield execution
+        return
+    start = 0
+    for ticket in tickets:
+        rows = slice(start, start + ticket.request.batch)
+        start = rows.stop
+        yield replace(execution, outputs={name: array[rows] for name, array in execution.outputs.items()})

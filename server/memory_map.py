@@ -19,7 +19,7 @@ def draw(deployment: Deployment, weight_bytes: Mapping[str, int]) -> str:
     for name in ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run"):
         table.add_column(name, justify="left" if name in ("model", "") else "right")
     for entry in deployment.entries:
-        table.add_row(*_row(entry, weight_bytes[entry.name]))
+        table.add_row(*_row(entry, weight_bytes[entry.name], in_turns=deployment.layout == "time_shared"))
     table.add_section()
     table.add_row(
         "workspace", format_bytes(deployment.workspace_offset), format_bytes(deployment.workspace_bytes), *[""] * 6
@@ -37,7 +37,7 @@ def _title(deployment: Deployment) -> str:
     )
 
 
-def _row(entry: Entry, weight_bytes: int) -> list[str]:
+def _row(entry: Entry, weight_bytes: int, in_turns: bool) -> list[str]:
     share = entry.resident_bytes / entry.parameter_bytes if entry.parameter_bytes else 1.0
     filled = round(share * _BAR_CELLS)
     plan = entry.plans[min(entry.plans)].provenance
@@ -47,8 +47,8 @@ def _row(entry: Entry, weight_bytes: int) -> list[str]:
         format_bytes(entry.partition_offset),
         format_bytes(entry.partition_bytes),
         format_bytes(weight_bytes),
-        f"{share:.0%}",
-        "█" * filled + "░" * (_BAR_CELLS - filled),
+        "in turns" if in_turns else f"{share:.0%}",
+        "" if in_turns else "█" * filled + "░" * (_BAR_CELLS - filled),
         *times,
     ]
 

@@ -56,6 +56,11 @@ class Servable(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
+    @property
+    def seconds_by_batch(self) -> Mapping[int, float]:
+        """What one execution is expected to take, by the batch sizes that the model is prepared for."""
+        ...
+
     def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
         """Run one inference; called on the engine's thread only.
 

@@ -58,6 +58,12 @@ class ProgramServable:
     outputs: tuple[Port, ...]
     executor: Executor
 
+    @property
+    def seconds_by_batch(self) -> Mapping[int, float]:
+        """The plans' predictions; nothing for a model without a batch."""
+        plans = {batch: program.plan.provenance for batch, program in self.programs.items()}
+        return {b: p.latency_s for b, p in plans.items() if p is not None and b <= self.info.max_batch_size}
+
     def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
         """Run one inference; on the engine's thread."""
         planned = self._planned(batch)

@@ -34,6 +34,7 @@ class ModelStatistics:
     compute: Total = field(default_factory=Total)
     batches: dict[int, Total] = field(default_factory=dict)
     """Executions by batch size."""
+    execution_count: int = 0
     inference_count: int = 0
     """Samples: a request of batch 8 counts 8."""
     last_inference_ms: int = 0
@@ -44,21 +45,21 @@ class ModelStatistics:
         default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     )
 
-    @property
-    def execution_count(self) -> int:
-        return self.compute.count
-
-    def succeeded(self, batch: int, queue_s: float, busy_s: float, execution: Execution, wall_ms: int) -> None:
-        """Count an answer whose request waited `queue_s`, then kept the device busy for `busy_s`."""
-        self.success.add(queue_s + busy_s)
-        self.queue.add(queue_s)
-        self.prepare.add(max(0.0, busy_s - execution.compute_s))
-        self.compute.add(execution.compute_s)
+    def executed(self, batch: int, execution: Execution) -> None:
+        """Count an execution, whatever number of requests it answers."""
+        self.execution_count += 1
         self.batches.setdefault(batch, Total()).add(execution.compute_s)
-        self.inference_count += batch
-        self.last_inference_ms = wall_ms
         self.stall_s += execution.stall_s
         self.swapped_bytes += execution.swapped_bytes
+
+    def succeeded(self, batch: int, queue_s: float, busy_s: float, compute_s: float, wall_ms: int) -> None:
+        """Count an answer: its request waited `queue_s`, then its execution kept the device busy for `busy_s`."""
+        self.success.add(queue_s + busy_s)
+        self.queue.add(queue_s)
+        self.prepare.add(max(0.0, busy_s - compute_s))
+        self.compute.add(compute_s)
+        self.inference_count += batch
+        self.last_inference_ms = wall_ms
 
     def failed(self, reason: FailureReason, seconds: float) -> None:
         self.fail.add(seconds)

@@ -29,6 +29,8 @@ class FakeServable:
     expected: list[int] = field(default_factory=list)
     """Batches that were announced to come next."""
 
+    seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
+
     def expect(self, batch: int) -> None:
         self.expected.append(batch)
 

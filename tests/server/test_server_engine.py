@@ -6,7 +6,8 @@ import numpy as np
 from server_fakes import FakeServable, Gate, identity
 
 from server.engine import Engine
-from server.model import Device, Swap
+from server.errors import InvalidRequest
+from server.model import Array, Device, Execution, Swap
 from server.request import InferRequest
 from server.scheduler import Scheduler
 from server.statistics import ModelStatistics
@@ -50,3 +51,52 @@ class OneRegion:
 async def test_models_that_share_one_region_are_told_nothing() -> None:
     first, second = await run_three(OneRegion())
     assert first.expected == second.expected == []
+
+
+FASTER = {1: 1.0, 2: 1.1, 4: 1.2}
+
+
+async def run_behind_a_gate(servable: FakeServable, values: list[float]) -> tuple[list[object], ModelStatistics]:
+    """Answers (or errors) of requests that all wait while the engine is busy, and what was counted."""
+    gate = Gate()
+    engine, statistics = Engine(Scheduler(16)), ModelStatistics()
+    engine.add(FakeServable(identity("busy", "FP32").info, gate), ModelStatistics())
+    engine.add(servable, statistics)
+    engine.start()
+    busy = asyncio.ensure_future(engine.infer(request("busy", 1)))
+    await asyncio.to_thread(gate.entered.wait, 10)
+    rows = [np.full((1, 4), value, np.float32) for value in values]
+    name = servable.info.name
+    waiting = [asyncio.ensure_future(engine.infer(InferRequest(name, 1, {"x": x}, 1, ()))) for x in rows]
+    await asyncio.sleep(0)
+    gate.open.set()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    await busy
+    await engine.stop()
+    return list(outcomes), statistics
+
+
+async def test_requests_that_wait_for_one_model_are_executed_together_and_get_their_own_rows() -> None:
+    servable = identity("m", "FP32")
+    servable.seconds_by_batch = FASTER
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    outcomes, statistics = await run_behind_a_gate(servable, values)
+    assert servable.calls == [4, 2]
+    for value, outcome in zip(values, outcomes, strict=True):
+        assert isinstance(outcome, Execution)
+        assert np.array_equal(outcome.outputs["y"], np.full((1, 4), value))
+    assert (statistics.success.count, statistics.execution_count, statistics.inference_count) == (6, 2, 6)
+    assert statistics.swapped_bytes == 2 * 1000
+
+
+async def test_a_request_that_fails_takes_none_of_those_it_was_put_together_with_along() -> None:
+    def refuse_seven(x: Array) -> dict[str, Array]:
+        if (x == 7).any():
+            raise InvalidRequest("7 is outside of the table")
+        return {"y": x}
+
+    servable = FakeServable(identity("m", "FP32").info, refuse_seven, seconds_by_batch=FASTER)
+    outcomes, statistics = await run_behind_a_gate(servable, [1.0, 7.0, 3.0, 4.0])
+    assert servable.calls == [4, 1, 1, 1, 1]
+    assert [isinstance(o, InvalidRequest) for o in outcomes] == [False, True, False, False]
+    assert (statistics.success.count, statistics.failures["OTHER"]) == (3, 1)

@@ -4,11 +4,11 @@ import pytest
 
 from server.errors import QueueFull
 from server.request import InferRequest
-from server.scheduler import Expired, Scheduler, Work
+from server.scheduler import Expired, Scheduler, Work, worthwhile_batches
 
 
-def request(model: str = "m", timeout_s: float | None = None) -> InferRequest:
-    return InferRequest(model, 1, {}, 1, (), timeout_s=timeout_s)
+def request(model: str = "m", timeout_s: float | None = None, batch: int = 1) -> InferRequest:
+    return InferRequest(model, 1, {}, batch, (), timeout_s=timeout_s)
 
 
 def served(scheduler: Scheduler, now_s: float = 0.0) -> list[str]:
@@ -85,3 +85,57 @@ def test_clear_forgets_what_waited() -> None:
     assert len(scheduler) == 0
     assert scheduler.next(0.0) is None
     assert not scheduler.cancel(ticket)
+
+
+def batches_taken(scheduler: Scheduler) -> list[list[int]]:
+    taken = []
+    while (pick := scheduler.next(0.0)) is not None:
+        assert isinstance(pick, Work)
+        taken.append([t.request.batch for t in pick.tickets])
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("waiting", "together"),
+    [
+        ([1, 1, 1, 1, 1, 1, 1], [[1, 1, 1, 1], [1, 1], [1]]),
+        ([1, 2, 1, 1], [[1, 2, 1], [1]]),
+        ([3, 1, 2], [[3, 1], [2]]),
+        ([8, 1, 1], [[8], [1, 1]]),
+        ([1, 4, 1], [[1], [4], [1]]),
+    ],
+)
+def test_waiting_requests_join_in_worthwhile_batches(waiting: list[int], together: list[list[int]]) -> None:
+    scheduler = Scheduler(16)
+    scheduler.join("m", frozenset({2, 4}))
+    for batch in waiting:
+        scheduler.submit(0.0, request(batch=batch))
+    assert scheduler.ahead(0.0) == ("m", sum(together[0]))
+    assert batches_taken(scheduler) == together
+
+
+def test_requests_of_other_models_and_late_ones_do_not_join() -> None:
+    scheduler = Scheduler(16)
+    scheduler.join("m", frozenset({2, 4}))
+    first = scheduler.submit(0.0, request())
+    scheduler.submit(0.0, request("other"))
+    late = scheduler.submit(0.0, request(timeout_s=1.0))
+    scheduler.submit(0.0, request())
+    assert scheduler.next(2.0) == Work("m", (first,))
+    assert served(scheduler, 0.0)[:1] == ["other"]
+    assert late.deadline_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "worthwhile"),
+    [
+        ({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7}, {1, 2, 4, 8}),
+        ({1: 1.0, 2: 2.0, 4: 4.0}, {1}),
+        ({1: 1.0, 2: 1.9, 4: 2.0}, {1, 4}),
+        ({}, set()),
+    ],
+)
+def test_batches_are_worthwhile_where_a_sample_takes_less_time(
+    seconds: dict[int, float], worthwhile: set[int]
+) -> None:
+    assert worthwhile_batches(seconds) == worthwhile
