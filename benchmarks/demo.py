@@ -187,7 +187,7 @@ def _latencies(outcomes: dict[str, Outcome], options: argparse.Namespace) -> Tab
             memory[layout],
             f"{report.completed}/{report.sent}",
             f"{report.achieved_per_s:.0f}",
-            f"{report.goodput_per_s / options.rate:.0%}",
+            f"{sum(m.within_slo for m in report.models) / max(1, report.sent):.0%}",
             *shown,
             f"{outcomes[layout].swapped_bytes / 2**30:.1f}",
         )
