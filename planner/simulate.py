@@ -109,8 +109,7 @@ def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[Lanes, list[tu
         np.maximum.at(lanes.wait, (lane_at, position_at, other_at), earlier)
     residents = {p.tensor for p in plan.residents}
     if back := {tensor: position for tensor, position in restored.items() if tensor in residents}:
-        for position, read in enumerate(reads):
-            lanes.carried[position] = max((back[i] for i in read if i in back), default=NOTHING)
+        lanes.carried[: len(reads)] = [max((back[i] for i in read if i in back), default=NOTHING) for read in reads]
     return lanes, issued
 
 
