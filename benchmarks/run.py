@@ -3,13 +3,19 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks import demo, memory, planner, streaming
+from benchmarks import demo, memory, parity, planner, streaming
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if every benchmark that checks something found it to hold."""
     failed = []
-    for name, run in (("planner", planner), ("streaming", streaming), ("memory", memory), ("demo", demo)):
+    for name, run in (
+        ("planner", planner),
+        ("streaming", streaming),
+        ("memory", memory),
+        ("parity", parity),
+        ("demo", demo),
+    ):
         sys.argv[1:] = []
         arguments = ["--record"] if run is demo else []
         if run.main(arguments):

@@ -21,6 +21,7 @@ from loadgen.prepare import recipes
 from planner.plan import Plan
 from planner.profile import Profile
 from planner.search import Problem, search
+from planner.simulate import simulate
 from planner.sizing import split_budget
 from runtime.arena import Arena
 from runtime.executor import Executor
@@ -28,6 +29,7 @@ from runtime.lower import Lowered, lower
 from runtime.profile import device_name, measure, resident_plan
 from runtime.program import Bases, Program, build
 from runtime.store import Store, StoreKind, open_store
+from runtime.trace import chrome_trace
 
 MODELS = ("resnet152", "bert_base", "minilm")
 SHARES = (0.25, 0.5)
@@ -95,6 +97,15 @@ def _measure(
     with Arena(total + resident.partition_bytes) as arena, Executor() as executor:
         streamed = build(lowered, plan, profile, arena, Bases(0, partition), store)
         whole = build(lowered, resident, None, arena, Bases(total, total), store)
+        if options.traces is not None:
+            executor.load(streamed)
+            measured = executor.run(streamed, lowered.examples(1), traced=True).timeline
+            assert measured is not None
+            timelines = {"predicted": simulate(graph, plan, profile), "measured": measured}
+            options.traces.mkdir(parents=True, exist_ok=True)
+            path = options.traces / f"{lowered.name}-{store.kind}-{share:.0%}.json"
+            path.write_bytes(chrome_trace(timelines, graph, plan))
+            say(f"  {path}: open it at ui.perfetto.dev or chrome://tracing")
         return _rounds(lowered, store, share, profile, plan, streamed, whole, executor, options.rounds, say)
 
 
@@ -185,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="zoo models (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: %(default)s)")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="write predicted and measured timelines there")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
