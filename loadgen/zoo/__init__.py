@@ -52,7 +52,7 @@ _ENTRIES = (
     Entry("bert_base", "text:bert_base", 109_482_240, "BERT base, 128 tokens, pooled state"),
     Entry("bert_small", "text:bert_small", 11_170_560, "BERT with 4 layers of 256, 64 tokens, pooled state"),
     Entry("gpt2", "text:gpt2", 124_439_808, "GPT-2 prefill of 64 tokens, logits of the last one"),
-    Entry("lstm", "recurrent:lstm", 67_407_972, "8 LSTM layers of 1024 over 16 tokens, classifier"),
+    Entry("lstm", "recurrent:lstm", 56_872_036, "12 LSTM layers of 768 over 16 tokens, classifier"),
     Entry(
         "minilm",
         "sentence:minilm",

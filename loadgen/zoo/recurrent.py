@@ -28,5 +28,5 @@ class TokenClassifier(nn.Module):
 
 def lstm(seed: int) -> tuple[nn.Module, Inputs]:
     with seeded(seed):
-        model = TokenClassifier(hidden=1024, layers=8, classes=100).eval()
+        model = TokenClassifier(hidden=768, layers=12, classes=100).eval()
         return model, {"input_ids": token_ids(VOCABULARY, LENGTH)}
