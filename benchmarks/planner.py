@@ -15,8 +15,9 @@ from loadgen.prepare import recipes
 from planner.errors import format_bytes
 from planner.feasible import page_aligned
 from planner.graph import Graph, Op, Tensor
+from planner.problem import Problem
 from planner.profile import Link, Profile
-from planner.search import Problem, search
+from planner.search import search
 from planner.simulate import prepare, run_once, simulate
 from planner.sizing import split_budget
 from runtime.lower import lower

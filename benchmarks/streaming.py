@@ -19,8 +19,9 @@ from benchmarks.record import markdown_table, record
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
 from planner.plan import Plan
+from planner.problem import Problem
 from planner.profile import Profile
-from planner.search import Problem, search
+from planner.search import search
 from planner.simulate import simulate
 from planner.sizing import split_budget
 from runtime.arena import Arena

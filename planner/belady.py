@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
+from planner.feasible import PAGE_BYTES
 from planner.memory import NO_MORE, NOWHERE, Demand, Memory, copy_memory, empty_memory, find_room, put, remove, use
+from planner.problem import Cost
 from planner.simulate import COMPUTE, MOST_INFERENCES, NOTHING, SWAP_IN, Lanes, empty_lanes, run
 from planner.workload import Arrays, Workload
 
@@ -47,14 +49,6 @@ class Swaps(NamedTuple):
     """How many elements of the arrays are in use, [1]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    latency_s: float
-    period_s: float
-    """Infinite where it was not looked at."""
-    link_pages: int
-
-
 def plan_swaps(work: Workload, home: Ints, rule: Rule) -> Swaps:
     """Scan the ops once, with residents at `home` before and after."""
     swaps, _ = _scan(work.arrays, home, rule.threshold_s, rule.keep, False)
@@ -77,7 +71,8 @@ def pressed_out(work: Workload, home: Ints, rule: Rule) -> frozenset[int]:
 
 def judge(work: Workload, home: Ints, rule: Rule, good_s: float) -> Cost:
     """Simulate the plan of one scan; its period only if its latency is at most `good_s`."""
-    return Cost(*_judge(work.arrays, home, rule.threshold_s, rule.keep, good_s))
+    latency_s, period_s, link_pages = _judge(work.arrays, home, rule.threshold_s, rule.keep, good_s)
+    return Cost(latency_s, period_s, link_pages * PAGE_BYTES)
 
 
 @compiled

@@ -191,6 +191,8 @@ class _Replay:
     past: list[_Range] = field(default_factory=list)
     on_host: dict[int, Clock] = field(default_factory=dict)
     """Inputs and activations that were swapped out, with the clock at which the last copy is complete."""
+    unsaved: set[int] = field(default_factory=set)
+    """State in memory that differs from its host copy."""
     answered: Clock = _NEVER
     """Passed when the last op has ended."""
     issued: list[int] = field(default_factory=lambda: [0, 0, 0])
@@ -216,11 +218,13 @@ class _Replay:
         for placement in self.plan.inputs:
             if tensors[placement.tensor].kind != "input":
                 self.found.append(f"{tensors[placement.tensor].name} is placed as an input, but is none")
-            if placement.address.region != "workspace":
+            if placement.address.region != "workspace" and self.plan.workspace_bytes:
                 self.found.append(f"input {tensors[placement.tensor].name} is not in the workspace")
         for placement in self.plan.residents:
-            if tensors[placement.tensor].kind != "parameter":
+            if tensors[placement.tensor].kind not in ("parameter", "state"):
                 self.found.append(f"{tensors[placement.tensor].name} is a resident, but no parameter")
+            if tensors[placement.tensor].kind == "state":
+                self.unsaved.add(placement.tensor)  # the inference before this one changed it
             if placement.address.region != "partition":
                 self.found.append(f"resident {tensors[placement.tensor].name} is not in the partition")
         placed = [p.tensor for p in self.plan.inputs]
@@ -254,7 +258,7 @@ class _Replay:
         )
         ended = self._issue(1, before)
         if tensor.kind != "parameter":
-            saved = self.on_host.get(step.tensor)
+            saved = self.on_host.get(step.tensor, _NEVER if tensor.kind == "state" else None)
             if saved is None:
                 self.found.append(f"{name}: the {tensor.kind} was never swapped out")
             elif not _passed(saved, before):
@@ -272,6 +276,7 @@ class _Replay:
             self.found.append(f"{name}: a parameter has a host copy at all times; drop it instead")
         self._read(name, step.tensor, before, ended)
         self.on_host[step.tensor] = ended
+        self.unsaved.discard(step.tensor)
 
     def _drop(self, index: int, tensor: int) -> None:
         copy = self.live.pop(tensor, None)
@@ -279,6 +284,8 @@ class _Replay:
             self.found.append(f"{_name(self.graph, self.plan, index)}: the tensor is not in memory")
         else:
             self._retire(replace(copy.place, accessed=copy.accessed))
+        if tensor in self.unsaved:
+            self.found.append(f"{_name(self.graph, self.plan, index)}: its changes are not in the host store")
 
     def _answer(self, ended: Clock) -> None:
         """The last op has ended. Parameters among the outputs need not stay any longer; they have a host copy."""
@@ -300,6 +307,8 @@ class _Replay:
                 self.found.append(f"output {tensors[i].name} is not in memory at the end")
             elif issued and not _passed(copy.written, self.answered):
                 self.found.append(f"output {tensors[i].name} may arrive after the last op has ended")
+        for i in sorted(self.unsaved.difference(p.tensor for p in self.plan.residents)):
+            self.found.append(f"{tensors[i].name} was changed, but is neither swapped out nor a resident")
         for resident in self.plan.residents:
             copy = self.live.get(resident.tensor)
             if copy is None:
@@ -328,6 +337,8 @@ class _Replay:
 
     def _change(self, name: str, tensor: int, before: Clock) -> None:
         """A tensor is changed in place: a swap-out must have ended, and its host copy is out of date."""
+        if self.graph.tensors[tensor].kind == "state":
+            self.unsaved.add(tensor)
         saved = self.on_host.pop(tensor, None)
         if saved is not None and not _passed(saved, before):
             self.found.append(f"{name} changes {self.graph.tensors[tensor].name} before its swap-out has ended")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from planner.feasible import PAGE_BYTES, Footprint
 from planner.profile import Profile
-from planner.search import quick_latency_s
+from planner.searchers.streaming import quick_latency_s
 
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 

@@ -5,7 +5,9 @@ CohabitError
 │   └── FingerprintMismatch  a plan or profile made for another graph, weights file or profile
 ├── InvalidGraph           a graph that no program could come from
 ├── InvalidPlan            the checker's findings
-└── InfeasibleBudget       no plan exists in the given memory
+├── InfeasibleBudget       no plan exists in the given memory
+├── UnsupportedProblem     a searcher cannot plan this kind of problem
+└── UnknownSearcher        there is no searcher of that name
 """
 
 from collections.abc import Sequence
@@ -60,6 +62,17 @@ class InfeasibleBudget(CohabitError):
         self.op = op
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
+
+
+class UnsupportedProblem(CohabitError):
+    """A searcher was asked for something that its paper has no notion of; the message says what would do."""
+
+
+class UnknownSearcher(CohabitError):
+    """No searcher has this name."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        super().__init__(f"no searcher is called {name}; there are {', '.join(known)}")
 
 
 def format_bytes(nbytes: float) -> str:

@@ -16,14 +16,15 @@ FORMAT_VERSION = 1
 
 _T = TypeVar("_T")
 
-TensorKind = Literal["parameter", "input", "activation"]
+TensorKind = Literal["parameter", "state", "input", "activation"]
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One storage.
 
-    A parameter has a copy in the host store at all times, so that evicting it is free. An input is in memory
-    before the first op; an activation is written by exactly one op.
+    A parameter has a copy in the host store at all times, so that evicting it is free. State is like a parameter
+    that ops may change in place (what an optimizer trains): once changed it must be swapped out, or stay, to be
+    there for the next inference. An input is in memory before the first op; an activation is written by one op.
     """
 
     name: str

@@ -17,8 +17,9 @@ from planner.check import check
 from planner.errors import FingerprintMismatch, FormatError, InvalidPlan
 from planner.graph import Graph, fingerprint
 from planner.plan import Plan
+from planner.problem import Problem
 from planner.profile import Profile
-from planner.search import Problem, search
+from planner.search import search
 
 logger = logging.getLogger(__name__)
 

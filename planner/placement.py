@@ -6,6 +6,7 @@ alive at once, which no placement can beat.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ class Block:
     nbytes: int
     alignment: int
     span: Lifespan
+    again: Lifespan | None = None
+    """A later time at which the same bytes are needed once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +37,24 @@ class Layout:
     peak_bytes: int
 
 
-def place(blocks: Sequence[Block]) -> Layout:
-    """Place all blocks; the same blocks always get the same offsets."""
+def place(blocks: Sequence[Block], enough_bytes: int = 0) -> Layout:
+    """Place all blocks; the same blocks always get the same offsets. A layout of `enough_bytes` is good enough."""
     if not blocks:
         return Layout((), 0)
-    nbytes, alignment, first, end = np.array(
-        [(b.nbytes, b.alignment, b.span.first, b.span.end) for b in blocks], dtype=np.int64
+    nbytes, alignment, first, end, first_again, end_again = np.array(
+        [(b.nbytes, b.alignment, b.span.first, b.span.end, *_again(b)) for b in blocks], dtype=np.int64
     ).T.copy()
+    times = _Times(first, end, first_again, end_again)
     best: Ints | None = None
     best_peak = 0
-    floor = most_live_bytes(blocks)
-    for order in _orders(nbytes, first, end):
+    floor = max(most_live_bytes(blocks), enough_bytes)
+    for order in _orders(nbytes, alignment, first, end):
         for best_fit in (True, False):
-            offsets = _fit(order, nbytes, alignment, first, end, best_fit)
+            offsets = _fit(order, nbytes, alignment, times, best_fit)
             peak = int((offsets + nbytes).max())
             if best is None or peak < best_peak:
                 best, best_peak = offsets, peak
-            if best_peak == floor:
+            if best_peak <= floor:
                 return Layout(tuple(best.tolist()), best_peak)
     assert best is not None
     return Layout(tuple(best.tolist()), best_peak)
@@ -60,10 +64,11 @@ def most_live_bytes(blocks: Sequence[Block]) -> int:
     """Most bytes alive at once: a lower bound of every layout's peak."""
     if not blocks:
         return 0
-    change = np.zeros(max(b.span.end for b in blocks) + 1, dtype=np.int64)
+    change = np.zeros(max(b.again.end if b.again is not None else b.span.end for b in blocks) + 1, dtype=np.int64)
     for block in blocks:
-        change[block.span.first] += block.nbytes
-        change[block.span.end] -= block.nbytes
+        for span in (block.span, *((block.again,) if block.again is not None else ())):
+            change[span.first] += block.nbytes
+            change[span.end] -= block.nbytes
     return int(np.cumsum(change).max())
 
 
@@ -101,18 +106,53 @@ def place_activations(graph: Graph) -> ActivationLayout:
     )
 
 
-def _orders(nbytes: Ints, first: Ints, end: Ints) -> list[Ints]:
-    """Orders worth trying: largest first, largest area first, longest first, earliest first."""
+class _Times(NamedTuple):
+    """When each block is needed, [blocks] each; the second span is empty for most."""
+
+    first: Ints
+    end: Ints
+    first_again: Ints
+    end_again: Ints
+
+
+def _again(block: Block) -> tuple[int, int]:
+    return (block.again.first, block.again.end) if block.again is not None else (block.span.end, block.span.end)
+
+
+@compiled
+def _meet(times: _Times, i: int, j: int) -> bool:
+    """Whether two blocks are ever needed at the same time. An empty span meets nothing."""
+    if times.first[i] < times.end[j] and times.first[j] < times.end[i]:
+        return True
+    if times.first_again[i] < times.end_again[i] and (
+        (times.first_again[i] < times.end[j] and times.first[j] < times.end_again[i])
+        or (
+            times.first_again[j] < times.end_again[j]
+            and times.first_again[i] < times.end_again[j]
+            and times.first_again[j] < times.end_again[i]
+        )
+    ):
+        return True
+    return bool(
+        times.first_again[j] < times.end_again[j]
+        and times.first[i] < times.end_again[j]
+        and times.first_again[j] < times.end[i]
+    )
+
+
+def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]:
+    """Orders worth trying: largest first, largest area first, longest first, earliest first, coarsest first."""
     return [
         np.lexsort((first, -nbytes)),
         np.lexsort((first, -nbytes * (end - first))),
         np.lexsort((-nbytes, first - end)),
         np.lexsort((-nbytes, first)),
+        np.lexsort((-nbytes, -alignment)),
     ]
 
 
 @compiled
-def _fit(order: Ints, nbytes: Ints, alignment: Ints, first: Ints, end: Ints, best_fit: bool) -> Ints:
+def _fit(order: Ints, nbytes: Ints, alignment: Ints, times: _Times, best_fit: bool) -> Ints:
     """Place blocks one by one in the tightest (or the lowest) gap between those already there."""
     offsets = np.zeros(len(order), dtype=np.int64)
     by_offset = np.empty(len(order), dtype=np.int64)  # blocks placed so far, lowest offset first
@@ -120,7 +160,7 @@ def _fit(order: Ints, nbytes: Ints, alignment: Ints, first: Ints, end: Ints, bes
         i = order[placed]
         at, slack, found, top = 0, 0, False, 0
         for j in by_offset[:placed]:
-            if first[j] >= end[i] or first[i] >= end[j] or nbytes[j] == 0:
+            if nbytes[j] == 0 or not _meet(times, i, j):
                 continue
             low = (top + alignment[i] - 1) // alignment[i] * alignment[i]
             gap = offsets[j] - low - nbytes[i]

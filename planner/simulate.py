@@ -50,7 +50,8 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     """Predict one inference on an idle device, and the period of inferences run back to back.
 
     Back to back, the next inference's ops follow the last op of this one, its transfers queue behind this one's
-    epilogue and never start before this one's last op has ended.
+    epilogue and never start before this one's last op has ended. Nothing of it starts before this one's last
+    swap-out has ended: bytes and host copies are free by then.
     """
     lanes, issued = _line_up(graph, plan, profile)
     start, end = (times.tolist() for times in run_once(lanes, profile))
@@ -203,6 +204,8 @@ def _ready(lanes: Lanes, done: Ints, lane: int, inferences: int) -> bool:
             return False
     if inference == 0:
         return True
+    if done[SWAP_OUT] < inference * lanes.length[SWAP_OUT]:
+        return False
     if lane != COMPUTE:
         return bool(done[COMPUTE] >= inference * lanes.length[COMPUTE])
     restored = (inference - 1) * lanes.length[SWAP_IN] + lanes.carried[i]

@@ -15,8 +15,9 @@ from planner.feasible import PAGE_BYTES, Footprint, page_aligned
 from planner.graph import Graph
 from planner.library import Library
 from planner.plan import Placement, Plan
+from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.search import Problem, search
+from planner.search import search
 
 LayoutName = Literal["partitioned", "resident", "time_shared"]
 Progress = Callable[[int, int, str], None]
@@ -77,7 +78,7 @@ def split_budget(
         partition = budget - workspace
         if any(f.least_workspace_bytes(partition) > workspace for f in footprints.values()):
             continue
-        plan = search(Problem(graphs[batch], profiles[batch], partition, workspace), rounds=0)
+        plan = search(Problem(graphs[batch], profiles[batch], partition, workspace), limit=Limit(evaluations=60))
         assert plan.provenance is not None
         latency_s = plan.provenance.latency_s
         if best is None or latency_s < best[0]:

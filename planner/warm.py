@@ -1,8 +1,9 @@
 """Compiles the planner's inner loops ahead of time, for an image's build."""
 
 from planner.graph import Graph, Op, Tensor
+from planner.problem import Problem
 from planner.profile import Link, Profile
-from planner.search import Problem, search
+from planner.search import search
 from planner.sizing import split_budget
 
 

@@ -89,6 +89,36 @@ def random_graph(rng: random.Random, most_ops: int = 12) -> Graph:
     return _graph("random", 1, tensors, ops, tuple(sorted(outputs)))
 
 
+def random_training_graph(rng: random.Random, most_layers: int = 5) -> Graph:
+    """Layers forward, then backward through the same activations; then every weight changes in place."""
+    layers = rng.randint(1, most_layers)
+    tensors = [Tensor(f"W{i}", PAGE * rng.choice((1, 2, 5)), "state", PAGE) for i in range(layers)]
+    tensors.append(Tensor("X0", PAGE, "input"))
+    ops: list[Op] = []
+
+    def write(nbytes: int) -> int:
+        tensors.append(Tensor(f"A{len(tensors)}", nbytes, "activation"))
+        return len(tensors) - 1
+
+    values = [layers]
+    for i in range(layers):
+        weight = rng.randrange(i + 1) if rng.random() < 0.2 else i
+        reads = dict.fromkeys((weight, values[-1], rng.choice(values)))
+        values.append(write(rng.choice((0, 1000, PAGE, 3 * PAGE))))
+        ops.append(Op(f"forward{i}", "any", tuple(reads), (values[-1],), rng.choice((0, 0, 3000))))
+    error = write(64)
+    ops.append(Op("loss", "any", (values[-1],), (error,)))
+    gradients: dict[int, int] = {}
+    for i in reversed(range(layers)):
+        below, gradients[i] = write(tensors[values[i]].nbytes), write(tensors[i].nbytes)
+        reads = dict.fromkeys((i, values[i], values[i + 1], error))
+        ops.append(Op(f"backward{i}", "any", tuple(reads), (below, gradients[i])))
+        error = below
+    for i, gradient in gradients.items():
+        ops.append(Op(f"update{i}", "any", (i, gradient), (), 0, (i,)))
+    return _graph("training", 1, tensors, ops, (rng.choice(values[1:]),))
+
+
 def random_profile(rng: random.Random, graph: Graph) -> Profile:
     return profile_of(
         graph,

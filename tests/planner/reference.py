@@ -55,6 +55,7 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
     indices = [i for i, step in enumerate(plan.steps) if lane_of(step) is not None]
     before = dict(zip(indices, previous, strict=True)) if previous else {}
     last_op = [job for job in before.values() if job.lane == "compute"][-1:]
+    last_out = [job for job in before.values() if job.lane == "swap_out"][-1:]
     residents = {p.tensor for p in plan.residents}
     for i in indices:
         step = plan.steps[i]
@@ -67,11 +68,11 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
                 and other.tensor in graph.ops[step.op].reads
                 if before
             ]
-            jobs[i] = Job("compute", Fraction(profile.op_seconds[step.op]), restored)
+            jobs[i] = Job("compute", Fraction(profile.op_seconds[step.op]), [*restored, *last_out])
         else:
             link = profile.swap_in if isinstance(step, SwapIn) else profile.swap_out
             lane = lane_of(step)
             assert lane is not None
-            jobs[i] = Job(lane, Fraction(link.seconds(graph.tensors[step.tensor].nbytes)), list(last_op))
+            jobs[i] = Job(lane, Fraction(link.seconds(graph.tensors[step.tensor].nbytes)), [*last_op, *last_out])
         jobs[i].waits += (jobs[j] for j in step.after)
     return list(jobs.values())

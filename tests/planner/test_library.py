@@ -11,8 +11,9 @@ import planner.profile
 from planner.errors import FormatError, InvalidGraph
 from planner.library import Library
 from planner.plan import Address, Placement
+from planner.problem import Problem
 from planner.profile import Link
-from planner.search import Problem, search
+from planner.search import search
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 
 GRAPH = chain([PAGE] * 3)

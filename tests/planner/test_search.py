@@ -13,7 +13,8 @@ from planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan
 from planner.feasible import Footprint
 from planner.graph import Graph, Op, Tensor
 from planner.plan import Address, Compute, Drop, Placement, SwapIn
-from planner.search import Problem, search
+from planner.problem import Limit, Problem
+from planner.search import search
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, parameter, profile_of, random_graph, random_profile
 
@@ -47,7 +48,7 @@ def test_every_plan_is_safe_and_no_faster_than_the_bound(seed: int) -> None:
     profile = random_profile(rng, graph)
     partition = PAGE * rng.randint(0, 16)
     workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((0, 0, 1, 3, 9))
-    plan = search(Problem(graph, profile, partition, workspace), seed=seed, rounds=6)
+    plan = search(Problem(graph, profile, partition, workspace), seed=seed, limit=Limit(evaluations=80))
     check(graph, profile, plan)
     timeline = simulate(graph, plan, profile)
     assert plan.provenance is not None
@@ -66,7 +67,7 @@ def test_every_wait_of_a_plan_is_necessary(seed: int) -> None:
     profile = random_profile(rng, graph)
     partition = PAGE * rng.randint(0, 12)
     workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.randint(0, 6)
-    plan = search(Problem(graph, profile, partition, workspace), rounds=0)
+    plan = search(Problem(graph, profile, partition, workspace), limit=Limit(evaluations=60))
     for index, step in enumerate(plan.steps):
         if isinstance(step, Compute | SwapIn) and step.after:
             steps = (*plan.steps[:index], replace(step, after=()), *plan.steps[index + 1 :])
@@ -83,7 +84,7 @@ def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
     profile = random_profile(rng, graph)
     partition = PAGE * rng.randint(0, 16)
     least = Footprint.of(graph).least_workspace_bytes(partition)
-    residents = search(Problem(graph, profile, partition, least + 4 * PAGE), rounds=0).residents
+    residents = search(Problem(graph, profile, partition, least + 4 * PAGE), limit=Limit(evaluations=60)).residents
     plan = search(Problem(graph, profile, partition, least, residents))
     check(graph, profile, plan)
     assert plan.residents == residents
@@ -98,7 +99,7 @@ def test_least_budget_is_exact(seed: int) -> None:
     partition = PAGE * rng.randint(0, 10)
     footprint = Footprint.of(graph)
     least = footprint.least_workspace_bytes(partition)
-    check(graph, profile, search(Problem(graph, profile, partition, least), rounds=0))
+    check(graph, profile, search(Problem(graph, profile, partition, least), limit=Limit(evaluations=60)))
     if least == 0:
         return
     with pytest.raises(InfeasibleBudget) as refusal:

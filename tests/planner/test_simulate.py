@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from planner.graph import Graph
 from planner.plan import Compute, Plan, Step, SwapIn, SwapOut, lane_of
+from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.search import Problem, search
+from planner.search import search
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph, random_profile
 from tests.planner.reference import simulate_exactly
@@ -82,7 +83,7 @@ def test_simulator_agrees_with_exact_one_on_plans(seed: int) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng)
     profile = random_profile(rng, graph)
-    plan = search(Problem(graph, profile, PAGE * rng.randint(0, 12), 40 * PAGE), rounds=4)
+    plan = search(Problem(graph, profile, PAGE * rng.randint(0, 12), 40 * PAGE), limit=Limit(evaluations=80))
     agree(graph, plan, profile)
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from planner.check import check
 from planner.errors import InfeasibleBudget
-from planner.search import Problem, search
+from planner.problem import Limit, Problem
+from planner.search import search
 from planner.sizing import Deployment, LayoutName, ModelDemand, deploy, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of
 
@@ -115,7 +116,7 @@ def test_budget_is_split_where_latency_is_least() -> None:
 
     def latency_s(pages: int) -> float:
         problem = Problem(demand.graphs[1], demand.profiles[1], (16 - pages) * PAGE, pages * PAGE)
-        plan = search(problem, rounds=0)
+        plan = search(problem, limit=Limit(evaluations=60))
         assert plan.provenance is not None
         return plan.provenance.latency_s
 

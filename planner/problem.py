@@ -1,0 +1,61 @@
+"""What a search is given, and what it goes by."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from planner.graph import Graph
+from planner.plan import Placement
+from planner.profile import Profile
+
+TIE: Final = 1.005
+"""Latencies (and periods) within this factor count as equal."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A graph, what its steps cost, and the memory to run it in.
+
+    Without a workspace the partition is one model's whole budget, as in the papers: inputs, activations and scratch
+    lie there too.
+    """
+
+    graph: Graph
+    profile: Profile
+    partition_bytes: int
+    workspace_bytes: int = 0
+    residents: tuple[Placement, ...] | None = None
+    """Residents that another batch size's plan has chosen; None leaves the choice to the search."""
+    overlay: bool = False
+    """Whether parameters may pass through bytes that activations use at other times. The CPU runtime cannot do that:
+    its activations come from another allocator."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.partition_bytes + self.workspace_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the simulator says of a candidate. Less is better, in this order."""
+
+    latency_s: float
+    """Infinite for a candidate that does not fit."""
+    period_s: float
+    """Infinite where it was not looked at."""
+    link_bytes: int
+
+
+UNFIT: Final = Cost(math.inf, math.inf, 0)
+"""The cost of a candidate that does not fit in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """When a search stops. Without either, when its searcher thinks it has done enough.
+
+    Only a limit on evaluations, or none, makes the same seed give the same plan.
+    """
+
+    evaluations: int | None = None
+    seconds: float | None = None

@@ -1,0 +1,1 @@
+"""The ways to search for a plan, one file each: the papers' and ours."""

@@ -1,0 +1,81 @@
+"""What holds for every searcher: plans are safe, no faster than the bound, reproducible, and there if any is."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.bound import latency_bound
+from planner.check import check
+from planner.errors import InfeasibleBudget, UnsupportedProblem
+from planner.problem import Limit, Problem
+from planner.search import search
+from planner.serial import least_bytes
+from planner.simulate import simulate
+from tests.planner.graphs import PAGE, random_graph, random_profile, random_training_graph
+
+seeds = st.integers(0, 10**6)
+PAPERS = ("genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
+FEW = Limit(evaluations=24)
+
+
+def problem_of(seed: int) -> Problem:
+    """An inference or a training graph in one budget, from the least to more than enough."""
+    rng = random.Random(seed)
+    graph = random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
+    room = sum(t.nbytes for t in graph.tensors)
+    memory = least_bytes(graph) + rng.choice((0, 100, PAGE, 3 * PAGE, room // 4, room // 2, 2 * room))
+    return Problem(graph, random_profile(rng, graph), memory, overlay=True)
+
+
+@pytest.mark.parametrize("searcher", PAPERS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_every_plan_is_safe_and_no_faster_than_the_bound(searcher: str, seed: int) -> None:
+    problem = problem_of(seed)
+    plan = search(problem, searcher, seed=seed, limit=FEW)
+    check(problem.graph, problem.profile, plan)
+    timeline = simulate(problem.graph, plan, problem.profile)
+    assert plan.provenance is not None
+    assert timeline.latency_s == pytest.approx(plan.provenance.latency_s)
+    assert latency_bound(problem.graph, problem.profile, problem.memory_bytes, 0) <= timeline.latency_s
+    if problem.graph.ops:
+        assert timeline.period_s is not None
+
+
+@pytest.mark.parametrize("searcher", PAPERS)
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_the_least_budget_is_exact(searcher: str, seed: int) -> None:
+    problem = problem_of(seed)
+    least = least_bytes(problem.graph)
+    search(Problem(problem.graph, problem.profile, least, overlay=True), searcher, limit=FEW)
+    if least > 0:
+        with pytest.raises(InfeasibleBudget) as refusal:
+            search(Problem(problem.graph, problem.profile, least - 1, overlay=True), searcher, limit=FEW)
+        assert refusal.value.least_bytes == least
+
+
+@pytest.mark.parametrize("searcher", PAPERS)
+def test_same_seed_same_plan(searcher: str) -> None:
+    for seed in range(5):
+        problem = problem_of(seed)
+        first, second = (search(problem, searcher, seed=seed, limit=FEW) for _ in range(2))
+        assert first == second
+
+
+@pytest.mark.parametrize("searcher", ["genetic", "particle_swarm"])
+def test_number_of_processes_makes_no_difference(searcher: str) -> None:
+    problem = problem_of(2)
+    alone = search(problem, searcher, seed=3, limit=FEW)
+    together = search(problem, searcher, seed=3, limit=FEW, processes=2)
+    assert alone == together
+
+
+@pytest.mark.parametrize("searcher", PAPERS)
+def test_shared_workspaces_are_refused(searcher: str) -> None:
+    problem = problem_of(1)
+    shared = Problem(problem.graph, problem.profile, problem.memory_bytes, PAGE)
+    with pytest.raises(UnsupportedProblem, match="single model"):
+        search(shared, searcher, limit=FEW)
