@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 
 from planner.compiled import compiled
 from planner.feasible import PAGE_BYTES
-from planner.memory import NO_MORE, NOWHERE, Demand, Memory, copy_memory, empty_memory, find_room, put, remove, use
+from planner.memory import (
+    NO_MORE,
+    NOWHERE,
+    Demand,
+    Memory,
+    copy_memory,
+    cover,
+    empty_memory,
+    find_room,
+    put,
+    remove,
+    use,
+)
 from planner.problem import Cost
 from planner.simulate import COMPUTE, MOST_INFERENCES, NOTHING, SWAP_IN, Lanes, empty_lanes, run
 from planner.workload import Arrays, Workload
@@ -59,8 +71,19 @@ def plan_swaps(work: Workload, home: Ints, rule: Rule) -> Swaps:
 def first_pass(work: Workload, rule: Rule) -> tuple[int, ...]:
     """Scan the ops from empty memory: what the partition holds at the end are SwapAdvisor's initial residents."""
     _, final = _scan(work.arrays, work.pack(()), rule.threshold_s, rule.keep, True)
-    inside = (final >= 0) & (final < work.arrays.partition_pages) & (work.arrays.size > 0)
-    return tuple(sorted(np.flatnonzero(inside).tolist(), key=lambda p: int(final[p])))
+    arrays = work.arrays
+    inside = (final >= 0) & (arrays.size > 0)
+    if not work.single:
+        inside &= final < arrays.partition_pages
+    kept: list[int] = []
+    room = work.resident_pages
+    for p in sorted(
+        np.flatnonzero(inside).tolist(), key=lambda p: -int(final[p]) if work.single else int(final[p])
+    ):
+        if arrays.size[p] <= room:
+            kept.append(p)
+            room -= int(arrays.size[p])
+    return tuple(kept)
 
 
 def pressed_out(work: Workload, home: Ints, rule: Rule) -> frozenset[int]:
@@ -122,8 +145,8 @@ def _scan(work: Arrays, home: Ints, threshold_s: float, keep: int, keep_all: boo
     ops, parameters = len(work.op_s), len(work.size)
     most = 2 * len(work.use_parameter) + parameters
     most_items = 2 * (most + parameters) + 4
-    memory = empty_memory(work.partition_pages, work.window_pages, parameters, most_items)
-    saved = empty_memory(work.partition_pages, work.window_pages, parameters, most_items)
+    memory = empty_memory(work.partition_pages, work.workspace_pages, parameters, most_items)
+    saved = empty_memory(work.partition_pages, work.workspace_pages, parameters, most_items)
     swaps = Swaps(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64),
         np.zeros(1, np.int64),
@@ -141,6 +164,7 @@ def _scan(work: Arrays, home: Ints, threshold_s: float, keep: int, keep_all: boo
         uses = slice(work.use_start[k], work.use_start[k + 1])
         needed = work.use_parameter[uses]
         missing = False
+        cover(memory, work.zone[k], k)
         for p in needed:
             needed_by[p] = k
             missing |= memory.where[p] < 0
@@ -148,7 +172,7 @@ def _scan(work: Arrays, home: Ints, threshold_s: float, keep: int, keep_all: boo
             saved_length = swaps.length[0]
             copy_memory(memory, saved)
             demand = Demand(k, needed_by, upcoming, work.op_start_s, threshold_s, keep)
-            if not _bring(work, memory, swaps, needed, demand):
+            if not _bring(work, memory, swaps, needed, demand, touched):
                 copy_memory(saved, memory)
                 swaps.length[0] = saved_length
                 _make_room(work, memory, swaps, home, uses, k, touched)
@@ -169,7 +193,7 @@ def _scan(work: Arrays, home: Ints, threshold_s: float, keep: int, keep_all: boo
 
 
 @compiled
-def _bring(work: Arrays, memory: Memory, swaps: Swaps, needed: Ints, demand: Demand) -> bool:
+def _bring(work: Arrays, memory: Memory, swaps: Swaps, needed: Ints, demand: Demand, touched: Ints) -> bool:
     """Find room for every needed parameter that is not in memory; False if one of them finds none."""
     eager = Demand(demand.op, demand.needed_by, demand.upcoming, demand.op_start_s, 0.0, demand.keep)
     desperate = Demand(demand.op, demand.needed_by, demand.upcoming, demand.op_start_s, 0.0, 0)
@@ -185,7 +209,7 @@ def _bring(work: Arrays, memory: Memory, swaps: Swaps, needed: Ints, demand: Dem
                 page = find_room(memory, work.size[p], desperate)
             if page < 0:
                 return False
-            behind = put(memory, p, page, work.size[p])
+            behind = max(touched[p], put(memory, p, page, work.size[p]))
         memory.where[p] = page
         _append(swaps, p, page, behind, demand.op)
     return True
@@ -200,11 +224,14 @@ def _make_room(work: Arrays, memory: Memory, swaps: Swaps, home: Ints, uses: sli
     """
     needed = work.use_parameter[uses]
     target = np.empty(len(needed), np.int64)
-    front = work.partition_pages + 1
+    front = work.partition_pages + 1 + work.zone[op]
+    end = work.partition_pages + 1 + work.workspace_pages
     for i, p in enumerate(needed):
         target[i] = home[p] if home[p] >= 0 else front
         front += 0 if home[p] >= 0 else work.size[p]
-    if front > work.partition_pages + 1 + work.window_pages:
+        if home[p] > work.partition_pages:
+            end = min(end, home[p])
+    if front > end:
         target[:] = work.use_split[uses]
     for i, p in enumerate(needed):
         if work.size[p] > 0 and memory.where[p] >= 0 and memory.where[p] != target[i]:

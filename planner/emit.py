@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from planner.belady import Swaps
 from planner.memory import NOWHERE
-from planner.plan import Address, Compute, Drop, Placement, Plan, Provenance, Step, SwapIn
+from planner.plan import Compute, Drop, Placement, Plan, Provenance, Step, SwapIn
 from planner.workload import Workload
 
 Ints = NDArray[np.int64]
@@ -32,7 +32,7 @@ def emit(
         partition_bytes=partition_bytes,
         workspace_bytes=workspace_bytes,
         inputs=tuple(
-            Placement(i, Address("workspace", layout.tensors[i]))
+            Placement(i, work.activation_address(layout.tensors[i]))
             for i, tensor in enumerate(graph.tensors)
             if tensor.kind == "input"
         ),
@@ -122,8 +122,8 @@ class _Emitter:
         self.out.append(
             Compute(
                 op=k,
-                outputs=tuple(Address("workspace", layout.tensors[t]) for t in op.writes),
-                scratch=Address("workspace", layout.scratch[k]) if op.scratch_bytes else None,
+                outputs=tuple(self.work.activation_address(layout.tensors[t]) for t in op.writes),
+                scratch=self.work.activation_address(layout.scratch[k]) if op.scratch_bytes else None,
                 after=() if swap_step is None else (swap_step,),
             )
         )

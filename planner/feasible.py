@@ -1,8 +1,8 @@
-"""The least memory in which a graph can run.
+"""The least memory in which a graph can run with its activations in memory all along.
 
 An op needs all its parameters at once. They may lie in the partition or in the window, which is what the
-activations leave of the workspace; each lies in one piece in one of the two. All sizes are in pages, and a set of
-reachable byte counts is an integer whose bit s says that some subset of an op's parameters takes s pages.
+activations leave of the workspace at that op; each lies in one piece in one of the two. All sizes are in pages, and
+a set of reachable byte counts is an integer whose bit s says that some subset of an op's parameters takes s pages.
 """
 
 from dataclasses import dataclass
@@ -30,15 +30,24 @@ class Footprint:
 
     graph: Graph
     activations: ActivationLayout
+    overlay: bool
+    """Whether the window begins where the activations of the moment end, or where they ever do."""
 
     @staticmethod
-    def of(graph: Graph) -> "Footprint":
-        return Footprint(graph, place_activations(graph))
+    def of(graph: Graph, overlay: bool = False) -> "Footprint":
+        return Footprint(graph, place_activations(graph, low=overlay), overlay)
 
     @property
     def activation_bytes(self) -> int:
         """Size of the activations' zone at the bottom of the workspace."""
         return page_aligned(self.activations.peak_bytes)
+
+    @cached_property
+    def zone_pages(self) -> tuple[int, ...]:
+        """Pages at the bottom of the workspace that are the activations' during each op."""
+        if not self.overlay:
+            return (pages(self.activations.peak_bytes),) * len(self.uses)
+        return tuple(pages(top) for top in self.activations.tops)
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
@@ -59,25 +68,25 @@ class Footprint:
     @cached_property
     def least_bytes(self) -> int:
         """Least partition plus workspace over all ways to split them."""
-        return self.activation_bytes + max(self.op_pages) * PAGE_BYTES
+        return max(self._totals) * PAGE_BYTES
 
     @cached_property
     def neediest_op(self) -> str:
-        """Name of the op that needs the most parameters at once."""
-        k = self.op_pages.index(max(self.op_pages))
+        """Name of the op that needs the most memory at once."""
+        k = self._totals.index(max(self._totals))
         return self.graph.ops[k].name if self.graph.ops else "(none)"
 
     def least_workspace_bytes(self, partition_bytes: int) -> int:
         """Least workspace that will do next to this partition."""
-        return self.activation_bytes + self._neediest(partition_bytes)[0] * PAGE_BYTES
+        return self._neediest(partition_bytes)[0] * PAGE_BYTES
 
     def least_partition_bytes(self, workspace_bytes: int) -> int | None:
         """Least partition that will do next to this workspace; None if the activations alone do not fit."""
-        window = (workspace_bytes - self.activation_bytes) // PAGE_BYTES
-        if window < 0:
+        if workspace_bytes < self.activation_bytes:
             return None
         least = 0
         for k, needed in enumerate(self.op_pages):
+            window = workspace_bytes // PAGE_BYTES - self.zone_pages[k]
             if needed > window:
                 sums = self._sums(k) >> (needed - window)  # bit 0 is now the least that must be in the partition
                 least = max(least, needed - window + (sums & -sums).bit_length() - 1)
@@ -85,8 +94,8 @@ class Footprint:
 
     def require(self, partition_bytes: int, workspace_bytes: int) -> None:
         """Raise InfeasibleBudget, naming the least workspace for this partition, unless a plan exists."""
-        window, op = self._neediest(partition_bytes)
-        least = self.activation_bytes + window * PAGE_BYTES
+        least_pages, op = self._neediest(partition_bytes)
+        least = least_pages * PAGE_BYTES
         if workspace_bytes < least:
             name = self.graph.ops[op].name if self.graph.ops else "(none)"
             raise InfeasibleBudget(
@@ -110,13 +119,18 @@ class Footprint:
         return frozenset(chosen)
 
     def _neediest(self, partition_bytes: int) -> tuple[int, int]:
-        """The most window pages that any op needs next to this partition, and that op."""
+        """The most workspace pages that any op needs next to this partition, and that op."""
         available = partition_bytes // PAGE_BYTES
         needs = [
-            needed - _largest_sum(self._sums(k), available) if needed > available else 0
-            for k, needed in enumerate(self.op_pages)
+            zone + (needed - _largest_sum(self._sums(k), available) if needed > available else 0)
+            for k, (needed, zone) in enumerate(zip(self.op_pages, self.zone_pages, strict=True))
         ]
         return max(needs), needs.index(max(needs))
+
+    @cached_property
+    def _totals(self) -> tuple[int, ...]:
+        """Pages that each op needs of partition and workspace together."""
+        return tuple(zone + needed for zone, needed in zip(self.zone_pages, self.op_pages, strict=True))
 
     def _page_counts(self, op: int) -> list[int]:
         return [pages(self.graph.tensors[i].nbytes) for i in self.uses[op]]

@@ -1,8 +1,8 @@
 """The memory that parameters share, as a planner sees it: a line of pages with items in page order.
 
 First comes the partition, then a page that belongs to nobody (so that no parameter lies across the border), then
-the window, which is what the activations leave of the workspace. An item is a parameter, a free stretch or the
-border. All functions run inside compiled loops and change the memory in place.
+the workspace, at whose bottom the activations are. An item is a parameter, a free stretch or the border. All
+functions run inside compiled loops and change the memory in place.
 """
 
 from typing import Final, NamedTuple
@@ -54,12 +54,12 @@ class Demand(NamedTuple):
 
 
 @compiled
-def empty_memory(partition_pages: int, window_pages: int, parameters: int, most_items: int) -> Memory:
+def empty_memory(partition_pages: int, workspace_pages: int, parameters: int, most_items: int) -> Memory:
     begin = np.empty(most_items + 1, dtype=np.int64)
     what = np.empty(most_items + 1, dtype=np.int64)
     last = np.full(most_items + 1, FRESH)
     begin[0], begin[1], begin[2] = 0, partition_pages, partition_pages + 1
-    begin[3] = partition_pages + 1 + window_pages
+    begin[3] = partition_pages + 1 + workspace_pages
     what[0], what[1], what[2] = _FREE, _BORDER, _FREE
     return Memory(begin, what, last, np.array([3]), np.full(parameters, NOWHERE))
 
@@ -134,6 +134,38 @@ def put(memory: Memory, parameter: int, page: int, pages: int) -> int:
 
 
 @compiled
+def cover(memory: Memory, pages: int, op: int) -> None:
+    """An op's activations take the first pages of the workspace: who lies there is gone."""
+    begin, what, last = memory.begin, memory.what, memory.last
+    first = 0
+    while what[first] != _BORDER:
+        first += 1
+    first += 1
+    if pages == 0:
+        return
+    end = begin[first] + pages
+    stop = first
+    while stop < memory.items[0] and begin[stop] < end:
+        if what[stop] >= 0:
+            memory.where[what[stop]] = NOWHERE
+            what[stop] = _FREE
+        stop += 1
+    tail = begin[stop] > end
+    tail_last = last[stop - 1]
+    moved = first + (2 if tail else 1) - stop
+    if moved > 0:
+        for i in range(memory.items[0], stop - 1, -1):
+            _copy_item(memory, i, i + moved)
+    elif moved < 0:
+        for i in range(stop, memory.items[0] + 1):
+            _copy_item(memory, i, i + moved)
+    memory.items[0] += moved
+    what[first], last[first] = _FREE, op
+    if tail:
+        begin[first + 1], what[first + 1], last[first + 1] = end, _FREE, tail_last
+
+
+@compiled
 def _copy_item(memory: Memory, source: int, target: int) -> None:
     memory.begin[target] = memory.begin[source]
     memory.what[target] = memory.what[source]
@@ -159,7 +191,7 @@ def find_room(memory: Memory, pages: int, demand: Demand) -> int:
             if page < 0 or page + pages > begin[items]:
                 continue
             soonest, latest = _contents(memory, i, page, pages, demand)
-            if soonest < 0 or (latest >= 0 and demand.op_start_s[latest + 1] > idle_since_s):
+            if soonest < 0 or latest >= demand.op or (latest >= 0 and demand.op_start_s[latest + 1] > idle_since_s):
                 continue
             if soonest > best_next or (soonest == best_next and latest < best_last):
                 best, best_next, best_last = page, soonest, latest

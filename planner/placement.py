@@ -4,7 +4,7 @@ Dynamic storage allocation is NP-hard; greedy orders with best fit come within a
 alive at once, which no placement can beat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,25 +39,30 @@ class Layout:
 
 def place(blocks: Sequence[Block], enough_bytes: int = 0) -> Layout:
     """Place all blocks; the same blocks always get the same offsets. A layout of `enough_bytes` is good enough."""
+    best: Layout | None = None
+    floor = max(most_live_bytes(blocks), enough_bytes)
+    for layout in layouts(blocks):
+        if best is None or layout.peak_bytes < best.peak_bytes:
+            best = layout
+        if best.peak_bytes <= floor:
+            break
+    assert best is not None
+    return best
+
+
+def layouts(blocks: Sequence[Block]) -> Iterator[Layout]:
+    """Layouts by greedy rules, at least one."""
     if not blocks:
-        return Layout((), 0)
+        yield Layout((), 0)
+        return
     nbytes, alignment, first, end, first_again, end_again = np.array(
         [(b.nbytes, b.alignment, b.span.first, b.span.end, *_again(b)) for b in blocks], dtype=np.int64
     ).T.copy()
     times = _Times(first, end, first_again, end_again)
-    best: Ints | None = None
-    best_peak = 0
-    floor = max(most_live_bytes(blocks), enough_bytes)
     for order in _orders(nbytes, alignment, first, end):
         for best_fit in (True, False):
             offsets = _fit(order, nbytes, alignment, times, best_fit)
-            peak = int((offsets + nbytes).max())
-            if best is None or peak < best_peak:
-                best, best_peak = offsets, peak
-            if best_peak <= floor:
-                return Layout(tuple(best.tolist()), best_peak)
-    assert best is not None
-    return Layout(tuple(best.tolist()), best_peak)
+            yield Layout(tuple(offsets.tolist()), int((offsets + nbytes).max()))
 
 
 def most_live_bytes(blocks: Sequence[Block]) -> int:
@@ -78,14 +83,22 @@ class ActivationLayout:
 
     tensors: dict[int, int]
     scratch: dict[int, int]
-    peak_bytes: int
+    tops: tuple[int, ...]
+    """End of the highest byte in use during each op."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.tops, default=0)
 
 
 SCRATCH_ALIGNMENT = 256
 
 
-def place_activations(graph: Graph) -> ActivationLayout:
-    """Give every input, activation and scratch buffer a fixed offset, ops in the graph's order."""
+def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
+    """Give every input, activation and scratch buffer a fixed offset, ops in the graph's order.
+
+    With `low`, among layouts of the same peak take the one that leaves the most room above it over all ops.
+    """
     spans = lifespans(graph)
     tensors = {
         i: Block(t.nbytes, t.alignment, span)
@@ -97,13 +110,24 @@ def place_activations(graph: Graph) -> ActivationLayout:
         for k, op in enumerate(graph.ops)
         if op.scratch_bytes
     }
-    layout = place([*tensors.values(), *scratch.values()])
-    offsets = iter(layout.offsets)
+    blocks = [*tensors.values(), *scratch.values()]
+    if low:
+        layout = min(layouts(blocks), key=lambda made: (made.peak_bytes, sum(_tops(graph, blocks, made))))
+    else:
+        layout = place(blocks)
     return ActivationLayout(
-        dict(zip(tensors, offsets, strict=False)) if tensors else {},
+        dict(zip(tensors, layout.offsets, strict=False)),
         dict(zip(scratch, layout.offsets[len(tensors) :], strict=True)),
-        layout.peak_bytes,
+        _tops(graph, blocks, layout),
     )
+
+
+def _tops(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[int, ...]:
+    tops = [0] * max(len(graph.ops), 1)
+    for block, offset in zip(blocks, layout.offsets, strict=True):
+        for k in range(block.span.first, block.span.end):
+            tops[k] = max(tops[k], offset + block.nbytes)
+    return tuple(tops)
 
 
 class _Times(NamedTuple):

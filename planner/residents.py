@@ -1,9 +1,9 @@
-"""Which parameters to keep in the partition: quick guesses, for the simulator to judge.
+"""Which parameters to keep in memory between inferences: quick guesses, for the simulator to judge, and changes.
 
 All work on parameters in the order of first use, and return numbers in that order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,26 +14,44 @@ Ints = NDArray[np.int64]
 Choice = tuple[int, ...]
 
 
+def capacities(work: Workload) -> list[int]:
+    """Pages of residents worth trying.
+
+    A partition is there to be filled. In a single budget whatever residents take, the window lacks: it is left
+    some multiple of what an op's own parameters need beside the activations of the moment.
+    """
+    if not work.single:
+        return [work.resident_pages]
+    arrays = work.arrays
+    own = np.array(work.footprint.op_pages)
+    tight = [arrays.workspace_pages - int((arrays.zone + factor * own).max()) for factor in (1, 1.5, 2, 3, 4, 6)]
+    return sorted({max(min(pages, work.resident_pages), 0) for pages in tight}, reverse=True)
+
+
 def guesses(work: Workload) -> Iterator[Choice]:
-    """Some sets of residents that fit the partition, without repeats."""
-    made = (prefix(work), spread(work), paced(work), largest_first(work))
+    """Some sets of residents that fit, without repeats."""
+    made = (
+        choice
+        for pages in capacities(work)
+        for choice in (paced(work, pages), spread(work, pages), prefix(work, pages), largest_first(work, pages))
+    )
     yield from dict.fromkeys(made)
 
 
-def prefix(work: Workload) -> Choice:
+def prefix(work: Workload, pages: int) -> Choice:
     """Those used first, so that copies of the others get ahead of the ops."""
-    return fill(work, ())
+    return fill(work, (), pages)
 
 
-def largest_first(work: Workload) -> Choice:
+def largest_first(work: Workload, pages: int) -> Choice:
     """The largest, so that few copies are left."""
-    return _take(work, (), np.argsort(-work.arrays.size, kind="stable"))
+    return _take(work, (), np.argsort(-work.arrays.size, kind="stable"), pages)
 
 
-def spread(work: Workload) -> Choice:
+def spread(work: Workload, pages: int) -> Choice:
     """A constant share of the bytes, so that the link keeps pace with the ops all along."""
     size = work.arrays.size
-    share = work.arrays.partition_pages / max(int(size.sum()), 1)
+    share = pages / max(int(size.sum()), 1)
     kept: list[int] = []
     kept_pages = passed_pages = 0
     for p in range(len(size)):
@@ -41,52 +59,59 @@ def spread(work: Workload) -> Choice:
         if kept_pages + size[p] <= share * passed_pages:
             kept.append(p)
             kept_pages += int(size[p])
-    return fill(work, tuple(kept))
+    return fill(work, tuple(kept), pages)
 
 
-def paced(work: Workload) -> Choice:
-    """Those that would arrive late, were all ops slower by the least factor at which these fit the partition.
+def paced(work: Workload, pages: int) -> Choice:
+    """Those that would arrive late, were all ops slower by the least factor at which these fit.
 
     With factor 1 nothing ever waits. Where the link is the bottleneck, the factor spreads the waiting evenly.
     """
+    size = work.arrays.size
     low, high = 0.0, 1.0
-    while not _fits(work, _late(work, high)) and high < 1e6:
+    while size[list(_late(work, high))].sum() > pages and high < 1e6:
         low, high = high, high * 2
     for _ in range(30):
         middle = (low + high) / 2
-        if _fits(work, _late(work, middle)):
+        if size[list(_late(work, middle))].sum() <= pages:
             high = middle
         else:
             low = middle
     late = _late(work, high)
-    return fill(work, late) if _fits(work, late) else prefix(work)
+    return fill(work, late if size[list(late)].sum() <= pages else (), pages)
 
 
-def fill(work: Workload, residents: Choice) -> Choice:
-    """Use what is left of the partition for more parameters, those used first before others."""
-    return _take(work, residents, np.arange(len(work.arrays.size)))
+def fill(work: Workload, residents: Choice, pages: int) -> Choice:
+    """Use what is left for more parameters, those used first before others."""
+    return _take(work, residents, np.arange(len(work.arrays.size)), pages)
 
 
-def neighbours(work: Workload, rng: np.random.Generator) -> Callable[[Choice], Choice]:
-    """A random change of a choice: one or two residents leave, what fits in their place comes."""
+def change(work: Workload, residents: Choice, rng: np.random.Generator) -> Choice:
+    """Change a choice a little: up to two residents leave, and some of what fits in their place comes.
 
-    def change(residents: Choice) -> Choice:
-        count = len(work.arrays.size)
-        leaving = (
-            set(rng.choice(residents, size=min(len(residents), int(rng.integers(1, 3))), replace=False))
-            if residents
-            else set()
-        )
-        kept = tuple(p for p in residents if p not in leaving)
-        order = [p for p in rng.permutation(count) if p not in leaving]
-        return _take(work, kept, np.array([*order, *sorted(leaving)], dtype=np.int64))
+    In a single budget less than what fits may be the better choice; a partition is filled.
+    """
+    size = work.arrays.size
+    count = len(size)
+    leaving = (
+        rng.choice(residents, min(len(residents), int(rng.integers(0, 3))), replace=False) if residents else ()
+    )
+    kept = sorted(set(residents).difference(leaving))
+    near = int(rng.integers(count)) if rng.random() < 0.3 or not len(leaving) else int(leaving[0])
+    order = np.argsort(np.abs(np.arange(count) - near) + rng.random(count) * float(rng.choice((1, 4, count))))
+    order = order[~np.isin(order, leaving)]
+    if work.single:
+        order = order[: rng.integers(0, 4)]
+        room = work.resident_pages
+    else:
+        order = np.concatenate([order, np.sort(np.array(leaving, dtype=np.int64))])
+        room = work.resident_pages
+    return _take(work, tuple(kept), order, room)
 
-    return change
 
-
-def _take(work: Workload, residents: Choice, order: Ints) -> Choice:
+def _take(work: Workload, residents: Choice, order: Ints, pages: int) -> Choice:
     size = work.arrays.size.tolist()
-    left = work.arrays.partition_pages - sum(size[p] for p in residents)
+    left = pages - sum(size[p] for p in residents)
     taken = set(residents)
     for p in order.tolist():
         if p not in taken and 0 < size[p] <= left:
@@ -107,7 +132,3 @@ def _late(work: Workload, factor: float) -> Choice:
         elif arrays.size[p]:
             late.append(p)
     return tuple(late)
-
-
-def _fits(work: Workload, residents: Choice) -> bool:
-    return int(work.arrays.size[list(residents)].sum()) <= work.arrays.partition_pages

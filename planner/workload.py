@@ -21,7 +21,9 @@ class Arrays(NamedTuple):
     """What compiled loops see. Parameters are numbered in order of first use, time is counted in ops."""
 
     partition_pages: int
-    window_pages: int
+    workspace_pages: int
+    zone: Ints
+    """Pages at the bottom of the workspace that are the activations' during each op, [ops]."""
     size: Ints
     """Pages of each parameter."""
     swap_s: Floats
@@ -48,6 +50,8 @@ class Workload:
 
     footprint: Footprint
     profile: Profile
+    single: bool
+    """Whether this is one model's whole budget, without a shared workspace."""
     parameters: tuple[int, ...]
     """Tensor ids of the parameters that some op reads, in order of first use, then of residents that none reads."""
     arrays: Arrays
@@ -60,7 +64,13 @@ class Workload:
         workspace_bytes: int,
         residents: Sequence[Placement] = (),
     ) -> "Workload":
-        """Raises InfeasibleBudget if some op's parameters do not fit beside the activations."""
+        """Raises InfeasibleBudget if some op's parameters do not fit beside the activations.
+
+        Without a workspace all of the partition is used like one, and residents have their homes at its top.
+        """
+        single = workspace_bytes == 0
+        if single:
+            partition_bytes, workspace_bytes = 0, partition_bytes
         footprint.require(partition_bytes, workspace_bytes)
         tensors = footprint.graph.tensors
         read = (i for use in footprint.uses for i in use)
@@ -68,12 +78,13 @@ class Workload:
         number = {i: n for n, i in enumerate(parameters)}
         uses = [[number[i] for i in use] for use in footprint.uses]
         partition_pages = partition_bytes // PAGE_BYTES
-        window_pages = (workspace_bytes - footprint.activation_bytes) // PAGE_BYTES
+        workspace_pages = workspace_bytes // PAGE_BYTES
         op_s = np.array(profile.op_seconds or [0.0])
-        split = [_split(footprint, k, partition_pages, window_pages) for k in range(len(uses))]
+        split = [_split(footprint, k, partition_pages, workspace_pages) for k in range(len(uses))]
         arrays = Arrays(
             partition_pages=partition_pages,
-            window_pages=window_pages,
+            workspace_pages=workspace_pages,
+            zone=_ints(footprint.zone_pages),
             size=_ints(pages(tensors[i].nbytes) for i in parameters),
             swap_s=np.array([profile.swap_in.seconds(tensors[i].nbytes) for i in parameters]),
             first_use=_first_uses(uses, len(parameters)),
@@ -86,25 +97,35 @@ class Workload:
             compute_slowdown=profile.compute_slowdown,
             swap_slowdown=profile.swap_slowdown,
         )
-        return Workload(footprint, profile, parameters, arrays)
+        return Workload(footprint, profile, single, parameters, arrays)
 
     def address(self, page: int) -> Address:
         """Where a page of `planner.memory` lies."""
         if page <= self.arrays.partition_pages:  # at the border itself there are empty parameters at most
             return Address("partition", page * PAGE_BYTES)
-        window_page = page - self.arrays.partition_pages - 1
-        return Address("workspace", self.footprint.activation_bytes + window_page * PAGE_BYTES)
+        offset = (page - self.arrays.partition_pages - 1) * PAGE_BYTES
+        return Address("partition" if self.single else "workspace", offset)
+
+    def activation_address(self, offset: int) -> Address:
+        """Where an offset in the activations' zone lies."""
+        return Address("partition" if self.single else "workspace", offset)
+
+    @property
+    def resident_pages(self) -> int:
+        """Most pages of residents: activations never cover any."""
+        arrays = self.arrays
+        return arrays.workspace_pages - int(arrays.zone.max()) if self.single else arrays.partition_pages
 
     def pack(self, residents: Sequence[int]) -> Ints:
-        """Homes for residents, one after the other: per parameter a page in the partition, or NOWHERE.
+        """Homes for residents, one after the other: per parameter a page, or NOWHERE.
 
         Empty parameters take no room and are always resident.
         """
         home = np.full(len(self.parameters), NOWHERE, dtype=np.int64)
         home[self.arrays.size == 0] = 0
         tops = np.cumsum([0, *self.arrays.size[list(residents)]])
-        assert tops[-1] <= self.arrays.partition_pages
-        home[list(residents)] = tops[:-1]
+        assert tops[-1] <= self.resident_pages
+        home[list(residents)] = self.arrays.workspace_pages + 1 - tops[1:] if self.single else tops[:-1]
         return home
 
     def homes(self, placements: Sequence[Placement]) -> Ints:
@@ -151,11 +172,12 @@ def _next_uses(uses: list[list[int]], parameters: int) -> Ints:
     return _ints(reversed(found))
 
 
-def _split(footprint: Footprint, op: int, partition_pages: int, window_pages: int) -> list[int]:
+def _split(footprint: Footprint, op: int, partition_pages: int, workspace_pages: int) -> list[int]:
     """Pages for all of an op's parameters; the partition takes what it must if the window is too small."""
-    too_many = footprint.op_pages[op] > window_pages
+    zone = footprint.zone_pages[op]
+    too_many = zone + footprint.op_pages[op] > workspace_pages
     in_partition = footprint.split(op, partition_pages) if too_many else frozenset()
-    top = {True: 0, False: partition_pages + 1}
+    top = {True: 0, False: partition_pages + 1 + zone}
     found = []
     for parameter in footprint.uses[op]:
         side = parameter in in_partition

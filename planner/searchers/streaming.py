@@ -17,7 +17,7 @@ from planner.feasible import PAGE_BYTES, Footprint
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
-from planner.residents import Choice, guesses, neighbours
+from planner.residents import Choice, change, guesses
 from planner.workload import Workload
 
 Ints = NDArray[np.int64]
@@ -37,7 +37,7 @@ class Streaming:
     def __init__(self, problem: Problem, seed: int) -> None:
         self.problem = problem
         self.work = Workload.of(
-            Footprint.of(problem.graph),
+            Footprint.of(problem.graph, problem.overlay),
             problem.profile,
             problem.partition_bytes,
             problem.workspace_bytes,
@@ -81,16 +81,24 @@ class Streaming:
             if self._perfect():
                 return
         starts.sort(key=lambda s: s[0])
-        change = neighbours(self.work, rng)
+        least, residents, rule = starts[0]
+        now, now_residents, now_rule = starts[0]
+        others = rules(self.work)
+        heat = 0.02 * least
+        step = 0
         while True:
-            for least, residents, rule in starts[:2]:
-                for _ in range(200):
-                    changed = change(residents)
-                    yield self._candidate(changed, rule)
-                    if self._score() < least:
-                        least, residents = self._score(), changed
-                    if self._perfect():
-                        return
+            step += 1
+            heat = least * 0.01 * max(1 - step / 20000, 0.0)
+            changed = change(self.work, now_residents, rng)
+            changed_rule = others[rng.integers(len(others))] if rng.random() < 0.05 else now_rule
+            yield self._candidate(changed, changed_rule)
+            score = self._score()
+            if score <= now or rng.random() < np.exp((now - score) / max(heat, 1e-12)):
+                now, now_residents, now_rule = score, changed, changed_rule
+            if score < least:
+                least, residents, rule = score, changed, changed_rule
+            if self._perfect():
+                return
 
     def _starts(self) -> Iterator[tuple[Choice, Rule]]:
         for residents in guesses(self.work):
@@ -113,7 +121,7 @@ class Streaming:
         """Whether there is nothing to improve on: at the bound, back to back too, with hardly a needless copy."""
         assert self._newest is not None
         arrays = self.work.arrays
-        necessary = int(arrays.size.sum()) - arrays.partition_pages + int(arrays.size.max(initial=0))
+        necessary = int(arrays.size.sum()) - self.work.resident_pages + int(arrays.size.max(initial=0))
         at_bound = self._newest.period_s <= self._bound_s * (1 + 1e-6)
         return at_bound and self._newest.link_bytes <= max(necessary, 0) * PAGE_BYTES
 

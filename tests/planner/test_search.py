@@ -100,7 +100,7 @@ def test_least_budget_is_exact(seed: int) -> None:
     footprint = Footprint.of(graph)
     least = footprint.least_workspace_bytes(partition)
     check(graph, profile, search(Problem(graph, profile, partition, least), limit=Limit(evaluations=60)))
-    if least == 0:
+    if least <= PAGE:  # without a workspace it is another problem
         return
     with pytest.raises(InfeasibleBudget) as refusal:
         search(Problem(graph, profile, partition, least - PAGE))
