@@ -51,6 +51,7 @@ def serial(graph: Graph) -> list[Action]:
         here[:] = needed
         unsaved.update((*op.writes, *op.mutates))
     leave({t for t in graph.outputs if graph.tensors[t].kind != "parameter"}, len(graph.ops))
+    actions += [swap_out(t) for t in here if t in unsaved and graph.tensors[t].kind == "state"]
     return actions
 
 

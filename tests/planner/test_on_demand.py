@@ -1,0 +1,207 @@
+"""The on-demand baseline evicts what was used longest ago, and prefetches what its first iteration has swapped."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.check import check
+from planner.graph import Graph, Op, Tensor
+from planner.plan import Compute, Plan, SwapIn, SwapOut
+from planner.problem import Problem
+from planner.profile import Profile
+from planner.search import search
+from planner.searchers.on_demand import (
+    Candidate,
+    Leave,
+    OnDemand,
+    Turn,
+    least_recently_used,
+    on_demand,
+    passive,
+    prefetched,
+    steady,
+)
+from planner.sequence import Verb, compute, drop, peak_bytes, swap_in, swap_out
+from planner.serial import least_bytes
+from planner.simulate import simulate
+from tests.planner.graphs import (
+    PAGE,
+    chain,
+    parameter,
+    profile_of,
+    random_graph,
+    random_profile,
+    random_training_graph,
+)
+
+seeds = st.integers(0, 10**6)
+
+
+def backwards() -> Graph:
+    """Three ops forward, three backward through the same activations and weights; one page each.
+
+    f0: W0 X -> A | f1: W1 A -> B | f2: W2 B -> C | b2: W2 C B -> D | b1: W1 D A -> E | b0: W0 E X -> F
+    """
+    names = ("A", "B", "C", "D", "E", "F")
+    tensors = [parameter(f"W{i}") for i in range(3)] + [Tensor("X", PAGE, "input")]
+    tensors += [Tensor(name, PAGE, "activation") for name in names]
+    w0, w1, w2, x, a, b, c, d, e, f = range(10)
+    reads = ((w0, x), (w1, a), (w2, b), (w2, c, b), (w1, d, a), (w0, e, x))
+    ops = [Op(f"op{k}", "any", r, (k + a,)) for k, r in enumerate(reads)]
+    graph = Graph("backwards", 1, "weights", tuple(tensors), tuple(ops), (f,))
+    graph.validate()
+    return graph
+
+
+W0, W1, W2, X, A, B, C, D, E, F = range(10)
+
+
+def some_problem(seed: int) -> Problem:
+    rng = random.Random(seed)
+    graph = random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
+    memory = least_bytes(graph) + rng.choice((0, PAGE, 3 * PAGE, sum(t.nbytes for t in graph.tensors) // 2))
+    return Problem(graph, random_profile(rng, graph), memory)
+
+
+def test_least_recently_used_leaves_and_an_activation_is_saved_first() -> None:
+    """Five pages hold all that ops 0 and 1 touch. Op 2 brings W2 and C: W0 and X go, which only op 0 has used."""
+    course = least_recently_used(backwards(), 5 * PAGE, frozenset())
+    assert course.turns == (
+        Turn((), (W0,)),
+        Turn((), (W1,)),
+        Turn((Leave(W0, 0, save=False), Leave(X, 0, save=True)), (W2,)),
+        Turn((Leave(W1, 1, save=False),), ()),
+        Turn((Leave(C, 3, save=False), Leave(B, 3, save=False)), (W1,)),
+        Turn((Leave(D, 4, save=False), Leave(A, 4, save=False), Leave(W2, 3, save=False)), (W0, X)),
+        Turn(
+            (Leave(E, 5, save=False), Leave(X, 5, save=False), Leave(W1, 4, save=False), Leave(W0, 5, save=False)),
+            (),
+        ),
+    )
+
+
+def test_of_tensors_last_used_by_one_op_the_first_id_leaves() -> None:
+    course = least_recently_used(backwards(), 6 * PAGE, frozenset())
+    assert course.turns[2].leaves == (Leave(W0, 0, save=False),)
+    course = least_recently_used(backwards(), 5 * PAGE, frozenset((W0, W1)))
+    assert [leave.tensor for leave in course.turns[2].leaves] == [W0, X]
+
+
+def test_weights_stay_from_one_iteration_to_the_next_where_they_are_used_before_they_are_pressed_out() -> None:
+    """In five pages the iteration ends with W0 and W1 and starts with ops that read them."""
+    course = steady(backwards(), 5 * PAGE)
+    assert course.residents == {W0, W1}
+    assert [turn.fetches for turn in course.turns] == [(), (), (W2,), (), (W1,), (W0, X), ()]
+
+
+def test_what_a_chain_ends_with_is_pressed_out_before_it_is_used_again() -> None:
+    """LRU in a cycle: the last weights leave for the first ones, and nothing is left when their turn comes."""
+    graph = chain([PAGE] * 6)
+    assert least_recently_used(graph, 5 * PAGE, frozenset()).kept == {3, 4, 5}
+    assert steady(graph, 5 * PAGE).residents == frozenset()
+    assert steady(graph, 8 * PAGE).residents == {0, 1, 2, 3, 4, 5}
+
+
+def test_changed_state_is_saved_and_unchanged_state_is_not() -> None:
+    tensors = [
+        Tensor("S", PAGE, "state", PAGE),
+        parameter("W"),
+        Tensor("X", PAGE, "input"),
+        Tensor("Y", PAGE, "activation"),
+    ]
+    ops = [Op("read", "any", (0, 2), ()), Op("other", "any", (1, 2), (3,)), Op("change", "any", (0,), (), 0, (0,))]
+    graph = Graph("stateful", 1, "weights", tuple(tensors), tuple(ops), (3,))
+    graph.validate()
+    course = least_recently_used(graph, 3 * PAGE, frozenset())
+    assert course.turns[1].leaves == (Leave(0, 0, save=False),)
+    assert course.turns[3].leaves[-1] == Leave(0, 2, save=True)
+    assert least_recently_used(graph, 3 * PAGE, frozenset((0,))).turns[1].leaves == (Leave(0, 0, save=True),)
+
+
+@pytest.mark.parametrize("pages", [3, 4])
+def test_state_that_is_an_output_is_saved_and_stays(pages: int) -> None:
+    """What changes it can be in memory at the end without being there at the start, as in three pages here."""
+    tensors = [Tensor("S", PAGE, "state", PAGE), Tensor("X", PAGE, "input"), Tensor("Y", PAGE, "activation")]
+    tensors.append(parameter("W"))
+    ops = [Op("op0", "any", (3, 1), (2,)), Op("op1", "any", (0, 2), (), 0, (0,))]
+    graph = Graph("stateful", 1, "weights", tuple(tensors), tuple(ops), (0, 2))
+    graph.validate()
+    plan = search(Problem(graph, profile_of(graph), pages * PAGE), "on_demand")
+    assert {p.tensor for p in plan.residents} == ({0, 3} if pages == 4 else {3})
+    for candidate in (Candidate(1.0), Candidate(None)):
+        check(graph, None, OnDemand(Problem(graph, profile_of(graph), pages * PAGE), 0).write(candidate))
+
+
+def test_prefetching_swaps_the_same_but_earlier() -> None:
+    """In six pages W0 and X leave right after op 0, their last; each comes back once what was in its place is dead."""
+    graph, course = backwards(), steady(backwards(), 6 * PAGE)
+    assert on_demand(graph, course) == [
+        compute(0), compute(1), drop(W0), compute(2), swap_out(X), drop(X), compute(3), drop(C), drop(B),
+        compute(4), drop(D), drop(A), swap_in(W0), swap_in(X), compute(5), drop(E), drop(X),
+    ]  # fmt: skip
+    assert prefetched(graph, course) == [
+        compute(0), drop(W0), swap_out(X), drop(X), compute(1), compute(2), compute(3), drop(C), drop(B),
+        swap_in(W0), compute(4), drop(D), drop(A), swap_in(X), compute(5), drop(E), drop(X),
+    ]  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(seeds)
+def test_decisions_fit_and_hold_from_one_iteration_to_the_next(seed: int) -> None:
+    problem = some_problem(seed)
+    graph, course = problem.graph, steady(problem.graph, problem.memory_bytes)
+    demand, early = on_demand(graph, course), prefetched(graph, course)
+    for actions in (demand, early):
+        assert peak_bytes(graph, actions, course.residents) <= problem.memory_bytes
+    assert least_recently_used(graph, problem.memory_bytes, course.residents) == course
+    assert course.residents <= course.kept
+    assert sorted(demand, key=repr) == sorted(early, key=repr)
+    arrivals = [[a for a in actions if a.verb is Verb.SWAP_IN] for actions in (demand, early)]
+    assert arrivals[0] == arrivals[1]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seeds)
+def test_without_prefetching_no_copy_meets_an_op(seed: int) -> None:
+    problem = some_problem(seed)
+    searcher = passive(problem, seed)
+    for candidate in searcher.ask():
+        plan = searcher.write(candidate)
+        check(problem.graph, problem.profile, plan)
+        assert not overlaps(problem.graph, plan, problem.profile)
+
+
+def overlaps(graph: Graph, plan: Plan, profile: Profile) -> bool:
+    """Whether a copy starts, or is issued, before the op in front of it has ended."""
+    timeline = simulate(graph, plan, profile)
+    ended_s = 0.0
+    for span in timeline.spans:
+        step = plan.steps[span.step]
+        if isinstance(step, Compute):
+            ended_s = span.end_s
+        elif isinstance(step, SwapIn | SwapOut) and span.start_s < ended_s:
+            return True
+    return False
+
+
+def test_prefetching_overlaps_what_on_demand_waits_for() -> None:
+    """Ten ops of a second, ten weights of a second: half of each copy can hide at most, and all but the first do."""
+    graph = chain([PAGE] * 10)
+    problem = Problem(graph, profile_of(graph), 6 * PAGE)
+    waiting = passive(problem, 0)
+    latency_s = [simulate(graph, waiting.write(c), problem.profile).latency_s for c in waiting.ask()]
+    assert min(latency_s) == pytest.approx(20.0)
+    plan = search(problem, "on_demand")
+    assert plan.provenance is not None
+    assert plan.provenance.latency_s == pytest.approx(11.0)
+
+
+def test_first_candidate_fits_where_placing_the_whole_memory_does_not() -> None:
+    for seed in range(40):
+        searcher = OnDemand(some_problem(seed), seed)
+        candidates = searcher.ask()
+        assert searcher.judge(candidates[0], 0.0).latency_s < float("inf")
+        assert candidates[-1] == Candidate(None)
+        assert searcher.ask() == ()
