@@ -1,0 +1,44 @@
+"""Captured graphs as JSON files, so that each is captured once."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks.planning.capture import Captured
+
+ROOT = Path(__file__).parent.parent.parent
+_OURS = ("capture", "inception", "models", "nasnet", "recurrent", "training")
+_SOURCES = (*(f"benchmarks/planning/{name}.py" for name in _OURS), "runtime/rewrite.py", "runtime/weights.py")
+"""What decides how a captured graph looks."""
+DEFAULT_CACHE = Path.home() / ".cache" / "cohabit" / "benchmarks"
+
+
+def cached(key: str, cache: Path | None, make: Callable[[], Captured]) -> Captured:
+    """What `make` returned when this key was first asked for; None as the cache makes it again.
+
+    A file made by other sources than those that are here, or by another torch, counts as not there.
+    """
+    if cache is None:
+        return make()
+    path = cache / f"{key}-{_stamp()}.json"
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Captured)
+    except (FileNotFoundError, msgspec.DecodeError):
+        found = make()
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(msgspec.json.encode(found))
+        unfinished.replace(path)
+    return found
+
+
+def _stamp() -> str:
+    """Short hash of the sources and of torch's version."""
+    state = hashlib.sha256(torch.__version__.encode())
+    for name in _SOURCES:
+        state.update((ROOT / name).read_bytes())
+    return state.hexdigest()[:12]

@@ -1,0 +1,167 @@
+"""Inference graphs of the networks in the papers and of today's, lowered as the runtime lowers, without weights.
+
+    python -m benchmarks.planning.models
+
+prints them. Batch norms are folded, ReLUs and additions work in place, large layers come in slices, embedding tables
+from 1 MiB on stay on the host and their rows arrive as inputs: the rewrites are those of `runtime.rewrite`. Scratch
+is not known here and counts as none.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.initialization import no_init_weights
+
+from benchmarks.planning.cache import DEFAULT_CACHE, cached
+from benchmarks.planning.capture import Captured, captured, join_weights, own_storages, trace
+from benchmarks.planning.inception import inception_v4
+from benchmarks.planning.nasnet import NasNetA
+from benchmarks.planning.recurrent import Lstm
+from benchmarks.record import markdown_table
+from loadgen.zoo.text import Encoder, Prefill
+from loadgen.zoo.vision import ImageClassifier
+from planner.liveness import peak_activation_bytes
+from planner.serial import least_bytes
+from runtime.model import Model, from_program
+from runtime.rewrite import rewrite
+
+aten = torch.ops.aten
+SEQUENCE = 128
+LSTM_LAYERS, LSTM_WIDTH, LSTM_STEPS = 8, 1024, 25
+
+
+class Network(NamedTuple):
+    """How to build a network, and the inputs of a batch."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[torch.Tensor, ...]]
+
+
+def resnet(scale: int = 1) -> nn.Module:
+    """ResNet-152 (He et al. 2016), all widths times `scale`."""
+    widths = [256 * scale << stage for stage in range(4)]
+    config = ResNetConfig(embedding_size=64 * scale, hidden_sizes=widths, depths=[3, 8, 36, 3], num_labels=1000)
+    return ImageClassifier(ResNetForImageClassification(config))
+
+
+def _images(side: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    return lambda batch: (torch.empty(batch, 3, side, side),)
+
+
+def _tokens(count: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    return lambda batch: tuple(torch.empty(batch, SEQUENCE, dtype=torch.int64) for _ in range(count))
+
+
+def _steps(batch: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(batch, LSTM_WIDTH) for _ in range(LSTM_STEPS))
+
+
+NETWORKS: Mapping[str, Network] = {
+    "resnet152": Network(resnet, _images(224)),
+    "inception_v4": Network(inception_v4, _images(299)),
+    "nasnet_a_large": Network(NasNetA, _images(331)),
+    "bert_base": Network(
+        lambda: Encoder(BertModel(BertConfig(attn_implementation="sdpa"))),
+        _tokens(2),
+    ),
+    "gpt2": Network(
+        lambda: Prefill(GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False))),
+        _tokens(1),
+    ),
+    "vit_b16": Network(
+        lambda: ImageClassifier(ViTForImageClassification(ViTConfig(num_labels=1000, attn_implementation="sdpa"))),
+        _images(224),
+    ),
+    "lstm8": Network(lambda: Lstm(LSTM_LAYERS, LSTM_WIDTH), _steps),
+}
+
+
+def inference_graph(name: str, batch: int = 1, cache: Path | None = DEFAULT_CACHE) -> Captured:
+    """The graph of one of `NETWORKS` at a batch size, and the work of its ops."""
+    return cached(f"{name}-b{batch}", cache, lambda: capture_inference(name, NETWORKS[name], batch))
+
+
+def capture_inference(name: str, network: Network, batch: int) -> Captured:
+    """Export, rewrite and capture a network on fake tensors."""
+    mode = FakeTensorMode()
+    with mode, no_init_weights(), torch.no_grad():
+        module, inputs = network.build().eval(), network.inputs(batch)
+        program = torch.export.export(module, inputs)
+        model = from_program(name, program)
+        _own_changes(model.graph)
+        rewrite(model)
+    return _captured(model, batch, mode)
+
+
+def parameter_count(name: str) -> int:
+    """Weights of a network before it is lowered; tied ones count once."""
+    with FakeTensorMode(), no_init_weights():
+        return sum(p.numel() for p in NETWORKS[name].build().parameters())
+
+
+def _captured(model: Model, batch: int, mode: FakeTensorMode) -> Captured:
+    weights = own_storages(model.weights, mode)
+    with mode:
+        inputs = {port.name: torch.empty(port.at(batch), dtype=port.dtype) for port in model.inputs}
+    values = {n: ("parameter", t) for n, t in weights.items()} | {n: ("input", t) for n, t in inputs.items()}
+    found = trace(model.graph, values, model.tables)  # type: ignore[arg-type]
+    outputs = [s for s in found.results if s is not None]
+    return captured(model.name, batch, join_weights(found), outputs)
+
+
+_IN_PLACE = {aten.add_.Tensor: aten.add.Tensor, aten.relu_.default: aten.relu.default}
+
+
+def _own_changes(graph: fx.Graph) -> None:
+    """Write what a model changes in place as if it were new: whether that can be in place is the rewrite's to find.
+
+    The runtime leaves such changes alone, and then the ReLU after a residual addition makes new bytes.
+    """
+    for node in graph.nodes:
+        if node.target in _IN_PLACE and len(node.args[0].users) == 1:
+            node.target = _IN_PLACE[node.target]
+
+
+def row(name: str, batch: int, cache: Path | None) -> list[str]:
+    graph, work = inference_graph(name, batch, cache)
+    return [
+        f"{name}, batch {batch}",
+        str(len(graph.ops)),
+        str(len(graph.tensors)),
+        f"{graph.parameter_bytes / 2**20:.1f}",
+        f"{peak_activation_bytes(graph) / 2**20:.1f}",
+        f"{least_bytes(graph) / 2**20:.1f}",
+        f"{sum(w.flops for w in work) / 1e9:.1f}",
+    ]
+
+
+HEADER = ["network", "ops", "tensors", "parameters MiB", "activation peak MiB", "least budget MiB", "GFLOP"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.models", description=__doc__)
+    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
+    options = parser.parse_args(argv)
+    cases = [("resnet152", b) for b in (1, 16, 32, 64)] + [(name, 1) for name in NETWORKS if name != "resnet152"]
+    print(markdown_table(HEADER, [row(name, batch, options.cache) for name, batch in cases]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
