@@ -111,7 +111,7 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
 
 def fingerprint(data: Any) -> str:
-    """Hex SHA-256 of a value's canonical JSON (keys sorted, no spaces)."""
+    """Hex SHA-256 of a value's canonical JSON: fields in the order of their declaration, no spaces."""
     return hashlib.sha256(msgspec.json.encode(data, order="deterministic")).hexdigest()
 
 

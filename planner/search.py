@@ -75,7 +75,8 @@ def search(
             candidates = candidates[:left]
             costs = judges.judge(candidates, shortlist.least_s * TIE)
             state.tell(candidates, costs)
-            if shortlist.add(candidates, costs) and on_progress is not None:
+            shortlist.add(candidates, costs)
+            if on_progress is not None:
                 on_progress(shortlist.evaluations, shortlist.least_s, bound_s)
             if shortlist.evaluations == most or _late(started, limit):
                 break

@@ -1,4 +1,4 @@
-"""The command line: `cohabit serve REPOSITORY --memory SIZE`."""
+"""The command line: `cohabit serve`, `plan`, `show` and `compare-plans`."""
 
 import argparse
 import asyncio
@@ -7,15 +7,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from planner.errors import CohabitError
+from planner.errors import CohabitError, UnknownSearcher
 from server.config import ServeConfig, add_flags, config_of
 from server.errors import ConfigError, RepositoryError
+from server.plans.options import add_compare_flags, add_plan_flags, add_show_flags
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from server.repository import ModelSource
     from server.serve import Load, Loaded, OnProgress, Server
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+_WIDE = 150
+"""Columns where there is no terminal that says how many it has."""
 
 _SWITCH_INTERVAL_S = 0.5e-3
 """How long a busy event loop may keep the engine's thread from Python; the default, 5 ms, is a whole inference."""
@@ -52,10 +56,47 @@ def _run(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     errors = Console(stderr=True, highlight=False)
     try:
-        return _serve(config_of(options), errors)
+        return int(options.run(options, errors))
     except CohabitError as error:
         errors.print(f"cohabit: {error}", markup=False, soft_wrap=True)
-        return EXIT_USAGE if isinstance(error, ConfigError | RepositoryError) else EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, ConfigError | RepositoryError | UnknownSearcher) else EXIT_FAILED
+    except KeyboardInterrupt:
+        errors.print("cohabit: interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is left of it must not fail again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run_serve(options: argparse.Namespace, errors: Console) -> int:
+    return _serve(config_of(options), errors)
+
+
+def _run_plan(options: argparse.Namespace, errors: Console) -> int:
+    from server.plans import making
+    from server.plans.options import plan_options
+
+    return making.run(plan_options(options), _stdout(), errors)
+
+
+def _run_show(options: argparse.Namespace, errors: Console) -> int:
+    from server.plans import showing
+    from server.plans.options import show_options
+
+    return showing.run(show_options(options), _stdout(), errors)
+
+
+def _run_compare(options: argparse.Namespace, errors: Console) -> int:
+    from server.plans import comparing
+    from server.plans.options import compare_options
+
+    return comparing.run(compare_options(options), _stdout(), errors)
+
+
+def _stdout() -> Console:
+    terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, markup=False, emoji=False, width=None if terminal else _WIDE)
 
 
 async def serve_until_stopped(config: ServeConfig, load: "Load", console: Console) -> int:
@@ -148,7 +189,47 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(serve)
+    serve.set_defaults(run=_run_serve)
+    _add(
+        commands.add_parser(
+            "plan",
+            help="plan how a model runs in some memory, and write the plans to files",
+            description="Plan how a model runs in some memory: what stays, what is copied when, and which bytes it"
+            " goes to. Writes plans, graphs and profiles as JSON files.",
+        ),
+        add_plan_flags,
+        _run_plan,
+    )
+    _add(
+        commands.add_parser(
+            "show",
+            help="check a plan, and draw it in the terminal or on an HTML page",
+            description="Check a plan and draw it: lanes and memory over time, stalls, what is copied. With --html"
+            " as one page that needs nothing else.",
+        ),
+        add_show_flags,
+        _run_show,
+    )
+    _add(
+        commands.add_parser(
+            "compare-plans",
+            help="compare the searchers on one model, batch size and memory",
+            description="Run every searcher on one model, batch size and memory, one after the other.",
+        ),
+        add_compare_flags,
+        _run_compare,
+    )
     return parser
+
+
+def _add(
+    parser: argparse.ArgumentParser,
+    add: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace, Console], int],
+) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add(parser)
+    parser.set_defaults(run=run)
 
 
 class _Version(argparse.Action):

@@ -60,26 +60,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         " memory in turns",
     )
     memory.add_argument(
-        "--store",
-        choices=get_args(Store),
-        default="ram",
-        help="where parameters wait that are not in device memory (default: %(default)s)",
-    )
-    memory.add_argument(
-        "--link-bandwidth", metavar="SIZE/s", help="slow copies down to this, to stand in for another bus or flash"
-    )
-    memory.add_argument(
         "--model-rate",
         action="append",
         default=[],
         metavar="NAME=RATE",
         help="requests per second to expect of a model, so that busy models get more memory; repeatable",
     )
-    memory.add_argument(
-        "--cache", type=Path, metavar="DIR", help="where profiles and plans are kept between starts"
-    )
+    add_device_flags(memory)
     compute = parser.add_argument_group("compute")
-    compute.add_argument("--threads", metavar="N", help="threads that one inference computes with")
+    add_thread_flag(compute)
     compute.add_argument(
         "--batch-sizes",
         default="1,2,4,8",
@@ -107,40 +96,61 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="(default: %(default)s)")
 
 
+def add_device_flags(group: argparse._ArgumentGroup) -> None:
+    """Declare where parameters wait, how fast they come, and where what was measured is kept."""
+    group.add_argument(
+        "--store",
+        choices=get_args(Store),
+        default="ram",
+        help="where parameters wait that are not in device memory (default: %(default)s)",
+    )
+    group.add_argument(
+        "--link-bandwidth", metavar="SIZE/s", help="slow copies down to this, to stand in for another bus or flash"
+    )
+    group.add_argument("--cache", type=Path, metavar="DIR", help="where profiles and plans are kept between starts")
+
+
+def add_thread_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--threads", metavar="N", help="threads that one inference computes with")
+
+
 def config_of(options: argparse.Namespace) -> ServeConfig:
     """Check every flag. Raises ConfigError, which names the flag."""
     return ServeConfig(
         repository=options.repository,
-        memory=_read("--memory", options.memory, parse_memory),
+        memory=read("--memory", options.memory, parse_memory),
         layout=options.layout,
         host=options.host,
-        http_port=_read("--http-port", options.http_port, _integer(0, 65535)),
-        metrics_port=_read("--metrics-port", options.metrics_port, _integer(0, 65535)),
+        http_port=read("--http-port", options.http_port, integer(0, 65535)),
+        metrics_port=read("--metrics-port", options.metrics_port, integer(0, 65535)),
         cache=options.cache,
         store=options.store,
-        link_bandwidth_bytes_per_s=_optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
-        threads=_optional("--threads", options.threads, _integer(1, 1024)),
-        batch_sizes=_read("--batch-sizes", options.batch_sizes, _batch_sizes),
-        queue_limit=_read("--queue-limit", options.queue_limit, _integer(1, 1 << 20)),
-        max_body_bytes=_read("--max-body", options.max_body, parse_size),
-        exit_timeout_s=_read("--exit-timeout-secs", options.exit_timeout_secs, _seconds),
-        model_rates=dict(_read("--model-rate", text, _rate) for text in options.model_rate),
+        link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
+        threads=optional("--threads", options.threads, integer(1, 1024)),
+        batch_sizes=read("--batch-sizes", options.batch_sizes, _batch_sizes),
+        queue_limit=read("--queue-limit", options.queue_limit, integer(1, 1 << 20)),
+        max_body_bytes=read("--max-body", options.max_body, parse_size),
+        exit_timeout_s=read("--exit-timeout-secs", options.exit_timeout_secs, _seconds),
+        model_rates=dict(read("--model-rate", text, _rate) for text in options.model_rate),
         log_format=options.log_format,
     )
 
 
-def _read(flag: str, text: str, parse: Callable[[str], _T]) -> _T:
+def read(flag: str, text: str, parse: Callable[[str], _T]) -> _T:
+    """Read a flag's value. Raises ConfigError, which names the flag."""
     try:
         return parse(text)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from error
 
 
-def _optional(flag: str, text: str | None, parse: Callable[[str], _T]) -> _T | None:
-    return None if text is None else _read(flag, text, parse)
+def optional(flag: str, text: str | None, parse: Callable[[str], _T]) -> _T | None:
+    return None if text is None else read(flag, text, parse)
 
 
-def _integer(least: int, most: int) -> Callable[[str], int]:
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """A reader of whole numbers, which raises ValueError for others."""
+
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
             raise ValueError(f"'{text}' is not a whole number from {least} to {most}")
@@ -150,21 +160,21 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_integer(1, _LARGEST_BATCH)(part.strip()) for part in text.split(",")}))
+    return tuple(sorted({integer(1, _LARGEST_BATCH)(part.strip()) for part in text.split(",")}))
 
 
 def _seconds(text: str) -> float:
-    return _positive(text, "a number of seconds", allow_zero=True)
+    return positive(text, "a number of seconds", allow_zero=True)
 
 
 def _rate(text: str) -> tuple[str, float]:
     name, separator, rate = text.rpartition("=")
     if not separator or not name:
         raise ValueError(f"'{text}' is not of the form NAME=RATE")
-    return name, _positive(rate, "a rate in requests per second")
+    return name, positive(rate, "a rate in requests per second")
 
 
-def _positive(text: str, what: str, allow_zero: bool = False) -> float:
+def positive(text: str, what: str, allow_zero: bool = False) -> float:
     try:
         value = float(text)
     except ValueError:

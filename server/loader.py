@@ -71,7 +71,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     prepared: list[Prepared] = []
     for source in sources:
         try:
-            prepared.append(_prepare(source, config, cache, on_progress))
+            prepared.append(prepare(source, config, cache, on_progress))
         except CohabitError as error:
             failures[source.name] = str(error)
         except Exception as error:
@@ -106,7 +106,9 @@ def _rate(name: str, config: ServeConfig) -> float:
     return given.get(name, sum(given.values()) / len(given) if given else 1.0)
 
 
-def _prepare(source: ModelSource, config: ServeConfig, cache: Path, on_progress: OnProgress) -> Prepared:
+def prepare(source: ModelSource, config: ServeConfig, cache: Path, on_progress: OnProgress) -> Prepared:
+    """Lower and measure one model. Its store is the caller's to close. Raises CohabitError."""
+
     def progress(text: str) -> None:
         on_progress(source.name, text.removeprefix(f"{source.name}: "))
 

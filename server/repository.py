@@ -46,6 +46,26 @@ def scan(repository: Path) -> list[ModelSource | Unloadable]:
     return models
 
 
+def find(path: Path) -> ModelSource:
+    """Find the one model at a path: its folder, or the program itself. Raises RepositoryError."""
+    if path.is_file():
+        in_repository = _VERSION.fullmatch(path.parent.name) is not None
+        name = path.resolve().parent.parent.name if in_repository else path.stem
+        return ModelSource(name, int(path.parent.name) if in_repository else 1, path)
+    if not path.is_dir():
+        raise RepositoryError(f"model {path} does not exist; give its folder or a .pt2 file")
+    folder = path.resolve()
+    try:
+        return _source(folder, folder.parent)
+    except RepositoryError as error:
+        models = sorted(child.name for child in folder.iterdir() if any(child.glob(f"*/{_PROGRAM}")))
+        if not models:
+            raise RepositoryError(f"{path} is no model: {error}") from error
+        raise RepositoryError(
+            f"{path} is a repository; give one of its models, such as {path / models[0]}"
+        ) from error
+
+
 def _models(folders: Sequence[Path], root: Path) -> Iterator[ModelSource | Unloadable]:
     for folder in folders:
         try:

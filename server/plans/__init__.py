@@ -1,0 +1,1 @@
+"""The commands that make plans and look at them: `cohabit plan`, `show` and `compare-plans`."""
