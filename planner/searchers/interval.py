@@ -1,0 +1,123 @@
+"""TENSILE: transfers at times that are free on the link, for the tensors at the memory's peak.
+
+Section IV of the paper, for one job in a fixed memory; see planner.tensile. What the paper's executor does when a
+schedule does not fit (it waits for swaps) is decided here too, so that there is a plan in every memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final
+
+from planner.errors import UnsupportedProblem
+from planner.plan import Plan
+from planner.problem import UNFIT, Cost, Problem
+from planner.sequence import Action, lay_out, write
+from planner.serial import least_bytes, require, serial
+from planner.simulate import simulate
+from planner.tensile.job import Job
+from planner.tensile.order import actions_of, hastened
+from planner.tensile.passive import press_out
+from planner.tensile.schedule import schedule
+
+SHARES: Final = (1.0, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+"""Of the memory, what the schedule assumes to have; the rest is for fragmentation."""
+BEST: Final = 2
+"""Candidates of the paper's own way that other ways are tried with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a schedule is made with."""
+
+    share: float
+    most_swapped: float = 1.0
+    """Maximum swapping rate."""
+    duplex: bool = False
+    """Whether the link's directions are scheduled apart; the paper's link has one channel for both."""
+    thorough: bool = True
+    """Whether a swapped tensor is released before all its accesses."""
+
+
+WAYS: Final = tuple(
+    (most_swapped, duplex, thorough)
+    for most_swapped in (1.0, 0.5, 0.25)
+    for duplex, thorough in ((False, True), (True, True), (True, False))
+)[1:]
+"""Other maximum swapping rates, and what is not the paper's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule and how it is carried out; without one, everything leaves after each op."""
+
+    schedule: Schedule | None
+    hasten: bool = False
+    """Whether swap-ins are issued as early as memory allows, or at the times of the schedule."""
+
+
+class Interval:
+    """Judges schedules for several maximum swapping rates and shares of the memory."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        if problem.workspace_bytes or problem.residents is not None:
+            raise UnsupportedProblem(
+                "interval plans a single model's budget, without a shared workspace or given residents"
+            )
+        require(problem)
+        self.problem = problem
+        self.evaluations = 2 * len(SHARES) + 1 + BEST * len(WAYS)
+        self._make_schedule = cache(self._scheduled)
+        self._latency_s: dict[Candidate, float] = {}
+        self._steps = self._search()
+
+    def ask(self) -> Sequence[Candidate]:
+        return next(self._steps, ())
+
+    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+        self._latency_s |= {c: cost.latency_s for c, cost in zip(candidates, costs, strict=False)}
+
+    def judge(self, candidate: Candidate, good_s: float) -> Cost:
+        plan = self._plan(candidate)
+        if plan is None:
+            return UNFIT
+        timeline = simulate(self.problem.graph, plan, self.problem.profile)
+        return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
+
+    def write(self, candidate: Candidate) -> Plan:
+        plan = self._plan(candidate)
+        assert plan is not None
+        return plan
+
+    def _search(self) -> Iterator[Sequence[Candidate]]:
+        """The paper's way in the largest share that can be placed, in all shares, then other ways in the best ones."""
+        paper = [Candidate(Schedule(share), hasten) for hasten in (False, True) for share in SHARES]
+        first = next((c for c in paper if self._plan(c) is not None), Candidate(None))
+        yield (first,)
+        yield [c for c in (*paper, Candidate(None)) if c != first]
+        best = sorted((c for c in self._latency_s if c.schedule is not None), key=lambda c: self._latency_s[c])
+        yield [
+            replace(c, schedule=Schedule(c.schedule.share, *way)) for c in best[:BEST] for way in WAYS if c.schedule
+        ]
+
+    def _plan(self, candidate: Candidate) -> Plan | None:
+        graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
+        actions, residents = serial(graph), frozenset[int]()
+        if candidate.schedule is not None:
+            actions, residents = self._make_schedule(candidate.schedule)
+            if candidate.hasten:
+                actions = hastened(graph, actions, residents, self._room_bytes(candidate.schedule))
+        placed = lay_out(graph, actions, residents, memory_bytes)
+        if placed.peak_bytes > memory_bytes:
+            return None
+        return write(graph, self.problem.profile, memory_bytes, actions, residents, placed)
+
+    def _scheduled(self, how: Schedule) -> tuple[list[Action], frozenset[int]]:
+        job = Job(self.problem.graph, self.problem.profile, how.most_swapped)
+        room_bytes = self._room_bytes(how)
+        system = schedule([job], room_bytes, duplex=how.duplex, thorough=how.thorough)
+        press_out(system, room_bytes)
+        return actions_of(system.axes[0])
+
+    def _room_bytes(self, how: Schedule) -> int:
+        return max(int(self.problem.memory_bytes * how.share), least_bytes(self.problem.graph))

@@ -1,0 +1,1 @@
+"""TENSILE's scheduling of swaps and recomputation, on times that are known beforehand, for one job or several."""
