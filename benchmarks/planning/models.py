@@ -21,6 +21,7 @@ from transformers import (
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
+    PreTrainedModel,
     ResNetConfig,
     ResNetForImageClassification,
     ViTConfig,
@@ -101,7 +102,7 @@ def capture_inference(name: str, network: Network, batch: int) -> Captured:
     """Export, rewrite and capture a network on fake tensors."""
     mode = FakeTensorMode()
     with mode, no_init_weights(), torch.no_grad():
-        module, inputs = network.build().eval(), network.inputs(batch)
+        module, inputs = _built(network).eval(), network.inputs(batch)
         program = torch.export.export(module, inputs)
         model = from_program(name, program)
         _own_changes(model.graph)
@@ -112,7 +113,16 @@ def capture_inference(name: str, network: Network, batch: int) -> Captured:
 def parameter_count(name: str) -> int:
     """Weights of a network before it is lowered; tied ones count once."""
     with FakeTensorMode(), no_init_weights():
-        return sum(p.numel() for p in NETWORKS[name].build().parameters())
+        return sum(p.numel() for p in _built(NETWORKS[name]).parameters())
+
+
+def _built(network: Network) -> nn.Module:
+    """The network, its weights tied: that is part of the initialisation that is left out."""
+    module = network.build()
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            part.tie_weights()
+    return module
 
 
 def _captured(model: Model, batch: int, mode: FakeTensorMode) -> Captured:
