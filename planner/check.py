@@ -16,7 +16,7 @@ from planner.profile import Profile
 Clock = tuple[int, int, int]
 _LANES = ("compute", "swap_in", "swap_out")
 _NEVER: Clock = (0, 0, 0)
-_ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "input", "activation")
+_ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "state", "input", "activation")
 
 
 def check(graph: Graph, profile: Profile | None, plan: Plan) -> None:
@@ -240,7 +240,7 @@ class _Replay:
         for i in op.reads:
             self._read(name, i, before, ended)
         for i in op.mutates:
-            self._change(name, i, before)
+            self._change(name, i, before, ended)
         for i, address in zip(op.writes, step.outputs, strict=True):
             self._bring(name, i, address, before, ended)
         if op.scratch_bytes and step.scratch is not None:
@@ -335,8 +335,12 @@ class _Replay:
             self.found.append(f"{name} does not wait for {self.graph.tensors[tensor].name} to arrive")
         copy.accessed = _latest(copy.accessed, ended)
 
-    def _change(self, name: str, tensor: int, before: Clock) -> None:
-        """A tensor is changed in place: a swap-out must have ended, and its host copy is out of date."""
+    def _change(self, name: str, tensor: int, before: Clock, ended: Clock) -> None:
+        """A tensor is changed in place: a swap-out must have ended, its host copy is out of date, and whoever reads
+        it from now on must wait for the change.
+        """
+        if (copy := self.live.get(tensor)) is not None:
+            copy.written = _latest(copy.written, ended)
         if self.graph.tensors[tensor].kind == "state":
             self.unsaved.add(tensor)
         saved = self.on_host.pop(tensor, None)

@@ -249,3 +249,15 @@ def test_a_host_copy_from_before_a_change_in_place_is_not_swapped_in() -> None:
     early = (*plan.steps[:2], SwapOut(1, (0,)), *plan.steps[2:])
     with pytest.raises(InvalidPlan, match="before its swap-out has ended"):
         check(in_place_graph(), None, replace(plan, steps=early))
+
+
+def test_a_swap_out_waits_for_the_change_before_it() -> None:
+    """Otherwise it may copy a tensor half changed."""
+    changed_first = in_place_plan((0, 1, 2, 3))
+    for after, waits in (((2,), True), ((1,), False)):
+        steps = (*changed_first.steps[:3], SwapOut(1, after), *changed_first.steps[3:])
+        if waits:
+            check(in_place_graph(), None, replace(changed_first, steps=steps))
+        else:
+            with pytest.raises(InvalidPlan, match="does not wait for A to arrive"):
+                check(in_place_graph(), None, replace(changed_first, steps=steps))
