@@ -1,0 +1,230 @@
+"""Fates of gaps become plans: hand-checked chains, and random graphs with random fates."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.check import check
+from planner.gaps import START, Fate, Gap, Gaps
+from planner.graph import Graph, Op, Tensor
+from planner.no_wait import fit, lean, no_wait
+from planner.problem import Problem
+from planner.sequence import compute, drop, peak_bytes, swap_in, swap_out
+from planner.serial import least_bytes
+from planner.simulate import simulate
+from tests.planner.graphs import (
+    PAGE,
+    chain,
+    profile_of,
+    random_graph,
+    random_profile,
+    random_training_graph,
+)
+
+seeds = st.integers(0, 10**6)
+KEEP, SWAP, RECOMPUTE, RESTORE = Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE, Fate.RESTORE
+
+
+def there_and_back() -> Graph:
+    """X -> A1 -> A2 -> B, then C reads A1 and B: A1 has a gap at op 2."""
+    names = [("X", "input"), *((n, "activation") for n in ("A1", "A2", "B", "C"))]
+    tensors = tuple(Tensor(name, PAGE, kind) for name, kind in names)  # type: ignore[arg-type]
+    reads = ((0,), (1,), (2,), (1, 3))
+    ops = tuple(Op(f"op{k}", "any", r, (k + 1,)) for k, r in enumerate(reads))
+    graph = Graph("there and back", 1, "weights", tensors, ops, (4,))
+    graph.validate()
+    return graph
+
+
+def random_case(seed: int) -> tuple[random.Random, Graph]:
+    rng = random.Random(seed)
+    return rng, random_training_graph(rng) if rng.random() < 0.6 else random_graph(rng)
+
+
+def random_fates(rng: random.Random, gaps: Gaps) -> list[Fate]:
+    likely = rng.choice(list(Fate))
+    return [likely if likely in g.fates and rng.random() < 0.5 else rng.choice(g.fates) for g in gaps.all]
+
+
+def all_kept(gaps: Gaps) -> list[Fate]:
+    return [KEEP] * len(gaps.all)
+
+
+def test_gaps_of_a_chain_are_those_of_its_weights() -> None:
+    gaps = Gaps(chain([PAGE] * 3))
+    assert gaps.all == tuple(Gap(w, w, w, True, (KEEP, SWAP, RESTORE)) for w in range(3))
+
+
+def test_gaps_of_activations_inputs_and_outputs() -> None:
+    tensors = tuple(
+        Tensor(n, PAGE, k)  # type: ignore[arg-type]
+        for n, k in (("X", "input"), ("Y", "input"), ("A", "activation"), ("B", "activation"), ("C", "activation"))
+    )
+    ops = (Op("a", "any", (0,), (2,)), Op("b", "any", (2,), (3,)), Op("c", "any", (1, 3), (4,)))
+    gaps = Gaps(Graph("g", 1, "weights", tensors, ops, (2, 4)))
+    assert gaps.all == (Gap(1, START, 2, False, (KEEP, SWAP)),)  # A, an output, is used by ops 0, 1 and 2
+    other = Gaps(Graph("g", 1, "weights", tensors, (*ops, Op("d", "any", (4,), ())), (2, 4)))
+    assert other.all[1:] == (Gap(2, 1, 3, False, (KEEP, SWAP)),)  # its op read X, which is gone
+
+
+def test_nothing_is_recomputed_from_what_was_changed_in_place_since() -> None:
+    tensors = (
+        *(Tensor(n, PAGE, "activation") for n in ("A", "B", "C", "D")),
+        Tensor("W", PAGE, "parameter"),
+    )
+    ops = (
+        Op("a", "any", (4,), (0,)), Op("b", "any", (0,), (1,)), Op("c", "any", (1,), (2,)),
+        Op("d", "any", (0, 1, 2), (3,)),
+    )  # fmt: skip
+    assert Gaps(Graph("g", 1, "w", tensors, ops, (3,))).all[0].fates == (KEEP, SWAP, RECOMPUTE)
+    changing = (*ops[:1], Op("b", "any", (0,), (1,), 0, (0,)), *ops[2:])
+    assert Gaps(Graph("g", 1, "w", tensors, changing, (3,))).all[0].fates == (KEEP, SWAP)
+    later = (*ops[:3], Op("d", "any", (0, 1, 2), (3,), 0, (0,)))
+    assert Gaps(Graph("g", 1, "w", tensors, later, (3,))).all[0].fates == (KEEP, SWAP, RECOMPUTE)
+
+
+def test_weights_stream_through_the_room_that_is_left() -> None:
+    """W0 stays; behind it, X and A there is one page for W1 and then W2, each as early as the page is free."""
+    decided = no_wait(Gaps(chain([PAGE] * 3)), 4 * PAGE, [KEEP, SWAP, SWAP])
+    w0, w1, w2, a0, a1, a2 = range(6)
+    assert decided == (
+        [
+            swap_in(w1), compute(0), drop(a0), compute(1), drop(w1), swap_in(w2), drop(a1),
+            compute(2), drop(w2), drop(a2),
+        ],
+        {w0},
+    )  # fmt: skip
+
+
+def test_restored_weight_makes_room_and_comes_back_behind_the_last_op() -> None:
+    decided = no_wait(Gaps(chain([PAGE] * 2)), 3 * PAGE, [RESTORE, SWAP])
+    w0, w1, a0, a1 = range(4)
+    assert decided == (
+        [compute(0), drop(w0), swap_in(w1), drop(a0), compute(1), drop(w1), drop(a1), swap_in(w0)],
+        {w0},
+    )
+
+
+def test_activation_is_swapped_or_computed_again() -> None:
+    gaps = Gaps(there_and_back())
+    x, a1, a2, b = range(4)
+    assert [(g.tensor, g.last_use, g.next_use) for g in gaps.all] == [(a1, 1, 3)]
+    assert gaps.all[0].fates == (KEEP, SWAP)  # X is gone by then
+    swapped = no_wait(gaps, 4 * PAGE, [SWAP])
+    assert swapped is not None
+    assert swapped[0] == [
+        compute(0), drop(x), compute(1), swap_out(a1), drop(a1), swap_in(a1), compute(2), drop(a2),
+        compute(3), drop(a1), drop(b),
+    ]  # fmt: skip
+
+
+def test_recomputation_goes_back_as_far_as_it_takes() -> None:
+    """W -> A -> B -> C, then D reads A, B and C, E reads A and D."""
+    tensors = (Tensor("W", PAGE, "parameter"), *(Tensor(n, PAGE, "activation") for n in "ABCDEF"))
+    w, a, b, c, d, e, f = range(7)
+    reads = ((w,), (a,), (b,), (c,), (b, d), (a, e))
+    graph = Graph(
+        "g", 1, "weights", tensors, tuple(Op(f"op{k}", "any", r, (k + 1,)) for k, r in enumerate(reads)), (f,)
+    )
+    gaps = Gaps(graph)
+    assert [(g.tensor, g.last_use, g.next_use) for g in gaps.all] == [(w, 0, 0), (a, 1, 5), (b, 2, 4)]
+    decided = no_wait(gaps, 4 * PAGE, [SWAP, RECOMPUTE, RECOMPUTE])
+    assert decided is not None
+    assert [x for x in decided[0] if x.what != w or x == compute(w)] == [
+        compute(0), compute(1), drop(a), compute(2), drop(b), compute(3), drop(c),
+        compute(0), compute(1), drop(a), compute(4), drop(b), drop(d),
+        compute(0), compute(5), drop(a), drop(e),
+    ]  # fmt: skip
+    assert no_wait(gaps, 4 * PAGE, [KEEP, KEEP, RECOMPUTE]) is None
+    kept = no_wait(gaps, 5 * PAGE, [KEEP, KEEP, RECOMPUTE])
+    assert kept is not None
+    assert [x.what for x in kept[0] if x == compute(x.what)] == [0, 1, 2, 3, 1, 4, 5]
+
+
+def test_what_else_a_repeated_op_writes_makes_way_for_it() -> None:
+    """op0 writes A and B; A is kept while B is computed again."""
+    tensors = (Tensor("W", PAGE, "parameter"), *(Tensor(n, PAGE, "activation") for n in "ABCDEF"))
+    w, a, b, c, d, e, f = range(7)
+    ops = (
+        Op("op0", "any", (w,), (a, b)), Op("op1", "any", (b,), (c,)), Op("op2", "any", (c,), (d,)),
+        Op("op3", "any", (b, d), (e,)), Op("op4", "any", (a, e), (f,)),
+    )  # fmt: skip
+    graph = Graph("g", 1, "weights", tensors, ops, (f,))
+    profile = profile_of(graph)
+    gaps = Gaps(graph)
+    decided = no_wait(gaps, 6 * PAGE, [KEEP, KEEP, RECOMPUTE])
+    assert decided is not None
+    again = decided[0].index(compute(0), 1)
+    assert decided[0][again - 1 : again + 1] == [drop(a), compute(0)]
+    plan = fit(Problem(graph, profile, 6 * PAGE), gaps, [KEEP, KEEP, RECOMPUTE])
+    assert plan is not None
+    check(graph, profile, plan)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(seeds)
+def test_random_fates_make_safe_plans_or_none(seed: int) -> None:
+    rng, graph = random_case(seed)
+    gaps, profile = Gaps(graph), random_profile(rng, graph)
+    fates = random_fates(rng, gaps)
+    memory = least_bytes(graph) + rng.randrange(2 * sum(t.nbytes for t in graph.tensors) + 1)
+    plan = fit(Problem(graph, profile, memory), gaps, fates)
+    decided = no_wait(gaps, memory, fates)
+    if plan is not None:
+        check(graph, profile, plan)
+        assert decided is not None
+        assert peak_bytes(graph, *decided) <= memory
+        kept = {g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not SWAP}
+        assert {p.tensor for p in plan.residents} == kept
+    elif decided is not None:
+        assert decided[0]  # it was made, but could not be placed
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seeds)
+def test_any_fates_fit_in_ample_memory(seed: int) -> None:
+    rng, graph = random_case(seed)
+    gaps, profile = Gaps(graph), random_profile(rng, graph)
+    memory = 4 * sum(-(-t.nbytes // PAGE) * PAGE for t in graph.tensors) + 2**16
+    plan = fit(Problem(graph, profile, memory), gaps, random_fates(rng, gaps))
+    assert plan is not None
+    check(graph, profile, plan)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seeds)
+def test_nothing_needs_less_memory_than_swapping_everything(seed: int) -> None:
+    rng, graph = random_case(seed)
+    gaps = Gaps(graph)
+    least = least_bytes(graph)
+    assert no_wait(gaps, least, lean(gaps)) is not None
+    assert least == 0 or no_wait(gaps, least - 1, random_fates(rng, gaps)) is None
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seeds)
+def test_all_kept_in_ample_memory_runs_at_the_resident_time(seed: int) -> None:
+    rng, graph = random_case(seed)
+    gaps, profile = Gaps(graph), random_profile(rng, graph)
+    plan = fit(Problem(graph, profile, 2 * sum(t.nbytes for t in graph.tensors) + 2**16), gaps, all_kept(gaps))
+    assert plan is not None
+    check(graph, profile, plan)
+    assert simulate(graph, plan, profile).latency_s == pytest.approx(profile.compute_s)
+
+
+def test_another_order_of_the_ops() -> None:
+    """Two branches from X: in the other order, A is used up at once, and X and D wait for the second branch."""
+    tensors = (Tensor("X", PAGE, "input"), *(Tensor(n, PAGE, "activation") for n in "ABCDE"))
+    reads = ((0,), (0,), (2,), (1,), (3, 4))
+    graph = Graph(
+        "g", 1, "weights", tensors, tuple(Op(f"op{k}", "any", r, (k + 1,)) for k, r in enumerate(reads)), (5,)
+    )
+    profile = profile_of(graph)
+    assert [(g.tensor, g.last_use, g.next_use) for g in Gaps(graph).all] == [(1, 0, 3), (3, 2, 4)]
+    gaps = Gaps(graph, (0, 3, 1, 2, 4))
+    assert [(g.tensor, g.last_use, g.next_use) for g in gaps.all] == [(0, 0, 2), (4, 1, 4)]
+    plan = fit(Problem(graph, profile, 3 * PAGE), gaps, [SWAP, SWAP])
+    assert plan is not None
+    check(graph, profile, plan)
