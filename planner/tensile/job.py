@@ -46,7 +46,7 @@ class Gap:
     """Time between two accesses of a tensor, in which it need not be in memory.
 
     An input's first gap begins with its arrival. A weight's last one goes across the iteration's end, from its last
-    access to the first of the next iteration.
+    access to the first of the next iteration; it comes back before that one, or before this iteration ends.
     """
 
     before: Run | None
@@ -62,6 +62,11 @@ class Gap:
     @property
     def kept(self) -> bool:
         return self.back is None and self.rerun is None
+
+    @property
+    def early(self) -> bool:
+        """Whether a gap across the iteration's end is over before that end."""
+        return self.across and self.back is not None and self.back.start_ns >= self.after.end_ns
 
     @property
     def returns_ns(self) -> int:
@@ -97,7 +102,7 @@ class Track:
     @property
     def resident(self) -> bool:
         """Whether it is in memory from one iteration to the next."""
-        return self.is_weight and bool(self.gaps) and self.gaps[-1].kept
+        return self.is_weight and bool(self.gaps) and (self.gaps[-1].kept or self.gaps[-1].early)
 
     @property
     def released(self) -> bool:
@@ -214,10 +219,10 @@ class Axis:
             since = self.start_ns - 1
         if track.stays or track.is_weight:
             until = self.end_ns
-        if track.is_weight and (across := track.gaps[-1]).back is not None:
-            since, until = across.returns_ns, self.gone_ns(track, across)
+        if track.is_weight and not track.resident:
+            since, until = track.gaps[-1].returns_ns, self.gone_ns(track, track.gaps[-1])
         for gap in track.gaps:
-            if not gap.across and not gap.kept:
+            if not gap.kept and (not gap.across or gap.early):
                 yield Span(since, self.gone_ns(track, gap))
                 since = gap.returns_ns
         yield Span(since, until)

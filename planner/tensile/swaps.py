@@ -1,9 +1,10 @@
 """Swaps the largest tensor at the peak that can be swapped without delay.
 
 TENSILE, section IV-C, algorithm 2. A swap-out starts as early as possible, but not before the tensor is generated, and
-has ended at the peak; a swap-in starts as late as possible, behind the peak, and has ended when the next access
-begins. Neither meets an access to its tensor, nor another transfer. A tensor that was swapped is then released before
-its other accesses too, where a swap-in finds room on the link.
+has ended at the peak. A swap-in starts as late as possible, behind the peak, and has ended when the next access begins;
+a weight that the first ops of an iteration need can come back at the end of the one before. Neither meets an access to
+its tensor, nor another transfer. A tensor that was swapped is then released before its other accesses too, where a
+swap-in finds room on the link.
 
 Read out of the paper, which leaves it open or says it in two ways: the tensor must be absent at the peak, so that
 the gap is the one around the peak and there is no loop over earlier ones (lines 32-33); the maximum swapping rate is
@@ -59,6 +60,8 @@ def _swap(system: System, axis: Axis, track: Track, gap: Gap, peak_ns: int) -> b
             system.outbound.take(out)
     low_ns = axis.start_ns if gap.across and not ahead else peak_ns + 1
     back = system.inbound.latest(axis.in_ns(track), low_ns, gap.after.start_ns)
+    if back is None and gap.across and not ahead and not (track.kind == "state" and gap.version == 0):
+        back = system.inbound.latest(axis.in_ns(track), peak_ns + 1, axis.end_ns)
     if out is not None:
         system.outbound.free(out)
     if back is None:

@@ -25,7 +25,7 @@ class System:
             self.outbound.take(out)
         gap.back = back
         self.inbound.take(back)
-        if gap.across and track.kind == "state" and 0 in track.outs:  # it arrives unchanged from now on
+        if track.kind == "state" and not track.resident and 0 in track.outs:  # it arrives unchanged from now on
             self.outbound.free(track.outs.pop(0))
 
     def put_off(self) -> None:

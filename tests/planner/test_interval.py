@@ -1,0 +1,391 @@
+"""TENSILE's schedules: the peak is found and lowered, transfers never meet, plans hold what the schedule says."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.check import check
+from planner.graph import Graph, Op, Tensor
+from planner.plan import Compute
+from planner.problem import Problem
+from planner.profile import Profile
+from planner.search import search
+from planner.sequence import Verb, lay_out, peak_bytes, swap_in, swap_out, write
+from planner.serial import least_bytes
+from planner.simulate import simulate
+from planner.tensile.channel import Channel, Span
+from planner.tensile.job import NS_PER_S, Axis, Job
+from planner.tensile.order import actions_of, hastened
+from planner.tensile.passive import press_out
+from planner.tensile.peak import Footprint
+from planner.tensile.schedule import schedule
+from planner.tensile.system import System
+from planner.tensile.update import corrected, outdated
+from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+
+seeds = st.integers(0, 10**6)
+S = NS_PER_S
+
+
+def valley(pages: int = 4, between: int = 6) -> Graph:
+    """A big tensor made by the first op and used by the last; the peak lies in between, where `wide` is written.
+
+    start: X -> big, A0 | between: A0 -> A1 -> ... -> A6, one in the middle wide | end: big, A6 -> out
+    """
+    tensors = [Tensor("X", PAGE, "input"), Tensor("big", pages * PAGE, "activation")]
+    tensors += [Tensor(f"A{i}", PAGE * (3 if i == between // 2 else 1), "activation") for i in range(between + 1)]
+    tensors.append(Tensor("out", PAGE, "activation"))
+    ops = [Op("start", "any", (0,), (1, 2))]
+    ops += [Op(f"op{i}", "any", (i + 2,), (i + 3,)) for i in range(between)]
+    ops.append(Op("end", "any", (1, between + 2), (between + 3,)))
+    graph = Graph("valley", 1, "weights", tuple(tensors), tuple(ops), (between + 3,))
+    graph.validate()
+    return graph
+
+
+BIG = 1
+
+
+def training(layers: int = 4, weight_pages: int = 4) -> Graph:
+    """Layers forward and backward, then each weight is changed in place, the first layer's last."""
+    tensors = [Tensor(f"W{i}", weight_pages * PAGE, "state", PAGE) for i in range(layers)]
+    tensors += [Tensor("X", PAGE, "input")]
+    tensors += [Tensor(f"A{i + 1}", PAGE, "activation") for i in range(layers)]
+    tensors += [Tensor(f"G{i}", PAGE, "activation") for i in range(layers + 1)]
+    a, g = layers, 2 * layers + 1
+    ops = [Op(f"forward{i}", "any", (i, a + i), (a + i + 1,)) for i in range(layers)]
+    ops.append(Op("loss", "any", (a + layers,), (g + layers,)))
+    for i in reversed(range(layers)):
+        ops.append(Op(f"backward{i}", "any", (i, a + i, g + i + 1), (g + i,)))
+        ops.append(Op(f"update{i}", "any", (i, g + i), (), 0, (i,)))
+    graph = Graph("training", 1, "weights", tuple(tensors), tuple(ops), (a + layers,))
+    graph.validate()
+    return graph
+
+
+def some_job(seed: int) -> tuple[Job, int]:
+    rng = random.Random(seed)
+    graph = random_training_graph(rng) if rng.random() < 0.6 else random_graph(rng)
+    room = sum(t.nbytes for t in graph.tensors)
+    memory = least_bytes(graph) + rng.choice((0, PAGE, 3 * PAGE, room // 4, room // 2))
+    return Job(graph, random_profile(rng, graph), rng.choice((1.0, 1.0, 0.5, 0.2))), memory
+
+
+def plan_of(system: System, job: int = 0) -> None:
+    """Write and check the plan of a schedule, in as much memory as its layout takes."""
+    axis = system.axes[job]
+    actions, residents = actions_of(axis)
+    placed = lay_out(axis.graph, actions, residents)
+    check(axis.graph, None, write(axis.graph, axis.job.profile, placed.peak_bytes, actions, residents, placed))
+
+
+def test_link_gives_the_earliest_and_the_latest_room() -> None:
+    """0  1  2  3  4  5  6  7  8  9 10
+    taken      ####        ####           avoided: [1, 2)"""
+    channel = Channel([Span(6, 8), Span(2, 4)])
+    assert channel.earliest(2, 0, 10) == (0, 2)
+    assert channel.earliest(2, 0, 10, [Span(1, 2)]) == (4, 6)
+    assert channel.earliest(3, 0, 10) is None
+    assert channel.earliest(3, 0, 11) == (8, 11)
+    assert channel.earliest(2, 3, 6) == (4, 6)
+    assert channel.latest(2, 0, 10) == (8, 10)
+    assert channel.latest(2, 0, 9) == (4, 6)
+    assert channel.latest(2, 5, 9) is None
+    assert channel.latest(2, 0, 5) == (0, 2)
+    channel.free(Span(6, 8))
+    assert channel.latest(2, 5, 9) == (7, 9)
+    assert channel.disjoint()
+    assert not Channel([Span(0, 3), Span(2, 4)]).disjoint()
+
+
+def test_peak_is_where_most_is_alive() -> None:
+    """While op 3 reads A2 and writes A3 of three pages: with big, eight pages. Op 4's footprint is as large, but later.
+
+    seconds: 0 start | 1 op0 | 2 op1 | 3 op2: writes A3 | 4 op3: reads A3 | ...
+    """
+    peak = Footprint([Axis(Job(valley(), profile_of(valley())))]).peak()
+    assert peak.nbytes == 8 * PAGE
+    assert peak.time_ns == 3 * S
+    assert peak.tensors == ((0, BIG), (0, 5), (0, 4))
+    assert peak.last_access[0] is not None
+    assert peak.last_access[0].op == 2
+
+
+def test_large_tensor_at_the_peak_goes_out_as_early_and_comes_back_as_late_as_possible() -> None:
+    """big: out in seconds 1 to 3, right after its op and gone at the peak; in from 5 to 7, right before `end`."""
+    graph = valley(2)
+    system = schedule([Job(graph, profile_of(graph))], 5 * PAGE)
+    track = system.axes[0].tracks[BIG]
+    assert track.outs == {1: Span(1 * S, 3 * S)}
+    assert [gap.back for gap in track.gaps] == [Span(5 * S, 7 * S)]
+    assert system.footprint.peak().nbytes == 4 * PAGE
+    actions, _ = actions_of(system.axes[0])
+    computes = [i for i, a in enumerate(actions) if a.verb is Verb.COMPUTE]
+    assert computes[0] < actions.index(swap_out(BIG)) < computes[1]
+    assert computes[4] < actions.index(swap_in(BIG)) < computes[5]
+
+
+def test_swap_that_would_delay_an_op_is_not_scheduled() -> None:
+    """Four pages take four seconds: out by second 5, behind the peak at second 3."""
+    graph = valley(4)
+    system = schedule([Job(graph, profile_of(graph))])
+    assert not system.axes[0].tracks[BIG].released
+    fast = schedule([Job(graph, profile_of(graph, bandwidth=2.0 * PAGE))])
+    assert fast.axes[0].tracks[BIG].released
+
+
+def test_scheduling_stops_in_the_memory_that_is_enough() -> None:
+    graph = training()
+    job = Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))
+    before = schedule([job], 10**9).footprint.peak().nbytes
+    peaks = [schedule([job], memory).footprint.peak().nbytes for memory in range(0, before + PAGE, PAGE)]
+    assert max(peaks) == before
+    assert min(peaks) < before // 2
+    assert all(
+        peak <= max(memory, min(peaks)) for memory, peak in zip(range(0, before + PAGE, PAGE), peaks, strict=True)
+    )
+
+
+def test_updated_weights_are_swapped_across_the_iteration() -> None:
+    """W3 is changed first and used last of all in the next iteration: it leaves after its update, and returns before
+    its layer."""
+    graph = training()
+    system = schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))])
+    axis, track = system.axes[0], system.axes[0].tracks[3]
+    update = next(run for run in axis.runs if graph.ops[run.op].name == "update3")
+    assert not track.resident
+    assert track.outs[1].start_ns >= update.end_ns
+    back = track.gaps[-1].back
+    assert back is not None
+    assert back.end_ns <= axis.runs[3].start_ns
+    plan_of(system)
+
+
+def test_constant_weights_leave_without_a_transfer() -> None:
+    graph = chain([4 * PAGE] * 8)
+    system = schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))])
+    assert all(not track.outs for track in system.axes[0].tracks.values() if track.kind == "parameter")
+    assert sum(track.resident for track in system.axes[0].tracks.values()) == 1  # W0 is needed at once
+    assert system.footprint.peak().nbytes == 10 * PAGE
+
+
+def test_hidden_schedule_costs_no_time() -> None:
+    graph = training()
+    profile = profile_of(graph, bandwidth=8.0 * PAGE)
+    system = schedule([Job(graph, profile)])
+    actions, residents = actions_of(system.axes[0])
+    placed = lay_out(graph, actions, residents)
+    plan = write(graph, profile, placed.peak_bytes, actions, residents, placed)
+    assert simulate(graph, plan, profile).latency_s == pytest.approx(profile.compute_s)
+
+
+def recomputable(op_s: float = 1.0) -> tuple[Graph, Profile]:
+    """A1 = f(X) and B = g(A1), both used at the end; X stays till then. A link that is far too slow to swap.
+
+    f: X -> A | g: A -> B | h: B -> C | i: C -> D (wide) | j: D -> E | k: E, X, A, B -> F
+    """
+    names = ("X", "A", "B", "C", "D", "E", "F")
+    tensors = [Tensor(n, PAGE * (6 if n == "D" else 2 if n == "A" else 1), "activation") for n in names]
+    tensors[0] = Tensor("X", PAGE, "input")
+    reads = ((0,), (1,), (2,), (3,), (4,), (5, 0, 1, 2))
+    ops = [Op(n, "any", r, (k + 1,)) for k, (n, r) in enumerate(zip("fghijk", reads, strict=True))]
+    graph = Graph("recomputable", 1, "weights", tuple(tensors), tuple(ops), (6,))
+    graph.validate()
+    return graph, profile_of(graph, [op_s, 1.0, 1.0, 1.0, 1.0, 1.0], bandwidth=PAGE / 100)
+
+
+def test_what_saves_most_per_second_is_computed_again() -> None:
+    """A saves two pages, B one. With f ten times as slow, B is better; but then A must stay for B's op."""
+    graph, profile = recomputable()
+    system = schedule([Job(graph, profile)], 9 * PAGE)
+    assert [run.op for run in system.axes[0].runs] == [0, 1, 2, 3, 4, 0, 5]
+    assert system.footprint.peak().nbytes == 9 * PAGE
+    plan_of(system)
+    graph, profile = recomputable(10.0)
+    system = schedule([Job(graph, profile)], 10 * PAGE)
+    assert [run.op for run in system.axes[0].runs] == [0, 1, 2, 3, 4, 1, 5]
+    assert system.footprint.peak().nbytes == 10 * PAGE
+    plan_of(system)
+
+
+def test_recomputation_uses_nothing_that_was_released() -> None:
+    """Once A is computed again, B cannot be: its op reads A, which is not there."""
+    graph, profile = recomputable()
+    system = schedule([Job(graph, profile)])
+    assert [run.op for run in system.axes[0].runs] == [0, 1, 2, 3, 4, 0, 5]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(seeds, st.booleans(), st.booleans())
+def test_schedules_become_plans_that_hold_what_was_counted(seed: int, duplex: bool, thorough: bool) -> None:
+    job, memory = some_job(seed)
+    bare = Footprint([Axis(job)]).peak().nbytes
+    system = schedule([job], memory, duplex=duplex, thorough=thorough)
+    scheduled = system.footprint.peak().nbytes
+    assert scheduled <= bare
+    actions, residents = actions_of(system.axes[0])
+    assert peak_bytes(job.graph, actions, residents) <= scheduled
+    assert transfers_are_apart(system, duplex)
+    assert system.axes[0].swapped <= limit(system.axes[0])
+    plan_of(system)
+    press_out(system, memory)
+    assert system.footprint.peak().nbytes <= max(memory, scheduled)
+    assert system.footprint.peak().nbytes <= memory
+    plan_of(system)
+
+
+def transfers_are_apart(system: System, duplex: bool) -> bool:
+    spans = [(span, way) for axis in system.axes for span, way in axis.spans()]
+    lanes = (
+        [[s for s, way in spans if way], [s for s, way in spans if not way]] if duplex else [[s for s, _ in spans]]
+    )
+    return all(a.end_ns <= b.start_ns for lane in lanes for a, b in pairwise(sorted(lane)))
+
+
+def limit(axis: Axis) -> float:
+    """Updated weights do not count."""
+    updated = sum(track.kind == "state" and track.released for track in axis.tracks.values())
+    return axis.job.most_swapped * axis.accessed + updated
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seeds)
+def test_transfers_keep_away_from_accesses(seed: int) -> None:
+    """A swap-out follows what made its version, meets no access, and is over when the tensor leaves; a swap-in is over
+    when the tensor is needed, and it was out in between."""
+    job, memory = some_job(seed)
+    system = schedule([job], memory)
+    axis = system.axes[0]
+    for track in axis.tracks.values():
+        for version, out in track.outs.items():
+            assert out.start_ns >= axis.end_of(track.changes[version - 1] if version else None)
+            assert all(out.end_ns <= r.start_ns or r.end_ns <= out.start_ns for r in track.accesses)
+        for gap in track.gaps:
+            if gap.back is not None:
+                assert gap.back.end_ns <= (axis.end_ns if gap.early else gap.after.start_ns)
+                assert (gap.across and not gap.early) or axis.gone_ns(track, gap) < gap.back.start_ns
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seeds)
+def test_footprint_is_what_a_count_from_scratch_finds(seed: int) -> None:
+    """At any moment of a schedule: the tensors whose accesses, swaps and releases say that they are there."""
+    job, memory = some_job(seed)
+    system = schedule([job], memory)
+    axis, rng = system.axes[0], random.Random(seed)
+    moments = [s for track in axis.tracks.values() for stay in axis.stays(track) for s in stay]
+    for now in rng.sample(moments, min(len(moments), 20)):
+        held = sum(
+            track.nbytes
+            for track in axis.tracks.values()
+            for s in axis.stays(track)
+            if s.start_ns <= now < s.end_ns
+        )
+        held += sum(axis.scratch_bytes(run) for run in axis.runs if run.start_ns <= now < run.end_ns)
+        assert system.footprint.held_bytes(now) == held
+        assert held <= system.footprint.peak().nbytes
+
+
+def test_maximum_swapping_rate_is_kept() -> None:
+    graph = chain([4 * PAGE] * 8)
+    peaks = []
+    for rate in (0.0, 0.2, 0.4, 1.0):
+        system = schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE), rate)])
+        assert system.axes[0].swapped <= rate * len(graph.tensors)
+        peaks.append(system.footprint.peak().nbytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[-1]
+
+
+def two_jobs(first: float = 1.0, second: float = 1.0, second_starts_s: float = 2.5) -> list[Job]:
+    graphs = training(5), chain([4 * PAGE] * 8)
+    return [
+        Job(graphs[0], profile_of(graphs[0], bandwidth=8.0 * PAGE), first),
+        Job(graphs[1], profile_of(graphs[1], bandwidth=8.0 * PAGE), second, second_starts_s),
+    ]
+
+
+@pytest.mark.parametrize("memory", [0, 20 * PAGE, 30 * PAGE])
+def test_jobs_share_the_link_and_their_peak_falls(memory: int) -> None:
+    jobs = two_jobs()
+    before = System(jobs).footprint.peak()
+    assert {j for j, _ in before.tensors} == {0, 1}
+    system = schedule(jobs, memory)
+    assert system.footprint.peak().nbytes < 0.8 * before.nbytes
+    assert all(axis.swapped for axis in system.axes) or memory
+    assert transfers_are_apart(system, duplex=False)
+    for job in range(2):
+        plan_of(system, job)
+
+
+def test_job_of_high_priority_swaps_less() -> None:
+    even, favoured = schedule(two_jobs()), schedule(two_jobs(second=0.1))
+    assert favoured.axes[1].swapped <= 0.1 * favoured.axes[1].accessed < even.axes[1].swapped
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seeds, st.integers(2, 4))
+def test_any_jobs_can_be_scheduled_together(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    jobs = []
+    for i in range(count):
+        job, _ = some_job(seed + i)
+        jobs.append(Job(job.graph, job.profile, job.most_swapped, rng.uniform(0.0, 5.0)))
+    bare = System(jobs).footprint.peak().nbytes
+    system = schedule(jobs, bare // 2)
+    assert system.footprint.peak().nbytes <= bare
+    assert transfers_are_apart(system, duplex=False)
+    for i, axis in enumerate(system.axes):
+        assert axis.swapped <= limit(axis)
+        plan_of(system, i)
+
+
+def test_recomputation_that_would_push_a_transfer_into_another_jobs_is_refused() -> None:
+    """f runs again before k and puts off all that follows. Alone that is fine. Beside a job whose transfer comes right
+    behind one of this job's, it is not."""
+    graph, profile = recomputable()
+    assert any(run.again for run in schedule([Job(graph, profile)]).axes[0].runs)
+    for start_s in range(12):
+        other = valley(2)
+        jobs = [Job(graph, profile), Job(other, profile_of(other), 1.0, float(start_s))]
+        system = schedule(jobs)
+        assert transfers_are_apart(system, duplex=False)
+
+
+def test_schedule_is_outdated_when_the_latencies_have_drifted() -> None:
+    planned = (1.0, 2.0, 3.0)
+    newest = planned
+    rounds = 0
+    while not outdated(planned, newest, threshold=0.2):
+        newest = corrected(newest, (2.0, 2.0, 5.0), weight=0.25)
+        rounds += 1
+    assert rounds == 2  # 6 s, then 6.75 s, then 7.3125 s
+    assert newest == pytest.approx((1.4375, 2.0, 3.875))
+    assert not outdated(planned, planned, threshold=0.0)
+    assert outdated(planned, (1.0, 1.0, 2.0), threshold=0.2)
+
+
+def test_hastened_swap_ins_come_in_the_same_order_within_the_memory() -> None:
+    for seed in range(60):
+        job, memory = some_job(seed)
+        system = schedule([job], memory)
+        press_out(system, memory)
+        actions, residents = actions_of(system.axes[0])
+        early = hastened(job.graph, actions, residents, memory)
+        assert sorted(early, key=repr) == sorted(actions, key=repr)
+        assert peak_bytes(job.graph, early, residents) <= memory
+        assert [a for a in early if a.verb is Verb.SWAP_IN] == [a for a in actions if a.verb is Verb.SWAP_IN]
+        others = [[a for a in some if a.verb is not Verb.SWAP_IN] for some in (early, actions)]
+        assert others[0] == others[1]
+
+
+def test_recomputing_plan_beats_one_that_can_only_swap() -> None:
+    """The link takes 100 seconds a page, computing A again one second."""
+    graph, profile = recomputable()
+    plan = search(Problem(graph, profile, 9 * PAGE), "interval")
+    assert plan.provenance is not None
+    assert plan.provenance.latency_s == pytest.approx(7.0)
+    assert [s.op for s in plan.steps if isinstance(s, Compute)] == [0, 1, 2, 3, 4, 0, 5]
