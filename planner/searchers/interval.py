@@ -7,6 +7,7 @@ schedule does not fit (it waits for swaps) is decided here too, so that there is
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Final
 
 from planner.errors import UnsupportedProblem
@@ -22,6 +23,8 @@ from planner.tensile.schedule import schedule
 
 SHARES: Final = (1.0, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the schedule assumes to have; the rest is for fragmentation."""
+FITTING: Final = 3
+"""Shares to judge: the largest whose tensors can be placed. Placing takes most of the time."""
 BEST: Final = 2
 """Candidates of the paper's own way that other ways are tried with."""
 
@@ -66,8 +69,9 @@ class Interval:
             )
         require(problem)
         self.problem = problem
-        self.evaluations = 2 * len(SHARES) + 1 + BEST * len(WAYS)
+        self.evaluations = 2 * FITTING + 1 + BEST * len(WAYS)
         self._make_schedule = cache(self._scheduled)
+        self._plan = cache(self._make)
         self._latency_s: dict[Candidate, float] = {}
         self._steps = self._search()
 
@@ -90,17 +94,22 @@ class Interval:
         return plan
 
     def _search(self) -> Iterator[Sequence[Candidate]]:
-        """The paper's way in the largest share that can be placed, in all shares, then other ways in the best ones."""
-        paper = [Candidate(Schedule(share), hasten) for hasten in (False, True) for share in SHARES]
-        first = next((c for c in paper if self._plan(c) is not None), Candidate(None))
+        """The paper's way in the largest shares that can be placed; then other ways in the best of these."""
+        literal = self._fitting(hasten=False)
+        first = next(literal, Candidate(None))
         yield (first,)
-        yield [c for c in (*paper, Candidate(None)) if c != first]
+        others = [*islice(literal, FITTING - 1), *islice(self._fitting(hasten=True), FITTING)]
+        yield [c for c in (*others, Candidate(None)) if c != first]
         best = sorted((c for c in self._latency_s if c.schedule is not None), key=lambda c: self._latency_s[c])
         yield [
             replace(c, schedule=Schedule(c.schedule.share, *way)) for c in best[:BEST] for way in WAYS if c.schedule
         ]
 
-    def _plan(self, candidate: Candidate) -> Plan | None:
+    def _fitting(self, hasten: bool) -> Iterator[Candidate]:
+        candidates = (Candidate(Schedule(share), hasten) for share in SHARES)
+        return (c for c in candidates if self._plan(c) is not None)
+
+    def _make(self, candidate: Candidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
         actions, residents = serial(graph), frozenset[int]()
         if candidate.schedule is not None:

@@ -12,6 +12,7 @@ to leave for it leaves right after its last use. Copies overlap with ops in both
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Final
 
 from msgspec.structs import replace
@@ -27,6 +28,8 @@ from planner.simulate import simulate
 
 SHARES: Final = (1.0, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the decisions assume to have; the rest is for fragmentation."""
+FITTING: Final = 3
+"""Shares to judge: the largest whose tensors can be placed. Placing takes most of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Candidate:
 
 
 class OnDemand:
-    """Asks for the decisions at each share of the memory whose tensors can be placed.
+    """Asks for the decisions at the largest shares of the memory whose tensors can be placed.
 
     Without `prefetch` no copy starts before the op that it is for is next: what the baseline's first iteration does.
     """
@@ -50,7 +53,7 @@ class OnDemand:
         require(problem)
         self.problem = problem
         self.prefetch = prefetch
-        self.evaluations = len(SHARES) + 1
+        self.evaluations = FITTING + 1
         self._asked = False
         self._plan = cache(self._make)
 
@@ -58,8 +61,8 @@ class OnDemand:
         if self._asked:
             return ()
         self._asked = True
-        fitting = [c for c in map(Candidate, SHARES) if self._plan(c) is not None]
-        return [*fitting, Candidate(None)]
+        fitting = (c for c in map(Candidate, SHARES) if self._plan(c) is not None)
+        return [*islice(fitting, FITTING), Candidate(None)]
 
     def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
         """Nothing to learn: the candidates do not build on one another."""

@@ -23,13 +23,15 @@ def swap_largest(system: System, peak: Peak, thorough: bool = True) -> bool:
 
     `thorough` releases it before its other accesses as well, as the paper has it.
     """
+    full = [axis.swapped + 1 > axis.job.most_swapped * axis.accessed for axis in system.axes]
     for j, tensor in peak.tensors:
         axis = system.axes[j]
         track = axis.tracks[tensor]
         if track.nbytes == 0 or (j, tensor, peak.time_ns) in system.refused:
             continue
         gap = gap_at(axis, track, peak.time_ns)
-        if gap is not None and _within_limit(axis, track, gap) and _swap(system, axis, track, gap, peak.time_ns):
+        allowed = gap is not None and not (full[j] and _is_limited(track, gap))
+        if gap is not None and allowed and _swap(system, axis, track, gap, peak.time_ns):
             if thorough:
                 _swap_rest(system, axis, track)
             system.footprint.update(j, track)
@@ -38,11 +40,9 @@ def swap_largest(system: System, peak: Peak, thorough: bool = True) -> bool:
     return False
 
 
-def _within_limit(axis: Axis, track: Track, gap: Gap) -> bool:
-    """The maximum swapping rate; it does not hold for what the optimizing phase updates (lines 26-27)."""
-    if (gap.across and gap.version > 0) or any(g.back is not None for g in track.gaps):
-        return True
-    return axis.swapped + 1 <= axis.job.most_swapped * axis.accessed
+def _is_limited(track: Track, gap: Gap) -> bool:
+    """Whether the swap counts: what the optimizing phase updates is swapped at any rate (lines 26-27)."""
+    return not (gap.across and gap.version > 0) and all(g.back is None for g in track.gaps)
 
 
 def _swap(system: System, axis: Axis, track: Track, gap: Gap, peak_ns: int) -> bool:
