@@ -84,9 +84,9 @@ class Writer:
         self._steps.append(SwapIn(tensor, self._address(offset), after))
         self._appear(tensor, offset, mine)
 
-    def swap_out(self, tensor: int) -> None:
-        """Copy a tensor to the host store."""
-        after, mine = self._issue(_SWAP_OUT, [self._written[tensor]])
+    def swap_out(self, tensor: int, behind_uses: bool = False) -> None:
+        """Copy a tensor to the host store as soon as it is there, or once everyone so far has used it."""
+        after, mine = self._issue(_SWAP_OUT, [(self._used if behind_uses else self._written)[tensor]])
         self._steps.append(SwapOut(tensor, after))
         self._used[tensor] = _latest(self._used[tensor], mine)
         self._saved[tensor] = mine

@@ -1,0 +1,154 @@
+"""SwapAdvisor's operators on schedules (section 5.2): orders of a graph's ops, crossed over and mutated.
+
+Besides data dependencies, an op that changes a tensor in place stays behind the ops that used it before and before
+those that use it later, as in the graph's own order.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.compiled import compiled
+from planner.graph import Graph
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Precedence:
+    """Op k comes before the ops `after[start[k]]` to `after[start[k + 1] - 1]`; `before` counts the other way."""
+
+    start: Ints
+    after: Ints
+    before: Ints
+
+
+def precedence(graph: Graph) -> Precedence:
+    """Which ops must run before which others."""
+    after: list[set[int]] = [set() for _ in graph.ops]
+    changed = {t for op in graph.ops for t in op.mutates}
+    producer: dict[int, int] = {}
+    users: dict[int, list[int]] = {}  # since a tensor was changed last, that change included
+    for k, op in enumerate(graph.ops):
+        for t in op.reads:
+            if t in producer:
+                after[producer[t]].add(k)
+        for t in (*op.reads, *op.writes):
+            if t not in changed:
+                continue
+            earlier = users.setdefault(t, [])
+            if t in op.mutates:
+                for j in earlier:
+                    after[j].add(k)
+                users[t] = [k]
+            else:
+                if earlier and t in graph.ops[earlier[0]].mutates:
+                    after[earlier[0]].add(k)
+                earlier.append(k)
+        producer.update(dict.fromkeys(op.writes, k))
+    before = np.zeros(len(graph.ops), np.int64)
+    for ops in after:
+        before[list(ops)] += 1
+    return Precedence(
+        np.cumsum([0, *map(len, after)]), np.array([k for ops in after for k in sorted(ops)], np.int64), before
+    )
+
+
+def is_schedule(order: Ints, rule: Precedence) -> bool:
+    """Whether every op is there once, and behind all that must come before it."""
+    if sorted(order.tolist()) != list(range(len(rule.before))):
+        return False
+    position = np.argsort(order)
+    return all(
+        position[k] < position[j]
+        for k in range(len(order))
+        for j in rule.after[rule.start[k] : rule.start[k + 1]].tolist()
+    )
+
+
+def cross_schedules(first: Ints, second: Ints, cut: int) -> tuple[Ints, Ints]:
+    """Two children: each begins like one parent, `cut` ops long, and goes on in the order of the other (Figure 4).
+
+    SCH_C1 begins like the second parent, SCH_C2 like the first.
+    """
+    return _join(second, first, cut), _join(first, second, cut)
+
+
+def _join(head: Ints, tail: Ints, cut: int) -> Ints:
+    there = np.zeros(len(head), np.bool_)
+    there[head[:cut]] = True
+    return np.concatenate([head[:cut], tail[~there[tail]]])
+
+
+def mutate_schedule(order: Ints, rule: Precedence, probability: float, rng: np.random.Generator) -> Ints:
+    """Schedule as a dataflow engine would: the ready op that comes first in `order`, now and then any ready one."""
+    count = len(order)
+    return _mutate(order, rule.start, rule.after, rule.before, rng.random(count) < probability, rng.random(count))
+
+
+def random_schedule(rule: Precedence, rng: np.random.Generator) -> Ints:
+    """Any ready op at every step."""
+    return mutate_schedule(np.arange(len(rule.before)), rule, 1.0, rng)
+
+
+@compiled
+def _mutate(order: Ints, start: Ints, after: Ints, before: Ints, random: Bools, pick: NDArray[np.float64]) -> Ints:
+    count = len(order)
+    position, missing = np.empty(count, np.int64), before.copy()
+    for i in range(count):
+        position[order[i]] = i
+    ready, place = np.empty(count, np.int64), np.full(count, -1)  # ready ops, and where each stands among them
+    heap = np.empty(count, np.int64)  # their positions, least first; those of ops that ran are skipped
+    ready_length = heap_length = 0
+    for k in range(count):
+        if missing[k] == 0:
+            ready[ready_length], place[k] = k, ready_length
+            ready_length += 1
+            heap_length = _push(heap, heap_length, position[k])
+    result = np.empty(count, np.int64)
+    for i in range(count):
+        if random[i]:
+            k = ready[int(pick[i] * ready_length)]
+        else:
+            while place[order[heap[0]]] < 0:
+                heap_length = _pop(heap, heap_length)
+            k = order[heap[0]]
+        ready_length -= 1
+        ready[place[k]] = ready[ready_length]
+        place[ready[ready_length]] = place[k]
+        place[k] = -1
+        result[i] = k
+        for j in after[start[k] : start[k + 1]]:
+            missing[j] -= 1
+            if missing[j] == 0:
+                ready[ready_length], place[j] = j, ready_length
+                ready_length += 1
+                heap_length = _push(heap, heap_length, position[j])
+    return result
+
+
+@compiled
+def _push(heap: Ints, length: int, value: int) -> int:
+    i = length
+    while i > 0 and heap[(i - 1) // 2] > value:
+        heap[i] = heap[(i - 1) // 2]
+        i = (i - 1) // 2
+    heap[i] = value
+    return length + 1
+
+
+@compiled
+def _pop(heap: Ints, length: int) -> int:
+    value, i = heap[length - 1], 0
+    while True:
+        child = 2 * i + 1
+        if child + 1 < length - 1 and heap[child + 1] < heap[child]:
+            child += 1
+        if child >= length - 1 or heap[child] >= value:
+            break
+        heap[i] = heap[child]
+        i = child
+    heap[i] = value
+    return length - 1
