@@ -1,0 +1,344 @@
+"""SwapAdvisor's search: its operators stay in their spaces, its planner is Belady's, its costs are the simulator's."""
+
+import itertools
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.allocations import Allocation, Space, raised, shrink
+from planner.check import check
+from planner.errors import InvalidPlan
+from planner.graph import Graph, Op, Tensor
+from planner.plan import Compute, SwapIn, SwapOut
+from planner.pool_lanes import judge, write
+from planner.pools import object_bytes, pool_of, uses_of
+from planner.problem import UNFIT, Limit, Problem
+from planner.profile import Profile
+from planner.schedules import cross_schedules, is_schedule, mutate_schedule, precedence, random_schedule
+from planner.search import search
+from planner.searchers.genetic import SERIAL, Candidate, Genetic
+from planner.serial import least_bytes
+from planner.simulate import simulate
+from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+
+seeds = st.integers(0, 10**6)
+
+
+def random_case(seed: int) -> tuple[Graph, Profile, random.Random]:
+    rng = random.Random(seed)
+    graph = random_training_graph(rng, 8) if rng.random() < 0.5 else random_graph(rng, 20)
+    return graph, random_profile(rng, graph), rng
+
+
+def random_allocation(space: Space, rng: random.Random) -> Allocation:
+    """As few objects as ops need at once, or a few more."""
+    classes = space.random_classes(np.random.default_rng(rng.randrange(10**6)))
+    least = space.least(classes)
+    return Allocation(classes, least + [rng.choice((0, 0, 1, 2, 5)) for _ in least])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_costs_are_those_of_the_written_plan(seed: int) -> None:
+    graph, profile, rng = random_case(seed)
+    uses, sizes = uses_of(graph, profile)
+    if not len(sizes.nbytes):
+        return
+    space = Space(sizes, 0, restricted=rng.random() < 0.5)
+    order = random_schedule(precedence(graph), np.random.default_rng(seed))
+    allocation = random_allocation(space, rng)
+    pool = pool_of(sizes, allocation.classes, allocation.counts)
+    threshold, double_pass = rng.choice((0.0, 1.0, 3.0)), rng.random() < 0.8
+    cost = judge(uses, order, pool, threshold, np.inf, double_pass)
+    if cost == UNFIT:  # another last op may need more than the one that `least` goes by
+        assert order[-1] != len(order) - 1
+        return
+    plan = write(graph, profile, pool.nbytes, uses, order, pool, threshold, double_pass)
+    check(graph, profile, plan)
+    timeline = simulate(graph, plan, profile)
+    assert timeline.latency_s == pytest.approx(cost.latency_s)
+    assert timeline.period_s == pytest.approx(cost.period_s)
+    assert timeline.link_bytes == cost.link_bytes
+    lower = judge(uses, order, pool, threshold, cost.latency_s / 2 - 1, double_pass)
+    assert (lower.latency_s, lower.period_s, lower.link_bytes) == (cost.latency_s, np.inf, cost.link_bytes)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_too_few_objects_for_an_op_are_unfit(seed: int) -> None:
+    graph, profile, rng = random_case(seed)
+    uses, sizes = uses_of(graph, profile)
+    if not len(sizes.nbytes):
+        return
+    space = Space(sizes, 0)
+    allocation = random_allocation(space, rng)
+    counts = allocation.counts.copy()
+    scarce = rng.choice(np.flatnonzero(space.least(allocation.classes)).tolist())
+    counts[scarce] = space.least(allocation.classes)[scarce] - 1
+    pool = pool_of(sizes, allocation.classes, counts)
+    assert judge(uses, np.arange(len(graph.ops)), pool, 1.0, np.inf) == UNFIT
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(reads=st.lists(st.integers(0, 4), min_size=1, max_size=9), objects=st.integers(1, 3))
+def test_the_first_pass_swaps_in_no_more_than_it_must(reads: list[int], objects: int) -> None:
+    """Belady's rule is optimal for pages of one size that are read only: compared with every choice of evictions."""
+    ops = tuple(Op(f"op{i}", "any", (r,), ()) for i, r in enumerate(reads))
+    graph = Graph("reads", 1, "weights", tuple(Tensor(f"W{i}", PAGE, "parameter") for i in range(5)), ops, ())
+    profile = profile_of(graph)
+
+    @cache
+    def fewest(k: int, held: frozenset[int]) -> int:
+        if k == len(reads):
+            return 0
+        if reads[k] in held:
+            return fewest(k + 1, held)
+        kept = [held] if len(held) < objects else [held - {gone} for gone in held]
+        return 1 + min(fewest(k + 1, rest | {reads[k]}) for rest in kept)
+
+    uses, sizes = uses_of(graph, profile)
+    pool = pool_of(sizes, np.array([1]), np.array([objects]))
+    cost = judge(uses, np.arange(len(ops)), pool, 0.0, 0.0, double_pass=False)
+    assert cost.link_bytes == PAGE * fewest(0, frozenset())
+
+
+def test_the_double_pass_keeps_what_belady_keeps() -> None:
+    """Six parameters and two activations at a time, in five objects.
+
+    The first pass ends with W0, W1 and W5. In the second, W5 is in the way of A3, for which the first had room: it is
+    removed. The others are never displaced, so that nothing is restored behind the last op.
+    """
+    graph = chain([PAGE] * 6)
+    profile = profile_of(graph)
+    uses, sizes = uses_of(graph, profile)
+    pool = pool_of(sizes, np.array([1]), np.array([5]))
+    plan = write(graph, profile, 5 * PAGE, uses, np.arange(6), pool, 1.0)
+    check(graph, profile, plan)
+    assert [p.tensor for p in plan.residents] == [0, 1]
+    assert [s.tensor for s in plan.steps if isinstance(s, SwapIn)] == [2, 3, 4, 5]
+    assert not any(isinstance(s, SwapIn | SwapOut) for s in plan.steps[plan.epilogue_start :])
+
+
+def test_the_threshold_prefers_what_was_used_long_ago() -> None:
+    """W1 is needed furthest, but was used only just now; W0's bytes can be filled while op1 runs."""
+    tensors = [Tensor(f"W{i}", PAGE, "parameter") for i in range(3)]
+    ops = tuple(Op(f"op{i}", "any", (r,), ()) for i, r in enumerate((0, 1, 2, 0, 1)))
+    graph = Graph("reads", 1, "weights", tuple(tensors), ops, ())
+    profile = profile_of(graph)
+    uses, sizes = uses_of(graph, profile)
+    pool = pool_of(sizes, np.array([1]), np.array([2]))
+    swapped = []
+    for threshold in (0.0, 1.0):
+        plan = write(graph, profile, 2 * PAGE, uses, np.arange(5), pool, threshold, double_pass=False)
+        check(graph, profile, plan)
+        swapped.append([s.tensor for s in plan.steps if isinstance(s, SwapIn)])
+    assert swapped == [[0, 1, 2, 1], [0, 1, 2, 0, 1]]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_schedules_stay_schedules(seed: int) -> None:
+    graph, _, rng = random_case(seed)
+    rule, draw = precedence(graph), np.random.default_rng(seed)
+    first, second = random_schedule(rule, draw), random_schedule(rule, draw)
+    cut = rng.randint(0, len(first))
+    children = cross_schedules(first, second, cut)
+    mutants = [mutate_schedule(o, rule, p, draw) for o in children for p in (0.0, 0.1, 1.0)]
+    assert all(is_schedule(o, rule) for o in (np.arange(len(first)), first, second, *children, *mutants))
+    assert (mutants[0] == children[0]).all()
+    assert children[0].tolist()[:cut] == second.tolist()[:cut]
+
+
+def test_every_schedule_of_a_graph_is_drawn() -> None:
+    """Two branches of two ops each have six orders."""
+    tensors = [Tensor("X", 64, "input"), *(Tensor(f"A{i}", 64, "activation") for i in range(4))]
+    ops = (
+        Op("a", "any", (0,), (1,)),
+        Op("b", "any", (1,), (2,)),
+        Op("c", "any", (0,), (3,)),
+        Op("d", "any", (3,), (4,)),
+    )
+    graph = Graph("branches", 1, "weights", tuple(tensors), ops, ())
+    draw = np.random.default_rng(0)
+    drawn = {tuple(random_schedule(precedence(graph), draw).tolist()) for _ in range(200)}
+    assert drawn == {
+        o for o in itertools.permutations(range(4)) if o.index(0) < o.index(1) and o.index(2) < o.index(3)
+    }
+
+
+def test_a_change_in_place_stays_between_the_ops_around_it() -> None:
+    """The checker refuses every other order."""
+    tensors = (Tensor("W", PAGE, "state"), Tensor("A", 64, "activation"), Tensor("B", 64, "activation"))
+    ops = (Op("before", "any", (0,), (1,)), Op("change", "any", (0,), (), 0, (0,)), Op("after", "any", (0,), (2,)))
+    graph = Graph("state", 1, "weights", tensors, ops, (1, 2))
+    profile = profile_of(graph)
+    rule = precedence(graph)
+    uses, sizes = uses_of(graph, profile)
+    pool = pool_of(sizes, np.array([1, 1]), np.array([3]))
+    for order in map(np.array, itertools.permutations(range(3))):
+        plan = write(graph, profile, pool.nbytes, uses, order, pool, 1.0)
+        if is_schedule(order, rule):
+            check(graph, profile, plan)
+        else:
+            with pytest.raises(InvalidPlan, match="changed in place"):
+                check(graph, profile, plan)
+
+
+def valid_classes(length: int) -> list[tuple[int, ...]]:
+    """The restricted space: the first is 1, and each equal to or one greater than the one before."""
+    return [tuple(itertools.accumulate((1, *steps))) for steps in itertools.product((0, 1), repeat=length - 1)]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data(), length=st.integers(1, 7))
+def test_a_repaired_cls_is_the_least_valid_one_above(data: st.DataObject, length: int) -> None:
+    valid = valid_classes(length)
+    first, second = data.draw(st.sampled_from(valid)), data.draw(st.sampled_from(valid))
+    cut = data.draw(st.integers(0, length))
+    joined = (*first[:cut], *second[cut:])
+    above = [v for v in valid if all(a >= b for a, b in zip(v, joined, strict=True))]
+    assert tuple(raised(np.array(joined)).tolist()) == min(above, key=sum)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    objects=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(1, 500)), min_size=1, max_size=6),
+    memory=st.integers(0, 9000),
+)
+def test_a_repaired_cnt_fits_if_what_is_needed_does(objects: list[tuple[int, int, int]], memory: int) -> None:
+    more, least, each = (np.array(column) for column in zip(*objects, strict=True))
+    counts = least + more
+    repaired = shrink(counts, each, memory, least)
+    assert ((least <= repaired) & (repaired <= counts)).all()
+    assert repaired @ each <= max(memory, least @ each)
+    if counts @ each <= memory:
+        assert (repaired == counts).all()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_allocations_stay_in_their_space(seed: int) -> None:
+    graph, profile, rng = random_case(seed)
+    _, sizes = uses_of(graph, profile)
+    if not len(sizes.nbytes):
+        return
+    draw = np.random.default_rng(seed)
+    space = Space(sizes, least_bytes(graph) + rng.choice((0, PAGE, 10 * PAGE)), restricted=rng.random() < 0.7)
+    parents = [space.random(space.random_classes(draw), draw) for _ in range(2)]
+    children = space.cross(*parents, rng.randint(0, len(sizes.nbytes)))
+    for child in (*parents, *children, *(space.mutated(c, 0.3, draw) for c in children)):
+        used = set(child.classes.tolist())
+        assert used == set(range(1, len(child.counts) + 1))
+        assert (child.counts >= space.least(child.classes)).all()
+        smallest = space.least(child.classes) @ object_bytes(sizes, child.classes)
+        assert space.fits(child) == (smallest <= space.memory_bytes)
+        if space.restricted:
+            assert tuple(child.classes.tolist()) in valid_classes(len(sizes.nbytes))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_the_leanest_cls_needs_least_memory(seed: int) -> None:
+    graph, profile, _ = random_case(seed)
+    _, sizes = uses_of(graph, profile)
+    if not 0 < len(sizes.nbytes) <= 9:
+        return
+    space = Space(sizes, 0)
+
+    def needed(classes: tuple[int, ...]) -> int:
+        cls = np.array(classes)
+        return int(space.least(cls) @ object_bytes(sizes, cls))
+
+    assert needed(tuple(space.leanest.tolist())) == min(map(needed, valid_classes(len(sizes.nbytes))))
+
+
+def problem_of(memory_bytes: int) -> Problem:
+    graph = random_training_graph(random.Random(5), 6)
+    return Problem(graph, profile_of(graph), memory_bytes)
+
+
+def evolve(searcher: Genetic, generations: int) -> list[list[Candidate]]:
+    asked = []
+    for _ in range(generations + 2):
+        candidates = list(searcher.ask())
+        asked.append(candidates)
+        searcher.tell(candidates, [searcher.judge(c, 0.0) for c in candidates])
+    return asked
+
+
+def roomy() -> Problem:
+    least = least_bytes(problem_of(0).graph)
+    return problem_of(2 * least)
+
+
+def test_the_first_candidate_always_fits_and_the_population_comes_next() -> None:
+    searcher = Genetic(roomy(), 0, population=12)
+    serial, first, second = evolve(searcher, 1)
+    assert serial == [SERIAL]
+    assert len(first) == len(second) == 12
+    assert len(searcher.population_costs) == 12
+    assert tuple(range(len(searcher.problem.graph.ops))) in {c.order for c in first}
+    assert len({c.order for c in first}) > 4
+
+
+def test_the_first_generation_has_pools_that_fit_where_any_restricted_one_does() -> None:
+    """From the least memory of a restricted pool on. One byte less, nothing but the serial plan fits."""
+    graph = roomy().graph
+    _, sizes = uses_of(graph, profile_of(graph))
+    space = Space(sizes, 0)
+    least = int(space.least(space.leanest) @ object_bytes(sizes, space.leanest))
+    for memory, fits in ((least, True), (least - 1, False)):
+        searcher = Genetic(problem_of(memory), 1, population=12)
+        asked = evolve(searcher, 0)
+        found = [searcher.judge(c, 0.0) != UNFIT for c in asked[1]]
+        assert any(found) == fits
+    assert least - 1 >= least_bytes(graph)
+    plan = search(problem_of(least - 1), "genetic", limit=Limit(evaluations=40))
+    assert plan.provenance is not None
+    assert plan.provenance.latency_s == plan.provenance.baseline_s
+
+
+def test_evolution_improves_on_the_first_generation() -> None:
+    problem = roomy()
+    after = [search(problem, "genetic", limit=Limit(evaluations=n)).provenance for n in (49, 49 + 48 * 15)]
+    assert after[0] is not None
+    assert after[1] is not None
+    assert after[1].latency_s < after[0].latency_s < after[0].baseline_s
+
+
+def test_what_is_not_searched_does_not_change() -> None:
+    own = tuple(range(len(roomy().graph.ops)))
+    schedules = [c for g in evolve(Genetic(roomy(), 0, population=8, allocations=False), 3)[1:] for c in g]
+    assert len({(c.classes, c.counts) for c in schedules}) == 1 < len({c.order for c in schedules})
+    allocations = [c for g in evolve(Genetic(roomy(), 0, population=8, schedules=False), 3)[1:] for c in g]
+    assert {c.order for c in allocations} == {own}
+    assert len({(c.classes, c.counts) for c in allocations}) > 1
+
+
+def test_only_the_unrestricted_space_maps_sizes_out_of_order() -> None:
+    def monotone(restricted: bool) -> bool:
+        asked = evolve(Genetic(roomy(), 0, population=16, restricted=restricted), 2)[1:]
+        return all((np.diff(c.classes) >= 0).all() for generation in asked for c in generation)
+
+    assert monotone(True)
+    assert not monotone(False)
+
+
+def test_the_population_keeps_its_size_and_those_that_fit() -> None:
+    searcher = Genetic(roomy(), 0, population=10)
+    evolve(searcher, 4)
+    assert len(searcher.population_costs) == 10
+    assert all(np.isfinite(c.latency_s) for c in searcher.population_costs)
+
+
+def test_a_plan_has_its_ops_in_the_order_of_its_chromosome() -> None:
+    searcher = Genetic(roomy(), 3, population=12)
+    for candidate in evolve(searcher, 0)[1]:
+        if searcher.judge(candidate, 0.0) != UNFIT:
+            plan = searcher.write(candidate)
+            check(searcher.problem.graph, searcher.problem.profile, plan)
+            assert tuple(s.op for s in plan.steps if isinstance(s, Compute)) == candidate.order
