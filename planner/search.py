@@ -1,7 +1,7 @@
 """The planner's front door: a problem in, the best plan found out, checked."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -73,7 +73,8 @@ def search(
         while candidates := state.ask():
             left = len(candidates) if most is None else most - shortlist.evaluations
             candidates = candidates[:left]
-            costs = judges.judge(candidates, shortlist.least_s * TIE)
+            costs = judges.judge(candidates, shortlist.least_s * TIE, lambda: _late(started, limit))
+            candidates = candidates[: len(costs)]
             state.tell(candidates, costs)
             shortlist.add(candidates, costs)
             if on_progress is not None:
@@ -158,12 +159,20 @@ class _Judges:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def judge(self, candidates: Sequence[Any], good_s: float) -> list[Cost]:
-        if self._pool is None or len(candidates) < 2:
-            return [self._state.judge(c, good_s) for c in candidates]
-        share = -(-len(candidates) // (4 * self._processes))
+    def judge(self, candidates: Sequence[Any], good_s: float, late: Callable[[], bool]) -> list[Cost]:
+        """The candidates' costs, of one at least, and of no more once it is late."""
         goods = [good_s] * len(candidates)
-        return list(self._pool.map(_judge_there, candidates, goods, chunksize=share))
+        if self._pool is None or len(candidates) < 2:
+            judged: Iterator[Cost] = map(self._state.judge, candidates, goods)
+        else:
+            share = -(-len(candidates) // (4 * self._processes))
+            judged = self._pool.map(_judge_there, candidates, goods, chunksize=share)
+        costs: list[Cost] = []
+        for cost in judged:
+            costs.append(cost)
+            if late():
+                break
+        return costs
 
 
 _judge: AnySearcher | None = None

@@ -28,7 +28,7 @@ TIME_UNITS = 100_000
 MEMORY_UNITS = 100_000
 """Height of the memory charts."""
 LANE_UNITS = 10
-_MOST_ROWS = 40
+_MOST_ROWS = 25
 _NAME_CELLS = 32
 
 _LANES: tuple[tuple[Lane, str], ...] = (("compute", "compute"), ("swap_in", "swap in"), ("swap_out", "swap out"))
@@ -59,6 +59,7 @@ def page(picture: Picture) -> str:
         time_axis=_time_axis(picture),
         legend=_legend(picture),
         use=_use(picture),
+        budget=format_bytes(picture.memory_bytes),
         memory=_memory(picture),
         memory_axis=_memory_axis(picture),
         answer=_answer(picture),

@@ -229,11 +229,8 @@ def _traffic(graph: Graph, plan: Plan) -> list[Traffic]:
 
 
 def shortened(name: str, cells: int) -> str:
-    """A name with dots in place of its middle if it is too long."""
-    if len(name) <= cells:
-        return name
-    front = (cells - 1) // 3
-    return f"{name[:front]}…{name[front + 1 - cells :]}"
+    """The end of a name that is too long: names of parameters differ there."""
+    return name if len(name) <= cells else f"…{name[1 - cells :]}"
 
 
 def base_of(plan: Plan, region: Region) -> int:

@@ -20,7 +20,7 @@ _MOST_CELLS = 120
 _MEMORY_ROWS = 4
 _MOST_TENSORS = 8
 _MOST_STALLS = 5
-_NAME_CELLS = 80
+_NAME_CELLS = 54
 
 _LANES: tuple[tuple[Lane, str, str], ...] = (
     ("compute", "compute", "cyan"),
@@ -161,15 +161,21 @@ def _stall_table(picture: Picture) -> Table:
     table.add_column("op")
     table.add_column("for", overflow="fold")
     for stall in sorted(picture.stalls, key=lambda s: -s.seconds)[:_MOST_STALLS]:
-        cause = "" if stall.waits_for is None else picture.name_of(stall.waits_for)
+        cause = "" if stall.waits_for is None else _phrase(picture, stall.waits_for)
         op = picture.name_of(stall.step).removeprefix("op ")
         table.add_row(
             milliseconds(stall.seconds),
             milliseconds(stall.start_s),
             shortened(op, _NAME_CELLS // 2),
-            shortened(cause, _NAME_CELLS),
+            cause,
         )
     return table
+
+
+def _phrase(picture: Picture, step: int) -> str:
+    """`swap-in of weight`; of long names the end."""
+    verb, separator, name = picture.name_of(step).rpartition(" ")
+    return verb + separator + shortened(name, _NAME_CELLS)
 
 
 def _traffic_table(picture: Picture) -> Table:

@@ -53,6 +53,7 @@ BROKEN = {
     "offset_not_aligned": Broken(lambda: changed(0, address=at("workspace", 2 * PAGE - 64)), "not aligned to 4096"),
     "beyond_the_workspace": Broken(lambda: changed(0, address=at("workspace", 3 * PAGE)), "workspace has 12288"),
     "beyond_the_partition": Broken(lambda: changed(0, address=at("partition", PAGE)), "partition has 4096 bytes"),
+    "negative_size": Broken(lambda: replace(PLAN, partition_bytes=-1, residents=()), "the partition has -1 bytes"),
     "negative_offset": Broken(lambda: changed(0, address=at("workspace", -PAGE)), "W1 at workspace+-4096"),
     "overlap_with_live_tensor": Broken(lambda: changed(0, address=at("workspace", 0)), "overlaps A0 at [0, 4096)"),
     "read_before_swap_in": Broken(

@@ -1,0 +1,372 @@
+"""docs/plan-format.md is enough to write a checker from, and says what the code does."""
+
+import hashlib
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+import planner.graph
+import planner.plan
+import planner.profile
+from planner.check import check
+from planner.errors import CohabitError, FormatError, InvalidPlan
+from planner.feasible import Footprint
+from planner.graph import Graph, Op, Tensor
+from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
+from planner.problem import Limit, Problem
+from planner.profile import Profile
+from planner.search import search
+from planner.sequence import lay_out, write
+from planner.serial import least_bytes, serial
+from planner.simulate import simulate
+from tests.planner.format_checker import Broken, Json, check_plan, graph_fingerprint
+from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+
+PAGE_OF_THE_FORMAT = Path(__file__).parents[2] / "docs" / "plan-format.md"
+seeds = st.integers(0, 10**6)
+
+
+def made(rng: random.Random) -> tuple[Graph, Profile, Plan]:
+    """A plan by the search that serving uses, by the serial rule, or by that with recomputation or more memory."""
+    kind = rng.choice(("streaming", "serial", "training", "training", "on_demand"))
+    graph = random_training_graph(rng, 4) if kind == "training" else random_graph(rng, 8)
+    profile = random_profile(rng, graph)
+    if kind == "streaming":
+        partition = PAGE * rng.randint(0, 12)
+        workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.randint(0, 5)
+        return graph, profile, search(Problem(graph, profile, partition, workspace), limit=Limit(evaluations=12))
+    memory = least_bytes(graph) + PAGE * rng.randint(0, 20)
+    if kind == "on_demand" or rng.random() < 0.5:
+        return graph, profile, search(Problem(graph, profile, memory, overlay=True), "on_demand")
+    actions = serial(graph)
+    return graph, profile, write(graph, profile, memory, actions, (), lay_out(graph, actions, ()))
+
+
+def as_json(graph: Graph, plan: Plan) -> tuple[Json, Json]:
+    return json.loads(planner.graph.encode(graph)), json.loads(planner.plan.encode(plan))
+
+
+def verdict(graph: Graph, plan: Json) -> str | None:
+    """Why the real checker refuses a plan, or None."""
+    try:
+        check(graph, None, planner.plan.decode(json.dumps(plan).encode()))
+    except InvalidPlan as error:
+        return str(error)
+    return None
+
+
+def other_verdict(graph: Json, plan: Json) -> str | None:
+    try:
+        check_plan(graph, plan)
+    except Broken as error:
+        return str(error)
+    return None
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(seeds)
+def test_plans_that_are_made_satisfy_the_written_rules(seed: int) -> None:
+    graph, _, plan = made(random.Random(seed))
+    assert other_verdict(*as_json(graph, plan)) is None
+
+
+def renumbered(plan: Json, where: Callable[[int], int | None]) -> Json:
+    """Waits after steps have moved; `where` says which index a step has now, None for one that is gone."""
+    for step in plan["steps"]:
+        if "after" in step:
+            step["after"] = [new for j in step["after"] if (new := where(j)) is not None]
+    return plan
+
+
+def remove_step(plan: Json, rng: random.Random) -> None:
+    k = rng.randrange(len(plan["steps"]))
+    del plan["steps"][k]
+    renumbered(plan, lambda j: None if j == k else j - (j > k))
+
+
+def repeat_step(plan: Json, rng: random.Random) -> None:
+    k, at = rng.randrange(len(plan["steps"])), rng.randrange(len(plan["steps"]) + 1)
+    renumbered(plan, lambda j: j + (j >= at))
+    plan["steps"].insert(at, json.loads(json.dumps(plan["steps"][k])))
+
+
+def swap_neighbours(plan: Json, rng: random.Random) -> None:
+    if len(plan["steps"]) > 1:
+        k = rng.randrange(len(plan["steps"]) - 1)
+        plan["steps"][k : k + 2] = plan["steps"][k : k + 2][::-1]
+        renumbered(plan, lambda j: {k: k + 1, k + 1: k}.get(j, j))
+
+
+def forget_a_wait(plan: Json, rng: random.Random) -> None:
+    if waiting := [s for s in plan["steps"] if s.get("after")]:
+        step = rng.choice(waiting)
+        step["after"].remove(rng.choice(step["after"]))
+
+
+def wait_for_another(plan: Json, rng: random.Random) -> None:
+    if waiting := [s for s in plan["steps"] if "after" in s]:
+        rng.choice(waiting)["after"].append(rng.randint(-1, len(plan["steps"])))
+
+
+def forget_a_save(plan: Json, rng: random.Random) -> None:
+    if saves := [k for k, s in enumerate(plan["steps"]) if s["type"] == "swap_out"]:
+        k = rng.choice(saves)
+        del plan["steps"][k]
+        renumbered(plan, lambda j: None if j == k else j - (j > k))
+
+
+def addresses(plan: Json) -> list[Json]:
+    found = [p["address"] for p in (*plan["inputs"], *plan["residents"])]
+    for step in plan["steps"]:
+        found += [step["address"]] if "address" in step else []
+        found += step.get("outputs", [])
+        found += [step["scratch"]] if step.get("scratch") else []
+    return found
+
+
+def move(plan: Json, rng: random.Random) -> None:
+    if where := addresses(plan):
+        address = rng.choice(where)
+        address["offset"] += rng.choice((-PAGE, PAGE, 64, -256, 1))
+
+
+def other_region(plan: Json, rng: random.Random) -> None:
+    if where := addresses(plan):
+        address = rng.choice(where)
+        address["region"] = "workspace" if address["region"] == "partition" else "partition"
+
+
+def rename(plan: Json, rng: random.Random) -> None:
+    step = rng.choice(plan["steps"])
+    field = "op" if step["type"] == "compute" else "tensor"
+    step[field] += rng.choice((-1, 1))
+
+
+def shrink(plan: Json, rng: random.Random) -> None:
+    plan[rng.choice(("partition_bytes", "workspace_bytes"))] += rng.choice((-PAGE, PAGE, -64))
+
+
+def forget_a_placement(plan: Json, rng: random.Random) -> None:
+    placements = plan[rng.choice(("inputs", "residents"))]
+    if placements:
+        placements.pop(rng.randrange(len(placements)))
+
+
+def save_early(plan: Json, rng: random.Random) -> None:
+    """A swap-out of whatever some step uses, without any wait."""
+    at = rng.randrange(len(plan["steps"]) + 1)
+    tensor = rng.choice([s["tensor"] for s in plan["steps"] if "tensor" in s] or [0])
+    renumbered(plan, lambda j: j + (j >= at))
+    after = [rng.randrange(at)] if at and rng.random() < 0.5 else []
+    plan["steps"].insert(at, {"type": "swap_out", "tensor": tensor, "after": after})
+
+
+BREAKS: tuple[Callable[[Any, random.Random], None], ...] = (
+    remove_step,
+    repeat_step,
+    swap_neighbours,
+    forget_a_wait,
+    wait_for_another,
+    move,
+    other_region,
+    rename,
+    shrink,
+    forget_a_placement,
+    forget_a_save,
+    save_early,
+)
+
+
+def test_broken_plans_are_told_by_the_written_rules() -> None:
+    """Both checkers say the same of plans with one or two things changed, some of which still may run."""
+    rules = compare(random.Random(7), 70)
+    assert rules["may run"] > 100
+    assert len(rules) >= 17, rules  # the few rules that are left are about rare changes in place
+
+
+def compare(rng: random.Random, plans: int) -> Counter[str]:
+    """Break plans, and count what the written rules say, which must be what the checker says."""
+    rules: Counter[str] = Counter()
+    for _ in range(plans):
+        graph, _, plan = made(rng)
+        if not plan.steps:
+            continue
+        data, original = as_json(graph, plan)
+        for _ in range(24):
+            changed = json.loads(json.dumps(original))
+            for _ in range(rng.choice((1, 1, 2))):
+                if changed["steps"]:
+                    rng.choice(BREAKS)(changed, rng)
+            ours, theirs = verdict(graph, changed), other_verdict(data, changed)
+            assert (ours is None) == (theirs is None), f"{ours}; {theirs}"
+            rules[theirs.partition(":")[0] if theirs else "may run"] += 1
+    return rules
+
+
+def training_step(*steps: Step) -> tuple[Graph, Plan]:
+    """`forward` reads the weights, `update` changes them; the weights start in memory."""
+    tensors = (Tensor("w", 64, "state"), Tensor("x", 64, "input"), Tensor("y", 64, "activation"))
+    ops = (Op("forward", "mm", (0, 1), (2,)), Op("update", "add_", (0, 2), (), 0, (0,)))
+    graph = Graph("step", 1, "", tensors, ops, (2,))
+    resident, x = Placement(0, Address("partition", 0)), Placement(1, Address("partition", 64))
+    return graph, Plan(graph.fingerprint, "", 192, 0, (x,), (resident,), steps)
+
+
+FORWARD, UPDATE = Compute(0, (Address("partition", 128),)), Compute(1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps"),
+    [
+        (None, (FORWARD, UPDATE)),
+        (None, (SwapOut(0), FORWARD, replace(UPDATE, after=(0,)))),
+        (None, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, Address("partition", 0), (2,)))),
+        (12, (FORWARD, UPDATE, SwapOut(0, (0,)))),
+        (15, (SwapOut(0), FORWARD, UPDATE)),
+        (17, (FORWARD, UPDATE, UPDATE)),
+        (11, (FORWARD, UPDATE, Drop(0), SwapIn(0, Address("partition", 0), (1,)))),
+    ],
+)
+def test_changes_in_place_follow_the_written_rules(rule: int | None, steps: tuple[Step, ...]) -> None:
+    graph, plan = training_step(*steps)
+    data, plain = as_json(graph, plan)
+    assert (verdict(graph, plain) is None) == (rule is None)
+    assert (other_verdict(data, plain) or "None").partition(":")[0] == str(rule)
+
+
+def test_state_that_is_no_resident_is_saved_by_the_end() -> None:
+    graph, plan = training_step(SwapIn(0, Address("partition", 0)), replace(FORWARD, after=(0,)), UPDATE)
+    for steps, rule in ((plan.steps, "20"), ((*plan.steps, SwapOut(0, (2,))), None)):
+        data, plain = as_json(graph, replace(plan, residents=(), steps=steps))
+        assert (verdict(graph, plain) is None) == (rule is None)
+        assert (other_verdict(data, plain) or ":").partition(":")[0] == (rule or "")
+
+
+def test_example_of_the_page_is_right() -> None:
+    """Its files are what they say they are, the plan may run, and takes the time that the page gives."""
+    graph, profile, plan = (
+        decode(text.encode())
+        for decode, text in zip(
+            (planner.graph.decode, planner.profile.decode, planner.plan.decode),
+            re.findall(r"```json\n(.*?)```", PAGE_OF_THE_FORMAT.read_text(), re.DOTALL),
+            strict=True,
+        )
+    )
+    assert isinstance(graph, Graph)
+    assert isinstance(profile, Profile)
+    assert isinstance(plan, Plan)
+    assert profile.graph == graph.fingerprint
+    check(graph, profile, plan)
+    assert other_verdict(*as_json(graph, plan)) is None
+    timeline = simulate(graph, plan, profile)
+    assert timeline.latency_s == pytest.approx(0.0036)
+    assert timeline.stall_s == pytest.approx(0.0006)
+    assert timeline.period_s == pytest.approx(0.0042)
+
+
+def test_page_names_every_field_and_no_other() -> None:
+    text = PAGE_OF_THE_FORMAT.read_text()
+    tables = set(re.findall(r"`(\w+)`", text))
+    structs = (
+        planner.graph.Graph,
+        planner.graph.Tensor,
+        planner.graph.Op,
+        planner.profile.Profile,
+        planner.profile.Link,
+        planner.plan.Plan,
+        planner.plan.Placement,
+        planner.plan.Address,
+        planner.plan.Compute,
+        planner.plan.SwapIn,
+        planner.plan.SwapOut,
+        planner.plan.Drop,
+        planner.plan.Provenance,
+    )
+    for struct in structs:
+        assert set(struct.__struct_fields__) <= tables, struct
+    listed = set(re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \|", text, re.MULTILINE))
+    fields = {name for struct in structs for name in struct.__struct_fields__}
+    types = {"type", "compute", "swap_in", "swap_out", "drop"}
+    assert {name for pair in listed for name in pair if name} <= fields | types
+
+
+def test_fingerprints_are_those_of_the_files() -> None:
+    for seed in range(20):
+        graph, profile, plan = made(random.Random(seed))
+        graph = replace(graph, name='a "näme" \\ \n')
+        data, _ = as_json(graph, plan)
+        assert graph_fingerprint(data) == graph.fingerprint
+        assert hashlib.sha256(planner.profile.encode(profile)).hexdigest() == profile.fingerprint
+        assert hashlib.sha256(planner.plan.encode(plan)).hexdigest() == plan.fingerprint
+
+
+GRAPH = chain([PAGE] * 3)
+PROFILE = profile_of(GRAPH, op_s=0.25)
+PLAN = search(Problem(GRAPH, PROFILE, PAGE, 4 * PAGE), limit=Limit(evaluations=4))
+
+
+def read_all(graph: bytes, profile: bytes, plan: bytes) -> None:
+    read = planner.graph.decode(graph)
+    check(read, planner.profile.decode(profile), planner.plan.decode(plan))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        ((b'"format_version":1', b'"format_version":2'), "reads 1; upgrade Cohabit"),
+        ((b'"format_version":1', b'"format_version":0'), "has format version 0, this version of Cohabit reads 1"),
+        ((b'"format_version":1', b'"format_version":"1"'), "truncated"),
+        ((b'"format_version":1', b'"format_version":1,"more":1'), "unknown field `more`"),
+        ((b',"format_version":1', b""), "missing required field `format_version`"),
+        ((b"}", b""), "truncated"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused_with_the_reason(
+    which: int, edit: tuple[bytes, bytes], says: str
+) -> None:
+    files = [planner.graph.encode(GRAPH), planner.profile.encode(PROFILE), planner.plan.encode(PLAN)]
+    files[which] = files[which].replace(*edit)
+    with pytest.raises(FormatError, match=re.escape(says)):
+        read_all(*files)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.999])
+def test_truncated_files_are_refused(share: float) -> None:
+    for raw, decode in (
+        (planner.graph.encode(GRAPH), planner.graph.decode),
+        (planner.profile.encode(PROFILE), planner.profile.decode),
+        (planner.plan.encode(PLAN), planner.plan.decode),
+    ):
+        assert callable(decode)
+        with pytest.raises(FormatError, match="truncated"):
+            decode(raw[: int(len(raw) * share)])
+
+
+@pytest.mark.parametrize(
+    ("which", "old", "new", "says"),
+    [
+        (0, b'"nbytes":4096', b'"nbytes":64', "made for"),
+        (0, b'"scratch_bytes":0', b'"scratch_bytes":64', "made for"),
+        (1, b"0.25", b"0.5", "made for"),
+        (2, b'"offset":0', b'"offset":4096', "plan refused"),
+        (2, b'"offset":0', b'"offset":0.5', "Expected `int`, got `float`"),
+        (2, b'"region":"partition"', b'"region":"elsewhere"', "Invalid enum value"),
+        (2, b'"type":"swap_in"', b'"type":"swap"', "Invalid value 'swap'"),
+        (2, b'"after":[', b'"after":[99,', "plan refused"),
+    ],
+)
+def test_edited_files_are_refused_with_the_reason(which: int, old: bytes, new: bytes, says: str) -> None:
+    files = [planner.graph.encode(GRAPH), planner.profile.encode(PROFILE), planner.plan.encode(PLAN)]
+    files[which] = files[which].replace(old, new, 1).replace(b'"after":[99,]', b'"after":[99]')
+    with pytest.raises(CohabitError, match=re.escape(says)):
+        read_all(*files)
