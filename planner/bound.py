@@ -1,23 +1,68 @@
 """A lower bound of the latency of every plan in a given memory, whatever the order of its ops.
 
-Between the start of an op k and the start of an op j that depends on it, two things must happen: all ops on the
-way run, and of all parameters that these read, whatever memory could not hold when k started is copied. Before
-the first op, memory holds what the partition held. The longest path through these waits is the bound.
+It is the best of several: the time of all ops; that of the copies of what cannot be in memory at the start; a path
+bound; and a linear relaxation (planner.relaxation).
 """
+
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.chain import predecessors
 from planner.graph import Graph
 from planner.profile import Link, Profile
+from planner.relaxation import relax
 
 Floats = NDArray[np.float64]
+
+MOST_PATH_OPS: Final = 500
+"""The path bound takes time and memory that grow with the square of the ops; larger graphs do without."""
+ROUNDING: Final = 1e-12
+"""The simulator adds in another order."""
 
 
 def latency_bound(graph: Graph, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
     """Seconds below which no plan's latency can be."""
     if not graph.ops:
         return 0.0
+    bounds = [profile.compute_s, _copying_bound(graph, profile, partition_bytes, workspace_bytes)]
+    if _all_fits(graph, partition_bytes, workspace_bytes):
+        return max(bounds) * (1 - ROUNDING)
+    if len(graph.ops) <= MOST_PATH_OPS:
+        bounds.append(_path_bound(graph, profile, partition_bytes, workspace_bytes))
+    relaxed = relax(graph, profile, partition_bytes, workspace_bytes)
+    if relaxed is not None:
+        bounds.append(relaxed.latency_s)
+    return max(bounds) * (1 - ROUNDING)
+
+
+def _all_fits(graph: Graph, partition_bytes: int, workspace_bytes: int) -> bool:
+    """Whether nothing ever has to wait for memory."""
+    stored = sum(t.nbytes for t in graph.tensors if t.kind in ("parameter", "state"))
+    others = sum(t.nbytes for t in graph.tensors) - stored
+    scratch = max(op.scratch_bytes for op in graph.ops)
+    inputs = sum(t.nbytes for t in graph.tensors if t.kind == "input")
+    room = min(partition_bytes, partition_bytes + workspace_bytes - inputs)
+    return stored <= room and stored + others + scratch <= partition_bytes + workspace_bytes
+
+
+def _copying_bound(graph: Graph, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
+    """Every parameter and state that some op reads is resident or copied, before the op starts."""
+    read = {t for op in graph.ops for t in op.reads if graph.tensors[t].kind in ("parameter", "state")}
+    inputs = sum(t.nbytes for t in graph.tensors if t.kind == "input")
+    room = min(partition_bytes, partition_bytes + workspace_bytes - inputs)
+    nbytes = np.array([graph.tensors[t].nbytes for t in read], dtype=np.float64)
+    return transfer_bound(nbytes, room, profile.swap_in)
+
+
+def _path_bound(graph: Graph, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
+    """The longest path through the waits between ops.
+
+    Between the start of an op k and the start of an op j that depends on it, two things must happen: all ops on the
+    way run, and of all parameters that these read, whatever memory could not hold when k started is copied. Before
+    the first op, memory holds what the partition held.
+    """
     op_s = np.array(profile.op_seconds)
     upstream = _upstream(graph)  # [j, k]: j is k or depends on it
     nbytes = _bytes_first_read(graph)
@@ -36,7 +81,7 @@ def latency_bound(graph: Graph, profile: Profile, partition_bytes: int, workspac
         behind = np.concatenate([nbytes[k] for k in np.flatnonzero(upstream[:, j])])
         copy_s[j] -= _most_held_seconds(behind, room, profile.swap_in)
         latency = max(latency, start_s[j] + float(upstream[:, j] @ op_s))
-    return float(latency) * (1 - 1e-12)  # the simulator adds in another order
+    return float(latency)
 
 
 def transfer_bound(nbytes: Floats, room_bytes: int, link: Link) -> float:
@@ -57,12 +102,10 @@ def _most_held_seconds(nbytes: Floats, room_bytes: int, link: Link) -> float:
 
 def _upstream(graph: Graph) -> Floats:
     """[ops, ops]: 1 where the column's op is the row's op or one that it depends on."""
-    producer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
     reach = np.eye(len(graph.ops))
-    for k, op in enumerate(graph.ops):
-        for t in op.reads:
-            if t in producer:
-                np.maximum(reach[k], reach[producer[t]], out=reach[k])
+    for k, before in enumerate(predecessors(graph)):
+        for j in before:
+            np.maximum(reach[k], reach[j], out=reach[k])
     return reach
 
 

@@ -1,0 +1,250 @@
+"""A graph seen along a chain of ops that every plan runs in the same order, as the relaxation needs it.
+
+The ops of a chain depend on one another, so that their first runs end in one order whatever the plan. These ends are
+*moments*; so is the start of the inference (moment 0), the end of its last op (the last moment), and, before an op of
+the chain that waits for several branches, the end of the last of these. Any other op runs first between two moments
+that dependencies tell; ops that are comparable with all others are in every longest chain.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.graph import Graph
+from planner.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """An op (or the end of the inference) that needs a tensor in memory, between moments `after` and `by`."""
+
+    op: int
+    """Position in the graph; the number of ops for the end of the inference."""
+    after: int
+    by: int
+    pinned: bool
+    """Whether it is an op of the chain: it ends at moment `by` and starts no earlier than moment `after`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A tensor between two uses that follow one another: what of it is not kept is copied in or computed again."""
+
+    tensor: int
+    nbytes: int
+    first: bool
+    """Whether this is a parameter or state before its first use: what is kept is resident."""
+    kept_from: int
+    """What is kept occupies memory from this moment, beside what the chain's ops need, ..."""
+    until: int
+    """... to this one. A copy that has arrived by this moment is still in memory then."""
+    arrives_from: int
+    """The first moment at which some of a copy can have arrived."""
+    due: int
+    """The copy has arrived before the chain's op that ends at this moment starts."""
+    copy_s: float
+    again_s: float | None
+    """Least time of computing it again; None where that is impossible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Lists go by moment; entry 0 is the start of the inference."""
+
+    op_s: Sequence[float]
+    """Time of all ops that certainly run first between the moment before and this one."""
+    last_s: Sequence[float]
+    """Time of the op that ends at the moment."""
+    needed_bytes: Sequence[int]
+    """Memory that this op needs."""
+    loose: Sequence[tuple[int, int, float]]
+    """Ops that may run first in several of the windows: moment after which, moment by which, time."""
+    stretches: Sequence[Stretch]
+
+    @property
+    def moments(self) -> int:
+        """The last moment."""
+        return len(self.op_s) - 1
+
+
+def follow(graph: Graph, profile: Profile, most_ops: int) -> Chain:
+    """See a graph along one of its longest chains, thinned out to `most_ops`."""
+    before = predecessors(graph)
+    longest = _longest(graph, profile, before)
+    chain = _thin(longest, graph, most_ops)
+    moment, joins = _moments(before, chain, len(chain) == len(longest))
+    last = len(moment) + len(joins) + 1
+    spans = _spans(before, moment, joins, last)
+    op_s, last_s, needed = [0.0] * (last + 1), [0.0] * (last + 1), [0] * (last + 1)
+    needed[last] = sum(graph.tensors[t].nbytes for t in {*graph.outputs})
+    loose = []
+    for k, span in enumerate(spans):
+        if span.by == span.after + 1:
+            op_s[span.by] += profile.op_seconds[k]
+        else:
+            loose.append((span.after, span.by, profile.op_seconds[k]))
+        if span.pinned:
+            last_s[span.by] = profile.op_seconds[k]
+            needed[span.by] = _needed_bytes(graph, k)
+    stretches = list(_stretches(graph, profile, spans, last))
+    _add_joins(graph, joins, stretches, needed)
+    return Chain(op_s, last_s, needed, loose, stretches)
+
+
+def _moments(
+    before: Sequence[set[int]], chain: Sequence[int], with_joins: bool
+) -> tuple[dict[int, int], dict[int, set[int]]]:
+    """The moment of each op of the chain; and the moments at which the last of several ops ends."""
+    moment: dict[int, int] = {}
+    joins: dict[int, set[int]] = {}
+    members = set(chain)
+    seen: set[int] = set()
+    previous: int | None = None
+    for k in chain:
+        at = len(moment) + len(joins) + 1
+        branches = before[k] - members - seen
+        if with_joins and previous is not None and branches:
+            seen |= branches
+            joins[at] = branches | {previous}
+            at += 1
+        moment[k] = at
+        previous = k
+    return moment, joins
+
+
+def _add_joins(graph: Graph, joins: dict[int, set[int]], stretches: Sequence[Stretch], needed: list[int]) -> None:
+    """Whichever op is the last, it needs its memory; stretches that go on at that moment count by themselves."""
+    active: dict[int, set[int]] = {at: set() for at in joins}
+    for s in stretches:
+        for at in range(min(s.kept_from, s.arrives_from), s.until + 1):
+            if at in active:
+                active[at].add(s.tensor)
+    for at, ops in joins.items():
+        needed[at] = min(_needed_bytes(graph, k, active[at]) for k in ops)
+
+
+def _needed_bytes(graph: Graph, op: int, without: Collection[int] = ()) -> int:
+    touched = {*graph.ops[op].reads, *graph.ops[op].writes}.difference(without)
+    return graph.ops[op].scratch_bytes + sum(graph.tensors[t].nbytes for t in touched)
+
+
+def predecessors(graph: Graph) -> list[set[int]]:
+    """The ops that each op directly follows in every plan: they write what it reads, or one of both changes it."""
+    writer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
+    changed = {t for op in graph.ops for t in op.mutates}
+    last_change: dict[int, int] = {}
+    users: dict[int, list[int]] = {}  # of tensors that are changed, since their last change
+    found = []
+    for k, op in enumerate(graph.ops):
+        before = {writer[t] for t in op.reads if t in writer}
+        for t in changed.intersection(op.reads):
+            if t in last_change:
+                before.add(last_change[t])
+            if t in op.mutates:
+                before.update(users.pop(t, ()))
+                last_change[t] = k
+            else:
+                users.setdefault(t, []).append(k)
+        found.append(before)
+    return found
+
+
+def _longest(graph: Graph, profile: Profile, before: Sequence[set[int]]) -> list[int]:
+    """The chain with the most time of ops and copies on it, counting each op a little."""
+    per_byte = 1 / profile.swap_in.bandwidth_bytes_per_s
+    little = 1e-3 * (profile.compute_s / max(len(graph.ops), 1)) or 1.0
+    length: list[float] = []
+    came_from: list[int | None] = []
+    for k, op in enumerate(graph.ops):
+        own = sum(graph.tensors[t].nbytes for t in op.reads if graph.tensors[t].kind != "activation") * per_byte
+        best = max(before[k], key=lambda j: (length[j], j), default=None)
+        length.append(profile.op_seconds[k] + own + little + (length[best] if best is not None else 0.0))
+        came_from.append(best)
+    at = max(range(len(length)), key=lambda k: (length[k], k), default=None)
+    chain = []
+    while at is not None:
+        chain.append(at)
+        at = came_from[at]
+    return chain[::-1]
+
+
+def _thin(chain: list[int], graph: Graph, most_ops: int) -> list[int]:
+    """Leave out ops that need the least memory, evenly along the chain."""
+    if len(chain) <= most_ops:
+        return chain
+    share = -(-len(chain) // most_ops)
+
+    def needed(k: int) -> int:
+        return sum(graph.tensors[t].nbytes for t in (*graph.ops[k].reads, *graph.ops[k].writes))
+
+    return [max(chain[i : i + share], key=needed) for i in range(0, len(chain), share)]
+
+
+def _spans(before: Sequence[set[int]], moment: dict[int, int], joins: dict[int, set[int]], last: int) -> list[Use]:
+    """The moments between which each op runs for the first time."""
+    count = len(before)
+    after, by = [0] * count, [last] * count
+    for at, ops in joins.items():
+        for k in ops:
+            by[k] = min(by[k], at)
+    for k in range(count):
+        for j in before[k]:
+            after[k] = max(after[k], moment.get(j, after[j]))
+    for k in reversed(range(count)):
+        for j in before[k]:
+            by[j] = min(by[j], moment.get(k, by[k]))
+    return [
+        Use(k, moment[k] - 1, moment[k], True) if k in moment else Use(k, after[k], by[k], False)
+        for k in range(count)
+    ]
+
+
+def _stretches(graph: Graph, profile: Profile, spans: Sequence[Use], last: int) -> Iterator[Stretch]:
+    uses: list[list[Use]] = [[] for _ in graph.tensors]
+    for op, span in zip(graph.ops, spans, strict=True):
+        for t in {*op.reads, *op.writes}:
+            uses[t].append(span)
+    for t in {*graph.outputs}:
+        uses[t].append(Use(len(graph.ops), last - 1, last, True))
+    writer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
+    changed_by: dict[int, int] = {}
+    for k, op in enumerate(graph.ops):
+        for t in op.mutates:
+            changed_by.setdefault(t, k)
+    for t, tensor in enumerate(graph.tensors):
+        if not tensor.nbytes:
+            continue
+        copy_s, stored = profile.swap_in.seconds(tensor.nbytes), tensor.kind in ("parameter", "state")
+        previous: Use | None = None
+        for use in _one_after_another(uses[t]):
+            if previous is None:
+                if stored:
+                    yield Stretch(t, tensor.nbytes, True, 0, use.after, 1, use.by, copy_s, None)
+                elif tensor.kind == "input" and use.after > 0:
+                    yield Stretch(t, tensor.nbytes, False, 1, use.after, 1, use.by, copy_s, None)
+            else:
+                kept_from = previous.by + previous.pinned
+                arrives_from = (previous.by if previous.pinned else previous.after) + 1
+                if kept_from <= use.after:
+                    again_s = _again_s(graph, profile, writer.get(t), changed_by.get(t), previous)
+                    yield Stretch(
+                        t, tensor.nbytes, False, kept_from, use.after, arrives_from, use.by, copy_s, again_s
+                    )
+            previous = use
+
+
+def _one_after_another(uses: Sequence[Use]) -> Iterator[Use]:
+    """As many uses as are certain not to be in the same window, all of the chain among them."""
+    free = 0
+    for use in sorted(uses, key=lambda u: (u.by, not u.pinned)):
+        if use.after >= free:
+            yield use
+            free = use.by
+
+
+def _again_s(
+    graph: Graph, profile: Profile, writer: int | None, changed_by: int | None, previous: Use
+) -> float | None:
+    """An op that is run again brings all its results, so that each costs a share of it."""
+    if writer is None or graph.ops[writer].mutates or (changed_by is not None and changed_by <= previous.op):
+        return None
+    return profile.op_seconds[writer] / len(graph.ops[writer].writes)

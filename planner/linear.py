@@ -1,0 +1,88 @@
+"""A linear program, put together by rows, and a bound of its value that holds whatever the solver's accuracy."""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+SAFETY: Final = 1e-9
+"""Relative error of adding up the bound in floating point, with room to spare."""
+
+
+class Program:
+    """A linear program that is put together by rows; all variables are bounded."""
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        """Least value of the objective that need not be told from larger ones."""
+        self.fixed_cost = 0.0
+        self._low: list[Floats] = []
+        self._high: list[Floats] = []
+        self._cost: list[Floats] = []
+        self._right: list[Floats] = []
+        self._equal: list[NDArray[np.bool_]] = []
+        self._entries: list[tuple[Ints, Ints, Floats]] = []
+        self._constants: list[tuple[Ints, Floats]] = []
+        self._columns = self._rows = 0
+
+    def variables(self, count: int, low: Floats | float, high: Floats | float, cost: float = 0) -> Ints:
+        self._low.append(np.broadcast_to(np.asarray(low, float), (count,)))
+        self._high.append(np.broadcast_to(np.asarray(high, float), (count,)))
+        self._cost.append(np.full(count, float(cost)))
+        self._columns += count
+        return np.arange(self._columns - count, self._columns)
+
+    def at_most(self, right: Floats) -> Ints:
+        return self._add(right, False)
+
+    def equal(self, right: Floats) -> Ints:
+        return self._add(right, True)
+
+    def put(self, rows: Ints, columns: Ints, factor: Floats | float) -> None:
+        """Add factor times variable to the left side of each row."""
+        self._entries.append((rows, columns, np.broadcast_to(np.asarray(factor, float), rows.shape)))
+
+    def add_constant(self, rows: Ints, value: Floats) -> None:
+        """Add a constant to the left side of each row."""
+        self._constants.append((rows, value))
+
+    def solve(self) -> tuple[float, Floats] | None:
+        """A value that no solution is below, and the best solution; None if the solver finds none.
+
+        The value comes from the dual solution and holds however inaccurate that is: any factors (not negative where
+        rows are inequalities) prove a bound, if every variable has limits (Neumaier and Shcherbina 2004).
+        """
+        low, high, cost = (np.concatenate(parts) for parts in (self._low, self._high, self._cost))
+        right, equal = np.concatenate(self._right), np.concatenate(self._equal)
+        for rows, value in self._constants:
+            np.subtract.at(right, rows, value)
+        row, column, factor = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
+        matrix = csr_array((factor, (row, column)), shape=(self._rows, self._columns))
+        result = linprog(
+            cost,
+            A_ub=matrix[~equal],
+            b_ub=right[~equal],
+            A_eq=matrix[equal],
+            b_eq=right[equal],
+            bounds=np.stack([low, high], axis=1),
+            method="highs",
+        )
+        if result.status != 0:
+            return None
+        price = np.empty(self._rows)
+        price[~equal] = np.maximum(-result.ineqlin.marginals, 0)
+        price[equal] = -result.eqlin.marginals
+        reduced = cost + matrix.T @ price
+        least = float(np.minimum(reduced * low, reduced * high).sum() - price @ right)
+        return min(least + self.fixed_cost - SAFETY * self.most, self.most), result.x
+
+    def _add(self, right: Floats, equal: bool) -> Ints:
+        self._right.append(np.asarray(right, float))
+        self._equal.append(np.full(len(right), equal))
+        self._rows += len(right)
+        return np.arange(self._rows - len(right), self._rows)

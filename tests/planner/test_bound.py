@@ -1,0 +1,249 @@
+"""No plan is faster than the bound: not the best there is, not what searches find, not random ones."""
+
+import random
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.bound import latency_bound
+from planner.chain import predecessors
+from planner.check import check
+from planner.feasible import Footprint
+from planner.graph import Graph, Op, Tensor
+from planner.plan import Plan
+from planner.problem import Limit, Problem
+from planner.profile import Profile
+from planner.search import search
+from planner.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
+from planner.serial import least_bytes, serial
+from planner.simulate import simulate
+from tests.planner.graphs import (
+    PAGE,
+    parameter,
+    profile_of,
+    random_graph,
+    random_profile,
+    random_training_graph,
+)
+
+seeds = st.integers(0, 10**6)
+
+
+def only_parameters(
+    reads: Sequence[Sequence[int]], pages: Sequence[int], after: Sequence[Sequence[int]] | None = None
+) -> Graph:
+    """Ops that read parameters of so many pages and, of no size, what the ops in `after` (else the last one) write."""
+    tensors = [parameter(f"W{i}", n * PAGE) for i, n in enumerate(pages)]
+    tensors += [Tensor(f"A{k}", 0, "activation") for k in range(len(reads))]
+    before = after if after is not None else [[k - 1] if k else [] for k in range(len(reads))]
+    ops = [
+        Op(f"op{k}", "any", (*needed, *(len(pages) + j for j in before[k])), (len(pages) + k,))
+        for k, needed in enumerate(reads)
+    ]
+    graph = Graph("parameters", 1, "weights", tuple(tensors), tuple(ops), ())
+    graph.validate()
+    return graph
+
+
+def best_possible(graph: Graph, profile: Profile, memory: int) -> float:
+    """The least latency of all orders, residents, copies and drops, if bytes need not lie side by side.
+
+    Only parameters take memory. Depth first over sequences of actions; `freed` says since when each free page is.
+    """
+    pages = [t.nbytes // PAGE for t in graph.tensors]
+    before = predecessors(graph)
+    needs = [[t for t in op.reads if pages[t]] for op in graph.ops]
+    link = profile.swap_in
+    best = sum(profile.op_seconds) + sum(link.seconds(graph.tensors[t].nbytes) for n in needs for t in n)
+
+    def go(
+        done: frozenset[int],
+        here: dict[int, tuple[float, float | None]],  # arrived, last used since then
+        freed: tuple[float, ...],
+        ops_s: float,
+        link_s: float,
+        dropped: int,  # the action before dropped tensors up to this one: drops only make room for a copy
+    ) -> None:
+        nonlocal best
+        left = [k for k in range(len(needs)) if k not in done]
+        if ops_s + sum(profile.op_seconds[k] for k in left) >= best:
+            return
+        if not left:
+            best = ops_s
+            return
+        for k in left if dropped < 0 else ():
+            if before[k] <= done and all(t in here for t in needs[k]):
+                end = max([ops_s, *(here[t][0] for t in needs[k])]) + profile.op_seconds[k]
+                go(done | {k}, here | {t: (here[t][0], end) for t in needs[k]}, freed, end, link_s, -1)
+        for t in {t for k in left for t in needs[k]} - set(here):
+            if len(freed) >= pages[t]:
+                free = sorted(freed)
+                end = max(link_s, free[pages[t] - 1]) + link.seconds(graph.tensors[t].nbytes)
+                if end < best:
+                    go(done, here | {t: (end, None)}, tuple(free[pages[t] :]), ops_s, end, -1)
+        for t, (_, used) in here.items():
+            if used is not None and t > dropped:
+                rest = {u: times for u, times in here.items() if u != t}
+                go(done, rest, (*freed, *[used] * pages[t]), ops_s, link_s, t)
+
+    room = memory // PAGE
+    everything = sorted({t for n in needs for t in n})
+    for chosen in range(1 << len(everything)):
+        residents = [t for i, t in enumerate(everything) if chosen >> i & 1]
+        free = room - sum(pages[t] for t in residents)
+        if free >= 0:
+            go(frozenset(), dict.fromkeys(residents, (0.0, None)), (0.0,) * free, 0.0, 0.0, -1)
+    return best
+
+
+def tiny(rng: random.Random) -> Graph:
+    pages = [rng.choice((1, 1, 2, 3)) for _ in range(rng.randint(2, 4))]
+    count = rng.randint(2, 4)
+    reads = [sorted(rng.sample(range(len(pages)), rng.choice((0, 1, 1, 1, 2)))) for _ in range(count)]
+    after = [[j for j in range(k) if rng.random() < 0.6] for k in range(count)]
+    return only_parameters(reads, pages, after if rng.random() < 0.5 else None)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_the_best_possible_plan_is_no_faster(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = tiny(rng)
+    profile = profile_of(
+        graph, [rng.choice((0.0, 0.5, 1.0, 3.0)) for _ in graph.ops], latency_s=rng.choice((0.0, 0.5))
+    )
+    memory = least_bytes(graph) + PAGE * rng.randint(0, 4)
+    assert latency_bound(graph, profile, memory, 0) <= best_possible(graph, profile, memory)
+
+
+def some_graph(rng: random.Random) -> Graph:
+    return random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_no_prefetching_on_demand_is_faster(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = some_graph(rng)
+    profile = random_profile(rng, graph)
+    room = sum(t.nbytes for t in graph.tensors)
+    memory = least_bytes(graph) + rng.choice((0, 100, PAGE, 3 * PAGE, room // 4, room // 2))
+    plan = search(Problem(graph, profile, memory, overlay=True), "on_demand")
+    assert latency_bound(graph, profile, memory, 0) <= simulate(graph, plan, profile).latency_s
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_no_search_is_faster(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    profile = random_profile(rng, graph)
+    partition = PAGE * rng.choice((0, 1, 4, 12))
+    workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((0, 1, 5))
+    flat = Footprint.of(graph).least_bytes + PAGE * rng.choice((0, 1, 5, 20))
+    for problem in (
+        Problem(graph, profile, partition, workspace),
+        Problem(graph, profile, partition, workspace, overlay=True),
+        Problem(graph, profile, flat, overlay=True),
+    ):
+        plan = search(problem, limit=Limit(evaluations=40))
+        least_s = latency_bound(graph, profile, problem.partition_bytes, problem.workspace_bytes)
+        assert least_s <= simulate(graph, plan, profile).latency_s
+
+
+def random_order(rng: random.Random, graph: Graph) -> list[int]:
+    before, order = predecessors(graph), list[int]()
+    while len(order) < len(graph.ops):
+        order.append(rng.choice([k for k in range(len(graph.ops)) if k not in order and before[k] <= {*order}]))
+    return order
+
+
+def random_actions(rng: random.Random, graph: Graph) -> tuple[list[Action], list[int]]:
+    """Ops in any order; now and then what is not needed at once leaves, and comes back as early as chance has it."""
+    order = random_order(rng, graph)
+    stored = [i for i, t in enumerate(graph.tensors) if t.kind in ("parameter", "state")]
+    residents = rng.sample(stored, rng.randint(0, len(stored)))
+    here = {*residents, *(i for i, t in enumerate(graph.tensors) if t.kind == "input")}
+    unsaved = {t for t in here if graph.tensors[t].kind != "parameter"}
+    changed: set[int] = set()
+    leaving = rng.choice((0.1, 0.5, 0.9))
+    writer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
+    actions: list[Action] = []
+
+    def save(t: int) -> None:
+        if t in unsaved:
+            actions.append(swap_out(t))
+            unsaved.discard(t)
+
+    def leave(t: int) -> None:
+        save(t)
+        actions.append(drop(t))
+        here.discard(t)
+
+    def run(k: int) -> None:
+        actions.append(compute(k))
+        here.update(graph.ops[k].writes)
+        unsaved.update((*graph.ops[k].writes, *graph.ops[k].mutates))
+        changed.update(graph.ops[k].mutates)
+
+    def bring(t: int, depth: int = 0) -> None:
+        if t in here:
+            return
+        if t in writer and depth < 2 and rng.random() < 0.5 and not changed.intersection(all_of(writer[t])):
+            op = graph.ops[writer[t]]
+            if not op.mutates:
+                for other in op.writes:
+                    if other in here:
+                        leave(other)
+                for other in op.reads:
+                    bring(other, depth + 1)
+                run(writer[t])
+                return
+        actions.append(swap_in(t))
+        here.add(t)
+
+    def all_of(k: int) -> set[int]:
+        return {*graph.ops[k].reads, *graph.ops[k].writes}
+
+    for position, k in enumerate(order):
+        for t in sorted(here - {*graph.ops[k].reads}):
+            if rng.random() < leaving:
+                leave(t)
+        for t in graph.ops[k].reads:
+            bring(t)
+        if position + 1 < len(order) and rng.random() < 0.5:
+            for t in graph.ops[order[position + 1]].reads:
+                if t not in graph.ops[k].writes and (t in stored or t not in writer):
+                    bring(t)
+        if position + 1 == len(order):
+            for t in graph.outputs:
+                if t not in graph.ops[k].writes:
+                    bring(t)
+        run(k)
+    for t in sorted(here - {*graph.outputs, *residents}):
+        leave(t)
+    for t in sorted(t for t in here if t in unsaved and t in stored and t not in residents):
+        save(t)
+    for t in sorted(set(residents) - here):
+        bring(t)
+    return actions, residents
+
+
+def plan_of(graph: Graph, profile: Profile, actions: Sequence[Action], residents: Sequence[int]) -> Plan:
+    """A plan in as much memory as it needs."""
+    placed = lay_out(graph, actions, residents)
+    return write(graph, profile, placed.peak_bytes, actions, residents, placed)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_no_random_plan_is_faster(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = some_graph(rng)
+    profile = random_profile(rng, graph)
+    for actions, residents in (random_actions(rng, graph), random_actions(rng, graph), (serial(graph), [])):
+        plan = plan_of(graph, profile, actions, residents)
+        check(graph, profile, plan)
+        latency_s = simulate(graph, plan, profile).latency_s
+        assert latency_bound(graph, profile, plan.partition_bytes, 0) <= latency_s
