@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from planner.compiled import compiled
 from planner.graph import Graph
 from planner.liveness import Lifespan, lifespans
+from planner.packing import improve
 
 Ints = NDArray[np.int64]
 
@@ -37,8 +38,12 @@ class Layout:
     peak_bytes: int
 
 
-def place(blocks: Sequence[Block], enough_bytes: int = 0) -> Layout:
-    """Place all blocks; the same blocks always get the same offsets. A layout of `enough_bytes` is good enough."""
+def place(blocks: Sequence[Block], enough_bytes: int = 0, nodes: int = 0, seed: int = 0) -> Layout:
+    """Place all blocks; the same blocks always get the same offsets. A layout of `enough_bytes` is good enough.
+
+    Greedy rules come first. What they leave unused is searched for with up to `nodes` partial placements (some
+    100,000 a second), where blocks are not too many for that (`planner.packing`).
+    """
     best: Layout | None = None
     floor = max(most_live_bytes(blocks), enough_bytes)
     for layout in layouts(blocks):
@@ -47,6 +52,11 @@ def place(blocks: Sequence[Block], enough_bytes: int = 0) -> Layout:
         if best.peak_bytes <= floor:
             break
     assert best is not None
+    if nodes and best.peak_bytes > floor:
+        nbytes, alignment, *spans = _arrays(blocks)
+        known = np.array(best.offsets, dtype=np.int64)
+        offsets = improve(nbytes, alignment, np.stack(spans, axis=1), floor, known, nodes, seed)
+        best = Layout(tuple(offsets.tolist()), int((offsets + nbytes).max()))
     return best
 
 
@@ -55,9 +65,7 @@ def layouts(blocks: Sequence[Block]) -> Iterator[Layout]:
     if not blocks:
         yield Layout((), 0)
         return
-    nbytes, alignment, first, end, first_again, end_again = np.array(
-        [(b.nbytes, b.alignment, b.span.first, b.span.end, *_again(b)) for b in blocks], dtype=np.int64
-    ).T.copy()
+    nbytes, alignment, first, end, first_again, end_again = _arrays(blocks)
     times = _Times(first, end, first_again, end_again)
     for order in _orders(nbytes, alignment, first, end):
         for best_fit in (True, False):
@@ -137,6 +145,12 @@ class _Times(NamedTuple):
     end: Ints
     first_again: Ints
     end_again: Ints
+
+
+def _arrays(blocks: Sequence[Block]) -> Ints:
+    """Bytes, alignment, and both spans' first and end, [6, blocks]."""
+    rows = [(b.nbytes, b.alignment, b.span.first, b.span.end, *_again(b)) for b in blocks]
+    return np.array(rows, dtype=np.int64).T.copy()
 
 
 def _again(block: Block) -> tuple[int, int]:

@@ -41,7 +41,7 @@ V100_PCIE3: Final = Device(
 )
 """The SwapAdvisor testbed. 15.7 TFLOP/s (float32) and 900 GB/s are NVIDIA's data sheet for the V100 SXM2. 85 % of the
 former, because the paper's ResNet-152 at batch 64 does 1476 GFLOP in 121 ms, which is 78 % with all else included
-(Winograd's convolutions help). 75 % of the latter is what streaming kernels commonly reach and 5 us what a launch takes;
+(Winograd helps). 75 % of the latter is what streaming kernels commonly reach and 5 us what a launch takes;
 both are assumed. The link is "12GB/s unidirectional" (section 6.1); 10 us per transfer is assumed. Both directions
 together get 20 GB/s in the paper; a profile's directions are independent, and so have 24."""
 

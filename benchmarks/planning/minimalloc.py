@@ -1,0 +1,76 @@
+"""How close placement comes to the bound: on CSV files in MiniMalloc's format, and on packings known to be perfect.
+
+    python -m benchmarks.planning.minimalloc [FOLDER] [--nodes N]
+
+FOLDER has CSV files, such as `benchmarks/challenging` of github.com/google/minimalloc, whose names end in the capacity
+that is known to do. The generated instances are rectangles cut into blocks by random straight cuts: all of the
+rectangle's height is used at all times, so that the bound is the optimum.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.record import markdown_table
+from planner.liveness import Lifespan
+from planner.minimalloc import read
+from planner.placement import Block, most_live_bytes, place
+
+GENERATED = tuple((blocks, seed) for blocks in (30, 100, 300) for seed in (0, 1))
+HEIGHT, LENGTH = 1 << 20, 1000
+NODES = 200_000
+
+
+def guillotine(count: int, seed: int) -> tuple[Block, ...]:
+    """Cut a rectangle of HEIGHT bytes and LENGTH times into `count` blocks, always the largest that is left."""
+    random = np.random.default_rng(seed)
+    pieces = [(HEIGHT, 0, LENGTH)]
+    while len(pieces) < count:
+        pieces.sort(key=lambda p: p[0] * (p[2] - p[1]))
+        nbytes, first, end = pieces.pop()
+        across = random.random() < 0.5
+        if (end - first < 2) if across else (nbytes < 2):
+            across = not across
+        share = random.uniform(0.2, 0.8)
+        if across:
+            middle = min(max(first + int(share * (end - first)), first + 1), end - 1)
+            pieces += [(nbytes, first, middle), (nbytes, middle, end)]
+        else:
+            low = min(max(int(share * nbytes), 1), nbytes - 1)
+            pieces += [(low, first, end), (nbytes - low, first, end)]
+    order = random.permutation(count)
+    return tuple(Block(pieces[i][0], 1, Lifespan(*pieces[i][1:])) for i in order)
+
+
+def row(name: str, blocks: Sequence[Block], known_bytes: int, nodes: int) -> list[str]:
+    bound = most_live_bytes(blocks)
+    greedy = place(blocks)
+    start = time.perf_counter()
+    searched = place(blocks, known_bytes, nodes)
+    seconds = time.perf_counter() - start
+    ratios = [f"{peak / (known_bytes or bound):.4f}" for peak in (bound, greedy.peak_bytes, searched.peak_bytes)]
+    return [name, str(len(blocks)), *ratios, f"{seconds:.2f}"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.minimalloc", description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", help="CSV files to place (default: generated ones only)")
+    parser.add_argument(
+        "--nodes", type=int, default=NODES, help="partial placements to look at (default: %(default)s)"
+    )
+    options = parser.parse_args(argv)
+    rows = [row(f"guillotine {n}, seed {s}", guillotine(n, s), HEIGHT, options.nodes) for n, s in GENERATED]
+    for path in sorted(options.folder.glob("*.csv")) if options.folder is not None else []:
+        capacity = path.stem.rpartition(".")[2]
+        rows.append(row(path.stem, read(path).blocks, int(capacity) if capacity.isdecimal() else 0, options.nodes))
+    header = ["problem", "blocks", "bound / known", "greedy / known", "searched / known", "seconds"]
+    print(markdown_table(header, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
