@@ -3,11 +3,15 @@
 Everything leaves after each op and comes back before the next that needs it. No plan is slower; none needs less.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+
 from planner.errors import InfeasibleBudget
 from planner.graph import Graph
 from planner.placement import SCRATCH_ALIGNMENT
 from planner.problem import Problem
-from planner.sequence import Action, compute, drop, swap_in, swap_out
+from planner.sequence import Action, Placed, Verb, compute, drop, stays, swap_in, swap_out
 
 
 def least_bytes(graph: Graph) -> int:
@@ -53,6 +57,38 @@ def serial(graph: Graph) -> list[Action]:
     leave({t for t in graph.outputs if graph.tensors[t].kind != "parameter"}, len(graph.ops))
     actions += [swap_out(t) for t in here if t in unsaved and graph.tensors[t].kind == "state"]
     return actions
+
+
+def lay_out_serial(graph: Graph, actions: Sequence[Action]) -> Placed:
+    """Offsets for the serial plan, in the least memory and at once however long it is.
+
+    No tensor stays from one op to the next, so each op's tensors lie one behind the other, coarsest alignment first.
+    """
+    found = stays(graph, actions, ())
+    turns = list(accumulate((a.verb is Verb.COMPUTE for a in actions), initial=0))  # ops before each action
+    together: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # per op: alignment, bytes, stay
+    for i, stay in enumerate(found):
+        tensor, first = graph.tensors[stay.tensor], stay.span.first
+        at_start = first == 0 and tensor.kind == "input"
+        together[-1 if at_start else turns[first]].append((tensor.alignment, tensor.nbytes, i))
+    for i, action in enumerate(actions):
+        if action.verb is Verb.COMPUTE and graph.ops[action.what].scratch_bytes:
+            scratch_bytes = graph.ops[action.what].scratch_bytes
+            together[turns[i]].append((SCRATCH_ALIGNMENT, scratch_bytes, len(found) + i))
+    offsets = [0] * (len(found) + len(actions))
+    peak = 0
+    for blocks in together.values():
+        top = 0
+        for alignment, nbytes, i in sorted(blocks, reverse=True):
+            offsets[i] = top
+            peak = max(peak, top + nbytes)
+            top += _aligned(nbytes, alignment)
+    scratch = {
+        i: offsets[len(found) + i]
+        for i, a in enumerate(actions)
+        if a.verb is Verb.COMPUTE and graph.ops[a.what].scratch_bytes
+    }
+    return Placed(tuple(found), tuple(offsets[: len(found)]), scratch, peak)
 
 
 def _needed(graph: Graph, k: int) -> list[int]:

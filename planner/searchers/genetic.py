@@ -26,9 +26,8 @@ from planner.plan import Plan
 from planner.pools import Pool, pool_of, uses_of
 from planner.problem import UNFIT, Cost, Problem
 from planner.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
-from planner.sequence import lay_out
 from planner.sequence import write as write_sequence
-from planner.serial import require, serial
+from planner.serial import lay_out_serial, require, serial
 from planner.simulate import simulate
 
 Ints = NDArray[np.int64]
@@ -119,9 +118,7 @@ class Genetic:
         graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
         if candidate == SERIAL:
             actions = serial(graph)
-            return write_sequence(
-                graph, profile, memory_bytes, actions, (), lay_out(graph, actions, (), memory_bytes)
-            )
+            return write_sequence(graph, profile, memory_bytes, actions, (), lay_out_serial(graph, actions))
         order = np.array(candidate.order)
         return pool_lanes.write(
             graph, profile, memory_bytes, self._uses, order, self._pool(candidate), self._threshold
