@@ -158,24 +158,18 @@ def _again(block: Block) -> tuple[int, int]:
 
 
 @compiled
-def _meet(times: _Times, i: int, j: int) -> bool:
+def _meet(
+    first: int, end: int, first_again: int, end_again: int, first_2: int, end_2: int, again_2: int, end_again_2: int
+) -> bool:
     """Whether two blocks are ever needed at the same time. An empty span meets nothing."""
-    if times.first[i] < times.end[j] and times.first[j] < times.end[i]:
+    if first < end_2 and first_2 < end:
         return True
-    if times.first_again[i] < times.end_again[i] and (
-        (times.first_again[i] < times.end[j] and times.first[j] < times.end_again[i])
-        or (
-            times.first_again[j] < times.end_again[j]
-            and times.first_again[i] < times.end_again[j]
-            and times.first_again[j] < times.end_again[i]
-        )
+    if first_again < end_again and (
+        (first_again < end_2 and first_2 < end_again)
+        or (again_2 < end_again_2 and first_again < end_again_2 and again_2 < end_again)
     ):
         return True
-    return bool(
-        times.first_again[j] < times.end_again[j]
-        and times.first[i] < times.end_again[j]
-        and times.first_again[j] < times.end[i]
-    )
+    return bool(again_2 < end_again_2 and first < end_again_2 and again_2 < end)
 
 
 def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]:
@@ -193,24 +187,34 @@ def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]
 def _fit(order: Ints, nbytes: Ints, alignment: Ints, times: _Times, best_fit: bool) -> Ints:
     """Place blocks one by one in the tightest (or the lowest) gap between those already there."""
     offsets = np.zeros(len(order), dtype=np.int64)
-    by_offset = np.empty(len(order), dtype=np.int64)  # blocks placed so far, lowest offset first
-    for placed in range(len(order)):
-        i = order[placed]
+    placed = np.empty(
+        (6, len(order)), dtype=np.int64
+    )  # offset, top and times of those there, lowest first, side by side
+    count = 0
+    for i in order:
+        first, end, first_again, end_again = times.first[i], times.end[i], times.first_again[i], times.end_again[i]
         at, slack, found, top = 0, 0, False, 0
-        for j in by_offset[:placed]:
-            if nbytes[j] == 0 or not _meet(times, i, j):
+        for j in range(count):
+            if not _meet(
+                first, end, first_again, end_again, placed[2, j], placed[3, j], placed[4, j], placed[5, j]
+            ):
                 continue
             low = (top + alignment[i] - 1) // alignment[i] * alignment[i]
-            gap = offsets[j] - low - nbytes[i]
+            gap = placed[0, j] - low - nbytes[i]
             if gap >= 0 and (not found or (best_fit and gap < slack)):
                 at, slack, found = low, gap, True
-            top = max(top, offsets[j] + nbytes[j])
+            top = max(top, placed[1, j])
         if not found:
             at = (top + alignment[i] - 1) // alignment[i] * alignment[i]
         offsets[i] = at
-        hole = placed
-        while hole > 0 and offsets[by_offset[hole - 1]] > at:
-            by_offset[hole] = by_offset[hole - 1]
+        if nbytes[i] == 0:
+            continue
+        hole = count
+        while hole > 0 and placed[0, hole - 1] > at:
+            for row in range(6):
+                placed[row, hole] = placed[row, hole - 1]
             hole -= 1
-        by_offset[hole] = i
+        placed[0, hole], placed[1, hole] = at, at + nbytes[i]
+        placed[2, hole], placed[3, hole], placed[4, hole], placed[5, hole] = first, end, first_again, end_again
+        count += 1
     return offsets
