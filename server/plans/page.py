@@ -85,7 +85,9 @@ def _tiles(picture: Picture) -> Iterable[str]:
     graph, resident_s = picture.graph, picture.profile.compute_s
     yield _tile("latency", milliseconds(timeline.latency_s), f"{gap(timeline.latency_s, resident_s)} over resident")
     if about is not None:
-        yield _tile("gap to the bound", gap(timeline.latency_s, about.bound_s), f"{milliseconds(about.bound_s)}")
+        yield _tile(
+            "gap to the bound", gap(timeline.latency_s, about.bound_s), f"bound {milliseconds(about.bound_s)}"
+        )
     if timeline.period_s is not None:
         yield _tile("back to back", milliseconds(timeline.period_s), "per inference")
     share = picture.stall_s / timeline.latency_s if timeline.latency_s else 0.0
@@ -94,9 +96,9 @@ def _tiles(picture: Picture) -> Iterable[str]:
     yield _tile("over the link", format_bytes(timeline.link_bytes), f"{len(picture.traffic)} tensors")
     weights = sum(t.nbytes for t in graph.tensors if t.kind in ("parameter", "state"))
     residents = sum(graph.tensors[p.tensor].nbytes for p in plan.residents)
-    yield _tile("resident", format_bytes(residents), f"of {format_bytes(weights)} of parameters")
+    yield _tile("resident weights", format_bytes(residents), f"of {format_bytes(weights)}")
     peak = peak_bytes(picture.stays)
-    yield _tile("peak", format_bytes(peak), f"of {format_bytes(picture.memory_bytes)}")
+    yield _tile("peak memory", format_bytes(peak), f"of {format_bytes(picture.memory_bytes)}")
 
 
 def _tile(name: str, value: str, note: str) -> str:

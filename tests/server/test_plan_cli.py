@@ -1,0 +1,288 @@
+"""`cohabit plan`, `show` and `compare-plans` as a user meets them: files, tables, messages, exit statuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+import planner.graph
+import planner.plan
+import planner.profile
+from planner import search as search_module
+from planner.check import check
+from server.cli import main
+from server.errors import ConfigError, RepositoryError
+from server.plans.options import Memory
+from server.plans.progress import Watch, gap, milliseconds, percent, round_time
+from server.repository import find
+from server.sizes import FixedSize, ShareOfWeights
+from tests.planner.graphs import PAGE, chain, profile_of
+
+GRAPH = chain([PAGE, 2 * PAGE, PAGE, 3 * PAGE])
+PROFILE = profile_of(GRAPH, op_s=1e-3, bandwidth=PAGE / 1e-3)
+PAIR = ("--graph", "chain.graph.json", "--profile", "chain.profile.json")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a graph and its profile."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    (tmp_path / "chain.graph.json").write_bytes(planner.graph.encode(GRAPH))
+    (tmp_path / "chain.profile.json").write_bytes(planner.profile.encode(PROFILE))
+    return tmp_path
+
+
+def planned(*more: str, memory: str = "28KiB") -> Path:
+    """Plan the chain, with the quickest of searchers if no other is named, and return the one plan's file."""
+    assert main(["plan", *PAIR, "--memory", memory, "--search", "on_demand", *more]) == 0
+    (path,) = Path("plans").glob("*.plan.json")
+    return path
+
+
+def test_plan_writes_a_plan_its_graph_and_its_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    path = planned("--search", "best", "--evaluations", "2", memory="48KiB")
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "chain-b1-48KiB-best.plan.json",
+        "chain-b1.graph.json",
+        "chain-b1.profile.json",
+    ]
+    plan = planner.plan.decode(path.read_bytes())
+    check(GRAPH, PROFILE, plan)
+    assert plan.partition_bytes + plan.workspace_bytes == 48 << 10
+    assert plan.workspace_bytes > 0
+    assert plan.provenance is not None
+    shown = capsys.readouterr().out
+    assert milliseconds(plan.provenance.latency_s) in shown
+    assert "chain-b1-48KiB-best.plan.json" in shown
+    assert "48.0 KiB" in shown
+
+
+def test_an_infeasible_budget_is_named_and_the_others_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *PAIR, "--memory", "4KiB,28KiB,100%", "--search", "on_demand"]) == 2
+    shown = capsys.readouterr()
+    assert "chain: op op3 needs a budget of 20.0 KiB" in shown.err
+    assert "infeasible: needs 20.0 KiB" in shown.out
+    assert [p.name for p in sorted(Path("plans").glob("*.plan.json"))] == [
+        "chain-b1-100pct-on_demand.plan.json",
+        "chain-b1-28KiB-on_demand.plan.json",
+    ]
+
+
+def test_nothing_feasible_leaves_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *PAIR, "--memory", "4KiB"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "20.0 KiB" in shown.err
+
+
+def test_papers_searchers_plan_one_budget() -> None:
+    path = planned("--seed", "3")
+    assert path.name == "chain-b1-28KiB-on_demand-seed3.plan.json"
+    plan = planner.plan.decode(path.read_bytes())
+    assert (plan.partition_bytes, plan.workspace_bytes) == (28 << 10, 0)
+
+
+def test_single_plans_one_budget_with_the_searchers_of_serving_too() -> None:
+    path = planned("--search", "best", "--evaluations", "2", "--single")
+    assert path.name == "chain-b1-28KiB-best-single.plan.json"
+    assert planner.plan.decode(path.read_bytes()).workspace_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan", "--memory", "1MiB"], "give a MODEL, or both --graph and --profile"),
+        (["plan", "--memory", "1MiB", "--graph", "chain.graph.json"], "both --graph and --profile"),
+        (["plan", "model.pt2", *PAIR, "--memory", "1MiB"], "leave out MODEL or them"),
+        (["plan", "nowhere", "--memory", "1MiB"], "model nowhere does not exist"),
+        (["plan", *PAIR, "--memory", "1Mib"], "--memory: '1Mib' is not a size"),
+        (["plan", *PAIR, "--memory", "1MiB,"], "--memory: '' is not a size"),
+        (["plan", *PAIR, "--memory", "1MiB", "--batch", "4"], "is a graph for batch 1"),
+        (["plan", *PAIR, "--memory", "1MiB", "--batch", "x"], "--batch: 'x' is not a whole number"),
+        (["plan", *PAIR, "--memory", "1MiB", "--time-limit", "10 parsecs"], "--time-limit: '10 parsecs'"),
+        (["plan", *PAIR, "--memory", "1MiB", "--time-limit", "0s"], "--time-limit: '0'"),
+        (["plan", *PAIR, "--memory", "1MiB", "--search", "magic"], "no searcher is called magic; there are best"),
+        (["plan", *PAIR[:3], "chain.graph.json", "--memory", "1MiB"], "chain.graph.json: profile file is damaged"),
+        (["plan", "--graph", "no", "--profile", "no", "--memory", "1MiB"], "no cannot be read: No such file"),
+        (["plan", *PAIR, "--memory", "1MiB", "--output", "chain.graph.json"], "cannot be written"),
+        (["show", "no.plan.json"], "no.plan.json cannot be read"),
+        (["show", "chain.graph.json"], "chain.graph.json: plan file is damaged"),
+        (["show", "x", "--html", "-", "--open"], "--open: a page on standard output"),
+        (["compare-plans", *PAIR, "--memory", "1MiB", "--searchers", "best,magic"], "no searcher is called magic"),
+        (["compare-plans", *PAIR, "--memory", "1MiB", "--batch", "1,2"], "searchers are compared at one"),
+    ],
+)
+def test_wrong_commands_say_what_is_wrong(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) in (1, 2)
+    shown = capsys.readouterr()
+    assert says in shown.err
+    assert shown.err.startswith("cohabit: ")
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+def test_show_finds_the_graph_and_the_profile_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    path = planned()
+    capsys.readouterr()
+    assert main(["show", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    for part in ("chain, batch 1, in 28.0 KiB", "compute", "swap in", "memory", "most copied tensors", "gap"):
+        assert part in shown.out
+
+
+def test_show_takes_the_files_it_is_given(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = planned().rename(folder / "alone.json")
+    for other in folder.glob("*.*.json"):
+        other.rename(folder / "plans" / f"{other.stem}.txt")
+    assert main(["show", "alone.json"]) == 2
+    assert "--graph FILE" in capsys.readouterr().err
+    pair = ["--graph", "plans/chain-b1.graph.json", "--profile", "plans/chain-b1.profile.json"]
+    assert main(["show", str(path), *pair]) == 0
+
+
+def test_show_refuses_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    path = planned()
+    plan = planner.plan.decode(path.read_bytes())
+    assert plan.provenance is not None
+
+    def says(raw: bytes, *more: str) -> tuple[int, str]:
+        path.write_bytes(raw)
+        capsys.readouterr()
+        return main(["show", str(path), *more]), capsys.readouterr().err
+
+    status, message = says(planner.plan.encode(replace(plan, steps=plan.steps[1:])))
+    assert status == 1
+    assert "plan refused" in message
+    status, message = says(planner.plan.encode(replace(plan, format_version=2)))
+    assert status == 1
+    assert "upgrade Cohabit" in message
+    status, message = says(planner.plan.encode(plan)[:200])
+    assert status == 1
+    assert "truncated" in message
+    other = replace(GRAPH, weights="other")
+    Path("other.json").write_bytes(planner.graph.encode(other))
+    status, message = says(planner.plan.encode(plan), "--graph", "other.json")
+    assert status == 1
+    assert "was made for" in message
+    promise = replace(plan.provenance, latency_s=plan.provenance.latency_s / 2)
+    status, message = says(planner.plan.encode(replace(plan, provenance=promise)))
+    assert status == 0
+    assert "the file promises" in message
+
+
+def test_show_writes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    path = planned()
+    assert main(["show", str(path), "--html", "page.html"]) == 0
+    page = Path("page.html").read_text()
+    assert "page.html: " in capsys.readouterr().err
+    assert main(["show", str(path), "--html", "-"]) == 0
+    assert capsys.readouterr().out == page
+    assert page.startswith("<!doctype html>")
+
+
+def test_show_opens_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) is None)
+    assert main(["show", str(planned()), "--open"]) == 0
+    assert opened[0].startswith("file:///")
+    assert "chain, batch 1" in Path(opened[0].removeprefix("file://")).read_text()
+
+
+def test_compare_shows_every_searcher_and_hides_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    homes = {"best": "streaming.Streaming", "on_demand": "on_demand.OnDemand", "missing": "nowhere.Nothing"}
+    monkeypatch.setattr(search_module, "_HOMES", homes)
+    for module in ("server.plans.comparing", "server.plans.making"):
+        monkeypatch.setattr(f"{module}.SEARCHERS", tuple(homes))
+    assert main(["compare-plans", *PAIR, "--memory", "48KiB", "--evaluations", "2", "--output", "kept"]) == 1
+    shown = capsys.readouterr()
+    rows = {line.split()[0]: line for line in shown.out.splitlines() if line.strip()}
+    assert "no plan" in rows["missing"]
+    assert "cohabit: missing: unexpected ModuleNotFoundError" in shown.err
+    assert "one budget" in rows["on_demand"]
+    assert "KiB + " in rows["best"]
+    assert len(list(Path("kept").glob("*.plan.json"))) == 2
+
+
+def test_compare_in_too_little_memory_says_how_much_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare-plans", *PAIR, "--memory", "4KiB", "--searchers", "best,on_demand"]) == 1
+    assert capsys.readouterr().err.count("needs a budget of 20.0 KiB") == 2
+
+
+def test_nonsense_in_a_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, says in (
+        (replace(PROFILE, op_seconds=(1.0,)), "the times of 1 ops, the graph has 4"),
+        (replace(PROFILE, op_seconds=(-1.0,) * 4), "a time in it is below 0"),
+        (replace(PROFILE, swap_in=replace(PROFILE.swap_in, bandwidth_bytes_per_s=0.0)), "bandwidth"),
+        (replace(PROFILE, swap_slowdown=0.5), "slowdown"),
+        (replace(PROFILE, graph="0" * 64), "was made for 000000000000"),
+    ):
+        Path("chain.profile.json").write_bytes(planner.profile.encode(wrong))
+        assert main(["plan", *PAIR, "--memory", "28KiB"]) == 1
+        assert says in capsys.readouterr().err
+
+
+def test_a_model_is_lowered_measured_and_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    program = torch.export.export(
+        model.eval(),
+        (torch.zeros(2, 64),),
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},),
+    )
+    (folder / "models" / "tiny" / "1").mkdir(parents=True)
+    torch.export.save(program, folder / "models" / "tiny" / "1" / "model.pt2")
+    command = ["plan", "models/tiny", "--memory", "64KiB", "--cache", "cache", "--search", "on_demand"]
+    assert main([*command, "--batch", "2,1"]) == 0
+    assert sorted(p.name for p in Path("plans").glob("*.plan.json")) == [
+        "tiny-b1-64KiB-on_demand.plan.json",
+        "tiny-b2-64KiB-on_demand.plan.json",
+    ]
+    assert main(["show", "plans/tiny-b2-64KiB-on_demand.plan.json"]) == 0
+    assert "tiny, batch 2, in 64.0 KiB" in capsys.readouterr().out
+    assert main([*command, "--batch", "1,100"]) == 2
+    assert "--batch: tiny was not exported for batch 100" in capsys.readouterr().err
+
+
+def test_models_are_found_by_their_folder_or_file(folder: Path) -> None:
+    path = folder / "models" / "tiny" / "2" / "model.pt2"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    (folder / "other.pt2").touch()
+    assert (find(folder / "models" / "tiny").name, find(path).name) == ("tiny", "tiny")
+    assert find(path).version == 2
+    assert find(folder / "other.pt2").name == "other"
+    with pytest.raises(RepositoryError, match=r"is a repository; give one of its models, such as .*tiny"):
+        find(folder / "models")
+    with pytest.raises(RepositoryError, match="is no model"):
+        find(folder)
+
+
+def test_shares_are_of_the_parameters() -> None:
+    from server.plans.instances import Instance
+
+    assert Instance(GRAPH, PROFILE).bytes_of(Memory("50%", ShareOfWeights(0.5))) == 7 * PAGE // 2
+    assert Instance(GRAPH, PROFILE).bytes_of(Memory("1KiB", FixedSize(1024))) == 1024
+
+
+def test_progress_line_says_how_good_the_best_plan_is() -> None:
+    from rich.console import Console
+
+    console = Console(width=120, record=True, force_terminal=True)
+    watch = Watch(console)
+    watch.doing("resnet50")
+    watch.searched(42, 0.0123, 0.0100)
+    console.print(watch._line)
+    assert "resnet50  best 12.30 ms  bound 10.00 ms  gap 23.0 %  42 evaluations  0 s" in console.export_text()
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [milliseconds(s) for s in (1e-6, 0.0123, 0.123, 1.5)] == ["0.001 ms", "12.30 ms", "123.0 ms", "1500 ms"]
+    assert [round_time(s) for s in (0.0, 2e-4, 0.05)] == ["0", "0.2 ms", "50 ms"]
+    assert (gap(1.1, 1.0), gap(1.0, 0.0), percent(20.0)) == ("10.0 %", "-", "2000 %")
+    assert issubclass(ConfigError, Exception)
