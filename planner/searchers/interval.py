@@ -11,13 +11,15 @@ from itertools import islice
 from typing import Final
 
 from planner.errors import UnsupportedProblem
+from planner.gaps import Gaps
+from planner.no_wait import fit
 from planner.plan import Plan
 from planner.problem import UNFIT, Cost, Problem
-from planner.sequence import Action, lay_out, write
+from planner.sequence import lay_out, write
 from planner.serial import least_bytes, require, serial
 from planner.simulate import simulate
-from planner.tensile.job import Job
-from planner.tensile.order import actions_of, hastened
+from planner.tensile.job import Axis, Job
+from planner.tensile.order import actions_of, fates_of
 from planner.tensile.passive import press_out
 from planner.tensile.schedule import schedule
 
@@ -55,8 +57,9 @@ class Candidate:
     """A schedule and how it is carried out; without one, everything leaves after each op."""
 
     schedule: Schedule | None
-    hasten: bool = False
-    """Whether swap-ins are issued as early as memory allows, or at the times of the schedule."""
+    timed: bool = True
+    """Whether transfers stand where the schedule's times put them. Otherwise the schedule only says what leaves between
+    which uses, and transfers are as early as memory allows: where not all of them are hidden, that is better."""
 
 
 class Interval:
@@ -70,7 +73,8 @@ class Interval:
         require(problem)
         self.problem = problem
         self.evaluations = 2 * FITTING + 1 + BEST * len(WAYS)
-        self._make_schedule = cache(self._scheduled)
+        self._gaps = Gaps(problem.graph)
+        self._axis = cache(self._scheduled)
         self._plan = cache(self._make)
         self._latency_s: dict[Candidate, float] = {}
         self._steps = self._search()
@@ -95,38 +99,33 @@ class Interval:
 
     def _search(self) -> Iterator[Sequence[Candidate]]:
         """The paper's way in the largest shares that can be placed; then other ways in the best of these."""
-        literal = self._fitting(hasten=False)
-        first = next(literal, Candidate(None))
+        timed, untimed = ((Candidate(Schedule(share), way) for share in SHARES) for way in (True, False))
+        fitting = (c for c in timed if self._plan(c) is not None)
+        first = next(fitting, Candidate(None))
         yield (first,)
-        others = [*islice(literal, FITTING - 1), *islice(self._fitting(hasten=True), FITTING)]
+        others = [*islice(fitting, FITTING - 1), *islice(untimed, FITTING)]
         yield [c for c in (*others, Candidate(None)) if c != first]
         best = sorted((c for c in self._latency_s if c.schedule is not None), key=lambda c: self._latency_s[c])
         yield [
             replace(c, schedule=Schedule(c.schedule.share, *way)) for c in best[:BEST] for way in WAYS if c.schedule
         ]
 
-    def _fitting(self, hasten: bool) -> Iterator[Candidate]:
-        candidates = (Candidate(Schedule(share), hasten) for share in SHARES)
-        return (c for c in candidates if self._plan(c) is not None)
-
     def _make(self, candidate: Candidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
         actions, residents = serial(graph), frozenset[int]()
         if candidate.schedule is not None:
-            actions, residents = self._make_schedule(candidate.schedule)
-            if candidate.hasten:
-                actions = hastened(graph, actions, residents, self._room_bytes(candidate.schedule))
+            axis = self._axis(candidate.schedule)
+            if not candidate.timed:
+                return fit(self.problem, self._gaps, fates_of(axis, self._gaps))
+            actions, residents = actions_of(axis)
         placed = lay_out(graph, actions, residents, memory_bytes)
         if placed.peak_bytes > memory_bytes:
             return None
         return write(graph, self.problem.profile, memory_bytes, actions, residents, placed)
 
-    def _scheduled(self, how: Schedule) -> tuple[list[Action], frozenset[int]]:
+    def _scheduled(self, how: Schedule) -> Axis:
         job = Job(self.problem.graph, self.problem.profile, how.most_swapped)
-        room_bytes = self._room_bytes(how)
+        room_bytes = max(int(self.problem.memory_bytes * how.share), least_bytes(self.problem.graph))
         system = schedule([job], room_bytes, duplex=how.duplex, thorough=how.thorough)
         press_out(system, room_bytes)
-        return actions_of(system.axes[0])
-
-    def _room_bytes(self, how: Schedule) -> int:
-        return max(int(self.problem.memory_bytes * how.share), least_bytes(self.problem.graph))
+        return system.axes[0]

@@ -4,11 +4,11 @@ A swap-in is issued behind the op before its start and a drop stands where the t
 memory holds at every action what the schedule says for that time.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from enum import IntEnum
 
-from planner.graph import Graph
-from planner.sequence import Action, Verb, compute, drop, held_bytes, swap_in, swap_out
+from planner.gaps import START, Fate, Gaps
+from planner.sequence import Action, compute, drop, swap_in, swap_out
 from planner.tensile.job import Axis, Track
 
 
@@ -45,28 +45,16 @@ def _actions(axis: Axis, track: Track) -> Iterator[tuple[int, _Rank, Action]]:
             yield gap.back.start_ns, _Rank.SWAP_IN, swap_in(t)
 
 
-def hastened(
-    graph: Graph, actions: Sequence[Action], residents: Collection[int], memory_bytes: int
-) -> list[Action]:
-    """The same actions with swap-ins, in the same order, as early as memory allows.
-
-    For what the executor would wait for. TENSILE has every swap-in as late as possible, which is best where all of
-    them are hidden.
-    """
-    held = held_bytes(graph, actions, residents)
-    before: list[list[Action]] = [[] for _ in actions]
-    left: dict[int, int] = {}
-    earliest = 0
-    for i, action in enumerate(actions):
-        if action.verb is Verb.SWAP_IN:
-            nbytes, low, at = graph.tensors[action.what].nbytes, max(earliest, left.get(action.what, 0)), i
-            while at > low and held[at - 1] + nbytes <= memory_bytes:
-                at -= 1
-                held[at] += nbytes
-            before[at].append(action)
-            earliest = at
-        else:
-            if action.verb is Verb.DROP:
-                left[action.what] = i + 1
-            before[i].append(action)
-    return [action for some in before for action in some]
+def fates_of(axis: Axis, gaps: Gaps) -> list[Fate]:
+    """Only what becomes of each tensor between its uses, without the times."""
+    found: dict[tuple[int, int, bool], Fate] = {}
+    for track in axis.tracks.values():
+        last_use = START
+        for gap in track.gaps:
+            if gap.before is not None and not gap.before.again:
+                last_use = gap.before.op
+            if not gap.kept:
+                fate = Fate.RESTORE if gap.early else Fate.SWAP if gap.rerun is None else Fate.RECOMPUTE
+                found[track.tensor, last_use, gap.across] = fate
+    fates = (found.get((g.tensor, g.last_use, g.wraps), Fate.KEEP) for g in gaps.all)
+    return [fate if fate in g.fates else Fate.SWAP for fate, g in zip(fates, gaps.all, strict=True)]

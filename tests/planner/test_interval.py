@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.check import check
+from planner.gaps import Fate, Gaps
 from planner.graph import Graph, Op, Tensor
+from planner.no_wait import no_wait
 from planner.plan import Compute
 from planner.problem import Problem
 from planner.profile import Profile
@@ -18,7 +20,7 @@ from planner.serial import least_bytes
 from planner.simulate import simulate
 from planner.tensile.channel import Channel, Span
 from planner.tensile.job import NS_PER_S, Axis, Job
-from planner.tensile.order import actions_of, hastened
+from planner.tensile.order import actions_of, fates_of
 from planner.tensile.passive import press_out
 from planner.tensile.peak import Footprint
 from planner.tensile.schedule import schedule
@@ -368,18 +370,33 @@ def test_schedule_is_outdated_when_the_latencies_have_drifted() -> None:
     assert outdated(planned, (1.0, 1.0, 2.0), threshold=0.2)
 
 
-def test_hastened_swap_ins_come_in_the_same_order_within_the_memory() -> None:
-    for seed in range(60):
-        job, memory = some_job(seed)
-        system = schedule([job], memory)
-        press_out(system, memory)
-        actions, residents = actions_of(system.axes[0])
-        early = hastened(job.graph, actions, residents, memory)
-        assert sorted(early, key=repr) == sorted(actions, key=repr)
-        assert peak_bytes(job.graph, early, residents) <= memory
-        assert [a for a in early if a.verb is Verb.SWAP_IN] == [a for a in actions if a.verb is Verb.SWAP_IN]
-        others = [[a for a in some if a.verb is not Verb.SWAP_IN] for some in (early, actions)]
-        assert others[0] == others[1]
+def test_fates_are_what_the_schedule_says_between_uses() -> None:
+    """A is computed again; of the chain's weights, all but the first come back in the next iteration."""
+    graph, profile = recomputable()
+    gaps = Gaps(graph)
+    fates = fates_of(schedule([Job(graph, profile)], 9 * PAGE).axes[0], gaps)
+    assert {g.tensor: f for g, f in zip(gaps.all, fates, strict=True)} == {
+        0: Fate.KEEP,
+        1: Fate.RECOMPUTE,
+        2: Fate.KEEP,
+    }
+    graph = chain([4 * PAGE] * 8)
+    gaps = Gaps(graph)
+    fates = fates_of(schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))]).axes[0], gaps)
+    assert fates == [Fate.RESTORE] + [Fate.SWAP] * 7
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seeds)
+def test_fates_fit_where_the_schedule_does(seed: int) -> None:
+    """Recomputed tensors apart, whose inputs may be brought back in another way."""
+    job, memory = some_job(seed)
+    system = schedule([job], memory)
+    press_out(system, memory)
+    gaps = Gaps(job.graph)
+    fates = fates_of(system.axes[0], gaps)
+    if Fate.RECOMPUTE not in fates:
+        assert no_wait(gaps, memory, fates) is not None
 
 
 def test_recomputing_plan_beats_one_that_can_only_swap() -> None:
