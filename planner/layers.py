@@ -1,0 +1,60 @@
+"""Beaumont's model of a training run: a chain of layers forward, the same backward, and one link (section 3.1)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Layer i reads x_i and makes x_(i+1); backward it reads x_i, x_(i+1) and y_(i+1) and makes y_i.
+
+    Of L + 1 layers, numbered from 0, there are L + 2 activations x and gradients y. The link copies one thing at a
+    time. The paper's bandwidth beta is the same both ways; here the ways may differ.
+    """
+
+    forward_s: Sequence[float]
+    """u_F"""
+    backward_s: Sequence[float]
+    """u_B"""
+    x_bytes: Sequence[float]
+    y_bytes: Sequence[float]
+    forward_extra_bytes: Sequence[float]
+    """ex_F: what a forward op needs beside x_i and x_(i+1)."""
+    backward_extra_bytes: Sequence[float]
+    """ex_B: what a backward op needs beside both x and both y. Negative where these are never all there."""
+    offload_bytes_per_s: float
+    prefetch_bytes_per_s: float
+
+    @property
+    def layers(self) -> int:
+        return len(self.forward_s)
+
+    @property
+    def compute_s(self) -> float:
+        return sum(self.forward_s) + sum(self.backward_s)
+
+    def beside_forward_bytes(self, i: int) -> float:
+        """What F_i needs beside the activations that are not its own."""
+        return self.x_bytes[i] + self.x_bytes[i + 1] + self.forward_extra_bytes[i]
+
+    def beside_backward_bytes(self, i: int) -> float:
+        """What B_i needs beside the activations that are not its own."""
+        own = self.x_bytes[i] + self.x_bytes[i + 1] + self.y_bytes[i] + self.y_bytes[i + 1]
+        return own + self.backward_extra_bytes[i]
+
+    def peak_bytes(self) -> float:
+        """M_peak: memory in which nothing is offloaded."""
+        return max(self._needs(list(accumulate(self.x_bytes, initial=0.0))), default=self.x_bytes[0])
+
+    def least_bytes(self) -> float:
+        """Memory in which everything that can be is offloaded."""
+        return max(self._needs([0.0] * (self.layers + 2)), default=self.x_bytes[0])
+
+    def _needs(self, below: Sequence[float]) -> list[float]:
+        """Bytes during every op, when `below[i]` of the activations before x_i are in memory."""
+        return [
+            below[i] + beside(i)
+            for i in range(self.layers)
+            for beside in (self.beside_forward_bytes, self.beside_backward_bytes)
+        ]
