@@ -40,17 +40,18 @@ class Memory(NamedTuple):
     """Page of each parameter, or NOWHERE."""
 
 
-class Demand(NamedTuple):
-    """What the search for room goes by."""
+class Hole(NamedTuple):
+    """What the search for a hole goes by."""
 
     op: int
-    needed_by: Ints
-    """The latest op, so far, that needed each parameter."""
-    upcoming: Ints
-    """The next op that will read each parameter, counted on into the next inference, or NO_MORE."""
-    op_start_s: Floats
-    threshold_s: float
-    keep: int
+    op_end_s: Floats
+    """End of op k in [k + 1], as far as it is known."""
+    link_s: float
+    """When the link can begin another transfer."""
+    fit: int
+    """Among holes that are free in time: 0 prefers the one that is idle longest, 1 the tightest, 2 the next one."""
+    cursor: int
+    """End of the latest transfer's bytes, for fit 2."""
 
 
 @compiled
@@ -65,23 +66,13 @@ def empty_memory(partition_pages: int, workspace_pages: int, parameters: int, mo
 
 
 @compiled
-def copy_memory(source: Memory, target: Memory) -> None:
-    """Overwrite one memory with another of the same capacity."""
-    items = source.items[0]
-    target.begin[: items + 1] = source.begin[: items + 1]
-    target.what[:items] = source.what[:items]
-    target.last[:items] = source.last[:items]
-    target.items[0] = items
-    target.where[:] = source.where
-
-
-@compiled
 def item_at(memory: Memory, page: int) -> int:
     """The item that covers a page."""
+    begin = memory.begin
     low, high = 0, memory.items[0]
     while high - low > 1:
         middle = (low + high) // 2
-        if memory.begin[middle] <= page:
+        if begin[middle] <= page:
             low = middle
         else:
             high = middle
@@ -120,10 +111,10 @@ def put(memory: Memory, parameter: int, page: int, pages: int) -> int:
     grown = head + 1 + tail - (stop - first)
     if grown > 0:
         for i in range(items, stop - 1, -1):
-            _copy_item(memory, i, i + grown)
+            _copy_item(begin, what, last, i, i + grown)
     else:
         for i in range(stop, items + 1):
-            _copy_item(memory, i, i + grown)
+            _copy_item(begin, what, last, i, i + grown)
     at = first + head
     begin[at], what[at], last[at] = page, parameter, latest
     if tail:
@@ -131,6 +122,27 @@ def put(memory: Memory, parameter: int, page: int, pages: int) -> int:
     memory.items[0] += grown
     memory.where[parameter] = page
     return latest
+
+
+@compiled
+def tidy(memory: Memory, upcoming: Ints, op_end_s: Floats, link_s: float) -> None:
+    """Join stretches that nothing needs any more and that are free by the time the link can begin."""
+    begin, what, last = memory.begin, memory.what, memory.last
+    kept, was_dead = 0, False
+    for i in range(memory.items[0]):
+        p = what[i]
+        dead = (p == _FREE or (p >= 0 and upcoming[p] >= NO_MORE)) and op_end_s[last[i] + 1] <= link_s
+        if dead and p >= 0:
+            memory.where[p] = NOWHERE
+            what[i] = _FREE
+        if dead and was_dead:
+            last[kept - 1] = max(last[kept - 1], last[i])
+        else:
+            _copy_item(begin, what, last, i, kept)
+            kept += 1
+        was_dead = dead
+    begin[kept] = begin[memory.items[0]]
+    memory.items[0] = kept
 
 
 @compiled
@@ -155,10 +167,10 @@ def cover(memory: Memory, pages: int, op: int) -> None:
     moved = first + (2 if tail else 1) - stop
     if moved > 0:
         for i in range(memory.items[0], stop - 1, -1):
-            _copy_item(memory, i, i + moved)
+            _copy_item(begin, what, last, i, i + moved)
     elif moved < 0:
         for i in range(stop, memory.items[0] + 1):
-            _copy_item(memory, i, i + moved)
+            _copy_item(begin, what, last, i, i + moved)
     memory.items[0] += moved
     what[first], last[first] = _FREE, op
     if tail:
@@ -166,52 +178,103 @@ def cover(memory: Memory, pages: int, op: int) -> None:
 
 
 @compiled
-def _copy_item(memory: Memory, source: int, target: int) -> None:
-    memory.begin[target] = memory.begin[source]
-    memory.what[target] = memory.what[source]
-    memory.last[target] = memory.last[source]
+def _copy_item(begin: Ints, what: Ints, last: Ints, source: int, target: int) -> None:
+    begin[target] = begin[source]
+    what[target] = what[source]
+    last[target] = last[source]
 
 
 @compiled
-def find_room(memory: Memory, pages: int, demand: Demand) -> int:
+def find_hole(memory: Memory, pages: int, zone: int, locked: Ints, hole: Hole) -> int:
+    """First page of a stretch that holds nothing locked through this op, above the activations' zone; or NOWHERE.
+
+    Best is what is free when the link is; else what is free first. Stretches begin or end where an item does.
+    """
+    begin, what, last, items = memory.begin, memory.what, memory.last, memory.items[0]
+    op, op_end_s, link_s, fit, cursor = hole.op, hole.op_end_s, hole.link_s, hole.fit, hole.cursor
+    best, best_late_s, best_rank = NOWHERE, np.inf, np.inf
+    lowest = 0
+    run_first = run_stop = 0  # the items of the open stretch that is looked at
+    while run_stop < items:
+        run_first = run_stop
+        if not _is_open(what[run_first], last[run_first], locked, op):
+            if what[run_first] == _BORDER:
+                lowest = begin[run_first + 1] + zone
+            run_stop += 1
+            continue
+        while run_stop < items and _is_open(what[run_stop], last[run_stop], locked, op):
+            run_stop += 1
+        low, high = max(begin[run_first], lowest), begin[run_stop]
+        if high - low < pages:
+            continue
+        for i in range(run_first, run_stop):
+            for side in range(2):
+                page = max(begin[i], low) if side == 0 else begin[i + 1] - pages
+                if page < low or page + pages > high:
+                    continue
+                latest = _latest_use(begin, last, i, page, pages)
+                late_s = max(op_end_s[latest + 1] - link_s, 0.0)
+                if late_s > best_late_s:
+                    continue
+                if fit == 0:
+                    rank = float(latest)
+                elif fit == 1:
+                    rank = float(high - low)
+                else:
+                    rank = float(page - cursor if page >= cursor else page - cursor + begin[items] + 1)
+                if late_s < best_late_s or rank < best_rank:
+                    best, best_late_s, best_rank = page, late_s, rank
+    return best
+
+
+@compiled
+def _is_open(parameter: int, last: int, locked: Ints, op: int) -> bool:
+    return bool(last < op and parameter != _BORDER and (parameter < 0 or locked[parameter] < op))
+
+
+@compiled
+def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> int:
+    """The last op that used any byte of a stretch that begins in, before or a little behind an item."""
+    while begin[item] > page:
+        item -= 1
+    latest = FRESH
+    while begin[item] < page + pages:
+        latest = max(latest, last[item])
+        item += 1
+    return latest
+
+
+@compiled
+def find_room(memory: Memory, pages: int, op: int, upcoming: Ints) -> int:
     """First page of the stretch whose contents are needed last, then whose bytes are idle longest; or NOWHERE.
 
-    Stretches begin or end where an item does. Those that hold what the op reads, or what must be kept, or that
-    were used within the threshold, are out of the question.
+    Stretches begin or end where an item does. Those that hold what this op reads are out of the question.
     """
     begin, items = memory.begin, memory.items[0]
-    idle_since_s = demand.op_start_s[demand.op] - demand.threshold_s
-    best, best_next, best_last = NOWHERE, -1, demand.op
+    best, best_next, best_last = NOWHERE, op, op
     for i in range(items):
-        p = memory.what[i]
-        item_next = demand.upcoming[p] if p >= 0 else NO_MORE
-        if item_next < best_next or (item_next == best_next and memory.last[i] >= best_last):
-            continue  # whatever else such a stretch holds only makes it worse
         for page in (begin[i], begin[i + 1] - pages):
             if page < 0 or page + pages > begin[items]:
                 continue
-            soonest, latest = _contents(memory, i, page, pages, demand)
-            if soonest < 0 or latest >= demand.op or (latest >= 0 and demand.op_start_s[latest + 1] > idle_since_s):
-                continue
-            if soonest > best_next or (soonest == best_next and latest < best_last):
+            soonest, latest = _contents(memory, i, page, pages, op, upcoming)
+            if latest < op < soonest and (soonest > best_next or (soonest == best_next and latest < best_last)):
                 best, best_next, best_last = page, soonest, latest
     return best
 
 
 @compiled
-def _contents(memory: Memory, item: int, page: int, pages: int, demand: Demand) -> tuple[int, int]:
-    """The soonest next use and the last use of a stretch; the former is -1 if it must be left alone."""
-    while memory.begin[item] > page:
+def _contents(memory: Memory, item: int, page: int, pages: int, op: int, upcoming: Ints) -> tuple[int, int]:
+    """The soonest next use and the last use of a stretch; the former is -1 if the border is in it."""
+    begin, what, last = memory.begin, memory.what, memory.last
+    while begin[item] > page:
         item -= 1
     soonest, latest = NO_MORE, FRESH
-    while item < memory.items[0] and memory.begin[item] < page + pages:
-        p = memory.what[item]
+    while begin[item] < page + pages:
+        p = what[item]
         if p == _BORDER:
             return -1, latest
         if p >= 0:
-            if demand.needed_by[p] == demand.op or demand.upcoming[p] < demand.keep:
-                return -1, latest
-            soonest = min(soonest, demand.upcoming[p])
-        latest = max(latest, memory.last[item])
+            soonest = min(soonest, upcoming[p])
+        latest = max(latest, last[item])
         item += 1
     return soonest, latest

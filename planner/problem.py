@@ -8,7 +8,7 @@ from planner.graph import Graph
 from planner.plan import Placement
 from planner.profile import Profile
 
-TIE: Final = 1.005
+TIE: Final = 1.001
 """Latencies (and periods) within this factor count as equal."""
 
 

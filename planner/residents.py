@@ -1,4 +1,4 @@
-"""Which parameters to keep in memory between inferences: quick guesses, for the simulator to judge, and changes.
+"""Which parameters to keep in memory between inferences: quick guesses, for the simulator to judge.
 
 All work on parameters in the order of first use, and return numbers in that order.
 """
@@ -20,12 +20,12 @@ def capacities(work: Workload) -> list[int]:
     A partition is there to be filled. In a single budget whatever residents take, the window lacks: it is left
     some multiple of what an op's own parameters need beside the activations of the moment.
     """
-    if not work.single:
-        return [work.resident_pages]
     arrays = work.arrays
+    if not arrays.single:
+        return [work.resident_pages]
     own = np.array(work.footprint.op_pages)
-    tight = [arrays.workspace_pages - int((arrays.zone + factor * own).max()) for factor in (1, 1.5, 2, 3, 4, 6)]
-    return sorted({max(min(pages, work.resident_pages), 0) for pages in tight}, reverse=True)
+    left = [arrays.workspace_pages - int((arrays.zone + factor * own).max()) for factor in (1, 1.5, 2, 3, 4, 6)]
+    return sorted({max(min(pages, work.resident_pages), 0) for pages in left}, reverse=True)
 
 
 def guesses(work: Workload) -> Iterator[Choice]:
@@ -33,7 +33,7 @@ def guesses(work: Workload) -> Iterator[Choice]:
     made = (
         choice
         for pages in capacities(work)
-        for choice in (paced(work, pages), spread(work, pages), prefix(work, pages), largest_first(work, pages))
+        for choice in (paced(work, pages), prefix(work, pages), spread(work, pages), largest_first(work, pages))
     )
     yield from dict.fromkeys(made)
 
@@ -84,29 +84,6 @@ def paced(work: Workload, pages: int) -> Choice:
 def fill(work: Workload, residents: Choice, pages: int) -> Choice:
     """Use what is left for more parameters, those used first before others."""
     return _take(work, residents, np.arange(len(work.arrays.size)), pages)
-
-
-def change(work: Workload, residents: Choice, rng: np.random.Generator) -> Choice:
-    """Change a choice a little: up to two residents leave, and some of what fits in their place comes.
-
-    In a single budget less than what fits may be the better choice; a partition is filled.
-    """
-    size = work.arrays.size
-    count = len(size)
-    leaving = (
-        rng.choice(residents, min(len(residents), int(rng.integers(0, 3))), replace=False) if residents else ()
-    )
-    kept = sorted(set(residents).difference(leaving))
-    near = int(rng.integers(count)) if rng.random() < 0.3 or not len(leaving) else int(leaving[0])
-    order = np.argsort(np.abs(np.arange(count) - near) + rng.random(count) * float(rng.choice((1, 4, count))))
-    order = order[~np.isin(order, leaving)]
-    if work.single:
-        order = order[: rng.integers(0, 4)]
-        room = work.resident_pages
-    else:
-        order = np.concatenate([order, np.sort(np.array(leaving, dtype=np.int64))])
-        room = work.resident_pages
-    return _take(work, tuple(kept), order, room)
 
 
 def _take(work: Workload, residents: Choice, order: Ints, pages: int) -> Choice:

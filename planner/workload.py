@@ -30,6 +30,8 @@ class Arrays(NamedTuple):
     """Swap-in time of each parameter."""
     first_use: Ints
     """First op that reads each parameter; the number of ops if none does."""
+    last_use: Ints
+    """Last op that reads each parameter; -1 if none does."""
     op_s: Floats
     op_start_s: Floats
     """Start of each op were nothing ever waited for, and the end of the last, [ops + 1]."""
@@ -42,6 +44,12 @@ class Arrays(NamedTuple):
     """For each use, a page that leaves room for the op's other parameters, were memory empty."""
     compute_slowdown: float
     swap_slowdown: float
+    reused: Ints
+    """Uses behind which the same parameter is used again."""
+    page_s: float
+    """Time of a page on the link, latency not counted."""
+    single: bool
+    """Whether this is one model's whole budget, without a shared workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +58,6 @@ class Workload:
 
     footprint: Footprint
     profile: Profile
-    single: bool
-    """Whether this is one model's whole budget, without a shared workspace."""
     parameters: tuple[int, ...]
     """Tensor ids of the parameters that some op reads, in order of first use, then of residents that none reads."""
     arrays: Arrays
@@ -88,6 +94,7 @@ class Workload:
             size=_ints(pages(tensors[i].nbytes) for i in parameters),
             swap_s=np.array([profile.swap_in.seconds(tensors[i].nbytes) for i in parameters]),
             first_use=_first_uses(uses, len(parameters)),
+            last_use=_last_uses(uses, len(parameters)),
             op_s=op_s,
             op_start_s=np.concatenate([[0.0], np.cumsum(op_s)]),
             use_start=_ints(np.cumsum([0, *map(len, uses)])),
@@ -96,37 +103,28 @@ class Workload:
             use_split=_ints(page for op in split for page in op),
             compute_slowdown=profile.compute_slowdown,
             swap_slowdown=profile.swap_slowdown,
+            reused=_ints(np.flatnonzero(_next_uses(uses, len(parameters)) < NO_MORE)),
+            page_s=PAGE_BYTES / profile.swap_in.bandwidth_bytes_per_s,
+            single=single,
         )
-        return Workload(footprint, profile, single, parameters, arrays)
+        return Workload(footprint, profile, parameters, arrays)
 
     def address(self, page: int) -> Address:
         """Where a page of `planner.memory` lies."""
         if page <= self.arrays.partition_pages:  # at the border itself there are empty parameters at most
             return Address("partition", page * PAGE_BYTES)
         offset = (page - self.arrays.partition_pages - 1) * PAGE_BYTES
-        return Address("partition" if self.single else "workspace", offset)
+        return Address("partition" if self.arrays.single else "workspace", offset)
 
     def activation_address(self, offset: int) -> Address:
         """Where an offset in the activations' zone lies."""
-        return Address("partition" if self.single else "workspace", offset)
+        return Address("partition" if self.arrays.single else "workspace", offset)
 
     @property
     def resident_pages(self) -> int:
         """Most pages of residents: activations never cover any."""
         arrays = self.arrays
-        return arrays.workspace_pages - int(arrays.zone.max()) if self.single else arrays.partition_pages
-
-    def pack(self, residents: Sequence[int]) -> Ints:
-        """Homes for residents, one after the other: per parameter a page, or NOWHERE.
-
-        Empty parameters take no room and are always resident.
-        """
-        home = np.full(len(self.parameters), NOWHERE, dtype=np.int64)
-        home[self.arrays.size == 0] = 0
-        tops = np.cumsum([0, *self.arrays.size[list(residents)]])
-        assert tops[-1] <= self.resident_pages
-        home[list(residents)] = self.arrays.workspace_pages + 1 - tops[1:] if self.single else tops[:-1]
-        return home
+        return arrays.workspace_pages - int(arrays.zone.max()) if self.arrays.single else arrays.partition_pages
 
     def homes(self, placements: Sequence[Placement]) -> Ints:
         """Homes for residents with given addresses. Raises InvalidPlan if these are no pages of the partition."""
@@ -160,6 +158,13 @@ def _first_uses(uses: list[list[int]], parameters: int) -> Ints:
     for k in reversed(range(len(uses))):
         first[uses[k]] = k
     return first
+
+
+def _last_uses(uses: list[list[int]], parameters: int) -> Ints:
+    last = np.full(parameters, -1)
+    for k in range(len(uses)):
+        last[uses[k]] = k
+    return last
 
 
 def _next_uses(uses: list[list[int]], parameters: int) -> Ints:

@@ -105,7 +105,7 @@ class Writer:
             partition_bytes=self._partition_bytes,
             workspace_bytes=self._workspace_bytes,
             inputs=tuple(Placement(t, self._address(o)) for t, o in self._inputs.items()),
-            residents=tuple(Placement(t, self._address(o)) for t, o in self._residents.items()),
+            residents=tuple(Placement(t, Address("partition", o)) for t, o in self._residents.items()),
             steps=tuple(self._steps),
             provenance=provenance,
         )

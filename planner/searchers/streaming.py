@@ -1,154 +1,230 @@
-"""Ours: parameters stream through the window in the order of their use, past residents chosen by the simulator.
+"""Ours: parameters stream past residents; what stays, what is released early and what streams is annealed.
 
-Activations have fixed places and ops the graph's order; the search is over the set of residents and over what the
-swap planner may displace.
+Activations have fixed places. Ops run in the graph's order or in one in which those that read the same parameters
+come together (an unrolled recurrent network then needs each layer's weights once).
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, repeat
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec.structs import replace
 
-from planner.belady import Rule, first_pass, judge, plan_swaps, pressed_out
-from planner.bound import latency_bound
+from planner import stream
+from planner.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
 from planner.emit import emit, placements
+from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.feasible import PAGE_BYTES, Footprint
-from planner.plan import Plan
+from planner.memory import NOWHERE
+from planner.order import orders, reordered
+from planner.plan import Compute, Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
-from planner.residents import Choice, change, guesses
+from planner.residents import guesses
+from planner.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, play
 from planner.workload import Workload
 
-Ints = NDArray[np.int64]
+CHAINS = 4
+"""Walks that go on side by side."""
+ROUNDS = 12
+"""How often each goes on where nobody sets a limit."""
+WORK_PER_ROUND = 25_000
+"""Ops and uses that a walk looks at before walks are compared: some 10 ms."""
+MOST_STEPS = 100
+HEAT = 0.004
+"""Share of the cost by which the first steps may get worse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Residents by their homes' pages (see `Workload.pack`), and what may be displaced."""
+    """Decisions as bytes; with `steps`, the best of a walk that starts from them."""
 
-    home: tuple[int, ...]
-    rule: Rule
+    order: int
+    fate: bytes
+    hold: bytes
+    fit: int
+    steps: int = 0
+    heat: float = 0.0
+    seed: int = 0
+
+    def decisions(self) -> Decisions:
+        fate = np.frombuffer(self.fate, np.int8).astype(np.int64)
+        return Decisions(fate, np.frombuffer(self.hold, np.bool_).copy(), self.fit)
 
 
 class Streaming:
-    """Judges SwapAdvisor's own residents and quick guesses under every rule; then improves the best."""
+    """Judges quick guesses, then lets several walks go on from the best."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
+        if problem.residents is not None and not problem.workspace_bytes:
+            raise UnsupportedProblem(
+                f"{problem.graph.name}: given residents need a workspace beside their partition"
+            )
+        if any(t.kind == "state" for t in problem.graph.tensors):
+            raise UnsupportedProblem(
+                f"{problem.graph.name}: streaming keeps activations in memory and changes no parameters; ask another"
+                " searcher for a training graph"
+            )
         self.problem = problem
-        self.work = Workload.of(
-            Footprint.of(problem.graph, problem.overlay),
-            problem.profile,
-            problem.partition_bytes,
-            problem.workspace_bytes,
-            problem.residents or (),
-        )
-        parameters = max(len(self.work.parameters), 1)
-        self.evaluations = len(rules(self.work)) * 8 + min(max(60_000 // parameters, 40), 400)
-        self._bound_s = latency_bound(
-            problem.graph, problem.profile, problem.partition_bytes, problem.workspace_bytes
-        )
-        self._newest: Cost | None = None
-        self._steps = self._search(np.random.default_rng(seed))
+        self.views = _views(problem)
+        self.evaluations = len(self._starts) + ROUNDS * CHAINS
+        self._seed = seed
+        self._rng = np.random.default_rng(seed)
+        self._judged: list[tuple[float, Candidate]] = []
+        self._found: dict[Candidate, Decisions] = {}
+        self._asks = self._ask()
+        self._done = False
 
     def ask(self) -> Sequence[Candidate]:
-        candidate = next(self._steps, None)
-        return () if candidate is None else (candidate,)
+        return () if self._done else next(self._asks, ())
 
     def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
-        if costs:
-            self._newest = costs[0]
+        for candidate, cost in zip(candidates, costs, strict=False):
+            busy_s = cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
+            self._judged.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
+            if self._is_perfect(cost):
+                self._done = True
 
     def judge(self, candidate: Candidate, good_s: float) -> Cost:
-        return judge(self.work, np.array(candidate.home), candidate.rule, good_s)
+        work, decisions = self.views[candidate.order].work, self._decisions(candidate)
+        latency_s, period_s, pages = stream.judge(work.arrays, self._home(work, decisions), decisions, good_s)
+        return Cost(latency_s, period_s, pages * PAGE_BYTES)
 
     def write(self, candidate: Candidate) -> Plan:
-        problem, home = self.problem, np.array(candidate.home)
-        residents = placements(self.work, home) if problem.residents is None else problem.residents
-        swaps = plan_swaps(self.work, home, candidate.rule)
-        return emit(self.work, problem.partition_bytes, problem.workspace_bytes, residents, swaps)
+        problem, view = self.problem, self.views[candidate.order]
+        decisions = self._decisions(candidate)
+        home = self._home(view.work, decisions)
+        residents = placements(view.work, home) if problem.residents is None else problem.residents
+        swaps, _ = play(view.work.arrays, home, decisions)
+        plan = emit(view.work, problem.partition_bytes, problem.workspace_bytes, residents, swaps)
+        return replace(
+            plan,
+            graph=problem.graph.fingerprint,
+            profile=problem.profile.fingerprint,
+            steps=tuple(replace(s, op=view.order[s.op]) if isinstance(s, Compute) else s for s in plan.steps),
+        )
 
-    def _search(self, rng: np.random.Generator) -> Generator[Candidate, None, None]:
+    def _ask(self) -> Iterator[Sequence[Candidate]]:
+        yield self._starts[:1]
+        yield self._starts[1:]
+        chains = self._best(CHAINS)
+        chains += [chains[0]] * (CHAINS - len(chains))
+        heats = [HEAT * (1 - i / ROUNDS) for i in range(ROUNDS)]
+        for heat in chain(heats, repeat(HEAT / 4)):
+            self._judged.clear()
+            yield [self._walk(c, heat) for c in chains]
+            chains = self._best(CHAINS)
+            chains[-1] = chains[0]
+
+    def _best(self, count: int) -> list[Candidate]:
+        return [candidate for _, candidate in sorted(self._judged, key=lambda j: j[0])[:count]]
+
+    @cached_property
+    def _starts(self) -> list[Candidate]:
+        return list(dict.fromkeys(c for i in range(len(self.views)) for c in self._guesses(i)))
+
+    def _guesses(self, order: int) -> Iterator[Candidate]:
+        """Quick guesses; without reuse of parameters, holding them or not is the same."""
+        work = self.views[order].work
+        longest_s = float(work.arrays.swap_s.max(initial=0.0))
+        spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
         if self.problem.residents is not None:
-            home = tuple(self.work.homes(self.problem.residents).tolist())
-            for rule in rules(self.work):
-                yield Candidate(home, rule)
-            return
-        starts: list[tuple[float, Choice, Rule]] = []
-        for residents, rule in self._starts():
-            yield self._candidate(residents, rule)
-            starts.append((self._score(), residents, rule))
-            if self._perfect():
-                return
-        starts.sort(key=lambda s: s[0])
-        least, residents, rule = starts[0]
-        now, now_residents, now_rule = starts[0]
-        others = rules(self.work)
-        heat = 0.02 * least
-        step = 0
-        while True:
-            step += 1
-            heat = least * 0.01 * max(1 - step / 20000, 0.0)
-            changed = change(self.work, now_residents, rng)
-            changed_rule = others[rng.integers(len(others))] if rng.random() < 0.05 else now_rule
-            yield self._candidate(changed, changed_rule)
-            score = self._score()
-            if score <= now or rng.random() < np.exp((now - score) / max(heat, 1e-12)):
-                now, now_residents, now_rule = score, changed, changed_rule
-            if score < least:
-                least, residents, rule = score, changed, changed_rule
-            if self._perfect():
-                return
+            home = work.homes(self.problem.residents)
+            sets: list[tuple[int, ...]] = [tuple(np.flatnonzero(home != NOWHERE).tolist())]
+        else:
+            sets = list(guesses(work))
+        for residents in sets:
+            for kept in (RELEASED, KEPT):
+                fate = np.full(len(work.parameters), STREAMED, np.int8)
+                fate[list(residents)] = kept
+                for seconds in spans:
+                    hold = holds_up_to(work.arrays, seconds).tobytes()
+                    for fit in range(FITS):
+                        yield Candidate(order, fate.tobytes(), hold, fit)
 
-    def _starts(self) -> Iterator[tuple[Choice, Rule]]:
-        for residents in guesses(self.work):
-            for rule in rules(self.work):
-                yield residents, rule
-        for rule in rules(self.work)[:0:-1]:
-            for residents in double_pass(self.work, rule):
-                yield residents, rule
+    def _walk(self, start: Candidate, heat: float) -> Candidate:
+        """The candidate that is the best of a walk from this one's decisions."""
+        arrays, found = self.views[start.order].work.arrays, self._decisions(start)
+        steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
+        fate, hold = found.fate.astype(np.int8).tobytes(), found.hold.tobytes()
+        return Candidate(start.order, fate, hold, int(found.fit), steps, heat, int(self._rng.integers(2**31)))
 
-    def _candidate(self, residents: Choice, rule: Rule) -> Candidate:
-        return Candidate(tuple(self.work.pack(residents).tolist()), rule)
+    def _decisions(self, candidate: Candidate) -> Decisions:
+        start = candidate.decisions()
+        if not candidate.steps:
+            return start
+        if candidate not in self._found:
+            work, fixed = self.views[candidate.order].work, self.problem.residents is not None
+            if len(self._found) > 64:
+                self._found.clear()
+            self._found[candidate] = anneal(
+                work.arrays,
+                start,
+                self._home(work, start),
+                fixed,
+                work.resident_pages,
+                candidate.steps,
+                candidate.heat,
+                candidate.seed,
+            )
+        return self._found[candidate]
 
-    def _score(self) -> float:
-        """The newest candidate's latency, with a little weight on the time that the link is busy."""
-        assert self._newest is not None
-        busy_s = self._newest.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
-        return self._newest.latency_s + 0.002 * busy_s
+    def _home(self, work: Workload, decisions: Decisions) -> Ints:
+        given = self.problem.residents
+        return homes(work.arrays, decisions.fate) if given is None else work.homes(given)
 
-    def _perfect(self) -> bool:
-        """Whether there is nothing to improve on: at the bound, back to back too, with hardly a needless copy."""
-        assert self._newest is not None
-        arrays = self.work.arrays
-        necessary = int(arrays.size.sum()) - self.work.resident_pages + int(arrays.size.max(initial=0))
-        at_bound = self._newest.period_s <= self._bound_s * (1 + 1e-6)
-        return at_bound and self._newest.link_bytes <= max(necessary, 0) * PAGE_BYTES
+    def _is_perfect(self, cost: Cost) -> bool:
+        """Whether there is hardly anything to improve on: nothing ever waits, with hardly a needless copy."""
+        profile, graph, footprint = self.problem.profile, self.problem.graph, self.views[0].work.footprint
+        room = self.problem.memory_bytes - footprint.activation_bytes - max(footprint.op_pages) * PAGE_BYTES
+        necessary = max(graph.parameter_bytes - max(room, 0), 0)
+        return cost.period_s <= profile.compute_s * (1 + 1e-6) and cost.link_bytes <= necessary
 
 
-def rules(work: Workload) -> list[Rule]:
-    """Streaming, then displacing what this inference no longer needs, then anything, by various thresholds."""
-    ops = len(work.arrays.op_s)
-    longest_s = float(work.arrays.swap_s.max(initial=0.0))
-    thresholds = [longest_s * factor for factor in (0.0, 0.5, 1.0, 2.0, 4.0)]
-    return [Rule(), *(Rule(t, keep) for keep in (ops, 0) for t in thresholds)]
+@dataclass(frozen=True)
+class _View:
+    """The problem with its ops in some order; `order[k]` is the graph's op that runs as the k-th."""
+
+    order: tuple[int, ...]
+    work: Workload
 
 
-def double_pass(work: Workload, rule: Rule) -> list[Choice]:
-    """Initial residents as SwapAdvisor finds them, with and without those that the second pass displaces."""
-    residents = first_pass(work, rule)
-    gone = pressed_out(work, work.pack(residents), rule)
-    return list(dict.fromkeys((residents, tuple(p for p in residents if p not in gone))))
+def _views(problem: Problem) -> list[_View]:
+    """The orders in which the problem is feasible. Raises InfeasibleBudget with the least budget if none is."""
+    refusals: list[InfeasibleBudget] = []
+    views: list[_View] = []
+    for order in orders(problem.graph):
+        graph, profile = reordered(problem.graph, problem.profile, order)
+        try:
+            footprint = Footprint.of(graph, problem.overlay)
+            views.append(_View(order, _workload(footprint, profile, problem)))
+        except InfeasibleBudget as refusal:
+            refusals.append(refusal)
+    if not views:
+        raise min(refusals, key=lambda r: r.least_bytes)
+    return views
+
+
+def _workload(footprint: Footprint, profile: Profile, problem: Problem) -> Workload:
+    return Workload.of(
+        footprint, profile, problem.partition_bytes, problem.workspace_bytes, problem.residents or ()
+    )
 
 
 def quick_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
     """Latency that a search would at least reach, in a few milliseconds. Raises InfeasibleBudget."""
     work = Workload.of(footprint, profile, partition_bytes, workspace_bytes)
-    ops, longest_s = len(work.arrays.op_s), float(work.arrays.swap_s.max(initial=0.0))
+    hold = holds_up_to(work.arrays, float(work.arrays.swap_s.max(initial=0.0)))
     least_s = np.inf
     for residents in guesses(work):
-        for rule in (Rule(), Rule(0.0, ops), Rule(longest_s, ops)):
-            least_s = min(least_s, judge(work, work.pack(residents), rule, 0.0).latency_s)
-            if least_s <= profile.compute_s * (1 + 1e-6):
-                return least_s
+        fate = np.full(len(work.parameters), STREAMED)
+        fate[list(residents)] = RELEASED
+        for fit in range(FITS):
+            decisions = Decisions(fate, hold, fit)
+            latency_s, _, _ = stream.judge(work.arrays, homes(work.arrays, fate), decisions, 0.0)
+            least_s = min(least_s, latency_s)
+        if least_s <= profile.compute_s * (1 + 1e-6):
+            break
     return least_s

@@ -1,0 +1,78 @@
+"""Orders in which a graph's ops can run, other than its own."""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from planner.graph import Graph
+from planner.profile import Profile
+
+
+def predecessors(graph: Graph) -> list[set[int]]:
+    """Ops that must run before each op: those that wrote what it reads, or used what it changes."""
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    before: list[set[int]] = []
+    for k, op in enumerate(graph.ops):
+        needed = {writer[t] for t in op.reads if t in writer}
+        for t in op.mutates:
+            needed.update(readers[t])
+            readers[t].clear()
+            writer[t] = k
+        for t in op.reads:
+            readers[t].append(k)
+        writer.update((t, k) for t in op.writes)
+        before.append(needed - {k})
+    return before
+
+
+def orders(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """Orders worth planning: the graph's own, and where parameters are read more than once, the one below."""
+    own = tuple(range(len(graph.ops)))
+    reads = [t for op in graph.ops for t in op.reads if graph.tensors[t].kind == "parameter"]
+    return tuple(dict.fromkeys((own, by_parameters(graph)))) if len(reads) > len(set(reads)) else (own,)
+
+
+def by_parameters(graph: Graph) -> tuple[int, ...]:
+    """Ops whose parameters have been used before come as early as they can, others in the graph's order.
+
+    In an unrolled recurrent network all time steps of a layer come together, so that its weights are needed once.
+    """
+    before = predecessors(graph)
+    waiting = [len(b) for b in before]
+    behind: dict[int, list[int]] = defaultdict(list)
+    for k, needed in enumerate(before):
+        for j in needed:
+            behind[j].append(k)
+    read = [frozenset(t for t in op.reads if graph.tensors[t].kind == "parameter") for op in graph.ops]
+    known: list[int] = []  # ready, and without a parameter that no op has read yet
+    fresh: list[int] = []
+    seen: set[int] = set()
+    order: list[int] = []
+    for k, count in enumerate(waiting):
+        if count == 0:
+            heapq.heappush(fresh, k)
+    while known or fresh:
+        k = heapq.heappop(known) if known else heapq.heappop(fresh)
+        order.append(k)
+        ready = []
+        for later in behind[k]:
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                ready.append(later)
+        if not read[k] <= seen:
+            seen |= read[k]
+            ready += fresh
+            fresh = []
+        for later in ready:
+            heapq.heappush(known if read[later] <= seen else fresh, later)
+    return tuple(order)
+
+
+def reordered(graph: Graph, profile: Profile, order: Sequence[int]) -> tuple[Graph, Profile]:
+    """The graph with its ops in another order, and its profile."""
+    changed = replace(graph, ops=tuple(graph.ops[k] for k in order))
+    seconds = tuple(profile.op_seconds[k] for k in order)
+    return changed, replace(profile, graph=changed.fingerprint, op_seconds=seconds)
