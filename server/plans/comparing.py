@@ -40,10 +40,15 @@ class Attempt:
 
     searcher: str
     result: Found | str
+    is_bug: bool = False
+    """Whether the reason is none that a searcher may have."""
 
 
 def run(options: CompareOptions, out: Console, errors: Console) -> int:
-    """Try the searchers one after the other. Returns 1 if one of them has found no plan."""
+    """Try the searchers one after the other. Returns 1 if one of them broke, or none has found a plan.
+
+    That a searcher cannot plan such a problem is a result like others.
+    """
     names = options.searchers or SEARCHERS
     for name in names:
         require_known(name)
@@ -56,7 +61,8 @@ def run(options: CompareOptions, out: Console, errors: Console) -> int:
     for attempt in attempts:
         if isinstance(attempt.result, str):
             errors.print(f"cohabit: {attempt.searcher}: {attempt.result}", markup=False, soft_wrap=True)
-    return EXIT_FAILED if any(isinstance(a.result, str) for a in attempts) else 0
+    useless = all(isinstance(a.result, str) for a in attempts)
+    return EXIT_FAILED if useless or any(a.is_bug for a in attempts) else 0
 
 
 def _attempt(searcher: str, instance: Instance, options: CompareOptions, watch: Watch) -> Attempt:
@@ -81,7 +87,7 @@ def _attempt(searcher: str, instance: Instance, options: CompareOptions, watch: 
         return Attempt(searcher, str(error))
     except Exception as error:
         _log.debug("searcher failed", exc_info=True)
-        return Attempt(searcher, f"unexpected {type(error).__name__}: {error}")
+        return Attempt(searcher, f"unexpected {type(error).__name__}: {error}", is_bug=True)
 
 
 def _keep(attempts: Sequence[Attempt], instance: Instance, options: CompareOptions) -> None:

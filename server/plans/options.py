@@ -9,6 +9,9 @@ from server.config import ServeConfig, add_device_flags, add_thread_flag, intege
 from server.errors import ConfigError
 from server.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory
 
+SEARCHER_NAMES = "best, streaming, genetic, particle_swarm, greedy, dynprog, interval, on_demand"
+"""For help texts, which should not take the second that importing the planner does."""
+
 _LARGEST_BATCH = 1 << 16
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -103,16 +106,14 @@ class ShowOptions:
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _PLAN_EXAMPLES
-    _add_subject(parser, "1,16", "batch sizes to plan, each on its own (default: 1, or the graph's)")
+    _add_subject(parser, "N,N,...", "batch sizes to plan, each on its own (default: 1, or the graph's)")
     parser.add_argument(
         "--memory",
         required=True,
         metavar="SIZE,...",
         help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its parameters",
     )
-    parser.add_argument(
-        "--search", default="best", metavar="NAME", help="searcher to plan with (default: %(default)s)"
-    )
+    parser.add_argument("--search", default="best", metavar="NAME", help=f"{SEARCHER_NAMES} (default: %(default)s)")
     _add_single(parser)
     _add_effort(parser, None)
     parser.add_argument(
@@ -144,7 +145,7 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="device memory for the model: 64MiB, 82MB, or 25%% of its parameters",
     )
-    parser.add_argument("--searchers", metavar="NAME,...", help="searchers to compare (default: all)")
+    parser.add_argument("--searchers", metavar="NAME,...", help=f"some of {SEARCHER_NAMES} (default: all)")
     _add_single(parser)
     _add_effort(parser, "10s")
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep the plans, the graph and the profile here")

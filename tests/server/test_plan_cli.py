@@ -11,9 +11,10 @@ import planner.plan
 import planner.profile
 from planner import search as search_module
 from planner.check import check
+from planner.errors import UnsupportedProblem
 from server.cli import main
 from server.errors import ConfigError, RepositoryError
-from server.plans.options import Memory
+from server.plans.options import SEARCHER_NAMES, Memory
 from server.plans.progress import Watch, gap, milliseconds, percent, round_time
 from server.repository import find
 from server.sizes import FixedSize, ShareOfWeights
@@ -286,3 +287,26 @@ def test_numbers_are_written_for_people() -> None:
     assert [round_time(s) for s in (0.0, 2e-4, 0.05)] == ["0", "0.2 ms", "50 ms"]
     assert (gap(1.1, 1.0), gap(1.0, 0.0), percent(20.0)) == ("10.0 %", "-", "2000 %")
     assert issubclass(ConfigError, Exception)
+
+
+def test_help_names_every_searcher(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ", ".join(search_module.SEARCHERS) == SEARCHER_NAMES
+    for command in ("plan", "show", "compare-plans"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        assert stop.value.code == 0
+        assert "examples:" in capsys.readouterr().out
+
+
+def test_a_searcher_that_cannot_plan_such_a_problem_is_a_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(problem: object, seed: int) -> None:
+        raise UnsupportedProblem("it plans chains of two")
+
+    monkeypatch.setattr("planner.searchers.interval.Interval", refuse)
+    searchers = ["--searchers", "interval,on_demand"]
+    assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 0
+    shown = capsys.readouterr()
+    assert "cohabit: interval: it plans chains of two" in shown.err
+    assert "on_demand" in shown.out
