@@ -99,11 +99,11 @@ class Interval:
 
     def _search(self) -> Iterator[Sequence[Candidate]]:
         """The paper's way in the largest shares that can be placed; then other ways in the best of these."""
-        timed, untimed = ((Candidate(Schedule(share), way) for share in SHARES) for way in (True, False))
-        fitting = (c for c in timed if self._plan(c) is not None)
+        fitting = (c for share in SHARES if self._plan(c := Candidate(Schedule(share))) is not None)
         first = next(fitting, Candidate(None))
         yield (first,)
-        others = [*islice(fitting, FITTING - 1), *islice(untimed, FITTING)]
+        untimed = [Candidate(Schedule(share), timed=False) for share in SHARES[:FITTING]]
+        others = [*islice(fitting, FITTING - 1), *untimed]
         yield [c for c in (*others, Candidate(None)) if c != first]
         best = sorted((c for c in self._latency_s if c.schedule is not None), key=lambda c: self._latency_s[c])
         yield [

@@ -15,6 +15,7 @@ from planner.plan import Compute
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search import search
+from planner.searchers.interval import Candidate, Interval, Schedule
 from planner.sequence import Verb, lay_out, peak_bytes, swap_in, swap_out, write
 from planner.serial import least_bytes
 from planner.simulate import simulate
@@ -397,6 +398,15 @@ def test_fates_fit_where_the_schedule_does(seed: int) -> None:
     fates = fates_of(system.axes[0], gaps)
     if Fate.RECOMPUTE not in fates:
         assert no_wait(gaps, memory, fates) is not None
+
+
+def test_search_begins_with_the_papers_own_way() -> None:
+    graph, profile = recomputable()
+    searcher = Interval(Problem(graph, profile, 9 * PAGE), 0)
+    (first,) = searcher.ask()
+    assert first == Candidate(Schedule(1.0), timed=True)
+    searcher.tell([first], [searcher.judge(first, 0.0)])
+    assert Candidate(Schedule(1.0), timed=False) in searcher.ask()
 
 
 def test_recomputing_plan_beats_one_that_can_only_swap() -> None:
