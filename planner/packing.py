@@ -4,8 +4,9 @@ What MiniMalloc does (Moffitt, "MiniMalloc: A Lightweight Memory Allocator for H
 ASPLOS 2023) in its essentials. Blocks are placed upwards, each at the lowest offset that those placed before it
 leave, and offsets never fall: every solution can be pushed down into such a canonical one. A branch ends when, at some
 time, what is still to come does not fit between the lowest offset that is left there and the capacity, or when a block
-would be placed so high that another one fits below it. The paper's decomposition into independent times is left out;
-instead, the search starts again under another order of preference when it has seen some nodes.
+would be placed so high that another one fits below it. Times that no block to come connects are solved apart. Other
+than there, the search starts again under another order of preference when it has seen some nodes, and the capacity is
+moved down towards the lower bound.
 
     capacity -----------------------
              |      |  to come     |
@@ -41,14 +42,14 @@ def improve(nbytes: Ints, alignment: Ints, spans: Ints, floor: int, known: Ints,
     `nodes` partial placements; the same arguments give the same offsets.
     """
     best = known
-    kept = np.flatnonzero(nbytes)
+    kept = np.flatnonzero((nbytes > 0) & (spans[:, 0] < spans[:, 1]))
     if not 0 < len(kept) <= MOST_BLOCKS or nodes <= 0:
         return best
     times, sections = _sections(spans[kept])
     size, align = nbytes[kept], alignment[kept]
     tallest, length = _shape(size, times, sections)
     random = np.random.default_rng(seed)
-    peak, left = int((best + nbytes)[kept].max()), nodes
+    peak, left = int((best + nbytes).max()), nodes
     each = 0
     while left > 0 and peak > floor:
         rank = _rank(size, tallest, length, random, each)
@@ -57,10 +58,10 @@ def improve(nbytes: Ints, alignment: Ints, spans: Ints, floor: int, known: Ints,
             most = min(left, RESTART_NODES[each % len(RESTART_NODES)])
             offsets, found, used = _descend(size, align, times, sections, rank, capacity, most)
             left -= used
-            if found:
+            if found and (offsets + size).max() < peak:
                 best = np.zeros_like(nbytes)
                 best[kept] = offsets
-                peak = min(peak, int((offsets + size).max()))
+                peak = int((best + nbytes).max())
         each += 1
     return best
 
@@ -110,7 +111,9 @@ def _descend(
 ) -> tuple[Ints, bool, int]:
     """Search until all blocks are placed, nothing is left to try, or `nodes` placements were looked at.
 
-    Returns offsets, whether they are complete, and the nodes used.
+    Returns offsets, whether they are complete, and the nodes used. Each level places one block of one *island*:
+    sections that blocks to come connect. What islands have to place is independent, so when one cannot be completed,
+    the search returns to the last block placed in its time and leaves out what was placed elsewhere since.
     """
     blocks = len(size)
     offsets, lowest = np.zeros(blocks, dtype=np.int64), np.zeros(blocks, dtype=np.int64)
@@ -119,6 +122,7 @@ def _descend(
     candidates = np.zeros((blocks, blocks), dtype=np.int64)
     tried, known = np.zeros(blocks, dtype=np.int64), np.zeros(blocks, dtype=np.int64)
     chosen = np.zeros(blocks, dtype=np.int64)
+    island = np.zeros((blocks, 2), dtype=np.int64)
     to_come = np.zeros(sections, dtype=np.int64)
     for i in range(blocks):
         _add(to_come, times, i, size[i])
@@ -128,9 +132,21 @@ def _descend(
             used += 1
             if depth == blocks or used > nodes:
                 return offsets, depth == blocks, used
-            before = chosen[depth - 1] if depth else -1
+            island[depth] = _tightest_island(size, times, capacity, lowest, placed, to_come)
+            last = _last_inside(times, chosen, depth, island[depth])
+            before = chosen[last] if last >= 0 else -1
             known[depth] = _candidates(
-                candidates[depth], size, times, rank, capacity, offsets, lowest, placed, to_come, before
+                candidates[depth],
+                size,
+                times,
+                rank,
+                capacity,
+                offsets,
+                lowest,
+                placed,
+                to_come,
+                before,
+                island[depth],
             )
             tried[depth] = 0
             lowest_before[depth] = lowest
@@ -144,14 +160,59 @@ def _descend(
                 if not placed[j] and lowest[j] < top and _meet(times, i, j):
                     lowest[j] = (top + alignment[j] - 1) // alignment[j] * alignment[j]
             depth, deeper = depth + 1, True
-        elif depth == 0:
-            return offsets, False, used
         else:
-            depth, deeper = depth - 1, False
-            i = chosen[depth]
-            placed[i] = False
-            _add(to_come, times, i, size[i])
+            last = _last_inside(times, chosen, depth, island[depth])
+            if last < 0:
+                return offsets, False, used
+            for level in range(last, depth):
+                placed[chosen[level]] = False
+                _add(to_come, times, chosen[level], size[chosen[level]])
+            depth, deeper = last, False
             lowest[:] = lowest_before[depth]
+
+
+@compiled
+def _tightest_island(
+    size: Ints, times: Ints, capacity: int, lowest: Ints, placed: NDArray[np.bool_], to_come: Ints
+) -> Ints:
+    """First and end section of the island that has least room to spare. A block fills the time between its spans."""
+    sections = len(to_come)
+    covered = np.zeros(sections + 1, dtype=np.int64)
+    floor = np.full(sections, 2**62, dtype=np.int64)
+    for j in range(len(size)):
+        if not placed[j]:
+            # Between two sections, so that islands that only touch stay apart.
+            covered[times[j, 0]] += 1
+            covered[_finish(times, j) - 1] -= 1
+            for k in (0, 2):
+                for section in range(times[j, k], times[j, k + 1]):
+                    floor[section] = min(floor[section], lowest[j])
+    best = np.zeros(2, dtype=np.int64)
+    least, room, first, across = np.int64(2**62), np.int64(2**62), 0, 0
+    for section in range(sections):
+        if to_come[section] > 0:
+            room = min(room, capacity - floor[section] - to_come[section])
+        across += covered[section]
+        if across == 0:
+            if room < least:
+                least, best[0], best[1] = room, first, section + 1
+            first, room = section + 1, np.int64(2**62)
+    return best
+
+
+@compiled
+def _last_inside(times: Ints, chosen: Ints, depth: int, island: Ints) -> int:
+    """The deepest level above `depth` that placed a block in the island's time, or -1."""
+    for level in range(depth - 1, -1, -1):
+        if times[chosen[level], 0] < island[1] and _finish(times, chosen[level]) > island[0]:
+            return level
+    return -1
+
+
+@compiled
+def _finish(times: Ints, j: int) -> int:
+    """Section behind the last that a block needs."""
+    return int(max(times[j, 1], times[j, 3]))
 
 
 @compiled
@@ -166,26 +227,30 @@ def _candidates(
     placed: NDArray[np.bool_],
     to_come: Ints,
     before: int,
+    island: Ints,
 ) -> int:
-    """Write the blocks that may be placed next to `found`, lowest offset first, then by rank; return their number."""
+    """Write the island's blocks that may be placed next to `found`; return their number.
+
+    Lowest offset first, then by rank. `before` is the last block that was placed in the island's time.
+    """
     height = offsets[before] if before >= 0 else 0
     reach = np.int64(
         2**62
     )  # lowest top that a block to come can have: who starts above it leaves a hole for that block
     floor = np.full(len(to_come), 2**62, dtype=np.int64)
     for j in range(len(size)):
-        if not placed[j]:
+        if not placed[j] and island[0] <= times[j, 0] < island[1]:
             at = max(lowest[j], height)
             reach = min(reach, at + size[j])
             for k in (0, 2):
                 for section in range(times[j, k], times[j, k + 1]):
                     floor[section] = min(floor[section], at)
-    for section in range(len(to_come)):
+    for section in range(island[0], island[1]):
         if to_come[section] > 0 and floor[section] + to_come[section] > capacity:
             return 0
     count = 0
     for j in range(len(size)):
-        if placed[j] or lowest[j] < height or lowest[j] >= reach:
+        if placed[j] or not island[0] <= times[j, 0] < island[1] or lowest[j] < height or lowest[j] >= reach:
             continue
         if before >= 0 and lowest[j] == height and rank[j] < rank[before]:
             continue  # two blocks at one offset: the same placement in another order
