@@ -4,46 +4,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module
 from multiprocessing import get_context
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from msgspec.structs import replace
 
 from planner.bound import latency_bound
 from planner.check import check
-from planner.errors import FingerprintMismatch, UnknownSearcher
+from planner.errors import FingerprintMismatch
 from planner.plan import Plan, Provenance
 from planner.problem import TIE, Cost, Limit, Problem
+from planner.registry import maker
 from planner.searcher import AnySearcher
 from planner.simulate import simulate
 
 Progress = Callable[[int, float, float], None]
 """Told the evaluations so far, the best latency and its lower bound."""
-
-_HOMES: Final = {
-    "best": "streaming.Streaming",
-    "streaming": "streaming.Streaming",
-    "genetic": "genetic.Genetic",
-    "particle_swarm": "particle_swarm.ParticleSwarm",
-    "greedy": "offloading.Greedy",
-    "dynprog": "offloading.DynProg",
-    "interval": "interval.Interval",
-    "on_demand": "on_demand.OnDemand",
-}
-"""Where each searcher lives below planner.searchers; imported when it is asked for."""
-
-SEARCHERS: Final = tuple(_HOMES)
-
-
-def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
-    """Start a search. Raises UnknownSearcher, InfeasibleBudget or UnsupportedProblem."""
-    if searcher not in _HOMES:
-        raise UnknownSearcher(searcher, SEARCHERS)
-    module, _, name = _HOMES[searcher].partition(".")
-    made: AnySearcher = getattr(import_module(f"planner.searchers.{module}"), name)(problem, seed)
-    return made
 
 
 def search(
@@ -65,13 +42,16 @@ def search(
         raise FingerprintMismatch("profile", graph.fingerprint, profile.graph)
     started = time.monotonic()
     limit = limit if limit is not None else Limit()
-    state = make(searcher, problem, seed)
+    state = maker(searcher)(problem, seed)
     bound_s = latency_bound(graph, profile, problem.partition_bytes, problem.workspace_bytes)
-    most = limit.evaluations if limit.evaluations is not None or limit.seconds is not None else state.evaluations
+    limited = limit.evaluations is not None or limit.seconds is not None
     shortlist = Shortlist()
     with _Judges(searcher, problem, seed, processes, state) as judges:
         while candidates := state.ask():
+            most = limit.evaluations if limited else state.evaluations
             left = len(candidates) if most is None else most - shortlist.evaluations
+            if left <= 0:
+                break
             candidates = candidates[:left]
             costs = judges.judge(candidates, shortlist.least_s * TIE, lambda: _late(started, limit))
             candidates = candidates[: len(costs)]
@@ -79,7 +59,7 @@ def search(
             shortlist.add(candidates, costs)
             if on_progress is not None:
                 on_progress(shortlist.evaluations, shortlist.least_s, bound_s)
-            if shortlist.evaluations == most or _late(started, limit):
+            if _late(started, limit):
                 break
     best = shortlist.best()
     plan = state.write(best.candidate)
@@ -181,7 +161,7 @@ _judge: AnySearcher | None = None
 
 def _start_judge(searcher: str, problem: Problem, seed: int) -> None:
     global _judge
-    _judge = make(searcher, problem, seed)
+    _judge = maker(searcher)(problem, seed)
 
 
 def _judge_there(candidate: Any, good_s: float) -> Cost:

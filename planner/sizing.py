@@ -15,9 +15,10 @@ from planner.feasible import PAGE_BYTES, Footprint, page_aligned
 from planner.graph import Graph
 from planner.library import Library
 from planner.plan import Placement, Plan
-from planner.problem import Limit, Problem
+from planner.problem import Problem
 from planner.profile import Profile
 from planner.search import search
+from planner.searchers.streaming import quick_latency_s
 
 LayoutName = Literal["partitioned", "resident", "time_shared"]
 Progress = Callable[[int, int, str], None]
@@ -78,9 +79,7 @@ def split_budget(
         partition = budget - workspace
         if any(f.least_workspace_bytes(partition) > workspace for f in footprints.values()):
             continue
-        plan = search(Problem(graphs[batch], profiles[batch], partition, workspace), limit=Limit(evaluations=60))
-        assert plan.provenance is not None
-        latency_s = plan.provenance.latency_s
+        latency_s = quick_latency_s(footprints[batch], profiles[batch], partition, workspace)
         if best is None or latency_s < best[0]:
             best = (latency_s, workspace)
     assert best is not None  # the whole budget as workspace is always feasible

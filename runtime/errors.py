@@ -3,6 +3,7 @@
 CohabitError
 ├── ArchiveError         a model.pt2 cannot be used: damaged, pickled, not a plain program
 │   └── UnsupportedModel   a sound program that Cohabit cannot plan; the message says what and the way out
+├── UnsupportedPlan      a valid plan for another runtime
 ├── DeviceError          a kernel or a copy failed while an inference ran
 └── MemoryExceeded       an allocation would leave its region
 """
@@ -16,6 +17,10 @@ class ArchiveError(CohabitError):
 
 class UnsupportedModel(ArchiveError):
     """The program is sound, but breaks one of the rules that planning rests on."""
+
+
+class UnsupportedPlan(CohabitError):
+    """A valid plan asks for what this runtime does not do; the message says how to plan for it."""
 
 
 class DeviceError(CohabitError):

@@ -8,10 +8,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from planner.check import check
-from planner.errors import CohabitError
+from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from runtime.arena import Arena
+from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.rewrite import host_gather
 from runtime.specialize import Instruction, Slot, Trace
@@ -88,11 +89,39 @@ class Bases:
 def build(
     lowered: Lowered, plan: Plan, profile: Profile | None, arena: Arena, bases: Bases, store: Store
 ) -> Program:
-    """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch or MemoryExceeded."""
+    """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan."""
     batches = {graph.fingerprint: batch for batch, graph in lowered.graphs.items()}
     batch = batches.get(plan.graph, lowered.batches[0])
     check(lowered.graphs[batch], profile, plan)
+    require_supported(lowered.graphs[batch], plan)
     return _Builder(lowered, batch, plan, arena, bases, store).build()
+
+
+def require_supported(graph: Graph, plan: Plan) -> None:
+    """Refuse what this runtime cannot do: activations come from torch's allocator, and each op is bound once."""
+    computes = [s for s in plan.steps if isinstance(s, Compute)]
+    if len({s.op for s in computes}) < len(computes):
+        raise UnsupportedPlan(f"{graph.name}: the plan computes an op again, which the CPU runtime does not do")
+    activations = [(p.address, graph.tensors[p.tensor].nbytes) for p in plan.inputs]
+    parameters = [(p.address, graph.tensors[p.tensor].nbytes) for p in plan.residents]
+    for step in plan.steps:
+        if isinstance(step, SwapIn):
+            parameters.append((step.address, graph.tensors[step.tensor].nbytes))
+        elif isinstance(step, Compute):
+            writes = graph.ops[step.op].writes
+            activations += [(a, graph.tensors[t].nbytes) for a, t in zip(step.outputs, writes, strict=True)]
+            if step.scratch is not None:
+                activations.append((step.scratch, graph.ops[step.op].scratch_bytes))
+    lines = [(a.region, a.offset, a.offset + n, True) for a, n in activations if n]
+    lines += [(a.region, a.offset, a.offset + n, False) for a, n in parameters if n]
+    ends: dict[tuple[str, bool], int] = {}  # furthest end so far of a region's activations, and of its parameters
+    for region, start, end, is_activation in sorted(lines):
+        if ends.get((region, not is_activation), 0) > start:
+            raise UnsupportedPlan(
+                f"{graph.name}: the plan lets parameters pass through bytes of activations ({region}+{start}); on a CPU"
+                " they come from different allocators, so plan with a workspace and without overlay"
+            )
+        ends[region, is_activation] = max(end, ends.get((region, is_activation), 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +172,7 @@ class _Builder:
                     self.addresses.pop(step.tensor, None)
                     self.unread.discard(step.tensor)
                 case SwapOut():
-                    raise CohabitError(
+                    raise UnsupportedPlan(
                         f"{self.graph.name}: the plan swaps {self.graph.tensors[step.tensor].name} out; the CPU"
                         " runtime keeps activations in memory, so plan without activation swaps"
                     )

@@ -12,7 +12,8 @@ from rich.table import Table
 from planner.bound import latency_bound
 from planner.errors import CohabitError, format_bytes
 from planner.plan import Plan
-from planner.search import SEARCHERS, search
+from planner.registry import SEARCHERS
+from planner.search import search
 from planner.simulate import simulate
 from planner.timeline import Timeline
 from server.plans.files import write_graph, write_plan, write_profile

@@ -11,7 +11,8 @@ from rich.table import Table
 from planner.errors import InfeasibleBudget, UnknownSearcher, format_bytes
 from planner.plan import Plan
 from planner.problem import Limit
-from planner.search import SEARCHERS, search
+from planner.registry import SEARCHERS
+from planner.search import search
 from planner.simulate import simulate
 from server.plans.files import write_graph, write_plan, write_profile
 from server.plans.instances import SPLITTING, Instance, instances

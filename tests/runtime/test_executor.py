@@ -13,13 +13,16 @@ from msgspec import structs
 from planner.check import check, live_bytes
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
+from planner.problem import Problem
+from planner.search import search
 from runtime.arena import Arena
-from runtime.errors import DeviceError, MemoryExceeded
+from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
 from runtime.executor import Executor, Result
 from runtime.lower import Lowered, lower
 from runtime.profile import resident_plan
-from runtime.program import Bases, Program, build
+from runtime.program import Bases, Program, build, require_supported
 from runtime.store import LimitedStore, RamStore, Store, open_store
+from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 
@@ -163,6 +166,28 @@ def test_a_program_that_would_leave_the_arena_is_refused(bench: Bench) -> None:
     plan = streaming_plan(bench.graph)
     with pytest.raises(MemoryExceeded, match="outside of the arena"):
         build(bench.lowered, plan, None, bench.arena, Bases(0, bench.arena.nbytes - 4096), bench.store)
+
+
+def test_parameters_in_the_bytes_of_activations_are_refused() -> None:
+    """Activations come from torch's allocator: a plan that counts on their bytes needs more than it says."""
+    graph = chain([PAGE] * 3, activation_bytes=PAGE)
+    plan = search(Problem(graph, profile_of(graph), 0, 3 * PAGE, overlay=True))
+    require_supported(graph, search(Problem(graph, profile_of(graph), 0, 3 * PAGE)))
+    window, activations = (next(s for s in plan.steps if isinstance(s, kind)) for kind in (SwapIn, Compute))
+    assert isinstance(window, SwapIn)
+    assert isinstance(activations, Compute)
+    moved = structs.replace(activations, outputs=(window.address,))
+    steps = tuple(moved if s is activations else s for s in plan.steps)
+    with pytest.raises(UnsupportedPlan, match="without overlay"):
+        require_supported(graph, structs.replace(plan, steps=steps))
+
+
+def test_ops_are_not_computed_again() -> None:
+    graph = chain([PAGE] * 3)
+    plan = search(Problem(graph, profile_of(graph), 0, 3 * PAGE))
+    again = next(s for s in plan.steps if isinstance(s, Compute))
+    with pytest.raises(UnsupportedPlan, match="again"):
+        require_supported(graph, structs.replace(plan, steps=(*plan.steps, again)))
 
 
 def test_the_measured_timeline_has_every_step_in_lane_order(bench: Bench) -> None:
