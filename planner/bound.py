@@ -15,6 +15,7 @@ from planner.profile import Link, Profile
 from planner.relaxation import relax
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 MOST_PATH_OPS: Final = 500
 """The path bound takes time and memory that grow with the square of the ops; larger graphs do without."""
@@ -65,20 +66,20 @@ def _path_bound(graph: Graph, profile: Profile, partition_bytes: int, workspace_
     """
     op_s = np.array(profile.op_seconds)
     upstream = _upstream(graph)  # [j, k]: j is k or depends on it
-    nbytes = _bytes_first_read(graph)
+    nbytes, reader = _first_reads(graph)
     run_s = _sum_between(upstream, op_s)  # [k, j], both ends included
-    copy_s = _sum_between(upstream, _copy_seconds(graph, profile.swap_in))
+    copy_s = _sum_between(upstream, _copy_seconds(nbytes, reader, len(op_s), profile.swap_in))
     start_s = np.zeros(len(op_s))
     latency = 0.0
     for j in range(len(op_s)):
-        needed = np.concatenate([nbytes[k] for k in np.flatnonzero(upstream[j])])
+        needed = nbytes[upstream[j, reader] > 0]
         start_s[j] = max(upstream[j] @ op_s - op_s[j], transfer_bound(needed, partition_bytes, profile.swap_in))
         before = np.flatnonzero(upstream[j])[:-1]
         if len(before):
             start_s[j] = max(start_s[j], float((start_s[before] + run_s[before, j]).max()) - op_s[j])
             start_s[j] = max(start_s[j], float((start_s[before] + copy_s[before, j]).max()))
         room = partition_bytes + workspace_bytes - _held_bytes(graph, j)
-        behind = np.concatenate([nbytes[k] for k in np.flatnonzero(upstream[:, j])])
+        behind = nbytes[upstream[reader, j] > 0]
         copy_s[j] -= _most_held_seconds(behind, room, profile.swap_in)
         latency = max(latency, start_s[j] + float(upstream[:, j] @ op_s))
     return float(latency)
@@ -115,22 +116,21 @@ def _sum_between(upstream: Floats, weight: Floats) -> Floats:
     return between
 
 
-def _bytes_first_read(graph: Graph) -> list[Floats]:
-    """Sizes of the parameters that each op is the first to read; no parameter is counted twice."""
-    seen: set[int] = set()
-    found = []
-    for op in graph.ops:
-        new = [t for t in op.reads if graph.tensors[t].kind == "parameter" and t not in seen]
-        seen.update(new)
-        found.append(np.array([graph.tensors[t].nbytes for t in new], dtype=np.float64))
-    return found
+def _first_reads(graph: Graph) -> tuple[Floats, Ints]:
+    """Size of every parameter that is read, and the op that is the first to read it."""
+    reader: dict[int, int] = {}
+    for k, op in enumerate(graph.ops):
+        for t in op.reads:
+            if graph.tensors[t].kind == "parameter":
+                reader.setdefault(t, k)
+    sizes = [graph.tensors[t].nbytes for t in reader]
+    return np.array(sizes, dtype=np.float64), np.array([*reader.values()], dtype=np.int64)
 
 
-def _copy_seconds(graph: Graph, link: Link) -> Floats:
+def _copy_seconds(nbytes: Floats, reader: Ints, ops: int, link: Link) -> Floats:
     """Link time of the parameters that each op is the first to read."""
-    return np.array(
-        [n.sum() / link.bandwidth_bytes_per_s + len(n) * link.latency_s for n in _bytes_first_read(graph)]
-    )
+    copy_s = nbytes / link.bandwidth_bytes_per_s + link.latency_s
+    return np.asarray(np.bincount(reader, weights=copy_s, minlength=ops), dtype=np.float64)
 
 
 def _held_bytes(graph: Graph, op: int) -> int:

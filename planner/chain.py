@@ -8,9 +8,17 @@ that dependencies tell; ops that are comparable with all others are in every lon
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from planner.graph import Graph
 from planner.profile import Profile
+
+STEEPNESS: Final = 4
+"""How much one op that needs much memory counts against several that need less, when a chain is chosen."""
+MOST_EXCLUSIONS: Final = 8
+"""How many sizes are tried as the least of those that cannot be copied while some ops run."""
+LITTLE: Final = 1e-6
+"""What an op counts that needs no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +74,13 @@ class Chain:
         return len(self.op_s) - 1
 
 
-def follow(graph: Graph, profile: Profile, most_ops: int) -> Chain:
-    """See a graph along one of its longest chains, thinned out to `most_ops`."""
+def follow(graph: Graph, profile: Profile, most_ops: int, latest: bool = True) -> Chain:
+    """See a graph along one of its longest chains, thinned out to `most_ops`.
+
+    Of branches that need as much memory, the chain takes the one whose op stands latest (or earliest) in the graph.
+    """
     before = predecessors(graph)
-    longest = _longest(graph, profile, before)
+    longest = _longest(graph, before, 1 if latest else -1)
     chain = _thin(longest, graph, most_ops)
     moment, joins = _moments(before, chain, len(chain) == len(longest))
     last = len(moment) + len(joins) + 1
@@ -88,6 +99,24 @@ def follow(graph: Graph, profile: Profile, most_ops: int) -> Chain:
     stretches = list(_stretches(graph, profile, spans, last))
     _add_joins(graph, joins, stretches, needed)
     return Chain(op_s, last_s, needed, loose, stretches)
+
+
+def exclusions(graph: Graph, profile: Profile, memory_bytes: int) -> Iterator[tuple[float, set[int]]]:
+    """Times of ops, and stored tensors none of which can be copied in for its first use while any of the ops runs.
+
+    A copy reserves all of its bytes from its start, and an op that reads it runs behind it.
+    """
+    needed = [_needed_bytes(graph, k) for k in range(len(graph.ops))]
+    read = {t for op in graph.ops for t in op.reads if graph.tensors[t].kind in ("parameter", "state")}
+    for least in sorted({graph.tensors[t].nbytes for t in read} - {0}, reverse=True)[:MOST_EXCLUSIONS]:
+        tensors = {t for t in read if graph.tensors[t].nbytes >= least}
+        ops_s = 0.0
+        for k, op in enumerate(graph.ops):
+            others = tensors.difference(op.reads) if needed[k] + least <= memory_bytes else ()
+            if all(needed[k] + graph.tensors[t].nbytes > memory_bytes for t in others):
+                ops_s += profile.op_seconds[k]
+        if ops_s:
+            yield ops_s, tensors
 
 
 def _moments(
@@ -148,16 +177,15 @@ def predecessors(graph: Graph) -> list[set[int]]:
     return found
 
 
-def _longest(graph: Graph, profile: Profile, before: Sequence[set[int]]) -> list[int]:
-    """The chain with the most time of ops and copies on it, counting each op a little."""
-    per_byte = 1 / profile.swap_in.bandwidth_bytes_per_s
-    little = 1e-3 * (profile.compute_s / max(len(graph.ops), 1)) or 1.0
+def _longest(graph: Graph, before: Sequence[set[int]], later: int) -> list[int]:
+    """A chain that no op can be added to, through the branches that need most memory at once."""
+    needed = [_needed_bytes(graph, k) for k in range(len(graph.ops))]
+    most = max(needed, default=0) or 1
     length: list[float] = []
     came_from: list[int | None] = []
-    for k, op in enumerate(graph.ops):
-        own = sum(graph.tensors[t].nbytes for t in op.reads if graph.tensors[t].kind != "activation") * per_byte
-        best = max(before[k], key=lambda j: (length[j], j), default=None)
-        length.append(profile.op_seconds[k] + own + little + (length[best] if best is not None else 0.0))
+    for k in range(len(graph.ops)):
+        best = max(before[k], key=lambda j: (round(length[j], 9), later * j), default=None)
+        length.append(LITTLE + (needed[k] / most) ** STEEPNESS + (length[best] if best is not None else 0.0))
         came_from.append(best)
     at = max(range(len(length)), key=lambda k: (length[k], k), default=None)
     chain = []
@@ -168,15 +196,11 @@ def _longest(graph: Graph, profile: Profile, before: Sequence[set[int]]) -> list
 
 
 def _thin(chain: list[int], graph: Graph, most_ops: int) -> list[int]:
-    """Leave out ops that need the least memory, evenly along the chain."""
-    if len(chain) <= most_ops:
-        return chain
+    """Keep one op of several in a row: the one that needs the most memory."""
     share = -(-len(chain) // most_ops)
-
-    def needed(k: int) -> int:
-        return sum(graph.tensors[t].nbytes for t in (*graph.ops[k].reads, *graph.ops[k].writes))
-
-    return [max(chain[i : i + share], key=needed) for i in range(0, len(chain), share)]
+    return [
+        max(chain[i : i + share], key=lambda k: _needed_bytes(graph, k)) for i in range(0, len(chain), share or 1)
+    ]
 
 
 def _spans(before: Sequence[set[int]], moment: dict[int, int], joins: dict[int, set[int]], last: int) -> list[Use]:
@@ -235,7 +259,7 @@ def _stretches(graph: Graph, profile: Profile, spans: Sequence[Use], last: int) 
 def _one_after_another(uses: Sequence[Use]) -> Iterator[Use]:
     """As many uses as are certain not to be in the same window, all of the chain among them."""
     free = 0
-    for use in sorted(uses, key=lambda u: (u.by, not u.pinned)):
+    for use in sorted(uses, key=lambda u: (u.by, -u.after, not u.pinned)):
         if use.after >= free:
             yield use
             free = use.by

@@ -1,32 +1,39 @@
 """A linear relaxation of all plans: every tensor may be kept, copied and computed again in parts.
 
 Time is cut at the moments of a chain (planner.chain). Per stretch of a tensor between two uses the program chooses
-what share of it is kept, computed again, or copied in. Copies arrive in the order of their uses: of those under way
-only the link time spent ahead of need is a variable, and the bytes that this puts in memory are bounded from below by
-chords of the tensors' bytes per link second. So the program grows with the ops, not with ops times tensors.
+what share of it is kept, computed again, or copied in. Of the copies under way only their link time ahead of need is
+a variable; the bytes that this puts in memory are at least what lines through the densities of the tensors (bytes per
+link second) say. So the program grows with the ops, not with ops times tensors.
+
+Every plan gives a solution that takes no longer. A copy of what is to be used next counts between the last op that
+used the tensor and the next one; a plan that starts it earlier, while an op still reads an older copy, could as well
+keep that one. Where bytes lie does not count, nor do slowdowns, copies out, and what computing again needs in memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.chain import Chain, Stretch, follow
+from planner.chain import Chain, Stretch, exclusions, follow
 from planner.graph import Graph
 from planner.linear import Program
 from planner.profile import Profile
+from planner.rooms import largest_sum, parted_at, room_beside
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MOST_MOMENTS: Final = 2000
-CHORDS: Final = 4
-"""Tangents to the bytes that copies ahead of need take in memory."""
-PAGE_BYTES: Final = 4096
-"""Most tensors are so many times as large as this that their sums can be enumerated."""
-MOST_SUMS: Final = 1 << 20
+MOST_OPS: Final = 200
+"""Of a longer chain only some ops count; that costs less than a thousandth of the bound."""
+MANY_LOOSE: Final = 0.2
+"""Share of the time of ops beside the chain above which another chain is worth trying."""
+DENSITIES: Final = 4
+"""How many lines bound the bytes in memory of what is copied ahead of need."""
+MOST_BETWEEN: Final = 10
+"""Terms, per stretch, that are spent on copies that must lie between two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +46,32 @@ class Relaxed:
     """Share of each parameter and state that it keeps in memory from the start to its first use."""
 
 
-def relax(graph: Graph, profile: Profile, partition_bytes: int, workspace_bytes: int) -> Relaxed | None:
+def relax(
+    graph: Graph, profile: Profile, partition_bytes: int, workspace_bytes: int, most_ops: int = MOST_OPS
+) -> Relaxed | None:
     """Solve the relaxation; None where it has no solution (then no plan has) or the solver finds none."""
-    chain = follow(graph, profile, MOST_MOMENTS)
     memory = partition_bytes + workspace_bytes
     inputs = sum(t.nbytes for t in graph.tensors if t.kind == "input")
     resident_bytes = min(partition_bytes, memory - inputs)
-    if resident_bytes < 0 or max(chain.needed_bytes) > memory:
+    chains = [follow(graph, profile, most_ops)]
+    if sum(op_s for _, _, op_s in chains[0].loose) > MANY_LOOSE * profile.compute_s:
+        chains.append(follow(graph, profile, most_ops, latest=False))
+    apart = list(exclusions(graph, profile, memory))
+    solved = [_relax(chain, apart, memory, resident_bytes) for chain in chains]
+    return max((r for r in solved if r is not None), key=lambda r: r.latency_s, default=None)
+
+
+def _relax(
+    chain: Chain, apart: Sequence[tuple[float, set[int]]], memory_bytes: int, resident_bytes: int
+) -> Relaxed | None:
+    if resident_bytes < 0 or max(chain.needed_bytes) > memory_bytes:
         return None
-    rooms = room_beside(chain, memory)
+    rooms = room_beside(chain, memory_bytes)
     stored = [s.nbytes for s in chain.stretches if s.first]
-    solved = _Relaxation(chain, rooms, largest_sum(stored, resident_bytes), memory).program.solve()
+    relaxation = _Relaxation(chain, rooms, largest_sum(stored, resident_bytes), memory_bytes)
+    for ops_s, tensors in apart:
+        relaxation.keep_apart(ops_s, tensors)
+    solved = relaxation.program.solve()
     if solved is None:
         return None
     latency_s, values = solved
@@ -68,16 +90,19 @@ class _Relaxation:
         self._share = _column(stretches, "nbytes") / max(memory_bytes, 1)
         self._until = _column(stretches, "until").astype(np.int64)
         self._kept_from = np.maximum(_column(stretches, "kept_from").astype(np.int64), 1)
-        parted = [_parted_at(s, rooms) for s in stretches]
-        self._parted = np.array([at is not None for at in parted])
+        parted = [parted_at(s, rooms) for s in stretches]
+        cannot_stay = [at is not None and at >= s.kept_from for s, at in zip(stretches, parted, strict=True)]
         self._arrives_from = np.array(
             [max(s.arrives_from, at + 1 if at is not None else 0) for s, at in zip(stretches, parted, strict=True)],
             dtype=np.int64,
         )
         self._due = _column(stretches, "due").astype(np.int64)
+        self._again_s = np.array([s.again_s or 0.0 for s in stretches])
         self._most_s = sum(chain.op_s) + sum(s for _, _, s in chain.loose) + float(self._copy_s.sum())
         p = self.program = Program(self._most_s)
-        self._kept = p.variables(len(stretches), 0, 1 - self._parted)  # the first, so that they are found again
+        self._kept = p.variables(
+            len(stretches), 0, 1 - np.array(cannot_stay, dtype=np.float64)
+        )  # the first, so that they are found again
         self._again = self._shares_again()
         self._wait_s = p.variables(last, 0, self._most_s, cost=1)  # of window i, beyond its ops
         self._ahead_s = self._spent_ahead()
@@ -85,8 +110,8 @@ class _Relaxation:
         self._residents(resident_bytes / max(memory_bytes, 1))
         self._link()
         self._memory_rows()
-        self._compute_again()
-        self._loose_ops()
+        self._between()
+        self._loose_ops(self._compute_again())
 
     def _shares_again(self) -> Ints:
         """Shares that are computed again; those that cannot be have a variable that is zero."""
@@ -148,11 +173,11 @@ class _Relaxation:
         plain = p.at_most(self._room)
         p.put(plain, kept, 1)
         density = self._share / self._copy_s
-        for chord in _chords(density, self._copy_s):
-            light = self._copied_over(np.maximum(chord - density, 0) * self._copy_s)
+        for dense in _densities(density, self._copy_s):
+            light = self._copied_over(np.maximum(dense - density, 0) * self._copy_s)
             rows = p.at_most(self._room)
             p.put(rows, kept, 1)
-            p.put(rows, self._ahead_s[1:], chord)
+            p.put(rows, self._ahead_s[1:], dense)
             p.put(rows, light, -1)
         rows = p.at_most(np.zeros(len(self._room)))
         p.put(rows, self._ahead_s[1:], 1)
@@ -184,22 +209,71 @@ class _Relaxation:
         self._put_copied(rows[self._until[ends]], ends, weight[ends])
         return sums
 
-    def _compute_again(self) -> None:
-        """Waits are long enough for what is computed again between two uses."""
-        p, chain = self.program, self._chain
-        some = np.array([i for i, s in enumerate(chain.stretches) if s.again_s], dtype=np.int64)
-        if not len(some):
+    def _between(self) -> None:
+        """What can neither be copied or computed again before some moment nor after another fits between the two."""
+        p, chain, since = self.program, self._chain, self._arrives_from - 1
+        pairs = {(a, d) for a, d in zip(since.tolist(), self._due.tolist(), strict=True) if a > 0}
+        if not pairs:
             return
-        again_s = np.array([s.again_s or 0.0 for s in chain.stretches])
+        waited = p.variables(chain.moments + 1, 0, np.array([0.0, *[self._most_s * chain.moments] * chain.moments]))
+        rows = p.equal(np.zeros(chain.moments))
+        p.put(rows, waited[1:], 1)
+        p.put(rows, waited[:-1], -1)
+        p.put(rows, self._wait_s, -1)
+        passed_s = np.cumsum(chain.op_s)
+        left = MOST_BETWEEN * len(since)
+        for a, d in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair)):
+            inside = np.flatnonzero((since >= a) & (self._due <= d))
+            left -= len(inside)
+            if left < 0:
+                return
+            ops_s = passed_s[d] - passed_s[a] - chain.last_s[d]
+            row = self._wait_between(waited, a, d, ops_s)
+            self._put_copied(np.repeat(row, len(inside)), inside, self._copy_s[inside])
+            again = inside[self._again_s[inside] > 0]
+            row = self._wait_between(waited, a, d, 0.0)
+            p.put(np.repeat(row, len(again)), self._again[again], self._again_s[again])
+            for i in again[(since[again] == a) & (self._due[again] == d)].tolist():  # one of both, not half of each
+                row = self._wait_between(waited, a, d, 0.0)
+                self._put_copied(row, np.array([i]), np.maximum(self._copy_s[[i]] - ops_s, 0.0))
+                p.put(row, self._again[[i]], self._again_s[i])
+
+    def keep_apart(self, ops_s: float, tensors: Collection[int]) -> None:
+        """First copies of these tensors take their time beside these ops, one after the other."""
+        copied = np.array(
+            [i for i, s in enumerate(self._chain.stretches) if s.first and s.tensor in tensors], dtype=np.int64
+        )
+        row = self.program.at_most(np.array([sum(self._chain.op_s) - ops_s]))
+        self.program.put(np.repeat(row, len(self._wait_s)), self._wait_s, -1)
+        self._put_copied(np.repeat(row, len(copied)), copied, self._copy_s[copied])
+
+    def _wait_between(self, waited: Ints, after: int, by: int, ops_s: float) -> Ints:
+        """A row: what is put into it takes no more than the waits between two moments and these ops."""
+        row = self.program.at_most(np.array([ops_s]))
+        self.program.put(row, waited[[by]], -1)
+        self.program.put(row, waited[[after]], 1)
+        return row
+
+    def _compute_again(self) -> Ints | None:
+        """What is computed again between two uses takes its time; per window, a variable says how much of it."""
+        p, chain = self.program, self._chain
+        some = np.flatnonzero(self._again_s)
+        if not len(some):
+            return None
+        spent = p.variables(chain.moments, 0, self._most_s)
         ahead = p.variables(chain.moments + 1, 0, np.array([0.0, *[self._most_s] * chain.moments]))
         rows = p.at_most(np.zeros(chain.moments))  # what is done by a moment, less what is due
         p.put(rows, ahead[1:], 1)
         p.put(rows, ahead[:-1], -1)
+        p.put(rows, spent, -1)
+        p.put(rows[self._due[some] - 1], self._again[some], self._again_s[some])
+        rows = p.at_most(np.zeros(chain.moments))
+        p.put(rows, spent, 1)
         p.put(rows, self._wait_s, -1)
-        p.put(rows[self._due[some] - 1], self._again[some], again_s[some])
+        return spent
 
-    def _loose_ops(self) -> None:
-        """All ops that certainly run before a moment, or after it, take their time."""
+    def _loose_ops(self, again: Ints | None) -> None:
+        """All ops that certainly run before a moment, or after it, take their time beside what is computed again."""
         chain, p = self._chain, self.program
         if not chain.loose:
             return
@@ -212,6 +286,8 @@ class _Relaxation:
         p.put(rows, passed, 1)
         p.put(rows[1:], passed[:-1], -1)
         p.put(rows, self._wait_s, -1)
+        if again is not None:
+            p.put(rows, again, 1)
         p.put(p.at_most(-before[1:]), passed, -1)
         rows = p.at_most(-behind[:-1])
         p.put(rows, np.repeat(passed[-1], len(rows)), -1)
@@ -222,62 +298,11 @@ def _column(stretches: Sequence[Stretch], name: str) -> Floats:
     return np.array([getattr(s, name) for s in stretches], dtype=np.float64)
 
 
-def _chords(density: Floats, copy_s: Floats) -> Floats:
+def _densities(density: Floats, copy_s: Floats) -> Floats:
     """Some densities, from least to most, between which there is about as much to copy."""
     if not len(density):
         return density
     order = np.argsort(density)
     passed = np.cumsum(copy_s[order]) / copy_s.sum()
-    at = np.searchsorted(passed, np.arange(CHORDS) / CHORDS).clip(max=len(order) - 1)
+    at = np.searchsorted(passed, np.arange(DENSITIES) / DENSITIES).clip(max=len(order) - 1)
     return np.unique([*density[order][at], density.max()])
-
-
-def _parted_at(stretch: Stretch, rooms: Sequence[int]) -> int | None:
-    """The last moment of a stretch at which its tensor cannot be in memory; a copy reserves its bytes at the start."""
-    since = max(min(stretch.kept_from, stretch.arrives_from), 1)
-    return next((i for i in range(stretch.until, since - 1, -1) if rooms[i] < stretch.nbytes), None)
-
-
-def room_beside(chain: Chain, memory_bytes: int) -> list[int]:
-    """Most bytes, per moment, of whole tensors that are still to be used and lie in memory beside what is needed."""
-    rooms = [memory_bytes - n for n in chain.needed_bytes]
-    still = _Sums(memory_bytes)
-    by_last = sorted(chain.stretches, key=lambda s: s.until)
-    seen: set[int] = set()
-    for i in range(chain.moments, -1, -1):
-        while by_last and by_last[-1].until >= i:
-            stretch = by_last.pop()
-            if stretch.tensor not in seen:
-                seen.add(stretch.tensor)
-                still.add(stretch.nbytes)
-        rooms[i] = still.largest(rooms[i])
-    return rooms
-
-
-def largest_sum(sizes: Sequence[int], limit: int) -> int:
-    """At least the largest sum of some of the sizes that is at most `limit`."""
-    sums = _Sums(limit)
-    for nbytes in sizes:
-        sums.add(nbytes)
-    return sums.largest(limit)
-
-
-class _Sums:
-    """All sums of some sizes: bit s of an integer stands for s pages. Odd sizes may fill any gap."""
-
-    def __init__(self, limit: int) -> None:
-        self._mask = (1 << (limit // PAGE_BYTES + 1)) - 1 if limit // PAGE_BYTES < MOST_SUMS else 0
-        self._reached = 1
-        self._odd = 0
-
-    def add(self, nbytes: int) -> None:
-        if nbytes % PAGE_BYTES or not self._mask:
-            self._odd += nbytes
-        else:
-            self._reached |= self._reached << nbytes // PAGE_BYTES & self._mask
-
-    def largest(self, limit: int) -> int:
-        if limit < 0:
-            return limit
-        within = self._reached & ((1 << (limit // PAGE_BYTES + 1)) - 1)
-        return min(limit, (within.bit_length() - 1) * PAGE_BYTES + self._odd)
