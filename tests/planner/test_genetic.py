@@ -21,7 +21,8 @@ from planner.profile import Profile
 from planner.schedules import cross_schedules, is_schedule, mutate_schedule, precedence, random_schedule
 from planner.search import search
 from planner.searchers.genetic import SERIAL, Candidate, Genetic
-from planner.serial import least_bytes
+from planner.sequence import write as write_sequence
+from planner.serial import lay_out_serial, least_bytes, serial
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
@@ -254,6 +255,16 @@ def test_the_leanest_cls_needs_least_memory(seed: int) -> None:
         return int(space.least(cls) @ object_bytes(sizes, cls))
 
     assert needed(tuple(space.leanest.tolist())) == min(map(needed, valid_classes(len(sizes.nbytes))))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_the_serial_plan_is_laid_out_in_the_least_memory(seed: int) -> None:
+    graph, profile, _ = random_case(seed)
+    actions = serial(graph)
+    placed = lay_out_serial(graph, actions)
+    assert placed.peak_bytes <= least_bytes(graph)
+    check(graph, profile, write_sequence(graph, profile, least_bytes(graph), actions, (), placed))
 
 
 def problem_of(memory_bytes: int) -> Problem:
