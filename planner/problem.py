@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
+from planner.bound import latency_bound
 from planner.graph import Graph
 from planner.plan import Placement
 from planner.profile import Profile
@@ -33,6 +35,11 @@ class Problem:
     @property
     def memory_bytes(self) -> int:
         return self.partition_bytes + self.workspace_bytes
+
+    @cached_property
+    def bound_s(self) -> float:
+        """Latency below which no plan's can be. Takes a fraction of a second, once."""
+        return latency_bound(self.graph, self.profile, self.partition_bytes, self.workspace_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from planner.bound import latency_bound
 from planner.check import check
 from planner.errors import FingerprintMismatch
 from planner.plan import Plan, Provenance
@@ -20,7 +19,7 @@ from planner.searcher import AnySearcher
 from planner.simulate import simulate
 
 Progress = Callable[[int, float, float], None]
-"""Told the evaluations so far, the best latency and its lower bound."""
+"""Told the evaluations so far, the best latency and its lower bound (with the first plan, only a quick one)."""
 
 
 def search(
@@ -43,7 +42,6 @@ def search(
     started = time.monotonic()
     limit = limit if limit is not None else Limit()
     state = maker(searcher)(problem, seed)
-    bound_s = latency_bound(graph, profile, problem.partition_bytes, problem.workspace_bytes)
     limited = limit.evaluations is not None or limit.seconds is not None
     shortlist = Shortlist()
     with _Judges(searcher, problem, seed, processes, state) as judges:
@@ -58,6 +56,7 @@ def search(
             state.tell(candidates, costs)
             shortlist.add(candidates, costs)
             if on_progress is not None:
+                bound_s = problem.bound_s if shortlist.evaluations > len(costs) else profile.compute_s
                 on_progress(shortlist.evaluations, shortlist.least_s, bound_s)
             if _late(started, limit):
                 break
@@ -75,7 +74,7 @@ def search(
             period_s=timeline.period_s or 0.0,
             baseline_s=shortlist.first_s,
             resident_s=profile.compute_s,
-            bound_s=bound_s,
+            bound_s=problem.bound_s,
         ),
     )
     check(graph, profile, plan)

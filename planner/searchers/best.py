@@ -7,10 +7,8 @@ worse than any of them at that effort, and then goes on with ours. A partition b
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final
 
-from planner.bound import latency_bound
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.plan import Plan
 from planner.problem import Cost, Problem
@@ -80,7 +78,7 @@ class Best:
     def _ask(self) -> Iterator[Sequence[Candidate]]:
         for i in range(len(self._names)):
             yield from self._turn(i, self._member(i).evaluations)
-            if self._least_s <= self._bound_s * (1 + AT_BOUND):
+            if self._least_s <= self.problem.bound_s * (1 + AT_BOUND):
                 return
         self._has_done_enough = True
         yield from self._turn(0, None)
@@ -99,8 +97,3 @@ class Best:
         if i not in self._members:
             self._members[i] = maker(self._names[i])(self.problem, self._seed)
         return self._members[i]
-
-    @cached_property
-    def _bound_s(self) -> float:
-        problem = self.problem
-        return latency_bound(problem.graph, problem.profile, problem.partition_bytes, problem.workspace_bytes)
