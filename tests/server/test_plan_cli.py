@@ -9,7 +9,7 @@ from msgspec.structs import replace
 import planner.graph
 import planner.plan
 import planner.profile
-from planner import search as search_module
+from planner import registry
 from planner.check import check
 from planner.errors import UnsupportedProblem
 from server.cli import main
@@ -198,7 +198,7 @@ def test_compare_shows_every_searcher_and_hides_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     homes = {"best": "streaming.Streaming", "on_demand": "on_demand.OnDemand", "missing": "nowhere.Nothing"}
-    monkeypatch.setattr(search_module, "_HOMES", homes)
+    monkeypatch.setattr(registry, "_HOMES", homes)
     for module in ("server.plans.comparing", "server.plans.making"):
         monkeypatch.setattr(f"{module}.SEARCHERS", tuple(homes))
     assert main(["compare-plans", *PAIR, "--memory", "48KiB", "--evaluations", "2", "--output", "kept"]) == 1
@@ -290,7 +290,7 @@ def test_numbers_are_written_for_people() -> None:
 
 
 def test_help_names_every_searcher(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ", ".join(search_module.SEARCHERS) == SEARCHER_NAMES
+    assert ", ".join(registry.SEARCHERS) == SEARCHER_NAMES
     for command in ("plan", "show", "compare-plans"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
