@@ -250,7 +250,7 @@ def test_no_search_is_faster(seed: int) -> None:
         Problem(graph, profile, partition, workspace, overlay=True),
         Problem(graph, profile, flat, overlay=True),
     ):
-        plan = search(problem, limit=Limit(evaluations=40))
+        plan = search(problem, "streaming", limit=Limit(evaluations=40))
         least_s = latency_bound(graph, profile, problem.partition_bytes, problem.workspace_bytes)
         assert least_s <= simulate(graph, plan, profile).latency_s
 
