@@ -27,6 +27,8 @@ SHARES: Final = (1.0, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the schedule assumes to have; the rest is for fragmentation."""
 FITTING: Final = 3
 """Shares to judge: the largest whose tensors can be placed. Placing takes most of the time."""
+UNTIMED: Final = (0.95, 0.9, 0.8, 0.7, 0.5)
+"""The same for schedules of which only the decisions count: what they leave is for transfers that come early."""
 BEST: Final = 2
 """Candidates of the paper's own way that other ways are tried with."""
 
@@ -72,7 +74,7 @@ class Interval:
             )
         require(problem)
         self.problem = problem
-        self.evaluations = 2 * FITTING + 1 + BEST * len(WAYS)
+        self.evaluations = FITTING + len(UNTIMED) + 1 + BEST * len(WAYS)
         self._gaps = Gaps(problem.graph)
         self._axis = cache(self._scheduled)
         self._plan = cache(self._make)
@@ -102,7 +104,7 @@ class Interval:
         fitting = (c for share in SHARES if self._plan(c := Candidate(Schedule(share))) is not None)
         first = next(fitting, Candidate(None))
         yield (first,)
-        untimed = [Candidate(Schedule(share), timed=False) for share in SHARES[:FITTING]]
+        untimed = [Candidate(Schedule(share), timed=False) for share in UNTIMED]
         others = [*islice(fitting, FITTING - 1), *untimed]
         yield [c for c in (*others, Candidate(None)) if c != first]
         best = sorted((c for c in self._latency_s if c.schedule is not None), key=lambda c: self._latency_s[c])
