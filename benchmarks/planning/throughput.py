@@ -1,0 +1,90 @@
+"""Training steps in a GPU that is too small: throughput relative to infinite memory, searcher by searcher.
+
+    python -m benchmarks.planning.throughput --record
+
+SwapAdvisor's Figures 6 and 7, and the comparisons of HOME and of Beaumont et al., in kind: simulated steps of graphs
+captured with AOTAutograd, weights updated in place, on a V100 behind PCIe 3.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.planning.cache import DEFAULT_CACHE
+from benchmarks.planning.profiles import v100_pcie3
+from benchmarks.planning.training import TRAININGS, peak_bytes, training_graph
+from benchmarks.record import markdown_table, record
+from planner.errors import CohabitError
+from planner.problem import Limit, Problem
+from planner.registry import SEARCHERS
+from planner.search import search
+
+GB = 10**9
+NETWORKS = ("wresnet152_4", "inception_4", "rnn_8_2k", "brnn_4_2k")
+
+
+def run(network: str, memory_gb: float, searcher: str, seconds: float, cache: Path | None) -> str:
+    """Resident time over the period of steps run back to back; the refusal's first words if there is no plan."""
+    graph, work = training_graph(network, None, cache)
+    problem = Problem(graph, v100_pcie3(graph, work), int(memory_gb * GB), overlay=True)
+    started = time.monotonic()
+    try:
+        plan = search(problem, searcher, limit=Limit(seconds=seconds))
+    except CohabitError as refusal:
+        return type(refusal).__name__
+    assert plan.provenance is not None
+    share = plan.provenance.resident_s / plan.provenance.period_s
+    return f"{share:.1%} ({time.monotonic() - started:.0f} s)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.throughput", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=40.0, help="search time per plan (default: %(default)s)")
+    parser.add_argument("--memory", type=float, nargs="+", default=[16.0], help="GB (default: %(default)s)")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(TRAININGS))
+    parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
+    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
+    parser.add_argument("--record", action="store_true", help="write docs/results/planner-training.md")
+    options = parser.parse_args(argv)
+    console = Console(stderr=True)
+    needs = {n: peak_bytes(training_graph(n, None, options.cache).graph) for n in track(
+        options.networks, "capturing", console=console)}  # fmt: skip
+    searchers = [s for s in SEARCHERS if s not in ("best", "streaming")]
+    jobs = [
+        (n, m, s, options.seconds, options.cache)
+        for n in options.networks
+        for m in options.memory
+        for s in searchers
+    ]
+    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        futures = [pool.submit(run, *job) for job in jobs]
+        results = [f.result() for f in track(futures, "planning", console=console)]
+    found = dict(zip(cases, results, strict=True))
+    rows = [
+        [f"{n}, {needs[n] / GB:.0f} GB in {m:g} GB", *(found[n, m, s] for s in searchers)]
+        for n in options.networks
+        for m in options.memory
+    ]
+    table = markdown_table(["network, needs in memory", *searchers], rows)
+    print(table)
+    if options.record:
+        record("planner-training", "Training in too little memory", "benchmarks.planning.throughput", [
+            "Throughput of steps run back to back relative to infinite memory, simulated on `v100_pcie3` (unscaled"
+            " roofline), and how long the search took. Weights are state: an update changes them in place, and they are"
+            " swapped out again unless they stay. The updates of SGD are part of the step; dropout and running"
+            f" statistics are not. Each search may take {options.seconds:g} s, one candidate more where that is longer."
+            " A share far below the others' is the serial plan, which every searcher falls back on.\n",
+            table,
+        ])  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
