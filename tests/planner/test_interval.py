@@ -360,7 +360,7 @@ def test_recomputation_that_would_push_a_transfer_into_another_jobs_is_refused()
 
 def test_schedule_is_outdated_when_the_latencies_have_drifted() -> None:
     planned = (1.0, 2.0, 3.0)
-    newest = planned
+    newest: tuple[float, ...] = planned
     rounds = 0
     while not outdated(planned, newest, threshold=0.2):
         newest = corrected(newest, (2.0, 2.0, 5.0), weight=0.25)
