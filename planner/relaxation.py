@@ -12,6 +12,7 @@ keep that one. Where bytes lie does not count, nor do slowdowns, copies out, and
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -46,6 +47,7 @@ class Relaxed:
     """Share of each parameter and state that it keeps in memory from the start to its first use."""
 
 
+@lru_cache(maxsize=4)  # a search asks twice: for its bound and for where to begin
 def relax(
     graph: Graph, profile: Profile, partition_bytes: int, workspace_bytes: int, most_ops: int = MOST_OPS
 ) -> Relaxed | None:

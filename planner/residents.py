@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from planner.workload import Workload
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Choice = tuple[int, ...]
 
@@ -79,6 +80,11 @@ def paced(work: Workload, pages: int) -> Choice:
             low = middle
     late = _late(work, high)
     return fill(work, late if size[list(late)].sum() <= pages else (), pages)
+
+
+def by_share(work: Workload, shares: Floats, pages: int) -> Choice:
+    """Those of which a relaxation keeps the largest shares."""
+    return _take(work, (), np.argsort(-shares, kind="stable"), pages)
 
 
 def fill(work: Workload, residents: Choice, pages: int) -> Choice:

@@ -57,12 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     needs = {n: peak_bytes(training_graph(n, None, options.cache).graph) for n in track(
         options.networks, "capturing", console=console)}  # fmt: skip
     searchers = [s for s in SEARCHERS if s not in ("best", "streaming")]
-    jobs = [
-        (n, m, s, options.seconds, options.cache)
-        for n in options.networks
-        for m in options.memory
-        for s in searchers
-    ]
+    cases = [(n, m, s) for n in options.networks for m in options.memory for s in searchers]
+    jobs = [(*case, options.seconds, options.cache) for case in cases]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         futures = [pool.submit(run, *job) for job in jobs]
         results = [f.result() for f in track(futures, "planning", console=console)]

@@ -22,7 +22,8 @@ from planner.order import orders, reordered
 from planner.plan import Compute, Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
-from planner.residents import guesses
+from planner.relaxation import relax
+from planner.residents import by_share, capacities, guesses
 from planner.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, play
 from planner.workload import Workload
 
@@ -69,7 +70,7 @@ class Streaming:
             )
         self.problem = problem
         self.views = _views(problem)
-        self.evaluations = len(self._starts) + ROUNDS * CHAINS
+        self.evaluations = 2 * len(self._starts) + ROUNDS * CHAINS
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._judged: list[tuple[float, Candidate]] = []
@@ -109,6 +110,7 @@ class Streaming:
     def _ask(self) -> Iterator[Sequence[Candidate]]:
         yield self._starts[:1]
         yield self._starts[1:]
+        yield list(self._relaxed())
         chains = self._best(CHAINS)
         chains += [chains[0]] * (CHAINS - len(chains))
         heats = [HEAT * (1 - i / ROUNDS) for i in range(ROUNDS)]
@@ -125,24 +127,40 @@ class Streaming:
     def _starts(self) -> list[Candidate]:
         return list(dict.fromkeys(c for i in range(len(self.views)) for c in self._guesses(i)))
 
+    def _relaxed(self) -> Iterator[Candidate]:
+        """Residents as the linear relaxation would have them, rounded."""
+        problem = self.problem
+        relaxed = relax(problem.graph, problem.profile, problem.partition_bytes, problem.workspace_bytes)
+        if relaxed is None or problem.residents is not None:
+            return
+        for i, view in enumerate(self.views):
+            shares = np.array([relaxed.resident.get(t, 0.0) for t in view.work.parameters])
+            for pages in capacities(view.work):
+                yield from self._ways(i, by_share(view.work, shares, pages))
+
     def _guesses(self, order: int) -> Iterator[Candidate]:
-        """Quick guesses; without reuse of parameters, holding them or not is the same."""
+        """Quick guesses."""
         work = self.views[order].work
-        longest_s = float(work.arrays.swap_s.max(initial=0.0))
-        spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
         if self.problem.residents is not None:
             home = work.homes(self.problem.residents)
             sets: list[tuple[int, ...]] = [tuple(np.flatnonzero(home != NOWHERE).tolist())]
         else:
             sets = list(guesses(work))
         for residents in sets:
-            for kept in (RELEASED, KEPT):
-                fate = np.full(len(work.parameters), STREAMED, np.int8)
-                fate[list(residents)] = kept
-                for seconds in spans:
-                    hold = holds_up_to(work.arrays, seconds).tobytes()
-                    for fit in range(FITS):
-                        yield Candidate(order, fate.tobytes(), hold, fit)
+            yield from self._ways(order, residents)
+
+    def _ways(self, order: int, residents: Sequence[int]) -> Iterator[Candidate]:
+        """Candidates with these residents; without reuse of parameters, holding them or not is the same."""
+        work = self.views[order].work
+        longest_s = float(work.arrays.swap_s.max(initial=0.0))
+        spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
+        for kept in (RELEASED, KEPT):
+            fate = np.full(len(work.parameters), STREAMED, np.int8)
+            fate[list(residents)] = kept
+            for seconds in spans:
+                hold = holds_up_to(work.arrays, seconds).tobytes()
+                for fit in range(FITS):
+                    yield Candidate(order, fate.tobytes(), hold, fit)
 
     def _walk(self, start: Candidate, heat: float) -> Candidate:
         """The candidate that is the best of a walk from this one's decisions."""
