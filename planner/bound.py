@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.chain import predecessors
 from planner.graph import Graph
+from planner.order import predecessors
 from planner.profile import Link, Profile
 from planner.relaxation import relax
 

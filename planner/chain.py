@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from planner.graph import Graph
+from planner.order import predecessors
 from planner.profile import Profile
 
 STEEPNESS: Final = 4
@@ -154,27 +155,6 @@ def _add_joins(graph: Graph, joins: dict[int, set[int]], stretches: Sequence[Str
 def _needed_bytes(graph: Graph, op: int, without: Collection[int] = ()) -> int:
     touched = {*graph.ops[op].reads, *graph.ops[op].writes}.difference(without)
     return graph.ops[op].scratch_bytes + sum(graph.tensors[t].nbytes for t in touched)
-
-
-def predecessors(graph: Graph) -> list[set[int]]:
-    """The ops that each op directly follows in every plan: they write what it reads, or one of both changes it."""
-    writer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
-    changed = {t for op in graph.ops for t in op.mutates}
-    last_change: dict[int, int] = {}
-    users: dict[int, list[int]] = {}  # of tensors that are changed, since their last change
-    found = []
-    for k, op in enumerate(graph.ops):
-        before = {writer[t] for t in op.reads if t in writer}
-        for t in changed.intersection(op.reads):
-            if t in last_change:
-                before.add(last_change[t])
-            if t in op.mutates:
-                before.update(users.pop(t, ()))
-                last_change[t] = k
-            else:
-                users.setdefault(t, []).append(k)
-        found.append(before)
-    return found
 
 
 def _longest(graph: Graph, before: Sequence[set[int]], later: int) -> list[int]:

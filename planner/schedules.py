@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from planner.compiled import compiled
 from planner.graph import Graph
+from planner.order import predecessors
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -27,32 +28,15 @@ class Precedence:
 
 def precedence(graph: Graph) -> Precedence:
     """Which ops must run before which others."""
-    after: list[set[int]] = [set() for _ in graph.ops]
-    changed = {t for op in graph.ops for t in op.mutates}
-    producer: dict[int, int] = {}
-    users: dict[int, list[int]] = {}  # since a tensor was changed last, that change included
-    for k, op in enumerate(graph.ops):
-        for t in op.reads:
-            if t in producer:
-                after[producer[t]].add(k)
-        for t in (*op.reads, *op.writes):
-            if t not in changed:
-                continue
-            earlier = users.setdefault(t, [])
-            if t in op.mutates:
-                for j in earlier:
-                    after[j].add(k)
-                users[t] = [k]
-            else:
-                if earlier and t in graph.ops[earlier[0]].mutates:
-                    after[earlier[0]].add(k)
-                earlier.append(k)
-        producer.update(dict.fromkeys(op.writes, k))
-    before = np.zeros(len(graph.ops), np.int64)
-    for ops in after:
-        before[list(ops)] += 1
+    earlier = predecessors(graph)
+    after: list[list[int]] = [[] for _ in graph.ops]
+    for k, needed in enumerate(earlier):
+        for j in needed:
+            after[j].append(k)
     return Precedence(
-        np.cumsum([0, *map(len, after)]), np.array([k for ops in after for k in sorted(ops)], np.int64), before
+        np.cumsum([0, *map(len, after)]),
+        np.array([k for ops in after for k in ops], np.int64),
+        np.array([len(needed) for needed in earlier], np.int64),
     )
 
 

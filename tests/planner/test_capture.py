@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from benchmarks.planning.capture import Captured, Storage, Trace, captured, trace
-from benchmarks.planning.inception import inception_v4
-from benchmarks.planning.models import NETWORKS, Network, capture_inference, inference_graph, parameter_count
-from benchmarks.planning.nasnet import NasNetA
-from benchmarks.planning.profiles import RESNET152_S, cpu_file, h100_pcie5, v100_pcie3
-from benchmarks.planning.recurrent import BidirectionalLstm, Layer, Lstm
-from benchmarks.planning.training import (
+from benchmarks.planner.capture import Captured, Storage, Trace, captured, trace
+from benchmarks.planner.inception import inception_v4
+from benchmarks.planner.models import NETWORKS, Network, capture_inference, inference_graph, parameter_count
+from benchmarks.planner.nasnet import NasNetA
+from benchmarks.planner.profiles import RESNET152_S, cpu_file, h100_pcie5, v100_pcie3
+from benchmarks.planner.recurrent import BidirectionalLstm, Layer, Lstm
+from benchmarks.planner.training import (
     Classified,
     Scored,
     Training,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.minimalloc import HEIGHT, guillotine
+from benchmarks.planner.minimalloc import HEIGHT, guillotine
 from planner.errors import FormatError
 from planner.liveness import Lifespan
 from planner.minimalloc import Problem, Score, read, score, write

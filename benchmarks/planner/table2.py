@@ -1,6 +1,6 @@
 """SwapAdvisor's serving results (Table 2; thesis, Table 5.2) replanned: ResNet-152 on a V100 behind PCIe 3.
 
-    python -m benchmarks.planning.table2 --record
+    python -m benchmarks.planner.table2 --record
 
 simulates `best` with the paper's memories and batches. Op times are a roofline scaled to the paper's resident times.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.planning.cache import DEFAULT_CACHE
-from benchmarks.planning.models import inference_graph
-from benchmarks.planning.profiles import RESNET152_S, v100_pcie3
+from benchmarks.planner.cache import DEFAULT_CACHE
+from benchmarks.planner.models import inference_graph
+from benchmarks.planner.profiles import RESNET152_S, v100_pcie3
 from benchmarks.record import markdown_table, record
 from planner.errors import InfeasibleBudget
 from planner.problem import Limit, Problem
@@ -88,7 +88,7 @@ def cell(memory_mb: int, batch: int, seconds: float, cache: Path | None) -> tupl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.table2", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.table2", description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="search time per plan (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="write docs/results/planner-table2.md")
@@ -102,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         record(
             "planner-table2",
             "ResNet-152 in little memory: SwapAdvisor's Table 2, replanned",
-            "benchmarks.planning.table2",
+            "benchmarks.planner.table2",
             [
-                "Simulated on `v100_pcie3` (see `benchmarks/planning/profiles.py`): a roofline scaled to the paper's"
+                "Simulated on `v100_pcie3` (see `benchmarks/planner/profiles.py`): a roofline scaled to the paper's"
                 " resident times (17, 40, 67, 121 ms), 12 GB/s, 10 us per transfer. A budget holds parameters and"
                 " activations of one model; scratch is not known and counts as none. MB are 10^6 bytes. An overhead of"
                 f" less than 0.05 % counts as none. {options.seconds:g} s per plan, one process.\n",

@@ -1,6 +1,6 @@
 """What SwapAdvisor's two searches and its restricted space are worth (its Figures 9 and 10), and how they converge.
 
-python -m benchmarks.planning.ablation --record
+python -m benchmarks.planner.ablation --record
 """
 
 import argparse
@@ -15,10 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.planning.cache import DEFAULT_CACHE
-from benchmarks.planning.models import inference_graph
-from benchmarks.planning.profiles import v100_pcie3
-from benchmarks.planning.training import TRAININGS, training_graph
+from benchmarks.planner.cache import DEFAULT_CACHE
+from benchmarks.planner.models import inference_graph
+from benchmarks.planner.profiles import v100_pcie3
+from benchmarks.planner.training import TRAININGS, training_graph
 from benchmarks.record import RESULTS, markdown_table, record
 from planner.problem import Problem
 from planner.searchers.genetic import Genetic
@@ -80,7 +80,7 @@ def draw(courses: dict[tuple[str, str], Course], names: Sequence[str], path: Pat
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.ablation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.ablation", description=__doc__)
     parser.add_argument("--seconds", type=float, default=30.0, help="time per search (default: %(default)s)")
     parser.add_argument("--population", type=int, default=32, help="(default: %(default)s; the paper has 144)")
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.record:
         draw(courses, list(problems), RESULTS / "planner-ablation.png")
         text = ", ".join(f"{n} in {m / 2**20:.0f} MiB" for n, m in memories.items())
-        record("planner-ablation", "SwapAdvisor's search, taken apart", "benchmarks.planning.ablation", [
+        record("planner-ablation", "SwapAdvisor's search, taken apart", "benchmarks.planner.ablation", [
             f"{text}, on `v100_pcie3`; population {options.population}, {options.seconds:g} s each, one process. Mean"
             " and worst are of the last living population, members that do not fit left out.\n",
             table,

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.planning.capture import Captured
+from benchmarks.planner.capture import Captured
 
 ROOT = Path(__file__).parent.parent.parent
 _OURS = ("capture", "inception", "models", "nasnet", "recurrent", "training")
-_SOURCES = (*(f"benchmarks/planning/{name}.py" for name in _OURS), "runtime/rewrite.py", "runtime/weights.py")
+_SOURCES = (*(f"benchmarks/planner/{name}.py" for name in _OURS), "runtime/rewrite.py", "runtime/weights.py")
 """What decides how a captured graph looks."""
 DEFAULT_CACHE = Path.home() / ".cache" / "cohabit" / "benchmarks"
 

@@ -1,6 +1,6 @@
 """How close placement comes to the bound: on CSV files in MiniMalloc's format, and on packings known to be perfect.
 
-    python -m benchmarks.planning.minimalloc [FOLDER] [--nodes N]
+    python -m benchmarks.planner.minimalloc [FOLDER] [--nodes N] [--record]
 
 FOLDER has CSV files, such as `benchmarks/challenging` of github.com/google/minimalloc, whose names end in the capacity
 that is known to do. The generated instances are rectangles cut into blocks by random straight cuts: all of the
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.record import markdown_table
+from benchmarks.record import markdown_table, record
 from planner.liveness import Lifespan
 from planner.minimalloc import read
 from planner.placement import Block, most_live_bytes, place
@@ -57,18 +57,26 @@ def row(name: str, blocks: Sequence[Block], known_bytes: int, nodes: int) -> lis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.minimalloc", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.minimalloc", description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="CSV files to place (default: generated ones only)")
     parser.add_argument(
         "--nodes", type=int, default=NODES, help="partial placements to look at (default: %(default)s)"
     )
+    parser.add_argument("--record", action="store_true", help="write docs/results/planner-minimalloc.md")
     options = parser.parse_args(argv)
     rows = [row(f"guillotine {n}, seed {s}", guillotine(n, s), HEIGHT, options.nodes) for n, s in GENERATED]
     for path in sorted(options.folder.glob("*.csv")) if options.folder is not None else []:
         capacity = path.stem.rpartition(".")[2]
         rows.append(row(path.stem, read(path).blocks, int(capacity) if capacity.isdecimal() else 0, options.nodes))
     header = ["problem", "blocks", "bound / known", "greedy / known", "searched / known", "seconds"]
-    print(markdown_table(header, rows))
+    print(table := markdown_table(header, rows))
+    if options.record:
+        record("planner-minimalloc", "Placement: MiniMalloc's problems", "benchmarks.planner.minimalloc", [
+            "Peaks by what is known to do: the cut rectangle's height for the generated packings, the capacity in the"
+            " file's name for CSV files (github.com/google/minimalloc, `benchmarks/challenging`). *Greedy* is what"
+            f" plans use; *searched* looks at {options.nodes} partial placements at most and stops at the capacity.\n",
+            table,
+        ])  # fmt: skip
     return 0
 
 

@@ -1,6 +1,6 @@
 """Every searcher on every network, memory and device, one model in a single budget: latency over the lower bound.
 
-python -m benchmarks.planning.searchers --record
+python -m benchmarks.planner.searchers --record
 """
 
 import argparse
@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.planning.cache import DEFAULT_CACHE
-from benchmarks.planning.models import NETWORKS, inference_graph
-from benchmarks.planning.profiles import cpu_file, h100_pcie5, v100_pcie3
+from benchmarks.planner.cache import DEFAULT_CACHE
+from benchmarks.planner.models import NETWORKS, inference_graph
+from benchmarks.planner.profiles import cpu_file, h100_pcie5, v100_pcie3
 from benchmarks.record import markdown_table, record
 from planner.errors import CohabitError
 from planner.feasible import page_aligned
@@ -83,7 +83,7 @@ def _warm(seconds: float, cache: Path | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.searchers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.searchers", description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="search time of `best` (default: %(default)s)")
     parser.add_argument(
         "--others", type=float, default=4.0, help="search time of the others (default: %(default)s)"
@@ -109,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = [_summary(cases, found), *_tables(cases, searchers, found)]
     print("\n".join(sections))
     if options.record:
-        record("planner-searchers", "Every searcher on every network", "benchmarks.planning.searchers", [
+        record("planner-searchers", "Every searcher on every network", "benchmarks.planner.searchers", [
             "Inference at batch 1 in a single budget of a share of the weights, parameters and activations together,"
-            " simulated; op times are rooflines (`benchmarks/planning/profiles.py`), scratch is not known and counts as"
+            " simulated; op times are rooflines (`benchmarks/planner/profiles.py`), scratch is not known and counts as"
             f" none. `best` may take {options.seconds:g} s, each other searcher {options.others:g} s;"
             f" {options.processes} cases run at a time. Gaps are over the lower bound; *copied* is per byte of weights."
             " An entry is `refused` where the searcher made no plan; a plan far above the rest is the serial one, which"

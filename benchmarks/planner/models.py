@@ -1,6 +1,6 @@
 """Inference graphs of the networks in the papers and of today's, lowered as the runtime lowers, without weights.
 
-    python -m benchmarks.planning.models
+    python -m benchmarks.planner.models
 
 prints them. Batch norms are folded, ReLUs and additions work in place, large layers come in slices, embedding tables
 from 1 MiB on stay on the host and their rows arrive as inputs: the rewrites are those of `runtime.rewrite`. Scratch
@@ -29,11 +29,11 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from benchmarks.planning.cache import DEFAULT_CACHE, cached
-from benchmarks.planning.capture import Captured, captured, join_weights, own_storages, trace
-from benchmarks.planning.inception import inception_v4
-from benchmarks.planning.nasnet import NasNetA
-from benchmarks.planning.recurrent import Lstm
+from benchmarks.planner.cache import DEFAULT_CACHE, cached
+from benchmarks.planner.capture import Captured, captured, join_weights, own_storages, trace
+from benchmarks.planner.inception import inception_v4
+from benchmarks.planner.nasnet import NasNetA
+from benchmarks.planner.recurrent import Lstm
 from benchmarks.record import markdown_table
 from loadgen.zoo.text import Encoder, Prefill
 from loadgen.zoo.vision import ImageClassifier
@@ -165,7 +165,7 @@ HEADER = ["network", "ops", "tensors", "parameters MiB", "activation peak MiB", 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.models", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.models", description=__doc__)
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     options = parser.parse_args(argv)
     cases = [("resnet152", b) for b in (1, 16, 32, 64)] + [(name, 1) for name in NETWORKS if name != "resnet152"]

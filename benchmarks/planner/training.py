@@ -1,6 +1,6 @@
 """Training graphs: forward, backward and update of one step, as autograd orders them.
 
-    python -m benchmarks.planning.training
+    python -m benchmarks.planner.training
 
 prints them. The networks are SwapAdvisor's (section 6.1). The joint graph of forward and backward is functional, so
 every activation is written once; a weight is state that its update (SGD: one op per weight) changes in place as soon
@@ -20,11 +20,11 @@ from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses import FakeTensorMode
 from transformers.initialization import no_init_weights
 
-from benchmarks.planning.cache import DEFAULT_CACHE, cached
-from benchmarks.planning.capture import Call, Captured, Storage, Work, captured, trace
-from benchmarks.planning.inception import inception_v4
-from benchmarks.planning.models import resnet
-from benchmarks.planning.recurrent import BidirectionalLstm, Lstm
+from benchmarks.planner.cache import DEFAULT_CACHE, cached
+from benchmarks.planner.capture import Call, Captured, Storage, Work, captured, trace
+from benchmarks.planner.inception import inception_v4
+from benchmarks.planner.models import resnet
+from benchmarks.planner.recurrent import BidirectionalLstm, Lstm
 from benchmarks.record import markdown_table
 from planner.graph import Graph, TensorKind
 from planner.liveness import peak_activation_bytes
@@ -199,7 +199,7 @@ HEADER = [
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.training", description=__doc__)
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     options = parser.parse_args(argv)
     print(markdown_table(HEADER, [row(name, options.cache) for name in TRAININGS]))

@@ -1,6 +1,6 @@
 """Training steps in a GPU that is too small: throughput relative to infinite memory, searcher by searcher.
 
-    python -m benchmarks.planning.throughput --record
+    python -m benchmarks.planner.throughput --record
 
 SwapAdvisor's Figures 6 and 7, and the comparisons of HOME and of Beaumont et al., in kind: simulated steps of graphs
 captured with AOTAutograd, weights updated in place, on a V100 behind PCIe 3.
@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.planning.cache import DEFAULT_CACHE
-from benchmarks.planning.profiles import v100_pcie3
-from benchmarks.planning.training import TRAININGS, peak_bytes, training_graph
+from benchmarks.planner.cache import DEFAULT_CACHE
+from benchmarks.planner.profiles import v100_pcie3
+from benchmarks.planner.training import TRAININGS, peak_bytes, training_graph
 from benchmarks.record import markdown_table, record
 from planner.errors import CohabitError
 from planner.problem import Limit, Problem
@@ -45,7 +45,7 @@ def run(network: str, memory_gb: float, searcher: str, seconds: float, cache: Pa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.throughput", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.throughput", description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="search time per plan (default: %(default)s)")
     parser.add_argument("--memory", type=float, nargs="+", default=[16.0], help="GB (default: %(default)s)")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(TRAININGS))
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = markdown_table(["network, needs in memory", *searchers], rows)
     print(table)
     if options.record:
-        record("planner-training", "Training in too little memory", "benchmarks.planning.throughput", [
+        record("planner-training", "Training in too little memory", "benchmarks.planner.throughput", [
             "Throughput of steps run back to back relative to infinite memory, simulated on `v100_pcie3` (unscaled"
             " roofline), and how long the search took. Weights are state: an update changes them in place, and they are"
             " swapped out again unless they stay. The updates of SGD are part of the step; dropout and running"

@@ -72,7 +72,7 @@ def seconds(call: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.speed", description=__doc__)
     parser.add_argument("--repeats", type=int, default=200, help="simulations to time (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     options = parser.parse_args(argv)
@@ -83,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     header = ["share of the weights", "partition + workspace MiB", "latency ms", "bound ms", "gap", "period ms"]
     header += ["MiB copied", "plan s", "simulate ms", "prepared us"]
     path = record(
-        "planner",
+        "planner-speed",
         "The planner: quality, and how long it takes",
-        "benchmarks.planner",
+        "benchmarks.planner.speed",
         [
             "*Simulate* takes a plan and returns a timeline with every span; *prepared* is the same evaluation inside a"
             " search, on arrays. *Plan* is one search. Memory is partition plus workspace.\n",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.planning.capture import Work
+from benchmarks.planner.capture import Work
 from planner.graph import Graph
 from planner.profile import Link, Profile
 
