@@ -1,14 +1,15 @@
 """Compiles the planner's inner loops ahead of time, for an image's build."""
 
 from planner.graph import Graph, Op, Tensor
-from planner.problem import Problem
+from planner.problem import Limit, Problem
 from planner.profile import Link, Profile
+from planner.registry import SEARCHERS
 from planner.search import search
 from planner.sizing import split_budget
 
 
 def warm() -> None:
-    """Plan a small chain once, so that numba's cache holds every loop that planning uses."""
+    """Plan a small chain once in every way, so that numba's cache holds every loop that planning uses."""
     layers, nbytes = 6, 1 << 20
     tensors = [Tensor(f"weight{i}", nbytes, "parameter", 4096) for i in range(layers)]
     tensors.append(Tensor("input", 4096, "input"))
@@ -19,3 +20,5 @@ def warm() -> None:
     profile = Profile(graph.fingerprint, "none", (1e-3,) * layers, link, link)
     partition, workspace = split_budget({1: graph}, {1: profile}, 3 * nbytes)
     search(Problem(graph, profile, partition, workspace))
+    for searcher in SEARCHERS:
+        search(Problem(graph, profile, 3 * nbytes, overlay=True), searcher, limit=Limit(evaluations=100))

@@ -1,4 +1,4 @@
-"""Runs every benchmark of the planner, one after the other, and writes their result files: the better part of an hour."""
+"""Runs every benchmark of the planner and writes their result files: the better part of an hour."""
 
 import sys
 

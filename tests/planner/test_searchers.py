@@ -1,6 +1,7 @@
 """What holds for every searcher: plans are safe, no faster than the bound, reproducible, and there if any is."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -9,11 +10,12 @@ from hypothesis import strategies as st
 from planner.bound import latency_bound
 from planner.check import check
 from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.problem import Limit, Problem
+from planner.problem import TIE, Limit, Problem
 from planner.search import search
 from planner.serial import least_bytes
-from planner.simulate import simulate
+from planner.simulate import MOST_INFERENCES, simulate
 from tests.planner.graphs import PAGE, random_graph, random_profile, random_training_graph
+from tests.planner.reference import simulate_exactly
 
 seeds = st.integers(0, 10**6)
 PAPERS = ("genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
@@ -79,3 +81,30 @@ def test_shared_workspaces_are_refused(searcher: str) -> None:
     shared = Problem(problem.graph, problem.profile, problem.memory_bytes, PAGE)
     with pytest.raises(UnsupportedProblem, match="single model"):
         search(shared, searcher, limit=FEW)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_best_is_no_worse_than_anybody_at_their_own_effort(seed: int) -> None:
+    problem = problem_of(seed)
+    best = search(problem, seed=seed).provenance
+    assert best is not None
+    for searcher in PAPERS:
+        other = search(problem, searcher, seed=seed).provenance
+        assert other is not None
+        assert best.latency_s <= other.latency_s * TIE
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_plans_with_swap_outs_and_recomputation_take_what_exact_arithmetic_says(seed: int) -> None:
+    """Against the plain simulator: every step of the first inference, and the ends of those that follow."""
+    problem = problem_of(seed)
+    for searcher in ("on_demand", "interval", "genetic"):
+        plan = search(problem, searcher, seed=seed, limit=FEW)
+        timeline = simulate(problem.graph, plan, problem.profile)
+        ends, finished = simulate_exactly(problem.graph, plan, problem.profile, MOST_INFERENCES)
+        assert [s.end_s for s in timeline.spans] == pytest.approx([float(e) for e in ends])
+        assert timeline.latency_s == pytest.approx(float(finished[0]))
+        gaps = [float(b - a) for a, b in pairwise(finished)]
+        assert timeline.period_s is not None
+        assert min(gaps) * (1 - 1e-9) <= timeline.period_s <= max(gaps) * (1 + 1e-9)
