@@ -45,8 +45,8 @@ LONGEST: Final = 4
 
 NEEDED: Final = 0
 """What must be in memory for an op besides what it writes: its reads, and the outputs for the last op."""
-READS: Final = 1
-WRITES: Final = 2
+WRITES: Final = 1
+READS: Final = 2
 CHANGES: Final = 3
 AGAIN: Final = 4
 """The gaps that end at an op and can be recomputed."""
@@ -75,6 +75,8 @@ class Tables(NamedTuple):
     """The wrapping gap of each of `stored`."""
     tensor: Ints
     """Of each gap."""
+    plain: int
+    """At least as many actions as a sequence without recomputation has."""
     most: int
     """Actions that a sequence may have."""
 
@@ -86,21 +88,6 @@ class Late(NamedTuple):
     what: Ints
     """A tensor; for COMPUTE the position of an op."""
     held: Ints
-
-
-class _Memory(NamedTuple):
-    here: Bools
-    saved: Bools
-    """The host store has a copy."""
-    forgotten: Bools
-    """In a gap that a computation ends."""
-    log: Ints
-    """Verb, what and held bytes of each action so far, [3, most]."""
-    now: Ints
-    """Actions so far, and bytes in memory."""
-    asked: Bools
-    """For `_ops_to_repeat`, by op: false between calls."""
-    found: Ints
 
 
 @lru_cache(maxsize=4)
@@ -120,7 +107,7 @@ def tables(gaps: Gaps) -> Tables:
     stored = sorted(wrapping, key=lambda t: (gaps.uses[t][0], t))
     writes, changes = [op.writes for op in ops], [op.mutates for op in ops]
     first_inputs = [inputs, *([] for _ in ops[1:])]
-    lists: list[Sequence[Sequence[int]]] = [needed, [op.reads for op in ops], writes, changes, again, first_inputs]
+    lists: list[Sequence[Sequence[int]]] = [needed, writes, [op.reads for op in ops], changes, again, first_inputs]
     begins = [
         behind.get((i, START if kind == INPUTS else p), _NONE) if kind in (NEEDED, WRITES, INPUTS) else _NONE
         for kind, of_ops in enumerate(lists)
@@ -130,6 +117,7 @@ def tables(gaps: Gaps) -> Tables:
     lengths = [[len(some) for some in of_ops] for of_ops in lists]
     end = np.cumsum(lengths).reshape(len(lists), len(ops))
     uses = sum(len(need) + len(some) for need, some in zip(needed, writes, strict=True))
+    plain = len(ops) + 3 * uses + 2 * len(inputs) + 3 * len(stored)
     return Tables(
         start=np.concatenate([end[:, :1] - np.array(lengths)[:, :1], end], axis=1),
         ids=_ints(i for of_ops in lists for some in of_ops for i in some),
@@ -143,7 +131,8 @@ def tables(gaps: Gaps) -> Tables:
         stored=_ints(stored),
         wrapping=_ints(wrapping[t] for t in stored),
         tensor=_ints(g.tensor for g in gaps.all),
-        most=LONGEST * (len(ops) + 3 * uses + 2 * len(inputs) + 3 * len(stored)),
+        plain=plain,
+        most=LONGEST * plain,
     )
 
 
@@ -160,12 +149,6 @@ def _ints(values: Iterable[int]) -> Ints:
 
 
 @compiled
-def ids(t: Tables, kind: int, p: int) -> Ints:
-    """One list of the op at position p."""
-    return t.ids[t.start[kind, p] : t.start[kind, p + 1]]
-
-
-@compiled
 def residents(t: Tables, fates: Codes) -> Bools:
     """By tensor: whether it is in memory before the inference and after it."""
     found = np.zeros(len(t.nbytes), np.bool_)
@@ -174,173 +157,166 @@ def residents(t: Tables, fates: Codes) -> Bools:
     return found
 
 
+# These loops run for every try of a search. References are counted wherever an array is handed on or sliced, which
+# would take most of the time; so all of the plain sequence is in one function.
+
+
 @compiled
 def late(t: Tables, fates: Codes) -> Late:
     """The sequence of these fates."""
-    m = _start(t, fates)
-    count = len(t.scratch_bytes)
-    kept = np.zeros(len(t.nbytes), np.bool_)
-    for i in range(len(t.stored)):
-        fate = fates[t.wrapping[i]]
-        kept[t.stored[i]] = fate == KEEP or (fate == RESTORE and t.last_use[t.stored[i]] == count - 1)
-    mark = np.full((3, len(t.nbytes)), -1)
-    _leave(t, fates, kept, m, START)
-    for p in range(count):
-        again = _ops_to_repeat(t, fates, m, p)
-        if len(again):
-            _repeat(t, fates, m, p, again, mark)
-        for i in ids(t, NEEDED, p):
-            if not m.here[i]:
-                _put(t, m, SWAP_IN, i)
-        _put(t, m, COMPUTE, p)
-        for i in ids(t, CHANGES, p):
-            m.saved[i] = False
-        _leave(t, fates, kept, m, p)
-        if m.now[0] >= t.most:
-            return Late(m.log[0, :0], m.log[1, :0], m.log[2, :0])
-    for i in range(len(t.stored)):
-        if fates[t.wrapping[i]] == RESTORE and not kept[t.stored[i]]:
-            _put(t, m, SWAP_IN, t.stored[i])
-    length = m.now[0]
-    return Late(m.log[0, :length], m.log[1, :length], m.log[2, :length])
+    start, ids, behind, last_use, stays, kind = t.start, t.ids, t.behind, t.last_use, t.stays, t.kind
+    here, saved, kept = _at_the_start(t, fates)
+    forgotten = np.zeros(len(here), np.bool_)  # in a gap that a computation ends
+    verb, what, length = np.empty(t.most + t.plain, np.int64), np.empty(t.most + t.plain, np.int64), 0
+    mark, saving = np.full((3, len(here)), -1), np.empty(len(here), np.int64)
+    for p in range(START, len(t.scratch_bytes)):
+        if p != START:
+            repeats = False
+            for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
+                repeats |= fates[ids[n]] == RECOMPUTE
+            if repeats:
+                length = _repeat(t, fates, here, saved, forgotten, p, mark, verb, what, length)
+                if length > t.most:
+                    return Late(verb[:0], what[:0], what[:0])
+            for n in range(start[NEEDED, p], start[NEEDED, p + 1]):
+                if not here[ids[n]]:
+                    here[ids[n]] = True
+                    verb[length], what[length], length = SWAP_IN, ids[n], length + 1
+            verb[length], what[length], length = COMPUTE, p, length + 1
+            for n in range(start[WRITES, p], start[WRITES, p + 1]):
+                here[ids[n]] = True
+            for n in range(start[CHANGES, p], start[CHANGES, p + 1]):
+                saved[ids[n]] = False
+        saves = 0
+        for uses in range(NEEDED if p != START else INPUTS, WRITES + 1 if p != START else INPUTS + 1):
+            for n in range(start[uses, max(p, 0)], start[uses, max(p, 0) + 1]):
+                i, fate = ids[n], GONE
+                if behind[n] >= 0:
+                    fate = fates[behind[n]]
+                elif p < last_use[i] or kept[i]:
+                    fate = KEEP
+                elif kind[i] == _STATE and not saved[i]:
+                    fate = SWAP
+                elif stays[i]:
+                    fate = KEEP
+                if fate == SWAP and not saved[i]:
+                    saving[saves], saves = i, saves + 1
+                elif fate != KEEP:  # what need not be saved leaves first, so that nobody waits for a transfer
+                    here[i], forgotten[i] = False, fate == RECOMPUTE
+                    verb[length], what[length], length = DROP, i, length + 1
+        for n in range(saves):
+            i = saving[n]
+            saved[i] = True
+            verb[length], what[length], length = SWAP_OUT, i, length + 1
+            if not stays[i] or p < last_use[i]:
+                here[i] = False
+                verb[length], what[length], length = DROP, i, length + 1
+    for n in range(len(t.stored)):
+        if fates[t.wrapping[n]] == RESTORE and not kept[t.stored[n]]:
+            verb[length], what[length], length = SWAP_IN, t.stored[n], length + 1
+    return Late(verb[:length], what[:length], _held(t, fates, verb[:length], what[:length]))
 
 
 @compiled
-def _start(t: Tables, fates: Codes) -> _Memory:
+def _at_the_start(t: Tables, fates: Codes) -> tuple[Bools, Bools, Bools]:
+    """By tensor: whether it is in memory, and in the host store, and a resident that never leaves behind a use."""
     here = residents(t, fates)
-    saved = np.zeros(len(here), np.bool_)
+    saved, kept = np.zeros(len(here), np.bool_), np.zeros(len(here), np.bool_)
     for i in range(len(here)):
         saved[i] = t.kind[i] == _PARAMETER or (t.kind[i] == _STATE and not here[i])
-        here[i] = here[i] or t.kind[i] == _INPUT
-    now = np.array([0, (t.nbytes * here).sum()])
-    count = len(t.scratch_bytes)
-    return _Memory(
-        here,
-        saved,
-        np.zeros(len(here), np.bool_),
-        np.empty((3, t.most), np.int64),
-        now,
-        np.zeros(count, np.bool_),
-        np.empty(count, np.int64),
-    )
+        here[i] |= t.kind[i] == _INPUT
+    for n in range(len(t.stored)):
+        fate, to_the_end = fates[t.wrapping[n]], t.last_use[t.stored[n]] == len(t.scratch_bytes) - 1
+        kept[t.stored[n]] = fate == KEEP or (fate == RESTORE and to_the_end)
+    return here, saved, kept
 
 
 @compiled
-def _put(t: Tables, m: _Memory, verb: int, what: int) -> None:
-    """Do one action; none beyond the longest sequence."""
-    n = m.now[0]
-    if n == t.most:
-        return
-    scratch = 0
-    if verb == COMPUTE:
-        scratch = t.scratch_bytes[what]
-        for i in ids(t, WRITES, what):
-            m.here[i] = True
-            m.now[1] += t.nbytes[i]
-    elif verb == SWAP_IN:
-        m.here[what] = True
-        m.now[1] += t.nbytes[what]
-    elif verb == SWAP_OUT:
-        m.saved[what] = True
-    m.log[0, n], m.log[1, n], m.log[2, n] = verb, what, m.now[1] + scratch
-    m.now[0] += 1
-    if verb == DROP:
-        m.here[what] = False
-        m.now[1] -= t.nbytes[what]
+def _held(t: Tables, fates: Codes, verb: Ints, what: Ints) -> Ints:
+    """Bytes in memory during each action."""
+    start, ids, nbytes, scratch_bytes = t.start, t.ids, t.nbytes, t.scratch_bytes
+    held, now = np.empty(len(verb), np.int64), 0
+    for i, there in enumerate(_at_the_start(t, fates)[0]):
+        now += nbytes[i] if there else 0
+    for i in range(len(verb)):
+        if verb[i] == COMPUTE:
+            for n in range(start[WRITES, what[i]], start[WRITES, what[i] + 1]):
+                now += nbytes[ids[n]]
+        elif verb[i] == SWAP_IN:
+            now += nbytes[what[i]]
+        held[i] = now + (scratch_bytes[what[i]] if verb[i] == COMPUTE else 0)
+        if verb[i] == DROP:
+            now -= nbytes[what[i]]
+    return held
 
 
 @compiled
-def _leave(t: Tables, fates: Codes, kept: Bools, m: _Memory, p: int) -> None:
-    """Behind position p, what need not be saved leaves first, so that nobody waits for a transfer."""
-    for saving in (False, True):
-        for kind in (INPUTS, NEEDED, WRITES):
-            if (kind == INPUTS) != (p == START):
-                continue
-            for n in range(t.start[kind, max(p, 0)], t.start[kind, max(p, 0) + 1]):
-                i = t.ids[n]
-                fate = _fate_behind(t, fates, kept, m, i, t.behind[n], p)
-                saves = fate == SWAP and not m.saved[i]
-                if saves and saving:
-                    _put(t, m, SWAP_OUT, i)
-                    if not t.stays[i] or p < t.last_use[i]:
-                        _put(t, m, DROP, i)
-                elif fate != KEEP and not saves and not saving:
-                    _put(t, m, DROP, i)
-                    m.forgotten[i] = fate == RECOMPUTE
-
-
-@compiled
-def _fate_behind(t: Tables, fates: Codes, kept: Bools, m: _Memory, i: int, gap: int, p: int) -> int:
-    """What becomes of tensor i behind its use at p, where `gap` begins, if any does."""
-    if gap >= 0:
-        return int(fates[gap])
-    if p < t.last_use[i] or kept[i]:
-        return KEEP
-    if t.kind[i] == _STATE and not m.saved[i]:
-        return SWAP
-    return KEEP if t.stays[i] else GONE
-
-
-@compiled
-def _repeat(t: Tables, fates: Codes, m: _Memory, p: int, again: Ints, mark: Ints) -> None:
+def _repeat(
+    t: Tables,
+    fates: Codes,
+    here: Bools,
+    saved: Bools,
+    forgotten: Bools,
+    p: int,
+    mark: Ints,
+    verb: Ints,
+    what: Ints,
+    length: int,
+) -> int:
     """Compute again what the op at p needs, and what that needs; what comes only for that leaves after it.
 
     `mark[:, i]` tells, of tensor i, the last p for which it came, and the last that it is wanted at; and the last op
-    of this repetition that uses it.
+    of this repetition that uses it. Returns the length of the sequence so far.
     """
+    start, ids = t.start, t.ids
     came, wanted, last = mark[0], mark[1], mark[2]
-    for i in ids(t, NEEDED, p):
-        wanted[i] = p
+    for n in range(start[NEEDED, p], start[NEEDED, p + 1]):
+        wanted[ids[n]] = p
+    again = _ops_to_repeat(t, fates, here, saved, forgotten, p)
     for q in again:
-        for kind in (READS, WRITES):
-            for i in ids(t, kind, q):
-                last[i] = q
+        for uses in range(WRITES, READS + 1):
+            for n in range(start[uses, q], start[uses, q + 1]):
+                last[ids[n]] = q
     for q in again:
-        for i in ids(t, READS, q):
-            if not m.here[i]:
-                came[i] = p
-                _put(t, m, SWAP_IN, i)
-        for i in ids(t, WRITES, q):
-            if m.here[i]:  # it must not be when the op runs
-                _put(t, m, DROP, i)
+        for n in range(start[READS, q], start[READS, q + 1]):
+            if not here[ids[n]]:
+                here[ids[n]], came[ids[n]] = True, p
+                verb[length], what[length], length = SWAP_IN, ids[n], length + 1
+        for n in range(start[WRITES, q], start[WRITES, q + 1]):
+            if here[ids[n]]:  # it must not be when the op runs
+                verb[length], what[length], length = DROP, ids[n], length + 1
             else:
-                came[i] = p
-        _put(t, m, COMPUTE, q)
-        for kind in (READS, WRITES):
-            for i in ids(t, kind, q):
+                here[ids[n]], came[ids[n]] = True, p
+        verb[length], what[length], length = COMPUTE, q, length + 1
+        for uses in range(WRITES, READS + 1):
+            for n in range(start[uses, q], start[uses, q + 1]):
+                i = ids[n]
                 if came[i] == p and wanted[i] != p and last[i] == q:
-                    _put(t, m, DROP, i)
-    for gap in ids(t, AGAIN, p):
-        if fates[gap] == RECOMPUTE:
-            m.forgotten[t.tensor[gap]] = False
+                    here[i] = False
+                    verb[length], what[length], length = DROP, i, length + 1
+        if length > t.most:
+            return length
+    for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
+        if fates[ids[n]] == RECOMPUTE:
+            forgotten[t.tensor[ids[n]]] = False
+    return length
 
 
 @compiled
-def _ops_to_repeat(t: Tables, fates: Codes, m: _Memory, p: int) -> Ints:
-    """Positions of the ops without which the tensors that are computed again for p cannot be had, in order."""
-    length = 0
-    asked, found = m.asked, m.found
-    for gap in ids(t, AGAIN, p):
-        if fates[gap] == RECOMPUTE:
-            length = _ask(t, t.tensor[gap], asked, found, length)
+def _ops_to_repeat(t: Tables, fates: Codes, here: Bools, saved: Bools, forgotten: Bools, p: int) -> Ints:
+    """Positions, in order, of the ops that must run again for what is computed again for p."""
+    start, ids, producer, tensor = t.start, t.ids, t.producer, t.tensor
+    asked, found, length = np.zeros(p, np.bool_), np.empty(p, np.int64), 0
+    for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
+        if fates[ids[n]] == RECOMPUTE:
+            q = producer[tensor[ids[n]]]
+            if not asked[q]:
+                asked[q], found[length], length = True, q, length + 1
     done = 0
     while done < length:
-        for i in ids(t, READS, found[done]):
-            if not m.here[i] and (not m.saved[i] or m.forgotten[i]):
-                length = _ask(t, i, asked, found, length)
+        for n in range(start[READS, found[done]], start[READS, found[done] + 1]):
+            i = ids[n]
+            if not here[i] and (not saved[i] or forgotten[i]) and not asked[producer[i]]:
+                asked[producer[i]], found[length], length = True, producer[i], length + 1
         done += 1
-    length = 0
-    for q in range(p if done else 0):
-        if asked[q]:
-            asked[q], found[length] = False, q
-            length += 1
-    return found[:length]
-
-
-@compiled
-def _ask(t: Tables, i: int, asked: Bools, found: Ints, length: int) -> int:
-    q = t.producer[i]
-    if asked[q]:
-        return length
-    asked[q], found[length] = True, q
-    return length + 1
+    return np.flatnonzero(asked)
