@@ -5,6 +5,7 @@ in less memory than the weights have, some are prefetched for each use (planner.
 the chain is given; several divisions are tried. That is ours.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,14 +16,17 @@ import numpy as np
 from planner.gaps import Fate, Gap, Gaps
 from planner.grouping import Grouped, alive_bytes, grouped, short_layers, turn, virtual_layers
 from planner.layers import Chain
-from planner.prefetching import Line, latency_s
+from planner.offload import relaxed_s
+from planner.prefetching import Line, fetching_s
 from planner.problem import Problem
 
 SHORT_LAYERS: Final = 200
 CHAIN_SHARES: Final = (1.0, 0.3, 0.1, 0.02)
 """Where between its least and its peak the chain's memory lies when weights have to leave, too."""
-BEST: Final = 3
-"""Choices of weights per memory that are worth a plan."""
+SMALL_SHARE: Final = 0.05
+"""Of the memory; where no more depends on the division, the chain has its peak."""
+BEST: Final = 6
+"""Choices with streamed weights per memory that are worth a plan."""
 
 Offload = Callable[[Chain, float], Sequence[bool] | None]
 Keep = Callable[[Line], Sequence[Sequence[bool]]]
@@ -60,14 +64,16 @@ class Chooser:
         """
         memory_bytes = share * self._memory_bytes
         weights = sum(self._nbytes[t] for t in self._weights)
-        found = []
+        found, fitting = list[Choice](), False
         for shape in self._shapes:
             least = shape.chain.least_bytes()
+            fitting |= least <= memory_bytes - weights
             if least <= self._memory_bytes - weights:
-                found.append(self._offloaded(shape, max(memory_bytes - weights, least)))
-        fitting = any(shape.chain.least_bytes() <= memory_bytes - weights for shape in self._shapes)
-        choices = [Choice(offloaded) for offloaded in found if offloaded is not None]
-        return list(dict.fromkeys(choices if fitting else (*choices, *self._streaming(memory_bytes))))
+                found.append(Choice(self._offloaded(shape, max(memory_bytes - weights, least))))
+        if not fitting:
+            guessed = {choice: guess_s for choice, guess_s in self._streaming(memory_bytes) if guess_s < math.inf}
+            found += sorted(guessed, key=lambda c: guessed[c])[:BEST]
+        return list(dict.fromkeys(found))
 
     def fates(self, choice: Choice) -> list[Fate]:
         offloaded, streamed = frozenset(choice.offloaded), frozenset(choice.streamed)
@@ -95,34 +101,55 @@ class Chooser:
         between_s = self._begin_s[gap.next_use] - self._begin_s[gap.last_use + 1]
         return between_s < self._profile.swap_in.seconds(self._nbytes[gap.tensor])
 
-    def _offloaded(self, shape: Grouped, memory_bytes: float) -> tuple[int, ...] | None:
-        if shape.chain.least_bytes() > memory_bytes:
-            return None
+    def _offloaded(self, shape: Grouped, memory_bytes: float) -> tuple[int, ...]:
+        """The tensors to offload in at least the chain's least memory."""
         leaves = self._offload(shape.chain, memory_bytes)
-        if leaves is None:
-            return None
+        assert leaves is not None
         return tuple(t for tensors, leave in zip(shape.saved, leaves, strict=False) if leave for t in tensors)
 
-    def _streaming(self, memory_bytes: float) -> Iterator[Choice]:
-        """For several divisions of the memory between the chain and the weights that stay."""
+    def _streaming(self, memory_bytes: float) -> Iterator[tuple[Choice, float]]:
+        """Choices for several divisions of the memory between chain and weights, with their latencies as guessed."""
         shape = next((s for s in self._shapes if s.chain.least_bytes() <= memory_bytes), None)
         if shape is None:
             return
         least, peak = shape.chain.least_bytes(), shape.chain.peak_bytes()
-        for chain_bytes in dict.fromkeys(least + s * (peak - least) for s in CHAIN_SHARES):
-            offloaded = self._offloaded(shape, chain_bytes) if chain_bytes <= memory_bytes else None
-            if offloaded is not None:
-                yield from self._streamed(offloaded, memory_bytes, chain_bytes)
+        shares = CHAIN_SHARES if peak - least > SMALL_SHARE * memory_bytes else CHAIN_SHARES[:1]
+        for chain_bytes in (least + share * (peak - least) for share in shares):
+            if chain_bytes > memory_bytes:
+                continue
+            offloaded = self._offloaded(shape, chain_bytes)
+            out = [sum(self._nbytes[t] for t in ts if t in offloaded) for ts in shape.saved[:-1]]
+            wait_s = relaxed_s(shape.chain, chain_bytes, out) - shape.chain.compute_s
+            for streamed in self._streamed(memory_bytes, chain_bytes):
+                for lingers in (False, True) if self._trains else (False,):
+                    choice = Choice(offloaded, streamed, lingers)
+                    yield choice, wait_s + self._guess_s(choice, memory_bytes, chain_bytes)
 
-    def _streamed(self, offloaded: tuple[int, ...], memory_bytes: float, chain_bytes: float) -> Iterator[Choice]:
-        trains = any(self._gaps.uses[t][-1] >= self._turn > self._gaps.uses[t][0] for t in self._weights)
-        for last in (False, True) if trains else (False,):
+    def _streamed(self, memory_bytes: float, chain_bytes: float) -> Iterator[tuple[int, ...]]:
+        for last in (False, True) if self._trains else (False,):
             line, weights = self._line(memory_bytes, chain_bytes, last)
-            kept = {tuple(map(bool, keeps)): None for keeps in self._keep(line)}
-            for keeps in sorted(kept, key=lambda k: latency_s(line, k))[:BEST]:
-                streamed = tuple(t for ts, keep in zip(weights, keeps, strict=True) if not keep for t in ts)
-                for lingers in (False, True) if trains else (False,):
-                    yield Choice(offloaded, streamed, lingers)
+            for keeps in self._keep(line):
+                yield tuple(t for ts, keep in zip(weights, keeps, strict=True) if not keep for t in ts)
+
+    @cached_property
+    def _trains(self) -> bool:
+        """Whether weights are used before and behind the turn."""
+        return any(self._gaps.uses[t][0] < self._turn <= self._gaps.uses[t][-1] for t in self._weights)
+
+    def _guess_s(self, choice: Choice, memory_bytes: float, chain_bytes: float) -> float:
+        """Latency when streamed weights are fetched for every use that they do not linger for."""
+        fetched = np.zeros((len(self._graph.ops), 2))
+        streamed = frozenset(choice.streamed)
+        for t in streamed:
+            fetched[self._gaps.uses[t][0]] += self._nbytes[t], self._profile.swap_in.seconds(self._nbytes[t])
+        for gap in self._gaps.all:
+            if gap.tensor in streamed and not gap.wraps and not (choice.lingers and self._is_short(gap)):
+                nbytes = self._nbytes[gap.tensor]
+                fetched[gap.next_use] += nbytes, self._profile.swap_in.seconds(nbytes)
+        kept = sum(self._nbytes[t] for t in self._weights - streamed)
+        line, _ = self._line(memory_bytes - kept, chain_bytes, last=False)
+        pairs = [(nbytes, seconds) for nbytes, seconds in fetched.tolist()]
+        return fetching_s(line.op_s, pairs, line.room_bytes, line.bytes_per_s)
 
     def _line(self, memory_bytes: float, chain_bytes: float, last: bool) -> tuple[Line, list[list[int]]]:
         """All ops with the weights they are the first to use, or the backward ones with those last used there."""

@@ -12,6 +12,7 @@ and before the first op all of ahead_0 is copied. "Eager and ordered" (section 4
 for then copies for the rest get ahead of the ops. That is `eager`; `best` is a DYNPROG over (bytes kept, ahead).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -43,18 +44,29 @@ class Line:
 
 def latency_s(line: Line, keeps: Sequence[bool]) -> float:
     """Time of the ops and the waits between them; infinite where the weights do not fit."""
-    kept = sum(n for n, keep in zip(line.weight_bytes, keeps, strict=True) if keep)
+    weights = list(zip(line.weight_bytes, line.copy_s, keeps, strict=True))
+    kept = sum(nbytes for nbytes, _, keep in weights if keep)
+    fetched = [(0.0, 0.0) if keep else (nbytes, seconds) for nbytes, seconds, keep in weights]
+    return fetching_s(line.op_s, fetched, [room - kept for room in line.room_bytes], line.bytes_per_s)
+
+
+def fetching_s(
+    op_s: Sequence[float],
+    fetched: Sequence[tuple[float, float]],
+    room_bytes: Sequence[float],
+    bytes_per_s: float,
+) -> float:
+    """The same for bytes and link time of what is fetched for each op, in the room that is left for that."""
     wait_s = ahead_bytes = 0.0
-    for k in reversed(range(len(keeps))):
-        fetched = 0.0 if keeps[k] else line.weight_bytes[k]
-        room = line.room_bytes[k] - kept - fetched
-        if room < 0:
-            return float("inf")
-        waited = max(0.0, ahead_bytes - room)
-        wait_s += waited / line.bytes_per_s
-        ahead_bytes = max(0.0, ahead_bytes - waited - line.op_s[k] * line.bytes_per_s)
-        ahead_bytes += 0.0 if keeps[k] else line.copy_s[k] * line.bytes_per_s
-    return sum(line.op_s) + wait_s + ahead_bytes / line.bytes_per_s
+    for seconds, (nbytes, copy_s), room in zip(
+        reversed(op_s), reversed(fetched), reversed(room_bytes), strict=True
+    ):
+        if room < nbytes:
+            return math.inf
+        waited = max(0.0, ahead_bytes - (room - nbytes))
+        wait_s += waited / bytes_per_s
+        ahead_bytes = max(0.0, ahead_bytes - waited - seconds * bytes_per_s) + copy_s * bytes_per_s
+    return sum(op_s) + wait_s + ahead_bytes / bytes_per_s
 
 
 def eager(line: Line, window_bytes: float = 0.0) -> tuple[bool, ...]:

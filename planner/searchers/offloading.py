@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Final
 
+from planner.departures import by_the_clock
 from planner.dynprog import dynprog
 from planner.errors import UnsupportedProblem
 from planner.gaps import Gaps
-from planner.no_wait import fit, lean
+from planner.no_wait import fit, lean, no_wait
 from planner.offload import greedy
 from planner.offload_choices import BEST, Choice, Chooser, Keep, Offload
 from planner.plan import Plan
@@ -23,10 +24,10 @@ from planner.sequence import lay_out, write
 from planner.serial import require, serial
 from planner.simulate import simulate
 
-SHARES: Final = (1.0, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+SHARES: Final = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 """Of the memory, what a choice assumes to have; the rest is for fragmentation."""
-PATIENCE: Final = 2
-"""Shares in a row that may bring no better plan."""
+PATIENCE: Final = 3
+"""Shares in a row that may bring no better plan, though they bring one whose transfers are timed."""
 WINDOWS: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
 """Memory for weights that are not kept, in largest weights of an op."""
 
@@ -45,10 +46,11 @@ class _Offloading:
             )
         require(problem)
         self.problem = problem
-        self.evaluations = len(SHARES) * 16 * BEST
+        self.evaluations = len(SHARES) * (BEST + 2) + 2
         self._gaps = Gaps(problem.graph)
         self._chooser = Chooser(problem, self._gaps, offload, keep)
         self._plan = cache(self._make)
+        self._timed = cache(self._by_the_clock)
         self._least_s = math.inf
         self._steps = self._search()
 
@@ -79,7 +81,8 @@ class _Offloading:
             if fitting := [c for c in new if self._plan(c) is not None]:
                 before_s = self._least_s
                 yield fitting
-                waited = 0 if self._least_s < before_s else waited + 1
+                better, timed = self._least_s < before_s, any(self._timed(c) for c in fitting)
+                waited = 0 if better else waited + timed
                 if waited == PATIENCE:
                     return
         yield [c for c in (LEAN, SERIAL) if self._plan(c) is not None]
@@ -87,30 +90,47 @@ class _Offloading:
     def _make(self, candidate: Candidate) -> Plan | None:
         problem, graph = self.problem, self.problem.graph
         if isinstance(candidate, Choice):
-            return fit(problem, self._gaps, self._chooser.fates(candidate))
+            return self._timed(candidate) or fit(problem, self._gaps, self._chooser.fates(candidate))
         if candidate == LEAN:
             return fit(problem, self._gaps, lean(self._gaps))
         actions = serial(graph)
         placed = lay_out(graph, actions, (), problem.memory_bytes)
         return write(graph, problem.profile, problem.memory_bytes, actions, (), placed)
 
+    def _by_the_clock(self, choice: Choice) -> Plan | None:
+        """A plan in which what is swapped out stays until others need its bytes, where it can be placed."""
+        graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
+        fates = self._chooser.fates(choice)
+        for share in SHARES:
+            decided = no_wait(self._gaps, int(share * memory_bytes), fates)
+            if decided is None:
+                return None
+            actions = by_the_clock(graph, profile, *decided, int(share * memory_bytes))
+            placed = lay_out(graph, actions, decided[1], memory_bytes)
+            if placed.peak_bytes <= memory_bytes:
+                return write(graph, profile, memory_bytes, actions, decided[1], placed)
+        return None
+
 
 class Greedy(_Offloading):
     """GREEDY: the first activations leave, the weights used first stay."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        super().__init__("greedy", problem, greedy, lambda line: (eager(line),))
+        super().__init__("greedy", problem, greedy, _eager_by_windows)
 
 
 class DynProg(_Offloading):
     """DYNPROG: the set of activations that is best in the relaxation leaves, the best set of weights stays."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        super().__init__("dynprog", problem, dynprog, _by_windows)
+        super().__init__("dynprog", problem, dynprog, _best_by_windows)
 
 
-def _by_windows(line: Line) -> list[Sequence[bool]]:
-    """The best choice for each amount of memory that kept weights leave."""
+def _eager_by_windows(line: Line) -> list[Sequence[bool]]:
+    return [eager(line, window * max(line.weight_bytes)) for window in (0.0, *WINDOWS)]
+
+
+def _best_by_windows(line: Line) -> list[Sequence[bool]]:
     room, largest = min(line.room_bytes), max(line.weight_bytes)
-    kept_bytes = dict.fromkeys(max(room - w * largest, 0.0) for w in WINDOWS)
+    kept_bytes = dict.fromkeys(max(room - window * largest, 0.0) for window in WINDOWS)
     return [keeps for kept in kept_bytes if (keeps := best(line, kept)) is not None]
