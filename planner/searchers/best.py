@@ -16,7 +16,7 @@ from planner.registry import maker
 from planner.searcher import AnySearcher
 from planner.serial import require
 
-OTHERS: Final = ("on_demand", "greedy", "dynprog", "interval", "particle_swarm", "genetic")
+OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "particle_swarm", "dynprog")
 """Quick ones first."""
 
 
@@ -28,6 +28,8 @@ class Candidate:
     inner: Any
 
 
+OURS_FIRST: Final = 3
+"""Times its own idea of enough that ours may search before the others do."""
 AT_BOUND: Final = 1e-4
 """A gap this small is none."""
 
@@ -77,7 +79,8 @@ class Best:
 
     def _ask(self) -> Iterator[Sequence[Candidate]]:
         for i in range(len(self._names)):
-            yield from self._turn(i, self._member(i).evaluations)
+            effort = self._member(i).evaluations
+            yield from self._turn(i, OURS_FIRST * effort if self._names[i] == "streaming" else effort)
             if self._least_s <= self.problem.bound_s * (1 + AT_BOUND):
                 return
         self._has_done_enough = True
