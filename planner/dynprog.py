@@ -59,14 +59,26 @@ class _Grid(NamedTuple):
 
 def dynprog(chain: Chain, memory_bytes: float, grid_bytes: float | None = None) -> Offloaded | None:
     """The activations to offload; None if there is not enough memory even when all are."""
+    found = optima(chain, memory_bytes, grid_bytes)
+    return found[0] if found else None
+
+
+def optima(chain: Chain, memory_bytes: float, grid_bytes: float | None = None) -> list[Offloaded]:
+    """Of the choices that were judged best, the one that offloads least, and the one that offloads most.
+
+    The latter leaves memory for what the relaxation leaves out; there is none if nothing need be offloaded.
+    """
     if chain.least_bytes() > memory_bytes:
-        return None
+        return []
     unit = grid_bytes or max(sum(chain.x_bytes) / GRID_UNITS, 1.0)
     found = incumbents(chain, memory_bytes)
     limit_s = min(relaxed_s(chain, memory_bytes, whole(chain, o)) for o in found) - chain.compute_s
     tables = _fill(_on_grid(chain, memory_bytes, unit), limit_s + _TIE * chain.compute_s)
     found += [_offloaded(tables, entry) for entry in _finalists(chain, memory_bytes, tables[-1], unit)]
-    return min(found, key=lambda o: relaxed_s(chain, memory_bytes, whole(chain, o)))
+    makespan_s = {o: relaxed_s(chain, memory_bytes, whole(chain, o)) for o in found}
+    longest_s = min(makespan_s.values()) * (1 + _TIE)
+    best = sorted((o for o in makespan_s if makespan_s[o] <= longest_s), key=lambda o: sum(whole(chain, o)))
+    return [best[0], best[-1]] if any(best[0]) and len(best) > 1 else best[:1]
 
 
 def incumbents(chain: Chain, memory_bytes: float) -> list[Offloaded]:

@@ -28,7 +28,8 @@ SMALL_SHARE: Final = 0.05
 BEST: Final = 6
 """Choices with streamed weights per memory that are worth a plan."""
 
-Offload = Callable[[Chain, float], Sequence[bool] | None]
+Offload = Callable[[Chain, float], Sequence[Sequence[bool]]]
+"""Choices on a chain for an amount of memory that is at least the chain's least, the best first."""
 Keep = Callable[[Line], Sequence[Sequence[bool]]]
 
 
@@ -69,7 +70,7 @@ class Chooser:
             least = shape.chain.least_bytes()
             fitting |= least <= memory_bytes - weights
             if least <= self._memory_bytes - weights:
-                found.append(Choice(self._offloaded(shape, max(memory_bytes - weights, least))))
+                found += map(Choice, self._offloaded(shape, max(memory_bytes - weights, least)))
         if not fitting:
             guessed = {choice: guess_s for choice, guess_s in self._streaming(memory_bytes) if guess_s < math.inf}
             found += sorted(guessed, key=lambda c: guessed[c])[:BEST]
@@ -101,11 +102,12 @@ class Chooser:
         between_s = self._begin_s[gap.next_use] - self._begin_s[gap.last_use + 1]
         return between_s < self._profile.swap_in.seconds(self._nbytes[gap.tensor])
 
-    def _offloaded(self, shape: Grouped, memory_bytes: float) -> tuple[int, ...]:
-        """The tensors to offload in at least the chain's least memory."""
-        leaves = self._offload(shape.chain, memory_bytes)
-        assert leaves is not None
-        return tuple(t for tensors, leave in zip(shape.saved, leaves, strict=False) if leave for t in tensors)
+    def _offloaded(self, shape: Grouped, memory_bytes: float) -> list[tuple[int, ...]]:
+        """The tensors that each choice offloads."""
+        return [
+            tuple(t for tensors, leave in zip(shape.saved, leaves, strict=False) if leave for t in tensors)
+            for leaves in self._offload(shape.chain, memory_bytes)
+        ]
 
     def _streaming(self, memory_bytes: float) -> Iterator[tuple[Choice, float]]:
         """Choices for several divisions of the memory between chain and weights, with their latencies as guessed."""
@@ -117,7 +119,7 @@ class Chooser:
         for chain_bytes in (least + share * (peak - least) for share in shares):
             if chain_bytes > memory_bytes:
                 continue
-            offloaded = self._offloaded(shape, chain_bytes)
+            offloaded = self._offloaded(shape, chain_bytes)[0]
             out = [sum(self._nbytes[t] for t in ts if t in offloaded) for ts in shape.saved[:-1]]
             wait_s = relaxed_s(shape.chain, chain_bytes, out) - shape.chain.compute_s
             for streamed in self._streamed(memory_bytes, chain_bytes):

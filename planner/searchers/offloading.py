@@ -11,9 +11,10 @@ from functools import cache
 from typing import Final
 
 from planner.departures import by_the_clock
-from planner.dynprog import dynprog
+from planner.dynprog import optima
 from planner.errors import UnsupportedProblem
 from planner.gaps import Gaps
+from planner.layers import Chain
 from planner.no_wait import fit, lean, no_wait
 from planner.offload import greedy
 from planner.offload_choices import BEST, Choice, Chooser, Keep, Offload
@@ -46,7 +47,7 @@ class _Offloading:
             )
         require(problem)
         self.problem = problem
-        self.evaluations = len(SHARES) * (BEST + 2) + 2
+        self.evaluations = len(SHARES) * (BEST + 4) + 2
         self._gaps = Gaps(problem.graph)
         self._chooser = Chooser(problem, self._gaps, offload, keep)
         self._plan = cache(self._make)
@@ -83,14 +84,16 @@ class _Offloading:
                 yield fitting
                 better, timed = self._least_s < before_s, any(self._timed(c) for c in fitting)
                 waited = 0 if better else waited + timed
-                if waited == PATIENCE:
+                if waited == PATIENCE or self._least_s <= self.problem.profile.compute_s * (1 + 1e-9):
                     return
         yield [c for c in (LEAN, SERIAL) if self._plan(c) is not None]
 
     def _make(self, candidate: Candidate) -> Plan | None:
         problem, graph = self.problem, self.problem.graph
         if isinstance(candidate, Choice):
-            return self._timed(candidate) or fit(problem, self._gaps, self._chooser.fates(candidate))
+            plans = (self._timed(candidate), fit(problem, self._gaps, self._chooser.fates(candidate)))
+            fitting = [plan for plan in plans if plan is not None]
+            return min(fitting, key=lambda p: simulate(graph, p, problem.profile).latency_s, default=None)
         if candidate == LEAN:
             return fit(problem, self._gaps, lean(self._gaps))
         actions = serial(graph)
@@ -98,7 +101,10 @@ class _Offloading:
         return write(graph, problem.profile, problem.memory_bytes, actions, (), placed)
 
     def _by_the_clock(self, choice: Choice) -> Plan | None:
-        """A plan in which what is swapped out stays until others need its bytes, where it can be placed."""
+        """A plan in which what is swapped out stays until others need its bytes.
+
+        It waits for no bytes that need not be waited for, but packs less well than one in which all leave at once.
+        """
         graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
         fates = self._chooser.fates(choice)
         for share in SHARES:
@@ -116,14 +122,20 @@ class Greedy(_Offloading):
     """GREEDY: the first activations leave, the weights used first stay."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        super().__init__("greedy", problem, greedy, _eager_by_windows)
+        super().__init__(
+            "greedy", problem, lambda chain, memory_bytes: [greedy(chain, memory_bytes)], _eager_by_windows
+        )
 
 
 class DynProg(_Offloading):
     """DYNPROG: the set of activations that is best in the relaxation leaves, the best set of weights stays."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        super().__init__("dynprog", problem, dynprog, _best_by_windows)
+        super().__init__("dynprog", problem, optima, _best_by_windows)
+
+
+def _greedy_alone(chain: Chain, memory_bytes: float) -> list[Sequence[bool]]:
+    return [greedy(chain, memory_bytes)]
 
 
 def _eager_by_windows(line: Line) -> list[Sequence[bool]]:
