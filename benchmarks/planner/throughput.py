@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner.throughput --record
 
-SwapAdvisor's Figures 6 and 7, and the comparisons of HOME and of Beaumont et al., in kind: simulated steps of graphs
+SwapAdvisor's Figures 6 and 7, and the comparison of Beaumont et al., in kind: simulated steps of graphs
 captured with AOTAutograd, weights updated in place, on a V100 behind PCIe 3.
 """
 

@@ -16,7 +16,7 @@ from planner.registry import maker
 from planner.searcher import AnySearcher
 from planner.serial import require
 
-OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "particle_swarm", "dynprog")
+OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "dynprog")
 """Quick ones first."""
 
 
@@ -80,7 +80,8 @@ class Best:
     def _ask(self) -> Iterator[Sequence[Candidate]]:
         for i in range(len(self._names)):
             effort = self._member(i).evaluations
-            yield from self._turn(i, OURS_FIRST * effort if self._names[i] == "streaming" else effort)
+            ours_first = self._names[i] == "streaming" and len(self._names) > 1
+            yield from self._turn(i, OURS_FIRST * effort if ours_first else effort)
             if self._least_s <= self.problem.bound_s * (1 + AT_BOUND):
                 return
         self._has_done_enough = True

@@ -29,11 +29,11 @@ from planner.workload import Workload
 
 CHAINS = 4
 """Walks that go on side by side."""
-ROUNDS = 12
+ROUNDS = 8
 """How often each goes on where nobody sets a limit."""
 WORK_PER_ROUND = 25_000
 """Ops and uses that a walk looks at before walks are compared: some 10 ms."""
-MOST_STEPS = 100
+MOST_STEPS = 40
 HEAT = 0.004
 """Share of the cost by which the first steps may get worse."""
 
@@ -70,7 +70,7 @@ class Streaming:
             )
         self.problem = problem
         self.views = _views(problem)
-        self.evaluations = 2 * len(self._starts) + ROUNDS * CHAINS
+        self.evaluations = len(self._starts) + len(self._starts) // 4 + ROUNDS * CHAINS
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._judged: list[tuple[float, Candidate]] = []
