@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from planner.compiled import compiled
+from planner.departures import by_the_clock
 from planner.gaps import Fate, Gaps
 from planner.late import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Ints, Late, codes, late, tables
 from planner.plan import Plan
@@ -28,35 +29,58 @@ FAR: Final = 2**31
 _VERBS: Final = {COMPUTE: Verb.COMPUTE, SWAP_IN: Verb.SWAP_IN, SWAP_OUT: Verb.SWAP_OUT, DROP: Verb.DROP}
 
 
-def no_wait(gaps: Gaps, memory_bytes: int, fates: Sequence[Fate]) -> Decided | None:
+def no_wait(gaps: Gaps, memory_bytes: int, fates: Sequence[Fate], ahead_bytes: int | None = None) -> Decided | None:
     """The best sequence with these fates; None if they need more than `memory_bytes`, alignment counted.
 
-    None also where recomputation triggers so much recomputation that no plan would be worth it (`planner.late`).
+    Swap-ins go ahead as long as there are at most `ahead_bytes` in memory, by default all of it. None also where
+    recomputation triggers so much recomputation that no plan would be worth it (`planner.late`).
     """
     if not gaps.ops_at:
         return (serial(gaps.graph), frozenset()) if least_bytes(gaps.graph) <= memory_bytes else None
     made = late(tables(gaps), codes(fates))
     if not len(made.held) or made.held.max() > memory_bytes:
         return None
-    return _actions(gaps, made, memory_bytes), _residents(gaps, fates)
+    order = hastened(made, tables(gaps).nbytes, memory_bytes if ahead_bytes is None else ahead_bytes, FAR)
+    steps = zip(made.verb[order].tolist(), made.what[order].tolist(), strict=True)
+    actions = [Action(_VERBS[verb], gaps.ops_at[what] if verb == COMPUTE else what) for verb, what in steps]
+    residents = (g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not Fate.SWAP)
+    return actions, frozenset(residents)
 
 
-def fit(problem: Problem, gaps: Gaps, fates: Sequence[Fate], shares: Sequence[float] = SHARES) -> Plan | None:
-    """The plan with the largest share of the memory for swap-ins that can be placed; None if there is none."""
-    graph, memory_bytes = problem.graph, problem.memory_bytes
-    decided = no_wait(gaps, memory_bytes, fates)
-    if decided is None:
-        return None
-    kept = decided[1]
-    made = late(tables(gaps), codes(fates)) if gaps.ops_at else None
+def fit(
+    problem: Problem,
+    gaps: Gaps,
+    fates: Sequence[Fate],
+    shares: Sequence[float] = SHARES,
+    *,
+    by_clock: bool = False,
+    nodes: int = 0,
+) -> Plan | None:
+    """The plan with the largest share of the memory for swap-ins that can be placed; None if there is none.
+
+    With `by_clock`, what is swapped out keeps its bytes until it has left or they are needed
+    (`planner.departures`): plans wait less, but are harder to place. Many ops make layouts slow, so that without one
+    for the swap-ins at their latest no other is tried. `nodes` are those of `planner.placement.place`.
+    """
+    graph, profile, memory_bytes = problem.graph, problem.profile, problem.memory_bytes
+    if by_clock:
+        late_ones = no_wait(gaps, memory_bytes, fates, 0)
+        if late_ones is None or lay_out(graph, *late_ones, memory_bytes, nodes).peak_bytes > memory_bytes:
+            return None
     before: list[Action] | None = None
     for share in shares:
-        actions = decided[0] if made is None else _actions(gaps, made, int(share * memory_bytes))
+        room_bytes = int(share * memory_bytes)
+        decided = no_wait(gaps, memory_bytes, fates, room_bytes)
+        if decided is None:
+            return None
+        actions, residents = decided
+        if by_clock and any(action.verb is Verb.SWAP_OUT for action in actions):
+            actions = by_the_clock(graph, profile, actions, residents, room_bytes)
         if actions == before:
             continue
-        placed = lay_out(graph, actions, kept, memory_bytes)
+        placed = lay_out(graph, actions, residents, memory_bytes, nodes)
         if placed.peak_bytes <= memory_bytes:
-            return write(graph, problem.profile, memory_bytes, actions, kept, placed)
+            return write(graph, profile, memory_bytes, actions, residents, placed)
         before = actions
     return None
 
@@ -103,13 +127,3 @@ def hastened(made: Late, nbytes: Ints, memory_bytes: int, ahead: int) -> Ints:
             order[length] = i
             length += 1
     return order
-
-
-def _actions(gaps: Gaps, made: Late, memory_bytes: int) -> list[Action]:
-    order = hastened(made, tables(gaps).nbytes, memory_bytes, FAR)
-    steps = zip(made.verb[order].tolist(), made.what[order].tolist(), strict=True)
-    return [Action(_VERBS[verb], gaps.ops_at[what] if verb == COMPUTE else what) for verb, what in steps]
-
-
-def _residents(gaps: Gaps, fates: Sequence[Fate]) -> frozenset[int]:
-    return frozenset(g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not Fate.SWAP)

@@ -109,10 +109,13 @@ class Placed:
     peak_bytes: int
 
 
-def lay_out(graph: Graph, actions: Sequence[Action], residents: Collection[int], memory_bytes: int = 0) -> Placed:
+def lay_out(
+    graph: Graph, actions: Sequence[Action], residents: Collection[int], memory_bytes: int = 0, nodes: int = 0
+) -> Placed:
     """Give every stay an offset. A resident that comes back for good comes back to the same bytes.
 
-    Stops at the first layout that fits in `memory_bytes`; whether the one found does, `peak_bytes` tells.
+    Stops at the first layout that fits in `memory_bytes`; whether the one found does, `peak_bytes` tells. `nodes` are
+    those of `planner.placement.place`.
     """
     found = stays(graph, actions, residents)
     last = len(actions) + 1
@@ -134,7 +137,7 @@ def lay_out(graph: Graph, actions: Sequence[Action], residents: Collection[int],
             scratch[i] = len(blocks)
             nbytes = graph.ops[action.what].scratch_bytes
             blocks.append(Block(nbytes, SCRATCH_ALIGNMENT, Lifespan(i, i + 1)))
-    layout: Layout = place(blocks, memory_bytes)
+    layout: Layout = place(blocks, memory_bytes, nodes)
     first_stay = {s.tensor: i for i, s in enumerate(found) if s.span.first == 0}
     return Placed(
         stays=tuple(found),

@@ -228,3 +228,23 @@ def test_another_order_of_the_ops() -> None:
     plan = fit(Problem(graph, profile, 3 * PAGE), gaps, [SWAP, SWAP])
     assert plan is not None
     check(graph, profile, plan)
+
+
+def test_recomputation_without_end_is_given_up() -> None:
+    """Every layer back computes all those before it again: 120 layers forward and back would take 7000 ops."""
+    count = 120
+    tensors = [Tensor("X", PAGE, "input"), *(Tensor(f"A{i}", PAGE, "activation") for i in range(2 * count))]
+    ops = [Op(f"forward{i}", "any", (i,), (i + 1,)) for i in range(count)]
+    ops += [
+        Op(f"backward{i}", "any", (i, 2 * count - i - 1), (2 * count - i,)) for i in reversed(range(count))
+    ]  # reads A_i and the last result
+    graph = Graph("g", 1, "weights", tuple(tensors), tuple(ops), (2 * count,))
+    graph.validate()
+    gaps = Gaps(graph)
+    again = [RECOMPUTE if RECOMPUTE in g.fates else KEEP for g in gaps.all]
+    assert again.count(RECOMPUTE) > 100
+    assert no_wait(gaps, 10**9, again) is None
+    some = [
+        RECOMPUTE if fate is RECOMPUTE and g.tensor % 10 else KEEP for g, fate in zip(gaps.all, again, strict=True)
+    ]
+    assert no_wait(gaps, 10**9, some) is not None
