@@ -12,6 +12,7 @@ _HOMES: Final = {
     "best": "best.Best",
     "streaming": "streaming.Streaming",
     "genetic": "genetic.Genetic",
+    "particle_swarm": "particle_swarm.ParticleSwarm",
     "greedy": "offloading.Greedy",
     "dynprog": "offloading.DynProg",
     "interval": "interval.Interval",

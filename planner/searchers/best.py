@@ -16,7 +16,7 @@ from planner.registry import maker
 from planner.searcher import AnySearcher
 from planner.serial import require
 
-OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "dynprog")
+OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "particle_swarm", "dynprog")
 """Quick ones first."""
 
 

@@ -9,7 +9,7 @@ from server.config import ServeConfig, add_device_flags, add_thread_flag, intege
 from server.errors import ConfigError
 from server.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory
 
-SEARCHER_NAMES = "best, streaming, genetic, greedy, dynprog, interval, on_demand"
+SEARCHER_NAMES = "best, streaming, genetic, particle_swarm, greedy, dynprog, interval, on_demand"
 """For help texts, which should not take the second that importing the planner does."""
 
 _LARGEST_BATCH = 1 << 16

@@ -18,7 +18,7 @@ from tests.planner.graphs import PAGE, random_graph, random_profile, random_trai
 from tests.planner.reference import simulate_exactly
 
 seeds = st.integers(0, 10**6)
-PAPERS = ("genetic", "greedy", "dynprog", "interval", "on_demand")
+PAPERS = ("genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
 FEW = Limit(evaluations=24)
 
 
@@ -67,7 +67,7 @@ def test_same_seed_same_plan(searcher: str) -> None:
         assert first == second
 
 
-@pytest.mark.parametrize("searcher", ["genetic"])
+@pytest.mark.parametrize("searcher", ["genetic", "particle_swarm"])
 def test_number_of_processes_makes_no_difference(searcher: str) -> None:
     problem = problem_of(2)
     alone = search(problem, searcher, seed=3, limit=FEW)
