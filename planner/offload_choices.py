@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from planner.gaps import Fate, Gap, Gaps
-from planner.grouping import Grouped, alive_bytes, grouped, short_layers, turn, virtual_layers
+from planner.grouping import Grouped, Ints, alive_bytes, grouped, short_layers, turn, virtual_layers
 from planner.layers import Chain
 from planner.offload import relaxed_s
 from planner.prefetching import Line, fetching_s
@@ -25,7 +25,7 @@ CHAIN_SHARES: Final = (1.0, 0.3, 0.1, 0.02)
 """Where between its least and its peak the chain's memory lies when weights have to leave, too."""
 SMALL_SHARE: Final = 0.05
 """Of the memory; where no more depends on the division, the chain has its peak."""
-BEST: Final = 6
+BEST: Final = 4
 """Choices with streamed weights per memory that are worth a plan."""
 
 Offload = Callable[[Chain, float], Sequence[Sequence[bool]]]
@@ -90,6 +90,10 @@ class Chooser:
     def _shapes(self) -> list[Grouped]:
         ends = virtual_layers(self._gaps, self._turn), short_layers(self._turn, SHORT_LAYERS)
         return [grouped(self._gaps, self._profile, self._turn, e) for e in ends]
+
+    @cached_property
+    def _alive(self) -> Ints:
+        return alive_bytes(self._gaps)
 
     @cached_property
     def _begin_s(self) -> list[float]:
@@ -162,7 +166,7 @@ class Chooser:
             uses = self._gaps.uses[t]
             at = next((u for u in uses if u >= start), None)
             here[at - start if at is not None else 0].append(t)
-        alive = np.minimum(alive_bytes(self._gaps), chain_bytes)[start:]
+        alive = np.minimum(self._alive, chain_bytes)[start:]
         line = Line(
             profile.op_seconds[start:],
             [float(sum(self._nbytes[t] for t in ts)) for ts in here],

@@ -27,6 +27,8 @@ from planner.simulate import simulate
 
 SHARES: Final = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 """Of the memory, what a choice assumes to have; the rest is for fragmentation."""
+HOPEFUL: Final = 1.02
+"""Shares are left out for which a placement would have to be better than the last one by more than this."""
 PATIENCE: Final = 3
 """Shares in a row that may bring no better plan, though they bring one whose transfers are timed."""
 WINDOWS: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
@@ -107,7 +109,10 @@ class _Offloading:
         """
         graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
         fates = self._chooser.fates(choice)
+        most = 1.0
         for share in SHARES:
+            if share > most:
+                continue
             decided = no_wait(self._gaps, int(share * memory_bytes), fates)
             if decided is None:
                 return None
@@ -115,6 +120,7 @@ class _Offloading:
             placed = lay_out(graph, actions, decided[1], memory_bytes)
             if placed.peak_bytes <= memory_bytes:
                 return write(graph, profile, memory_bytes, actions, decided[1], placed)
+            most = share * memory_bytes / placed.peak_bytes * HOPEFUL
         return None
 
 
