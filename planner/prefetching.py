@@ -134,7 +134,8 @@ def _next(table: _Table, weight: int, copy: int, run: int, room: int, most: int)
     columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
     kept, ahead, waited = columns[:3]
     order = np.lexsort((ahead, waited, kept))
-    chosen = order[_undominated(ahead[order], waited[order])]
+    rank = np.unique(waited[order], return_inverse=True)[1]
+    chosen = order[_undominated(rank, (waited + ahead)[order])]
     return _Table._make(column[chosen] for column in columns)
 
 
@@ -144,20 +145,27 @@ def _zeros(count: int) -> _Table:
 
 
 @compiled
-def _undominated(ahead: Ints, waited: Ints) -> Ints:
-    """Indices of entries, sorted by bytes kept, that no earlier one is as good as: it may wait to catch up."""
-    found = np.empty(len(ahead), np.int64)
+def _undominated(rank: Ints, total: Ints) -> Ints:
+    """Indices of entries, sorted by bytes kept and rank of the wait, that no earlier one is as good as.
+
+    One that has copied more than another can wait to catch up: it is as good if that neither makes its wait longer
+    nor, in any case, the sum of its wait and its copies larger. A Fenwick tree has the least sum for each rank.
+    """
+    found = np.empty(len(rank), np.int64)
+    least = np.full(len(rank) + 1, 2**62)
     count = 0
-    for i in range(len(ahead)):
-        better = False
-        for n in range(count - 1, -1, -1):
-            j = found[n]
-            if waited[j] + max(ahead[j] - ahead[i], 0) <= waited[i]:
-                better = True
-                break
-        if not better:
+    for i in range(len(rank)):
+        j, best = rank[i] + 1, 2**62
+        while j > 0:
+            best = min(best, least[j])
+            j -= j & -j
+        if best > total[i]:
             found[count] = i
             count += 1
+            j = rank[i] + 1
+            while j < len(least):
+                least[j] = min(least[j], total[i])
+                j += j & -j
     return found[:count]
 
 
