@@ -3,19 +3,27 @@
 CohabitError
 ├── ConfigError              a flag that cannot be; the server does not start
 ├── RepositoryError          the model repository cannot be read; the server does not start
-├── LoadFailed               no model could be loaded
+├── NothingToServe           no model could be loaded
 └── RequestError             this request gets no answer; others do
     ├── InvalidRequest       the client's mistake
-    │   └── ModelNotListed   statistics of a model that is not there
+    │   ├── ModelNotListed   statistics of a model that is not there
+    │   └── AlreadyRegistered  a shared memory region by that name is there
     ├── ModelNotFound        no such model or version, or it failed to load
     ├── ModelNotReady        it is still loading
+    ├── RegionNotFound       no such shared memory region
     ├── PayloadTooLarge      a body over the limit
     ├── Unsupported          sound by the protocol, but not done here
     │   └── UnknownEncoding  a Content-Encoding other than gzip and deflate
-    ├── QueueFull            too many requests wait for this model
-    ├── RequestTimedOut      it waited longer than its own timeout
+    ├── Overloaded           later it may well be taken: `retry_after_s` says when
+    │   ├── QueueFull        too many requests, or too many bytes of them, wait
+    │   └── RateLimited      the model's config allows no more of them
+    ├── RequestTimedOut      it could not be answered within its timeout
     ├── ShuttingDown         the server drains
-    └── ExecutionFailed      the model failed while it computed
+    ├── ExecutionFailed      the model failed while it computed
+    ├── DeviceLost           the device is gone; nothing can be executed
+    ├── ControlOff           loading and unloading by request is not allowed
+    ├── LoadFailed           a model cannot be loaded; the message says why
+    └── NotInRepository      there is no model of that name to load
 """
 
 from planner.errors import CohabitError, format_bytes
@@ -29,12 +37,18 @@ class RepositoryError(CohabitError):
     """The model repository cannot be read at all."""
 
 
-class LoadFailed(CohabitError):
-    """No model could be loaded, so there is nothing to serve."""
+class NothingToServe(CohabitError):
+    """No model could be loaded."""
 
 
 class RequestError(CohabitError):
     """One request cannot be answered."""
+
+    def of_request(self, request_id: str | None) -> None:
+        """Put the client's id in front of the message, unless it stands there already."""
+        prefix = f"[request id: {request_id}] "
+        if request_id and not str(self).startswith(prefix):
+            self.args = (f"{prefix}{self}",)
 
 
 class InvalidRequest(RequestError):
@@ -46,6 +60,14 @@ class ModelNotListed(InvalidRequest):
 
     def __init__(self, model: str) -> None:
         super().__init__(f"requested model '{model}' is not available")
+
+
+class AlreadyRegistered(InvalidRequest):
+    """A shared memory region by that name is registered."""
+
+
+class RegionNotFound(RequestError):
+    """No shared memory region by that name is registered."""
 
 
 class ModelNotFound(RequestError):
@@ -85,22 +107,46 @@ class UnknownEncoding(Unsupported):
         super().__init__(f"Unable to decompress request body, unknown Content-Encoding '{encoding}'")
 
 
-class QueueFull(RequestError):
-    """The model's queue is at its bound."""
+class Overloaded(RequestError):
+    """There is no room for the request now."""
 
-    def __init__(self, model: str, limit: int) -> None:
-        super().__init__(
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(Overloaded):
+    """A queue is at its bound."""
+
+    @classmethod
+    def of_model(cls, model: str, limit: int, retry_after_s: float) -> "QueueFull":
+        return cls(
             f"Exceeds maximum queue size: {limit} requests wait for model '{model}' already;"
-            " send fewer, or start the server with a larger --queue-limit"
+            " send fewer, or start the server with a larger --queue-limit",
+            retry_after_s,
+        )
+
+    @classmethod
+    def of_bytes(cls, model: str, limit_bytes: int, retry_after_s: float) -> "QueueFull":
+        return cls(
+            f"Exceeds maximum queue size: a request for model '{model}' would take the inputs that wait over"
+            f" {limit_bytes} bytes ({format_bytes(limit_bytes)}); send fewer, or start the server with a larger"
+            " --queue-memory",
+            retry_after_s,
         )
 
 
-class RequestTimedOut(RequestError):
-    """The request waited longer than it was willing to."""
+class RateLimited(Overloaded):
+    """The model's config allows no more requests now."""
 
-    def __init__(self, model: str, timeout_s: float) -> None:
+
+class RequestTimedOut(RequestError):
+    """The request cannot be answered within its timeout."""
+
+    def __init__(self, model: str, timeout_s: float, needed_s: float | None = None) -> None:
+        why = "" if needed_s is None else f"; from its arrival on it would have taken {needed_s * 1e3:.3g} ms"
         super().__init__(
-            f"Request timeout expired: it waited more than {timeout_s * 1e3:g} ms in the queue of model '{model}'"
+            f"Request timeout expired: model '{model}' cannot answer within {timeout_s * 1e3:g} ms{why}"
         )
 
 
@@ -116,3 +162,34 @@ class ExecutionFailed(RequestError):
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"model '{model}' failed to execute: {reason}")
+
+
+class DeviceLost(RequestError):
+    """The device is gone, and with it whatever was on it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the device is lost: {reason}; restart the server")
+
+
+class ControlOff(RequestError):
+    """The server was not started for loading and unloading by request."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(
+            f"explicit model load / unload is not allowed: model control is '{mode}';"
+            " start the server with --model-control explicit"
+        )
+
+
+class LoadFailed(RequestError):
+    """A model cannot be loaded; what was served before is served still."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"load failed for model '{model}': {reason}")
+
+
+class NotInRepository(RequestError):
+    """There is no model of that name to load."""
+
+    def __init__(self, model: str, reason: str = "it has no such folder") -> None:
+        super().__init__(f"failed to load '{model}', failed to poll from model repository: {reason}")

@@ -1,6 +1,7 @@
 """The one table from domain errors to HTTP, and the JSON form of every error."""
 
 import logging
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -13,12 +14,18 @@ STATUS: Mapping[type[errors.RequestError], int] = {
     errors.InvalidRequest: 400,
     errors.ModelNotFound: 404,
     errors.ModelNotReady: 503,
+    errors.RegionNotFound: 404,
     errors.PayloadTooLarge: 413,
     errors.Unsupported: 501,
     errors.QueueFull: 503,
+    errors.RateLimited: 429,
     errors.RequestTimedOut: 503,
     errors.ShuttingDown: 503,
     errors.ExecutionFailed: 500,
+    errors.DeviceLost: 503,
+    errors.ControlOff: 503,
+    errors.LoadFailed: 400,
+    errors.NotInRepository: 500,
 }
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -34,14 +41,24 @@ def status_of(error: errors.RequestError) -> int:
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
+def _headers_of(error: errors.RequestError) -> Mapping[str, str] | None:
+    """What a client can do about it, besides the words."""
+    match error:
+        case errors.UnknownEncoding():
+            return {"Accept-Encoding": "gzip, deflate"}
+        case errors.Overloaded():
+            return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        case _:
+            return None
+
+
 @web.middleware
 async def json_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Answer every error as `{"error": ...}`; what nobody foresaw is logged under an id that the client gets."""
     try:
         return await handler(request)
     except errors.RequestError as error:
-        headers = {"Accept-Encoding": "gzip, deflate"} if isinstance(error, errors.UnknownEncoding) else None
-        return error_response(status_of(error), str(error), headers)
+        return error_response(status_of(error), str(error), _headers_of(error))
     except web.HTTPException as error:
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
         return error_response(error.status, error.reason, allow)

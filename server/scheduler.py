@@ -85,7 +85,7 @@ class Scheduler:
         """Queue a request. Raises QueueFull."""
         queue = self._queues.setdefault(request.model, deque())
         if len(queue) >= self._queue_limit:
-            raise QueueFull(request.model, self._queue_limit)
+            raise QueueFull.of_model(request.model, self._queue_limit, 1.0)
         deadline_s = None if request.timeout_s is None else now_s + request.timeout_s
         self._arrivals += 1
         ticket = Ticket(request, self._arrivals, now_s, deadline_s)

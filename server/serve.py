@@ -11,7 +11,7 @@ from aiohttp import web
 from server.app import Api, make_app, make_metrics_app
 from server.config import ServeConfig
 from server.engine import Engine
-from server.errors import ConfigError, LoadFailed
+from server.errors import ConfigError, NothingToServe
 from server.model import Device, Footprint, Servable
 from server.registry import Registry, State
 from server.repository import ModelSource, Unloadable
@@ -72,7 +72,7 @@ class Server:
         self.metrics_url = f"{url}/metrics"
 
     async def load(self, models: Sequence[ModelSource | Unloadable], load: Load, on_progress: OnProgress) -> Loaded:
-        """Load in a thread and serve what came of it. Raises LoadFailed if nothing did."""
+        """Load in a thread and serve what came of it. Raises NothingToServe if nothing did."""
         sources = [model for model in models if isinstance(model, ModelSource)]
         for model in models:
             match model:
@@ -92,7 +92,7 @@ class Server:
             self._adopt(loaded, sources)
         if self._loaded is None or not self._loaded.servables:
             reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in self.registry)
-            raise LoadFailed(f"no model of {self._config.repository} could be loaded: {reasons}")
+            raise NothingToServe(f"no model of {self._config.repository} could be loaded: {reasons}")
         return self._loaded
 
     async def stop(self) -> bool:
