@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     needs = {n: peak_bytes(training_graph(n, None, options.cache).graph) for n in track(
         options.networks, "capturing", console=console)}  # fmt: skip
-    searchers = [s for s in SEARCHERS if s not in ("best", "streaming")]
+    searchers = [s for s in SEARCHERS if s != "streaming"]
     cases = [(n, m, s) for n in options.networks for m in options.memory for s in searchers]
     jobs = [(*case, options.seconds, options.cache) for case in cases]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
