@@ -22,6 +22,8 @@ def anonymous_memory(nbytes: int) -> mmap.mmap:
 class Arena:
     """One anonymous mapping, page aligned. Views keep it alive; `close` forgets it."""
 
+    device = torch.device("cpu")
+
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._map = anonymous_memory(nbytes)

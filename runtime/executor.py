@@ -15,8 +15,10 @@ from types import TracebackType
 import torch
 
 from planner.timeline import Span, Timeline
+from runtime.backend import Result
+from runtime.binding import Frame
 from runtime.errors import DeviceError
-from runtime.program import Frame, Program, SwapInStep
+from runtime.program import Program, SwapInStep
 
 _SWITCH_INTERVAL_S = 1e-4
 
@@ -66,17 +68,6 @@ class Run:
             return 0
         first, base = next(part for part in reversed(self.parts) if part[0] < count)
         return base + count - first
-
-
-@dataclass(slots=True)
-class Result:
-    """What an inference gave: outputs in the program's order (torch tensors that nobody else holds), and its cost."""
-
-    outputs: list[torch.Tensor]
-    latency_s: float
-    stall_s: float
-    link_bytes: int
-    timeline: Timeline | None = None
 
 
 @dataclass(slots=True)
@@ -173,6 +164,11 @@ class Executor:
     def close(self) -> None:
         """Let the lane finish its queue and end."""
         self._lane.close()
+
+    @property
+    def lost(self) -> str | None:
+        """A CPU is never lost."""
+        return None
 
     @property
     def swap_busy_s(self) -> float:

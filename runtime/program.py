@@ -1,26 +1,21 @@
 """A program: one plan bound to addresses. Whatever can be decided before a request comes is decided here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic
 
 import torch
-from torch.utils import _pytree as pytree
 
 from planner.check import check
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 from planner.profile import Profile
-from runtime.arena import Arena
+from runtime.backend import Copy, Memory, Room, Source
+from runtime.binding import Call, Statics, bind, frees, on_device
 from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.rewrite import host_gather
-from runtime.specialize import Instruction, Slot, Trace
-from runtime.store import Copy, Store
-from runtime.weights import Manifest, dtype_of
-
-Frame = list[Any]
-Call = Callable[[Frame], None]
+from runtime.specialize import Instruction
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +31,14 @@ class ComputeStep:
 
 @dataclass(frozen=True, slots=True)
 class SwapInStep:
-    """A prepared copy. `computes_before` counts this run's finished compute steps."""
+    """A prepared copy to `offset` of the arena. `computes_before` counts this run's finished compute steps."""
 
     step: int
     segment: int
     copy: Copy
     nbytes: int
     computes_before: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,7 @@ class Bases:
 
 
 def build(
-    lowered: Lowered, plan: Plan, profile: Profile | None, arena: Arena, bases: Bases, store: Store
+    lowered: Lowered, plan: Plan, profile: Profile | None, arena: Memory[Room], bases: Bases, store: Source[Room]
 ) -> Program:
     """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan."""
     batches = {graph.fingerprint: batch for batch, graph in lowered.graphs.items()}
@@ -101,7 +97,7 @@ def require_supported(graph: Graph, plan: Plan) -> None:
     """Refuse what this runtime cannot do: activations come from torch's allocator, and each op is bound once."""
     computes = [s for s in plan.steps if isinstance(s, Compute)]
     if len({s.op for s in computes}) < len(computes):
-        raise UnsupportedPlan(f"{graph.name}: the plan computes an op again, which the CPU runtime does not do")
+        raise UnsupportedPlan(f"{graph.name}: the plan computes an op again, which this runtime does not do")
     activations = [(p.address, graph.tensors[p.tensor].nbytes) for p in plan.inputs]
     parameters = [(p.address, graph.tensors[p.tensor].nbytes) for p in plan.residents]
     for step in plan.steps:
@@ -118,8 +114,8 @@ def require_supported(graph: Graph, plan: Plan) -> None:
     for region, start, end, is_activation in sorted(lines):
         if ends.get((region, not is_activation), 0) > start:
             raise UnsupportedPlan(
-                f"{graph.name}: the plan lets parameters pass through bytes of activations ({region}+{start}); on a CPU"
-                " they come from different allocators, so plan with a workspace and without overlay"
+                f"{graph.name}: the plan lets parameters pass through bytes of activations ({region}+{start});"
+                " activations come from an allocator of their own, so plan with a workspace and without overlay"
             )
         ends[region, is_activation] = max(end, ends.get((region, is_activation), 0))
 
@@ -135,10 +131,12 @@ class _Pending:
     first_reads: tuple[int, ...]
 
 
-class _Builder:
+class _Builder(Generic[Room]):
     """Walks a plan once, with the addresses as they are at each step."""
 
-    def __init__(self, lowered: Lowered, batch: int, plan: Plan, arena: Arena, bases: Bases, store: Store) -> None:
+    def __init__(
+        self, lowered: Lowered, batch: int, plan: Plan, arena: Memory[Room], bases: Bases, store: Source[Room]
+    ) -> None:
         self.lowered = lowered
         self.trace = lowered.traces[batch]
         self.graph = lowered.graphs[batch]
@@ -173,20 +171,20 @@ class _Builder:
                     self.unread.discard(step.tensor)
                 case SwapOut():
                     raise UnsupportedPlan(
-                        f"{self.graph.name}: the plan swaps {self.graph.tensors[step.tensor].name} out; the CPU"
+                        f"{self.graph.name}: the plan swaps {self.graph.tensors[step.tensor].name} out; this"
                         " runtime keeps activations in memory, so plan without activation swaps"
                     )
         if not self.computes or self.plan.epilogue_start == len(self.plan.steps):
             constants = self._constants()
         initial = {p.tensor for p in self.plan.residents}
         final = self._final_views()
-        frees = _frees([*(p.instructions for p in self.computes), final], self.trace.output_slots)
+        dying = frees([*(p.instructions for p in self.computes), final], self.trace.output_slots)
         return Program(
             name=self.lowered.name,
             batch=self.trace.batch,
             plan=self.plan,
             frame_slots=self.trace.slots,
-            computes=tuple(self._finish(pending, frees) for pending in self.computes),
+            computes=tuple(self._finish(pending, dying) for pending in self.computes),
             swap_ins=tuple(self.swap_ins),
             prefix=self._prefix(),
             epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
@@ -218,9 +216,9 @@ class _Builder:
         """How many steps of the other lane must have finished, which is in order."""
         return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
 
-    def _finish(self, pending: "_Pending", frees: dict[int, tuple[int, ...]]) -> ComputeStep:
+    def _finish(self, pending: "_Pending", dying: dict[int, tuple[int, ...]]) -> ComputeStep:
         calls = tuple(
-            self._bind(i, statics, frees.get(id(i), ()))
+            self._bind(i, statics, dying.get(id(i), ()))
             for i, statics in zip(pending.instructions, pending.statics, strict=True)
         )
         return ComputeStep(pending.step, calls, pending.swap_ins_before, pending.first_reads)
@@ -236,8 +234,9 @@ class _Builder:
 
     def _swap_in(self, index: int, segment: int, address: Address, computes_before: int) -> SwapInStep:
         nbytes = self.lowered.manifest.segments[segment].nbytes
-        destination = self.arena.bytes(self.bases.offset(address), nbytes)
-        return SwapInStep(index, segment, self.store.copy(segment, destination), nbytes, computes_before)
+        offset = self.bases.offset(address)
+        copy = self.store.copy(segment, self.arena.bytes(offset, nbytes))
+        return SwapInStep(index, segment, copy, nbytes, computes_before, offset)
 
     def _needed_by(self, instruction: Instruction) -> list[Instruction]:
         """The views that an op needs and that nothing made yet, in order, and the op itself."""
@@ -279,111 +278,11 @@ class _Builder:
                 self.made.add(slot)
         return final
 
-    def _bind(self, instruction: Instruction, statics: dict[int, torch.Tensor], frees: Sequence[int]) -> Call:
+    def _bind(self, instruction: Instruction, statics: dict[int, torch.Tensor], dying: Sequence[int]) -> Call:
         target = instruction.target
         arguments = instruction.args
         if target is host_gather:
             table, slot = arguments
             target, arguments = torch.embedding, (self.store.table(table), slot)
-        return bind(target, arguments, instruction.kwargs, statics, instruction.out, tuple(frees))
-
-
-class Statics:
-    """Parameters, and views of parameters alone: tensors that are known as soon as addresses are."""
-
-    def __init__(self, trace: Trace, manifest: Manifest, arena: Arena) -> None:
-        self._arena = arena
-        self._views = {i.out: i for i in trace.instructions if i.op is None}
-        self._pieces = {p.name: (n, p) for n, s in enumerate(manifest.segments) for p in s.pieces}
-        self._weights = trace.weight_slots
-        self._static = set(trace.weight_slots)
-        for instruction in trace.instructions:
-            reads = instruction.reads
-            if instruction.op is None and reads and all(r in self._static for r in reads):
-                self._static.add(instruction.out)
-        self._known: dict[tuple[int, tuple[int, ...]], Any] = {}
-
-    def is_static(self, slot: int) -> bool:
-        return slot in self._static
-
-    def value(self, slot: int, addresses: dict[int, int]) -> Any:
-        """The tensor (or tuple of tensors) in a slot, with segments at the given offsets of the arena."""
-        key = (slot, tuple(addresses[s] for s in sorted(self._segments(slot))))
-        if key not in self._known:
-            self._known[key] = self._make(slot, addresses)
-        return self._known[key]
-
-    def _segments(self, slot: int) -> set[int]:
-        if slot in self._weights:
-            return {self._pieces[self._weights[slot]][0]}
-        return {s for read in self._views[slot].reads for s in self._segments(read)}
-
-    def _make(self, slot: int, addresses: dict[int, int]) -> Any:
-        if slot in self._weights:
-            segment, piece = self._pieces[self._weights[slot]]
-            offset = addresses[segment] + piece.offset
-            return self._arena.tensor(offset, dtype_of(piece.dtype), piece.shape, piece.stride)
-        view = self._views[slot]
-        frame = {read: self.value(read, addresses) for read in view.reads}
-        args, kwargs = _filled((view.args, view.kwargs), frame)
-        with torch.inference_mode():
-            return view.target(*args, **kwargs)
-
-
-def _is_slot(value: Any) -> bool:
-    return isinstance(value, Slot)
-
-
-def _filled(tree: Any, frame: Any) -> Any:
-    return pytree.tree_map(lambda leaf: frame[leaf.index] if _is_slot(leaf) else leaf, tree, is_leaf=_is_slot)
-
-
-def bind(
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    statics: dict[int, torch.Tensor],
-    out: int,
-    frees: tuple[int, ...],
-) -> Call:
-    """A call that takes its slots from the frame, leaves its result there, and forgets what nobody reads again."""
-
-    def known(leaf: Any) -> Any:
-        return statics[leaf.index] if _is_slot(leaf) and leaf.index in statics else leaf
-
-    args, kwargs = pytree.tree_map(known, (args, kwargs), is_leaf=_is_slot)
-    template = list(args)
-    flat = [(i, a.index) for i, a in enumerate(template) if _is_slot(a)]
-    nested = [(i, a) for i, a in enumerate(template) if not _is_slot(a) and _has_slot(a)]
-    keyword_slots = _has_slot(kwargs)
-
-    def call(frame: Frame) -> None:
-        values = template.copy()
-        for position, slot in flat:
-            values[position] = frame[slot]
-        for position, tree in nested:
-            values[position] = _filled(tree, frame)
-        frame[out] = target(*values, **(_filled(kwargs, frame) if keyword_slots else kwargs))
-        for slot in frees:
-            frame[slot] = None
-
-    return call
-
-
-def _has_slot(tree: Any) -> bool:
-    return any(_is_slot(leaf) for leaf in pytree.tree_leaves(tree, is_leaf=_is_slot))
-
-
-def _frees(steps: Sequence[Sequence[Instruction]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """For each instruction (by identity) the slots that die with it, in the order in which the plan runs them."""
-    last: dict[int, Instruction] = {}
-    for step in steps:
-        for instruction in step:
-            last[instruction.out] = instruction
-            for slot in instruction.reads:
-                last[slot] = instruction
-    frees: dict[int, list[int]] = {}
-    for slot, instruction in last.items():
-        if slot not in kept:
-            frees.setdefault(id(instruction), []).append(slot)
-    return {key: tuple(slots) for key, slots in frees.items()}
+        arguments, keywords = on_device(target, arguments, instruction.kwargs, self.arena.device)
+        return bind(target, arguments, keywords, statics, instruction.out, tuple(dying))

@@ -7,34 +7,17 @@ O_DIRECT where the file system has it, so that the page cache does not hold a se
 import mmap
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from runtime.arena import Bytes, anonymous_memory
+from runtime.backend import Copy, Source, StoreKind
 from runtime.weights import Manifest, Table, dtype_of
 
-StoreKind = Literal["ram", "file"]
-Copy = Callable[[], None]
-
-
-class Store(Protocol):
-    """One model's host copy."""
-
-    kind: StoreKind
-
-    def copy(self, segment: int, destination: Bytes) -> Copy:
-        """Prepare to fill the destination from a segment's start; the call does it without holding the GIL."""
-        ...
-
-    def table(self, name: str) -> torch.Tensor:
-        """An embedding table, to be read in place."""
-        ...
-
-    def close(self) -> None: ...
+Store = Source[Bytes]
+"""One model's host copy. A copy is done by the call, without holding the GIL."""
 
 
 def open_store(kind: StoreKind, path: Path, manifest: Manifest) -> Store:

@@ -1,0 +1,163 @@
+"""What a device has to offer: memory, a host store that feeds it, an executor. `runtime.devices` opens one by its name.
+
+Everything else of the runtime (lowering, binding, plans) is the same for all devices.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+
+import torch
+
+from planner.plan import Plan
+from planner.profile import Profile
+from planner.timeline import Timeline
+
+if TYPE_CHECKING:
+    from runtime.lower import Lowered
+    from runtime.program import Bases, Program
+    from runtime.weights import Manifest
+
+StoreKind = Literal["ram", "file"]
+Copy = Callable[[], None]
+OnProgress = Callable[[str], None]
+
+Room = TypeVar("Room")
+"""What a copy fills: a numpy array on the CPU, a tensor on CUDA."""
+Room_co = TypeVar("Room_co", covariant=True)
+Room_contra = TypeVar("Room_contra", contravariant=True)
+
+
+class Memory(Protocol[Room_co]):
+    """The arena: all device memory that models may use, taken once."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def bytes(self, offset: int, nbytes: int) -> Room_co:
+        """The given bytes, for a copy to fill. Raises MemoryExceeded outside of the arena."""
+        ...
+
+    def tensor(
+        self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Source(Protocol[Room_contra]):
+    """One model's host copy."""
+
+    @property
+    def kind(self) -> StoreKind: ...
+
+    def copy(self, segment: int, destination: Room_contra) -> Copy:
+        """Prepare to fill the destination from a segment's start on. Whoever issues copies makes the call."""
+        ...
+
+    def table(self, name: str) -> torch.Tensor:
+        """An embedding table, to be read in place by the device."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Result:
+    """What an inference gave: outputs in the program's order (CPU tensors that nobody else holds), and its cost."""
+
+    outputs: list[torch.Tensor]
+    latency_s: float
+    stall_s: float
+    link_bytes: int
+    timeline: Timeline | None = None
+
+
+class Executor(Protocol):
+    """Runs programs one at a time. Every method is called by the one thread that owns the device."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def start(self) -> None: ...
+
+    def close(self) -> None:
+        """Let the lanes finish what they have, and end."""
+        ...
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can run any more, or None while the device is well."""
+        ...
+
+    def load(self, program: "Program") -> float:
+        """Put a program's initial residents in place and wait for them. Returns the seconds. Raises DeviceError."""
+        ...
+
+    def expect(self, program: "Program | None") -> None:
+        """Say what runs behind the next run, so that its leading copies may start beside that one."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until the swap-in lane has nothing left to do."""
+        ...
+
+    def run(
+        self, program: "Program", inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
+    ) -> Result:
+        """Run one inference on CPU tensors of the program's exact shapes, which may be changed.
+
+        `traced` measures the time of every step; `serial` lets no copy overlap with computation. Raises DeviceError
+        if a kernel or a copy fails: the program can be run again, unless the device is `lost`.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """One device. Memory, stores and programs of one backend work with one another alone."""
+
+    @property
+    def name(self) -> str:
+        """The device as profiles and people call it."""
+        ...
+
+    def arena(self, nbytes: int) -> Memory[Any]:
+        """Take this much device memory. Raises MemoryExceeded."""
+        ...
+
+    def open_store(self, kind: StoreKind, path: Path, manifest: "Manifest") -> Source[Any]:
+        """A model's parameters in host memory, or in their file."""
+        ...
+
+    @property
+    def executor(self) -> Executor: ...
+
+    def measure(
+        self, lowered: "Lowered", store: Source[Any], cache: Path | None, on_progress: OnProgress
+    ) -> "tuple[Lowered, dict[int, Profile]]":
+        """What the model needs and takes on this device: its graphs with the scratch that kernels take here,
+        and profiles by batch size. From the cache where that was measured before."""
+        ...
+
+    def build(
+        self,
+        lowered: "Lowered",
+        plan: Plan,
+        profile: Profile | None,
+        arena: Memory[Any],
+        bases: "Bases",
+        store: Source[Any],
+    ) -> "Program":
+        """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan."""
+        ...
+
+    def close(self) -> None: ...
