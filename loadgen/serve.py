@@ -31,7 +31,7 @@ def server_command(program: str, repository: Path, memory: str, layout: str | No
         *_locate(program),
         *("serve", str(repository), "--memory", memory),
         *(("--layout", layout) if layout else ()),
-        *("--http-port", "0", "--metrics-port", "0"),
+        *("--http-port", "0", "--grpc-port", "off", "--metrics-port", "0"),
     ]
 
 

@@ -165,7 +165,8 @@ def _load(sources: "Sequence[ModelSource]", config: ServeConfig, on_progress: "O
 
 def _announce(server: "Server") -> None:
     print(f"http: {server.http_url}")
-    print(f"metrics: {server.metrics_url}", flush=True)
+    print(f"metrics: {server.metrics_url}")
+    print(f"grpc: {server.grpc_address or 'off'}", flush=True)
 
 
 def _report(server: "Server", loaded: "Loaded", console: Console) -> None:

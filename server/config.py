@@ -15,6 +15,9 @@ _T = TypeVar("_T")
 Layout = Literal["partitioned", "resident", "time_shared"]
 Store = Literal["ram", "file"]
 LogFormat = Literal["text", "json"]
+ClientShm = Literal["auto", "on", "off"]
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 _LARGEST_BATCH = 1 << 16
 
@@ -27,6 +30,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     http_port: int = 8000
     """0 takes any free port."""
+    grpc_port: int | None = 8001
+    """None for no gRPC."""
     metrics_port: int = 8002
     cache: Path | None = None
     """Where lowered models, profiles and plans are kept; None for the loader's choice."""
@@ -40,6 +45,12 @@ class ServeConfig:
     model_rates: Mapping[str, float] = field(default_factory=dict)
     """Expected requests per second by model; a model without a rate counts as their mean."""
     log_format: LogFormat = "text"
+    client_shm: ClientShm = "auto"
+
+    @property
+    def takes_client_shm(self) -> bool:
+        """Whether clients may name shared memory of this machine: by default, where only this machine's can ask."""
+        return self.client_shm == "on" or (self.client_shm == "auto" and self.host in LOOPBACK)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +90,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     http.add_argument(
         "--http-port", default="8000", metavar="PORT", help="0 takes any free port (default: %(default)s)"
+    )
+    http.add_argument(
+        "--grpc-port", default="8001", metavar="PORT", help="0 takes any free port, off none (default: %(default)s)"
+    )
+    http.add_argument(
+        "--client-shm",
+        choices=get_args(ClientShm),
+        default="auto",
+        help="whether clients may have tensors read from and written to shared memory of this machine; auto where the"
+        " server listens on a loopback address only (default: %(default)s)",
     )
     http.add_argument("--metrics-port", default="8002", metavar="PORT", help="(default: %(default)s)")
     http.add_argument(
@@ -122,6 +143,8 @@ def config_of(options: argparse.Namespace) -> ServeConfig:
         layout=options.layout,
         host=options.host,
         http_port=read("--http-port", options.http_port, integer(0, 65535)),
+        grpc_port=read("--grpc-port", options.grpc_port, _port_or_off),
+        client_shm=options.client_shm,
         metrics_port=read("--metrics-port", options.metrics_port, integer(0, 65535)),
         cache=options.cache,
         store=options.store,
@@ -157,6 +180,10 @@ def integer(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _port_or_off(text: str) -> int | None:
+    return None if text == "off" else integer(0, 65535)(text)
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:

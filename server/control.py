@@ -2,6 +2,8 @@
 
 from typing import Literal, Protocol
 
+from server.errors import ControlOff
+
 ControlMode = Literal["none", "explicit", "poll"]
 """All models at start and never again, on a client's order, or whenever the repository changes."""
 
@@ -27,3 +29,15 @@ class Control(Protocol):
         nothing. Raises ControlOff unless the mode is explicit.
         """
         ...
+
+
+class NoControl:
+    """The mode "none": what was there at start is served, and nothing else."""
+
+    mode: ControlMode = "none"
+
+    async def load(self, model: str, config: str | None = None) -> None:
+        raise ControlOff(self.mode)
+
+    async def unload(self, model: str, dependents: bool = False) -> None:
+        raise ControlOff(self.mode)

@@ -25,11 +25,18 @@ _LITTLE_ENDIAN = {
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType({name: np.dtype(s) for name, s in _LITTLE_ENDIAN.items()})
 """Every datatype that a model's tensors can have. numpy knows no bfloat16: its bits travel as uint16."""
 
-BINARY_ONLY = frozenset({"FP16", "BF16"})
+BF16 = "BF16"
+
+BINARY_ONLY = frozenset({"FP16", BF16})
 """JSON has no agreed form for these, so they travel as bytes."""
 
 BYTES = "BYTES"
-"""KServe's strings. No tensor of a PyTorch program has them."""
+"""KServe's strings: arrays of `bytes` objects here. No tensor of a PyTorch program has them."""
+
+
+def float32_of_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Widen bfloat16 bits, which are the upper half of a float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def config_type(datatype: str) -> str:

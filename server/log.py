@@ -2,11 +2,15 @@
 
 import logging
 import sys
+import time
 from typing import Any
 
 import msgspec
 
 from server.config import LogFormat
+from server.settings import LogSettings
+
+_ROOT = "cohabit"
 
 
 def configure_logging(log_format: LogFormat) -> None:
@@ -16,14 +20,51 @@ def configure_logging(log_format: LogFormat) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("cohabit").setLevel(logging.INFO)
     # aiohttp logs what is not HTTP, with the bytes and a traceback; handlers' own errors are ours to log.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    apply(LogSettings())
+
+
+def apply(settings: LogSettings) -> None:
+    """Let through what the settings ask for, whichever handlers there are."""
+    logging.getLogger(_ROOT).setLevel(logging.DEBUG if settings.verbose_level else logging.INFO)
+    for handler in logging.getLogger().handlers:
+        for old in [f for f in handler.filters if isinstance(f, _Wanted)]:
+            handler.removeFilter(old)
+        handler.addFilter(_Wanted(settings))
+        if isinstance(handler.formatter, _JsonFormatter | _TextFormatter):
+            handler.formatter.iso_times = settings.times == "ISO8601"
+
+
+class _Wanted(logging.Filter):
+    """Lets a record pass if the settings ask for its level; only the server's own records are asked about."""
+
+    def __init__(self, settings: LogSettings) -> None:
+        super().__init__(_ROOT)
+        self._settings = settings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not super().filter(record):
+            return True
+        if record.levelno >= logging.ERROR:
+            return self._settings.error
+        if record.levelno >= logging.WARNING:
+            return self._settings.warning
+        return self._settings.info if record.levelno >= logging.INFO else self._settings.verbose_level > 0
+
+
+def _iso(record: logging.LogRecord) -> str:
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03}Z"
 
 
 class _TextFormatter(logging.Formatter):
+    iso_times = False
+
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return _iso(record) if self.iso_times else super().formatTime(record, datefmt)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         fields = " ".join(f"{key}={value}" for key, value in _fields(record).items())
@@ -31,9 +72,11 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
+    iso_times = False
+
     def format(self, record: logging.LogRecord) -> str:
         event: dict[str, Any] = {
-            "time_s": record.created,
+            **({"time": _iso(record)} if self.iso_times else {"time_s": record.created}),
             "level": record.levelname,
             "logger": record.name,
             "event": record.getMessage(),

@@ -104,6 +104,8 @@ class Registry:
 
 
 def _version(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise InvalidRequest(f"version '{text[:40]}' of model '{name}' is not a number")
     if len(text) > 19 or int(text) > _LARGEST_VERSION:
         raise InvalidRequest(
             f"version {text[:40]} of model '{name}' is over the largest version, {_LARGEST_VERSION}"

@@ -3,16 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from server.classification import classify
+from server.datatypes import BYTES
 from server.errors import ExecutionFailed
 from server.model import Array, ModelInfo, TensorSpec
+from server.shared_memory import Window
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """An output that the client wants, as bytes or as JSON numbers."""
+    """An output that the client wants: in the answer, as bytes or as JSON numbers, or in shared memory."""
 
     tensor: TensorSpec
     binary: bool
+    classes: int = 0
+    """How many of the largest values to name instead of sending all; 0 sends the tensor."""
+    window: Window | None = None
+    """Where to write it; None puts it into the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +33,19 @@ class InferRequest:
     outputs: tuple[RequestedOutput, ...]
     id: str | None = None
     priority: int | None = None
-    """As the client gave it: 1 is the most urgent. Models have one level, so it does not change the order."""
+    """As the client gave it: 1 is the most urgent, None leaves it to the model."""
     timeout_s: float | None = None
     """How long the request may wait in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
+    """A tensor of a response. Its datatype may differ from the model's: a classification is BYTES."""
+
     tensor: TensorSpec
     array: Array
     binary: bool
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,5 +61,12 @@ def respond(request: InferRequest, info: ModelInfo, arrays: Mapping[str, Array])
     missing = [o.tensor.name for o in request.outputs if o.tensor.name not in arrays]
     if missing:
         raise ExecutionFailed(info.name, f"it returned no {', '.join(missing)}")
-    outputs = tuple(OutputTensor(o.tensor, arrays[o.tensor.name], o.binary) for o in request.outputs)
+    outputs = tuple(_output(wanted, arrays[wanted.tensor.name], info) for wanted in request.outputs)
     return InferResponse(info.name, info.version, outputs, request.id)
+
+
+def _output(wanted: RequestedOutput, array: Array, info: ModelInfo) -> OutputTensor:
+    if not wanted.classes:
+        return OutputTensor(wanted.tensor, array, wanted.binary, wanted.window)
+    labels = classify(array, wanted.tensor, wanted.classes, batched=info.max_batch_size > 0)
+    return OutputTensor(TensorSpec(wanted.tensor.name, BYTES, labels.shape), labels, wanted.binary)

@@ -8,14 +8,19 @@ from typing import Protocol, TypeVar
 
 from aiohttp import web
 
-from server.app import Api, make_app, make_metrics_app
+from server.app import make_app, make_metrics_app
 from server.config import ServeConfig
+from server.control import NoControl
+from server.dataplane import DataPlane
 from server.engine import Engine
 from server.errors import ConfigError, NothingToServe
+from server.grpc_server import GrpcServer
 from server.model import Device, Footprint, Servable
 from server.registry import Registry, State
 from server.repository import ModelSource, Unloadable
 from server.scheduler import Scheduler
+from server.shared_memory import Regions
+from server.shared_memory_files import open_region, shared_memory_is_off
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.serve")
@@ -55,18 +60,25 @@ class Server:
     def __init__(self, config: ServeConfig) -> None:
         self.registry = Registry()
         self.http_url = ""
+        self.grpc_address: str | None = None
         self.metrics_url = ""
         self._config = config
         self._engine = Engine(Scheduler(config.queue_limit))
         self._runners: list[web.AppRunner] = []
+        self._grpc: GrpcServer | None = None
         self._loaded: Loaded | None = None
         self._stopping = False
 
     async def start(self) -> None:
         """Listen and start the engine. Raises ConfigError if a port cannot be had."""
         self._engine.start()
-        api = Api(self.registry, self._engine, self._config.max_body_bytes)
-        self.http_url = await self._listen(make_app(api), self._config.http_port, "--http-port")
+        regions = Regions(open_region if self._config.takes_client_shm else shared_memory_is_off)
+        plane = DataPlane(self.registry, self._engine, NoControl(), regions)
+        app = make_app(plane, self._config.max_body_bytes)
+        self.http_url = await self._listen(app, self._config.http_port, "--http-port")
+        if self._config.grpc_port is not None:
+            self._grpc = GrpcServer(plane, self._config.max_body_bytes)
+            self.grpc_address = await self._grpc.start(self._config.host, self._config.grpc_port)
         metrics = make_metrics_app(self.registry, self._engine)
         url = await self._listen(metrics, self._config.metrics_port, "--metrics-port")
         self.metrics_url = f"{url}/metrics"
@@ -100,6 +112,8 @@ class Server:
         self._stopping = True
         drained = await self._engine.drain(self._config.exit_timeout_s)
         ended = await self._engine.stop(_DEVICE_ENDS_S)
+        if self._grpc is not None:
+            await self._grpc.stop(_ANSWERS_WRITTEN_S)
         for runner in self._runners:
             await runner.cleanup()
         if ended and self._loaded is not None:

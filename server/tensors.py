@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from server.datatypes import BINARY_ONLY, DTYPES
+from server import strings
+from server.datatypes import BINARY_ONLY, BYTES, DTYPES
 from server.errors import InvalidRequest
 from server.model import Array
 
@@ -20,7 +21,9 @@ _OPENING = re.compile(rb"[\s\[]*")
 
 
 def from_binary(body: memoryview, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """View bytes as a tensor, without copying. Raises InvalidRequest if their number does not match the shape."""
+    """View bytes as a tensor, without copying. Raises InvalidRequest if they are not one of this shape."""
+    if datatype == BYTES:
+        return strings.from_binary(body, name, shape)
     dtype = DTYPES[datatype]
     expected = math.prod(shape) * dtype.itemsize
     if expected != len(body):
@@ -38,6 +41,8 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input"
             f" '{name}'"
         )
+    if datatype == BYTES:
+        return strings.from_json(data, name, shape)
     values = _decode(data, name, datatype, rank=len(shape))
     array = _array(values, name, datatype)
     count = math.prod(shape)
@@ -49,11 +54,15 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
 
 
 def to_binary(array: Array, datatype: str) -> bytes:
+    if datatype == BYTES:
+        return strings.to_binary(array)
     return array.astype(DTYPES[datatype], copy=False).tobytes()
 
 
 def to_json(array: Array) -> msgspec.Raw:
-    """Write a flat array of numbers; NaN and infinities stand bare, as Triton writes them."""
+    """Write a flat array; NaN and infinities stand bare, as Triton writes them."""
+    if array.dtype.kind == "O":
+        return strings.to_json(array)
     values = array.ravel().tolist()
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         return msgspec.Raw(json.dumps(values).encode())

@@ -1,4 +1,4 @@
-"""The JSON of KServe v2 inference, typed. Tensor data stays raw until the tensor's type is known."""
+"""KServe v2's inference messages, typed. Tensor data stays raw until the tensor's type is known."""
 
 from typing import Annotated
 
@@ -11,6 +11,8 @@ Parameters = dict[str, bool | Int64 | float | str]
 
 
 class InputBody(msgspec.Struct):
+    """A tensor that the client sends. `data` is empty where the values are elsewhere."""
+
     name: str
     datatype: str
     shape: list[Dim]
@@ -36,7 +38,7 @@ class OutputBody(msgspec.Struct, omit_defaults=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    parameters: dict[str, int] | UnsetType = UNSET
+    parameters: dict[str, int | str] | UnsetType = UNSET
     data: Raw | UnsetType = UNSET
 
 

@@ -17,7 +17,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runtime": ({"runtime"} | LEAVES, {"msgspec", "numpy", "torch"}),
     "server": (
         {"server", "runtime", "planner.sizing", "planner.library"} | LEAVES,
-        {"aiohttp", "uvloop", "grpc", "google", "tritonclient", "msgspec", "numpy", "torch", "rich"},
+        {"aiohttp", "uvloop", "grpc", "grpc_health", "google", "tritonclient", "msgspec", "numpy", "torch", "rich"},
     ),
     "server.plans": (
         {"server", "planner"},

@@ -179,7 +179,7 @@ def refused_start(repository: Path, memory: str, cache: Path, *flags: str) -> tu
 
 def _start(repository: Path, memory: str, cache: Path, flags: Sequence[str], log: IO[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "server.cli", "serve", str(repository), "--memory", memory]
-    command += ["--cache", str(cache), "--http-port", "0", "--metrics-port", "0", *flags]
+    command += ["--cache", str(cache), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True

@@ -13,7 +13,7 @@ import uvloop
 
 from server.config import ServeConfig
 from server.errors import InvalidRequest
-from server.model import Array, Device, Execution, Footprint, ModelInfo, Servable, TensorSpec
+from server.model import Array, Device, Execution, Footprint, ModelInfo, Readiness, Servable, TensorSpec
 from server.repository import ModelSource
 from server.serve import Server
 from server.sizes import FixedSize
@@ -30,6 +30,8 @@ class FakeServable:
     """Batches that were announced to come next."""
 
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
+    readiness: Readiness = Readiness()
+    lost: str | None = None
 
     def expect(self, batch: int) -> None:
         self.expected.append(batch)
@@ -124,6 +126,7 @@ def config(**changes: object) -> ServeConfig:
         "repository": Path("fakes"),
         "memory": FixedSize(1 << 20),
         "http_port": 0,
+        "grpc_port": 0,
         "metrics_port": 0,
         "exit_timeout_s": 5.0,
     }
@@ -146,6 +149,11 @@ class Running:
     @property
     def address(self) -> str:
         return self.server.http_url.removeprefix("http://")
+
+    @property
+    def grpc(self) -> str:
+        assert self.server.grpc_address is not None
+        return self.server.grpc_address
 
     @property
     def port(self) -> int:

@@ -13,7 +13,9 @@ from server.codec import decode_request, encode_response, parse_header_length
 from server.datatypes import BINARY_ONLY, DTYPES
 from server.errors import InvalidRequest, RequestError, Unsupported
 from server.model import Array, ModelInfo, TensorSpec
-from server.request import respond
+from server.request import InferRequest, respond
+from server.shared_memory import Regions
+from server.shared_memory_files import shared_memory_is_off
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -24,6 +26,10 @@ PAIR = ModelInfo(
     (TensorSpec("a", "FP32", (2, 3)), TensorSpec("b", "INT64", ())),
     max_batch_size=4,
 )
+
+
+def decode(body: memoryview, header_length: int | None, info: ModelInfo) -> InferRequest:
+    return decode_request(body, header_length, info, Regions(shared_memory_is_off))
 
 
 def info_for(datatype: str, shape: tuple[int, ...]) -> ModelInfo:
@@ -61,7 +67,7 @@ def binary_request(datatype: str, array: Array, header: dict[str, Any] | None = 
 def test_json_round_trip(tensor: tuple[str, Array], nested: bool) -> None:
     datatype, array = tensor
     info = info_for(datatype, array.shape[1:])
-    request = decode_request(memoryview(json_request(datatype, array, nested)), None, info)
+    request = decode(memoryview(json_request(datatype, array, nested)), None, info)
     np.testing.assert_array_equal(request.inputs["x"], array)
     answer = json.loads(encode_response(respond(request, info, request.inputs)).body)
     (output,) = answer["outputs"]
@@ -75,7 +81,7 @@ def test_binary_round_trip_to_the_bit(tensor: tuple[str, Array]) -> None:
     datatype, array = tensor
     info = info_for(datatype, array.shape[1:])
     body, length = binary_request(datatype, array, {"parameters": {"binary_data_output": True}})
-    request = decode_request(memoryview(body), length, info)
+    request = decode(memoryview(body), length, info)
     assert request.batch == array.shape[0]
     encoded = encode_response(respond(request, info, request.inputs))
     assert encoded.header_length is not None
@@ -86,7 +92,7 @@ def test_binary_inputs_are_views_of_the_body() -> None:
     array = np.arange(6, dtype=np.float32).reshape(1, 6)
     body, length = binary_request("FP32", array)
     buffer = bytearray(body)
-    request = decode_request(memoryview(buffer), length, info_for("FP32", (6,)))
+    request = decode(memoryview(buffer), length, info_for("FP32", (6,)))
     buffer[length : length + 4] = np.float32(42).tobytes()
     assert request.inputs["x"][0, 0] == 42
     assert request.inputs["x"].flags.writeable
@@ -98,7 +104,7 @@ def test_outputs_of_other_layouts_are_written_in_order() -> None:
         "FP32", np.zeros((2, 2), np.float32), {"parameters": {"binary_data_output": True}}
     )
     transposed = np.array([[1, 2], [3, 4]], np.float64).T
-    request = decode_request(memoryview(body), length, info)
+    request = decode(memoryview(body), length, info)
     encoded = encode_response(respond(request, info, {"x": transposed}))
     assert encoded.body[encoded.header_length :] == np.array([1, 3, 2, 4], np.float32).tobytes()
 
@@ -107,18 +113,18 @@ def test_priority_and_timeout_are_read() -> None:
     body, length = binary_request(
         "FP32", np.zeros((1, 2), np.float32), {"parameters": {"priority": 2, "timeout": 1500}}
     )
-    request = decode_request(memoryview(body), length, info_for("FP32", (2,)))
+    request = decode(memoryview(body), length, info_for("FP32", (2,)))
     assert (request.priority, request.timeout_s) == (2, 0.0015)
     body, length = binary_request(
         "FP32", np.zeros((1, 2), np.float32), {"parameters": {"priority": 0, "timeout": 0}}
     )
-    request = decode_request(memoryview(body), length, info_for("FP32", (2,)))
+    request = decode(memoryview(body), length, info_for("FP32", (2,)))
     assert (request.priority, request.timeout_s) == (None, None)
 
 
 def test_any_size_matches_a_free_dimension() -> None:
     info = ModelInfo("m", 1, (TensorSpec("x", "UINT8", (-1,)),), (TensorSpec("x", "UINT8", (-1,)),))
-    assert decode_request(memoryview(bytes(7)), 0, info).inputs["x"].shape == (7,)
+    assert decode(memoryview(bytes(7)), 0, info).inputs["x"].shape == (7,)
 
 
 def test_header_length() -> None:
@@ -146,7 +152,7 @@ VALID, VALID_LENGTH = (lambda text, tail: (text + tail, len(text)))(
 def survives(body: bytes, header_length: int | None) -> None:
     """Decode, or refuse in a way that is not the server's fault."""
     try:
-        decode_request(memoryview(body), header_length, PAIR)
+        decode(memoryview(body), header_length, PAIR)
     except (InvalidRequest, Unsupported):
         pass
     except RequestError as error:

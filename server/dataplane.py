@@ -1,0 +1,112 @@
+"""What every protocol asks of the server, in the server's own terms: one object behind all ports."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from server import log
+from server.control import Control
+from server.engine import Engine
+from server.errors import InvalidRequest, ModelNotFound, RequestError, ShuttingDown, Unsupported
+from server.model import ModelInfo
+from server.model_config import ModelConfig, config_of
+from server.registry import Entry, Registry, State
+from server.request import InferRequest, InferResponse, respond
+from server.settings import LogSettings, TraceControl, log_changes
+from server.shared_memory import Regions
+
+ControlParameters = Mapping[str, bool | int | float | str | bytes]
+"""What a client adds to an order to load or unload."""
+
+_QUICK_CLASSIFICATION_BYTES = 64 << 10
+
+
+class DataPlane:
+    """One per server, whatever ports it listens on. Belongs to the event loop's thread."""
+
+    def __init__(self, registry: Registry, engine: Engine, control: Control, regions: Regions) -> None:
+        self.registry = registry
+        self.regions = regions
+        self.traces = TraceControl()
+        self.log_settings = LogSettings()
+        self._engine = engine
+        self._control = control
+
+    def not_ready(self) -> str | None:
+        """Say why the server is not ready, or None if it is."""
+        if self._engine.draining:
+            return "the server is shutting down"
+        if not self.registry.ready:
+            loading = [entry.name for entry in self.registry if entry.state is State.LOADING]
+            return f"the server is not ready; still loading: {', '.join(loading) or 'nothing'}"
+        return None
+
+    def is_ready(self, model: str, version: str | None) -> bool:
+        if self._engine.draining:
+            return False
+        try:
+            return self.registry.find(model, version).state is State.READY
+        except ModelNotFound:
+            return False
+
+    def index(self, only_ready: bool) -> Iterable[Entry]:
+        return [entry for entry in self.registry if entry.state is State.READY or not only_ready]
+
+    def config(self, model: str, version: str | None) -> ModelConfig:
+        entry = self.registry.find(model, version)
+        return config_of(entry.info, entry.config)
+
+    def servable(self, model: str, version: str | None) -> ModelInfo:
+        """Find what a request for inference is for, before its tensors are read.
+
+        Raises ShuttingDown, ModelNotFound or ModelNotReady.
+        """
+        if self._engine.draining:
+            raise ShuttingDown
+        return self.registry.find(model, version).info
+
+    async def infer(self, request: InferRequest, info: ModelInfo) -> InferResponse:
+        """Queue and execute a request. Raises RequestError, with the client's id in front."""
+        try:
+            outputs = (await self._engine.infer(request)).outputs
+            if (
+                sum(outputs[o.tensor.name].nbytes for o in request.outputs if o.classes)
+                > _QUICK_CLASSIFICATION_BYTES
+            ):
+                return await asyncio.to_thread(respond, request, info, outputs)
+            return respond(request, info, outputs)
+        except RequestError as error:
+            error.of_request(request.id)
+            raise
+
+    async def load(self, model: str, parameters: ControlParameters) -> None:
+        """Raises what Control.load does, and Unsupported for files sent along."""
+        for key in parameters:
+            if key.startswith("file:"):
+                raise Unsupported(
+                    f"'{key[:80]}': model files are not taken from requests; put them into the repository"
+                )
+            if key != "config":
+                raise InvalidRequest(f"unrecognized parameter for load request: '{key[:80]}'")
+        config = parameters.get("config")
+        if config is not None and not isinstance(config, str):
+            raise InvalidRequest(f"'config' must be a model configuration as a JSON string, got {str(config)[:40]}")
+        await self._control.load(model, config)
+
+    async def unload(self, model: str, parameters: ControlParameters) -> None:
+        """Raises what Control.unload does."""
+        dependents = parameters.get("unload_dependents", False)
+        if not isinstance(dependents, bool):
+            raise InvalidRequest(f"'unload_dependents' must be true or false, got {str(dependents)[:40]}")
+        await self._control.unload(model, dependents)
+
+    def change_log(self, changes: Mapping[str, object]) -> None:
+        """Change what is logged. Raises InvalidRequest or Unsupported."""
+        self.log_settings = log_changes(self.log_settings, changes)
+        log.apply(self.log_settings)
+
+    def traced_model(self, model: str) -> str:
+        """Return a name whose trace settings may be read or changed. Raises InvalidRequest for an unknown model."""
+        try:
+            return self.registry.find(model).name
+        except ModelNotFound as error:
+            raise InvalidRequest(f"trace settings: {error}") from error
