@@ -50,6 +50,16 @@ class Execution:
     swapped_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What a model's swaps cost it, by the order of executions. Zero for one that is all resident."""
+
+    prefix_s: float = 0.0
+    """Saved where the leading copies were made beside the execution before."""
+    recovery_s: float = 0.0
+    """Lost right behind an execution of the same model, whose residents are still on their way back."""
+
+
 class Servable(Protocol):
     """A model that is loaded."""
 
@@ -59,6 +69,14 @@ class Servable(Protocol):
     @property
     def seconds_by_batch(self) -> Mapping[int, float]:
         """What one execution is expected to take, by the batch sizes that the model is prepared for."""
+        ...
+
+    @property
+    def readiness(self) -> Readiness: ...
+
+    @property
+    def lost(self) -> str | None:
+        """Why the device can execute nothing any more, or None while it is well."""
         ...
 
     def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:

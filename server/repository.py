@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.errors import RepositoryError
 from server.model_config import ModelConfig, read_config
+from server.policy import Policy
+from server.policy_config import policy_of
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
@@ -21,6 +23,7 @@ class ModelSource:
     version: int
     path: Path
     config: ModelConfig | None = None
+    policy: Policy = field(default_factory=Policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,8 @@ def _source(folder: Path, root: Path) -> ModelSource:
     path = folder / str(version) / ((config and config.default_model_filename) or _PROGRAM)
     if path.parent.parent != folder or not path.is_file():
         raise RepositoryError(f"version {version} has no file {path.name}")
-    return ModelSource(folder.name, version, _confine(path, root), config)
+    policy = policy_of(config) if config is not None else Policy()
+    return ModelSource(folder.name, version, _confine(path, root), config, policy)
 
 
 def _served_version(versions: Sequence[int], config: ModelConfig | None) -> int:

@@ -1,27 +1,29 @@
-"""Which request runs next: a bounded queue per model, the oldest request of all first. Pure; the clock is passed in."""
+"""What runs next: requests queue per model and are chosen by deadline, age and readiness. Pure; the clock is passed in.
 
+Requests that cannot be answered within their timeout are refused as soon as that is known. Whatever the order
+prefers, at most `BYPASSES` executions in a row leave the oldest request of all behind.
+"""
+
+import heapq
 import math
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
-from server.errors import QueueFull
+from server.batching import Batch, batch_of
+from server.errors import ModelNotFound, QueueFull, RequestTimedOut
+from server.estimates import Estimate
+from server.limits import Admission
+from server.model import Readiness
+from server.policy import Policy
+from server.queues import ModelQueue, Ticket
 from server.request import InferRequest
 
-_GAIN = 0.9
-"""A batch is worth it if a sample takes at most this part of its time in a smaller one."""
+BYPASSES = 8
+PATIENCE_S = 1.0
+"""A request without a deadline is as urgent as one that must start within this time."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ticket:
-    """A request's place in the queue. Equal only to itself."""
-
-    request: InferRequest
-    number: int
-    """Order of arrival over all models."""
-    arrived_s: float
-    deadline_s: float | None
+_MOST_GONE = 64
+"""So many requests that have left may be remembered, and as many again as wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,109 +33,284 @@ class Work:
     model: str
     tickets: tuple[Ticket, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """A request that waited longer than it was willing to."""
-
-    ticket: Ticket
+    @property
+    def rows(self) -> int:
+        return sum(ticket.request.batch for ticket in self.tickets)
 
 
-def _arrival(ticket: Ticket) -> int:
-    return ticket.number
+class _Model:
+    """A model's queue, and what is known of its executions."""
 
-
-def _is_late(ticket: Ticket, now_s: float) -> bool:
-    return ticket.deadline_s is not None and now_s > ticket.deadline_s
-
-
-def worthwhile_batches(seconds_by_batch: Mapping[int, float]) -> frozenset[int]:
-    """Batch sizes that take clearly less time per sample than any smaller one: worth putting requests together for.
-
-    A model that is bound by its swaps, or by reading its weights, gains almost the whole batch; one that is bound by
-    arithmetic may gain nothing, and then its requests had better not wait for each other.
-    """
-    worthwhile = set()
-    best_s = math.inf
-    for batch, seconds in sorted(seconds_by_batch.items()):
-        if seconds / batch <= _GAIN * best_s:
-            worthwhile.add(batch)
-            best_s = seconds / batch
-    return frozenset(worthwhile)
+    def __init__(self) -> None:
+        self.generation = 0
+        self.queue = ModelQueue()
+        self.policy = Policy()
+        self.admission = Admission(self.policy)
+        self.estimate = Estimate({})
+        self.most_rows = 0
+        self.readiness = Readiness()
+        self.held = False
 
 
 class Scheduler:
     """Not thread-safe: the engine calls it under its lock."""
 
-    def __init__(self, queue_limit: int) -> None:
+    def __init__(self, queue_limit: int, queue_bytes: int | None = None) -> None:
         self._queue_limit = queue_limit
-        self._batches: dict[str, frozenset[int]] = {}
-        self._queues: dict[str, deque[Ticket]] = {}
+        self._queue_bytes = queue_bytes
+        self._models: dict[str, _Model] = {}
+        self._waiting_bytes = 0
         self._arrivals = 0
+        self._busy_until_s = -math.inf
+        self._last: str | None = None
+        self._announced: str | None = None
+        self._bypassed: tuple[int, int] = (0, 0)
+        """The number of the oldest request, and how many executions have left it behind."""
+        self._latest_starts: list[tuple[float, int, Ticket]] = []
+        """A heap of the requests with a deadline, and some that have left."""
+        self._live: set[Ticket] = set()
+        """All that wait."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return len(self._live)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the inputs that wait."""
+        return self._waiting_bytes
 
     def pending(self, model: str) -> int:
-        return len(self._queues.get(model, ()))
+        return len(self._models[model].queue) if model in self._models else 0
 
-    def join(self, model: str, batches: frozenset[int]) -> None:
-        """Put waiting requests of a model together where they add up to one of these batch sizes."""
-        self._batches[model] = batches
+    def correction(self, model: str) -> float:
+        """Measured over predicted time of a model's executions."""
+        return self._models[model].estimate.correction
+
+    def add(
+        self,
+        model: str,
+        seconds_by_batch: Mapping[int, float] | None = None,
+        policy: Policy | None = None,
+        most_rows: int = 0,
+        readiness: Readiness | None = None,
+    ) -> int:
+        """Know a model, or what has replaced it; returns the generation that its tickets carry from now on.
+
+        Requests are put together up to `most_rows`; those of different generations never are.
+        """
+        known = self._models.setdefault(model, _Model())
+        known.generation += 1
+        known.policy = known.admission.policy = policy or Policy()
+        known.estimate = Estimate(seconds_by_batch or {})
+        known.most_rows = most_rows
+        known.readiness = readiness or Readiness()
+        return known.generation
+
+    def remove(self, model: str) -> list[Ticket]:
+        """Forget a model; returns the requests that still waited for it."""
+        forgotten = self._models.pop(model, None)
+        tickets = list(forgotten.queue) if forgotten is not None else []
+        for ticket in tickets:
+            self._left(ticket)
+        return tickets
+
+    def hold(self, model: str, held: bool) -> None:
+        """Keep a model's requests waiting while its memory is being changed, or let them go on."""
+        self._models[model].held = held
+
+    def require_room(self, model: str, now_s: float) -> None:
+        """Refuse what no request of the model could pass now. Raises QueueFull."""
+        known = self._models.get(model)
+        if known is not None and len(known.queue) >= self._queue_limit:
+            raise QueueFull.of_model(model, self._queue_limit, self._backlog_s(now_s))
 
     def submit(self, now_s: float, request: InferRequest) -> Ticket:
-        """Queue a request. Raises QueueFull."""
-        queue = self._queues.setdefault(request.model, deque())
-        if len(queue) >= self._queue_limit:
-            raise QueueFull.of_model(request.model, self._queue_limit, 1.0)
-        deadline_s = None if request.timeout_s is None else now_s + request.timeout_s
+        """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it came too late."""
+        known = self._models.get(request.model)
+        if known is None:
+            raise ModelNotFound(request.model)
+        ticket = self._ticket(request, known, now_s)
+        self._require_room(known, ticket, now_s)
+        if ticket.deadline_s is not None:
+            needed_s = self._start_s(ticket, known, now_s) + self._careful_s(ticket, now_s) - now_s
+            if now_s + needed_s > ticket.deadline_s:
+                raise RequestTimedOut(request.model, ticket.deadline_s - now_s, needed_s)
+        known.admission.enter(request.model, now_s, self._backlog_s(now_s))
         self._arrivals += 1
-        ticket = Ticket(request, self._arrivals, now_s, deadline_s)
-        queue.append(ticket)
+        self._waiting_bytes += ticket.nbytes
+        self._live.add(ticket)
+        known.queue.push(ticket)
+        self._watch(ticket, now_s)
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a request out of its queue; False if it has left it already."""
-        queue = self._queues.get(ticket.request.model, ())
-        if ticket not in queue:
+        if ticket not in self._live:
             return False
-        self._queues[ticket.request.model].remove(ticket)
+        known = self._models[ticket.request.model]
+        known.queue.remove(ticket)
+        known.admission.leave()
+        self._left(ticket)
         return True
 
-    def ahead(self, now_s: float) -> tuple[str, int] | None:
-        """Look at what `next` would take: the model and the batch, as far as is known now."""
-        oldest = self._oldest()
-        if oldest is None:
+    def shed(self, now_s: float) -> list[Ticket]:
+        """Take out what can no longer be answered in time, even if it were next."""
+        hopeless = []
+        start_s = max(now_s, self._busy_until_s)
+        while self._latest_starts and self._latest_starts[0][0] < start_s:
+            _, _, ticket = heapq.heappop(self._latest_starts)
+            if ticket not in self._live:
+                continue
+            if self._latest_start_s(ticket, now_s) >= start_s:  # the model has become faster meanwhile
+                self._watch(ticket, now_s)
+            elif ticket.late_s is not None:
+                self._models[ticket.request.model].queue.put_behind(ticket)
+            elif self.cancel(ticket):
+                hopeless.append(ticket)
+        return hopeless
+
+    def next(self, now_s: float) -> Work | None:
+        """Take the next requests to execute, or None if none waits, or all are kept back."""
+        chosen = self._choose(now_s)
+        if chosen is None:
             return None
-        return oldest.request.model, sum(t.request.batch for t in self._together(oldest.request.model, now_s))
+        model, batch = chosen
+        known = self._models[model]
+        for ticket in batch.tickets:
+            known.queue.remove(ticket)
+            self._left(ticket)
+        self._count_bypass(batch)
+        self._last, self._announced = model, None
+        self._busy_until_s = now_s + known.estimate.seconds(batch.rows)
+        return Work(model, batch.tickets)
 
-    def next(self, now_s: float) -> Work | Expired | None:
-        """Take the oldest request, and those of its model that join it, or None if no request waits."""
-        oldest = self._oldest()
-        if oldest is None:
+    def finished(self, work: Work, now_s: float, seconds: float | None) -> None:
+        """Hear that work has ended, after `seconds`; None if they say nothing about the next time."""
+        self._busy_until_s = -math.inf
+        known = self._models.get(work.model)
+        if known is None:
+            return
+        known.admission.leave(len(work.tickets))
+        if seconds is not None and work.tickets[0].generation == known.generation:
+            known.estimate.measured(work.rows, seconds, now_s)
+
+    def ahead(self, now_s: float) -> Work | None:
+        """Look at what `next` would take, as far as is known now; its model may begin its copies."""
+        chosen = self._choose(max(now_s, self._busy_until_s))
+        if chosen is None:
             return None
-        queue = self._queues[oldest.request.model]
-        if _is_late(oldest, now_s):
-            return Expired(queue.popleft())
-        return Work(
-            oldest.request.model, tuple(queue.popleft() for _ in self._together(oldest.request.model, now_s))
-        )
+        self._announced = chosen[0]
+        return Work(chosen[0], chosen[1].tickets)
 
-    def _oldest(self) -> Ticket | None:
-        return min((queue[0] for queue in self._queues.values() if queue), key=_arrival, default=None)
+    def wake_s(self, now_s: float) -> float:
+        """When `next` may find something that it does not find now, though nothing arrives; infinite for never."""
+        return min((self._kept_until_s(known, now_s) for _, known in self._candidates()), default=math.inf)
 
-    def _together(self, model: str, now_s: float) -> list[Ticket]:
-        """The first request of a queue, with as many behind it as make the largest worthwhile batch."""
-        queue, batches = self._queues[model], self._batches.get(model, frozenset())
-        rows, taken = 0, 1
-        for count, ticket in enumerate(queue, start=1):
-            rows += ticket.request.batch
-            if rows > max(batches, default=0) or _is_late(ticket, now_s):
-                break
-            if rows in batches:
-                taken = count
-        return list(islice(queue, taken))
+    def expiry_s(self) -> float:
+        """When `shed` may find something next; infinite for never."""
+        return self._latest_starts[0][0] if self._latest_starts else math.inf
 
     def clear(self) -> None:
         """Forget every request that waits."""
-        self._queues.clear()
+        for ticket in list(self._live):
+            self.cancel(ticket)
+        self._latest_starts.clear()
+
+    def _left(self, ticket: Ticket) -> None:
+        """Forget a request that waits no more, and its inputs with it."""
+        self._live.remove(ticket)
+        self._waiting_bytes -= ticket.nbytes
+        if len(self._latest_starts) > 2 * len(self._live) + _MOST_GONE:
+            self._latest_starts = [entry for entry in self._latest_starts if entry[2] in self._live]
+            heapq.heapify(self._latest_starts)
+
+    def _choose(self, now_s: float) -> tuple[str, Batch] | None:
+        """The most urgent of what may start; the oldest, if it has been bypassed often enough."""
+        ready = [(name, known) for name, known in self._candidates() if self._kept_until_s(known, now_s) <= now_s]
+        if not ready:
+            return None
+        number, name, first = min((t.number, name, t) for name, known in ready if (t := known.queue.oldest()))
+        if self._bypassed[0] != number or self._bypassed[1] < BYPASSES:
+            name, known = min(ready, key=lambda r: (self._urgency_s(*r), (r[1].queue.first() or first).number))
+            first = known.queue.first() or first
+        return name, self._batch(self._models[name], first, now_s)
+
+    def _candidates(self) -> Iterator[tuple[str, _Model]]:
+        return ((name, known) for name, known in self._models.items() if len(known.queue) and not known.held)
+
+    def _kept_until_s(self, known: _Model, now_s: float) -> float:
+        first = known.queue.first()
+        if first is None or known.policy.batch_delay_s == 0.0:
+            return -math.inf
+        return self._batch(known, first, now_s).keep_until_s
+
+    def _batch(self, known: _Model, first: Ticket, now_s: float) -> Batch:
+        return batch_of(first, known.queue, known.policy, known.estimate, known.most_rows, now_s)
+
+    def _urgency_s(self, name: str, known: _Model) -> float:
+        """When a model's next batch is due, moved by what its copies save or cost right now."""
+        due_s = known.queue.due_s(known.most_rows)
+        if name == self._last:
+            return due_s + known.readiness.recovery_s
+        return due_s - known.readiness.prefix_s if name == self._announced else due_s
+
+    def _ticket(self, request: InferRequest, known: _Model, now_s: float) -> Ticket:
+        level = known.policy.level_of(request.priority)
+        policy = known.policy.of_level(level)
+        timeout_s = policy.timeout_of(request.timeout_s)
+        end_s = None if timeout_s is None else now_s + timeout_s
+        deadline_s, late_s = (None, end_s) if policy.delays_late else (end_s, None)
+        latest_s = math.inf if deadline_s is None else deadline_s - known.estimate.careful_s(request.batch, now_s)
+        due_s = min(now_s + PATIENCE_S, latest_s)
+        nbytes = sum(array.nbytes for array in request.inputs.values())
+        return Ticket(
+            request, self._arrivals + 1, known.generation, now_s, deadline_s, late_s, due_s, level, nbytes
+        )
+
+    def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
+        """When a request must start, or, if its policy says so, be put behind the others."""
+        if ticket.deadline_s is not None:
+            return ticket.deadline_s - self._careful_s(ticket, now_s)
+        return math.inf if ticket.late_s is None else ticket.late_s
+
+    def _careful_s(self, ticket: Ticket, now_s: float) -> float:
+        return self._models[ticket.request.model].estimate.careful_s(ticket.request.batch, now_s)
+
+    def _watch(self, ticket: Ticket, now_s: float) -> None:
+        if ticket.deadline_s is not None or ticket.late_s is not None:
+            heapq.heappush(self._latest_starts, (self._latest_start_s(ticket, now_s), ticket.number, ticket))
+
+    def _count_bypass(self, batch: Batch) -> None:
+        waiting = (t for k in self._models.values() if not k.held and (t := k.queue.oldest()) is not None)
+        oldest = min((ticket.number for ticket in waiting), default=None)
+        if oldest is None or oldest > min(ticket.number for ticket in batch.tickets):
+            self._bypassed = (0, 0)
+        else:
+            count = self._bypassed[1] if self._bypassed[0] == oldest else 0
+            self._bypassed = (oldest, count + 1)
+
+    def _start_s(self, ticket: Ticket, own: _Model, now_s: float) -> float:
+        """When a request would start that arrives now: behind what runs, and what would be chosen before it."""
+        ahead_s = 0.0
+        for _, known in self._candidates():
+            if known is own:
+                rows = sum(known.queue.waiting(level) for level in range(1, ticket.level + 1))
+                whole = max(own.most_rows, 1)
+                ahead_s += known.estimate.drain_s(rows // whole * whole)
+            elif known.queue.due_s(known.most_rows) <= ticket.due_s:
+                ahead_s += known.estimate.drain_s(known.queue.rows)
+        return max(now_s, self._busy_until_s) + ahead_s
+
+    def _backlog_s(self, now_s: float) -> float:
+        """The time to expect until all that waits now is answered."""
+        running_s = max(self._busy_until_s - now_s, 0.0)
+        return running_s + sum(k.estimate.drain_s(k.queue.rows) for k in self._models.values())
+
+    def _require_room(self, known: _Model, ticket: Ticket, now_s: float) -> None:
+        model = ticket.request.model
+        limit = known.policy.of_level(ticket.level).limit
+        if limit is not None and known.queue.waiting(ticket.level) >= limit:
+            raise QueueFull.of_model(model, limit, self._backlog_s(now_s))
+        self.require_room(model, now_s)
+        if self._queue_bytes is not None and self._waiting_bytes + ticket.nbytes > self._queue_bytes:
+            raise QueueFull.of_bytes(model, self._queue_bytes, self._backlog_s(now_s))

@@ -11,7 +11,7 @@ from runtime.executor import Executor
 from runtime.lower import Lowered
 from runtime.model import Port
 from runtime.program import Program
-from server.model import Array, Execution, ModelInfo, Swap, TensorSpec
+from server.model import Array, Execution, ModelInfo, Readiness, Swap, TensorSpec
 
 _DATATYPES = {
     torch.bool: "BOOL",
@@ -60,9 +60,29 @@ class ProgramServable:
 
     @property
     def seconds_by_batch(self) -> Mapping[int, float]:
-        """The plans' predictions; nothing for a model without a batch."""
+        """The plans' predictions; those of a model without a batch count as batch 1."""
         plans = {batch: program.plan.provenance for batch, program in self.programs.items()}
+        if self.info.max_batch_size == 0:
+            return dict(zip([1], (p.latency_s for p in plans.values() if p is not None), strict=False))
         return {b: p.latency_s for b, p in plans.items() if p is not None and b <= self.info.max_batch_size}
+
+    @property
+    def readiness(self) -> Readiness:
+        """What the smallest batch saves by its prefix, and loses right behind itself."""
+        program = self.programs[min(self.programs)]
+        provenance = program.plan.provenance
+        if provenance is None or program.link_bytes == 0:
+            return Readiness()
+        prefix_bytes = sum(step.nbytes for step in program.swap_ins[: program.prefix])
+        stall_s = max(provenance.latency_s - provenance.resident_s, 0.0)
+        return Readiness(
+            prefix_s=stall_s * prefix_bytes / program.link_bytes,
+            recovery_s=max(provenance.period_s - provenance.latency_s, 0.0),
+        )
+
+    @property
+    def lost(self) -> str | None:
+        return self.executor.lost
 
     def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
         """Run one inference; on the engine's thread."""

@@ -129,7 +129,7 @@ class Server:
             if name in loaded.servables:
                 servable = loaded.servables[name]
                 entry = self.registry.loaded(servable, loaded.footprints.get(name))
-                self._engine.add(servable, entry.statistics)
+                self._engine.add(servable, entry.statistics, source.policy)
             else:
                 self.registry.failed(name, loaded.failures.get(name, "the loader left it out"))
         for entry in self.registry:

@@ -30,7 +30,7 @@ class FakeServable:
     """Batches that were announced to come next."""
 
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
-    readiness: Readiness = Readiness()
+    readiness: Readiness = field(default_factory=Readiness)
     lost: str | None = None
 
     def expect(self, batch: int) -> None:

@@ -86,18 +86,26 @@ def test_full_queue_is_503_and_the_others_are_answered() -> None:
         assert slow.failures("REJECTED") == 0
 
 
-def test_request_that_waits_beyond_its_timeout_is_503() -> None:
+def test_request_that_cannot_be_in_time_is_503_while_the_device_is_still_busy() -> None:
     with slow_server() as slow:
-        first = slow.occupy()
-        hasty, patient = slow.send(timeout=1000), slow.send(timeout=60_000_000)
-        eventually(lambda: slow.pending() == 2)
-        time.sleep(0.01)
+        first, patient = slow.occupy(), slow.send(timeout=60_000_000)
+        hasty = slow.send(timeout=100_000).result()
+        assert hasty.status == 503
+        assert "Request timeout expired" in hasty.error
+        assert slow.failures("REJECTED") == 1
+        assert not slow.gate.open.is_set()
         slow.gate.open.set()
-        assert hasty.result().status == 503
-        assert "Request timeout expired" in hasty.result().error
         assert (first.result().status, patient.result().status) == (200, 200)
         assert len(slow.servable.calls) == 2
-        assert slow.failures("REJECTED") == 1
+
+
+def test_refused_requests_are_told_when_to_come_back() -> None:
+    with slow_server(queue_limit=1) as slow:
+        slow.occupy()
+        slow.queue()
+        refused = slow.send().result()
+        assert refused.status == 503
+        assert int(refused.headers["retry-after"]) >= 1
 
 
 def test_request_of_a_client_that_left_never_runs() -> None:
@@ -118,7 +126,7 @@ def test_client_that_leaves_while_its_request_runs_disturbs_nothing() -> None:
         with socket.create_connection(("127.0.0.1", slow.server.port)) as client:
             client.sendall(raw_request())
             assert slow.gate.entered.wait(10)
-        eventually(lambda: not slow.server.server._engine._waiting)
+        eventually(lambda: all(future.done() for future in slow.server.server._engine._waiting.values()))
         slow.gate.open.set()
         assert slow.send().result().status == 200
         assert slow.failures("CANCELED") == 0  # it was executed, and is counted as that

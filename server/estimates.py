@@ -1,0 +1,74 @@
+"""How long an execution will take: the plans' predictions, corrected by what is measured."""
+
+import math
+from collections.abc import Mapping
+
+_MEAN_STEP, _DEVIATION_STEP = 1 / 8, 1 / 4
+"""How far one measurement moves the mean and the deviation: TCP's, for round-trip times (RFC 6298)."""
+_CAREFUL = 2.0
+"""Deviations above the mean that few executions exceed."""
+_FIRST_DEVIATION = 0.1
+_LEAST_S = 1e-6
+_LARGEST_STEP = 4.0
+"""A measurement counts as at most this many times the mean: one hiccup must not refuse everything."""
+_FORGET_S = 5.0
+"""Without measurements corrections fade: a model whose requests are refused as hopeless is tried again."""
+
+
+class Estimate:
+    """One model's times. Without any prediction all batches are taken to last as long as what was measured."""
+
+    def __init__(self, seconds_by_batch: Mapping[int, float]) -> None:
+        self._predicted = {b: max(s, _LEAST_S) for b, s in sorted(seconds_by_batch.items())}
+        self._known = bool(self._predicted)
+        self._mean = 1.0 if self._known else 0.0
+        self._deviation = _FIRST_DEVIATION if self._known else 0.0
+        self._was_measured = False
+        self._measured_s = 0.0
+
+    @property
+    def correction(self) -> float:
+        """Measured over predicted time, on average."""
+        return self._mean
+
+    def predicted_s(self, rows: int) -> float:
+        """The plan's time for the batch that so many rows are padded to; 1 if there are no plans."""
+        if not self._known:
+            return 1.0
+        planned = min((b for b in self._predicted if b >= rows), default=None)
+        if planned is not None:
+            return self._predicted[planned]
+        most = max(self._predicted)
+        return self._predicted[most] * rows / most
+
+    def seconds(self, rows: int) -> float:
+        """The time to expect."""
+        return self.predicted_s(rows) * self._mean
+
+    def careful_s(self, rows: int, now_s: float) -> float:
+        """A time that few executions exceed."""
+        careful = self._mean + _CAREFUL * self._deviation
+        uncorrected = min(1.0 if self._known else 0.0, careful)
+        fading = math.exp(min(self._measured_s - now_s, 0.0) / _FORGET_S) if self._was_measured else 1.0
+        return self.predicted_s(rows) * (uncorrected + (careful - uncorrected) * fading)
+
+    def drain_s(self, rows: int) -> float:
+        """The time to expect for many rows, in the batches that take least time per row."""
+        if rows == 0:
+            return 0.0
+        if not self._known:
+            return rows * self._mean
+        whole = max(self._predicted)
+        per_row = min(s / b for b, s in self._predicted.items() if b <= max(rows, min(self._predicted)))
+        return max(rows * per_row, self._predicted[min(self._predicted)] if rows < whole else 0.0) * self._mean
+
+    def measured(self, rows: int, seconds: float, now_s: float) -> None:
+        """Learn from an execution."""
+        ratio = seconds / self.predicted_s(rows)
+        self._was_measured, self._measured_s = True, now_s
+        if self._mean == 0.0:
+            self._mean, self._deviation = ratio, ratio / 2
+            return
+        ratio = min(ratio, _LARGEST_STEP * self._mean)
+        self._deviation += _DEVIATION_STEP * (abs(ratio - self._mean) - self._deviation)
+        self._mean += _MEAN_STEP * (ratio - self._mean)
