@@ -29,7 +29,7 @@ class DataPlane:
         self.traces = TraceControl()
         self.log_settings = LogSettings()
         self._engine = engine
-        self._control = control
+        self.control = control
 
     def not_ready(self) -> str | None:
         """Say why the server is not ready, or None if it is."""
@@ -90,14 +90,14 @@ class DataPlane:
         config = parameters.get("config")
         if config is not None and not isinstance(config, str):
             raise InvalidRequest(f"'config' must be a model configuration as a JSON string, got {str(config)[:40]}")
-        await self._control.load(model, config)
+        await self.control.load(model, config)
 
     async def unload(self, model: str, parameters: ControlParameters) -> None:
         """Raises what Control.unload does."""
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise InvalidRequest(f"'unload_dependents' must be true or false, got {str(dependents)[:40]}")
-        await self._control.unload(model, dependents)
+        await self.control.unload(model, dependents)
 
     def change_log(self, changes: Mapping[str, object]) -> None:
         """Change what is logged. Raises InvalidRequest or Unsupported."""

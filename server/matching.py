@@ -157,7 +157,7 @@ def _output(tensor: TensorSpec, parameters: Parameters, regions: Regions, defaul
     window = window_of(parameters, regions, where)
     if window is not None and classes:
         raise InvalidRequest(f"shared memory can't be set on {where} that is to be classified")
-    if window is not None and "binary_data" in parameters:
+    if window is not None and parameters.get("binary_data"):
         raise InvalidRequest(f"'binary_data' and 'shared_memory_region' can't both be set on {where}")
     if classes and tensor.datatype == BYTES:
         raise InvalidRequest(f"{where} is BYTES, which cannot be classified")

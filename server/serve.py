@@ -64,6 +64,8 @@ class Server:
         self.metrics_url = ""
         self._config = config
         self._engine = Engine(Scheduler(config.queue_limit))
+        regions = Regions(open_region if config.takes_client_shm else shared_memory_is_off)
+        self.plane = DataPlane(self.registry, self._engine, NoControl(), regions)
         self._runners: list[web.AppRunner] = []
         self._grpc: GrpcServer | None = None
         self._loaded: Loaded | None = None
@@ -72,12 +74,10 @@ class Server:
     async def start(self) -> None:
         """Listen and start the engine. Raises ConfigError if a port cannot be had."""
         self._engine.start()
-        regions = Regions(open_region if self._config.takes_client_shm else shared_memory_is_off)
-        plane = DataPlane(self.registry, self._engine, NoControl(), regions)
-        app = make_app(plane, self._config.max_body_bytes)
+        app = make_app(self.plane, self._config.max_body_bytes)
         self.http_url = await self._listen(app, self._config.http_port, "--http-port")
         if self._config.grpc_port is not None:
-            self._grpc = GrpcServer(plane, self._config.max_body_bytes)
+            self._grpc = GrpcServer(self.plane, self._config.max_body_bytes)
             self.grpc_address = await self._grpc.start(self._config.host, self._config.grpc_port)
         metrics = make_metrics_app(self.registry, self._engine)
         url = await self._listen(metrics, self._config.metrics_port, "--metrics-port")
