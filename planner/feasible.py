@@ -10,7 +10,7 @@ from functools import cached_property
 
 from planner.errors import InfeasibleBudget
 from planner.graph import Graph
-from planner.placement import ActivationLayout, place_activations
+from planner.placement import ActivationLayout, Stretch, joined, place_activations
 
 PAGE_BYTES = 4096
 
@@ -48,6 +48,16 @@ class Footprint:
         if not self.overlay:
             return (pages(self.activations.peak_bytes),) * len(self.uses)
         return tuple(pages(top) for top in self.activations.tops)
+
+    @cached_property
+    def busy_pages(self) -> tuple[tuple[Stretch, ...], ...]:
+        """Pages of the workspace that are the activations' during each op: stretches, lowest first."""
+        if not self.overlay:
+            return tuple(((0, zone),) if zone else () for zone in self.zone_pages)
+        return tuple(
+            joined((first // PAGE_BYTES, pages(end)) for first, end in stretches)
+            for stretches in self.activations.busy
+        )
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:

@@ -92,7 +92,23 @@ def remove(memory: Memory, parameter: int) -> None:
 
 @compiled
 def put(memory: Memory, parameter: int, page: int, pages: int) -> int:
-    """Write a parameter over whatever is there; return the last op that used these bytes, or FRESH.
+    """Write a parameter over whatever is there; return the last op that used these bytes, or FRESH."""
+    at, latest = _overwrite(memory, parameter, page, pages)
+    memory.last[at] = latest
+    memory.where[parameter] = page
+    return latest
+
+
+@compiled
+def cover(memory: Memory, page: int, pages: int, op: int) -> None:
+    """An op's activations take these pages: who lies there is gone."""
+    at, _ = _overwrite(memory, _FREE, page, pages)
+    memory.last[at] = op
+
+
+@compiled
+def _overwrite(memory: Memory, item: int, page: int, pages: int) -> tuple[int, int]:
+    """Put an item over whatever is there; return its number and the last op that used its bytes before.
 
     What is displaced is gone as a whole; those parts of it that stick out are free.
     """
@@ -112,16 +128,15 @@ def put(memory: Memory, parameter: int, page: int, pages: int) -> int:
     if grown > 0:
         for i in range(items, stop - 1, -1):
             _copy_item(begin, what, last, i, i + grown)
-    else:
+    elif grown < 0:
         for i in range(stop, items + 1):
             _copy_item(begin, what, last, i, i + grown)
     at = first + head
-    begin[at], what[at], last[at] = page, parameter, latest
+    begin[at], what[at] = page, item
     if tail:
         begin[at + 1], what[at + 1], last[at + 1] = page + pages, _FREE, tail_last
     memory.items[0] += grown
-    memory.where[parameter] = page
-    return latest
+    return at, latest
 
 
 @compiled
@@ -146,38 +161,6 @@ def tidy(memory: Memory, upcoming: Ints, op_end_s: Floats, link_s: float) -> Non
 
 
 @compiled
-def cover(memory: Memory, pages: int, op: int) -> None:
-    """An op's activations take the first pages of the workspace: who lies there is gone."""
-    begin, what, last = memory.begin, memory.what, memory.last
-    first = 0
-    while what[first] != _BORDER:
-        first += 1
-    first += 1
-    if pages == 0:
-        return
-    end = begin[first] + pages
-    stop = first
-    while stop < memory.items[0] and begin[stop] < end:
-        if what[stop] >= 0:
-            memory.where[what[stop]] = NOWHERE
-            what[stop] = _FREE
-        stop += 1
-    tail = begin[stop] > end
-    tail_last = last[stop - 1]
-    moved = first + (2 if tail else 1) - stop
-    if moved > 0:
-        for i in range(memory.items[0], stop - 1, -1):
-            _copy_item(begin, what, last, i, i + moved)
-    elif moved < 0:
-        for i in range(stop, memory.items[0] + 1):
-            _copy_item(begin, what, last, i, i + moved)
-    memory.items[0] += moved
-    what[first], last[first] = _FREE, op
-    if tail:
-        begin[first + 1], what[first + 1], last[first + 1] = end, _FREE, tail_last
-
-
-@compiled
 def _copy_item(begin: Ints, what: Ints, last: Ints, source: int, target: int) -> None:
     begin[target] = begin[source]
     what[target] = what[source]
@@ -186,7 +169,7 @@ def _copy_item(begin: Ints, what: Ints, last: Ints, source: int, target: int) ->
 
 @compiled
 def find_hole(memory: Memory, pages: int, zone: int, locked: Ints, hole: Hole) -> int:
-    """First page of a stretch that holds nothing locked through this op, above the activations' zone; or NOWHERE.
+    """First page of a stretch that holds nothing locked through this op; in the workspace, above `zone`; or NOWHERE.
 
     Best is what is free when the link is; else what is free first. Stretches begin or end where an item does.
     """

@@ -4,8 +4,9 @@ Dynamic storage allocation is NP-hard; greedy orders with best fit come within a
 alive at once, which no placement can beat.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from planner.liveness import Lifespan, lifespans
 from planner.packing import improve
 
 Ints = NDArray[np.int64]
+Stretch = tuple[int, int]
+"""The first byte, and the one behind the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +88,19 @@ def most_live_bytes(blocks: Sequence[Block]) -> int:
     return int(np.cumsum(change).max())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ActivationLayout:
     """Where a graph's inputs and activations (by tensor id) and the ops' scratch (by op) go in [0, peak)."""
 
     tensors: dict[int, int]
     scratch: dict[int, int]
-    tops: tuple[int, ...]
-    """End of the highest byte in use during each op."""
+    busy: tuple[tuple[Stretch, ...], ...]
+    """Bytes in use during each op: stretches that do not overlap, lowest first."""
+
+    @cached_property
+    def tops(self) -> tuple[int, ...]:
+        """End of the highest byte in use during each op."""
+        return tuple(stretches[-1][1] if stretches else 0 for stretches in self.busy)
 
     @property
     def peak_bytes(self) -> int:
@@ -126,7 +134,7 @@ def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
     return ActivationLayout(
         dict(zip(tensors, layout.offsets, strict=False)),
         dict(zip(scratch, layout.offsets[len(tensors) :], strict=True)),
-        _tops(graph, blocks, layout),
+        _busy(graph, blocks, layout),
     )
 
 
@@ -136,6 +144,25 @@ def _tops(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[int, .
         for k in range(block.span.first, block.span.end):
             tops[k] = max(tops[k], offset + block.nbytes)
     return tuple(tops)
+
+
+def _busy(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[tuple[Stretch, ...], ...]:
+    busy: list[list[Stretch]] = [[] for _ in range(max(len(graph.ops), 1))]
+    for block, offset in sorted(zip(blocks, layout.offsets, strict=True), key=lambda placed: placed[1]):
+        for k in range(block.span.first, block.span.end) if block.nbytes else ():
+            busy[k].append((offset, offset + block.nbytes))
+    return tuple(joined(stretches) for stretches in busy)
+
+
+def joined(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
+    """Put stretches that touch or overlap together; they come sorted by their first byte."""
+    found: list[Stretch] = []
+    for first, end in stretches:
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((first, end))
+    return tuple(found)
 
 
 class _Times(NamedTuple):

@@ -25,8 +25,22 @@ def capacities(work: Workload) -> list[int]:
     if not arrays.single:
         return [work.resident_pages]
     own = np.array(work.footprint.op_pages)
-    left = [arrays.workspace_pages - int((arrays.zone + factor * own).max()) for factor in (1, 1.5, 2, 3, 4, 6)]
+    needed = [arrays.zone + factor * own for factor in (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+    left = [arrays.workspace_pages - int(n.max()) for n in needed]
+    left += [_released_in_time(work, arrays.workspace_pages - n) for n in needed]
     return sorted({max(min(pages, work.resident_pages), 0) for pages in left}, reverse=True)
+
+
+def _released_in_time(work: Workload, room: Floats) -> int:
+    """Pages of the parameters used first that fit if each op's room has to hold only those not used by then."""
+    arrays = work.arrays
+    used = np.zeros(len(arrays.op_s) + 1)
+    np.add.at(used, arrays.last_use + 1, arrays.size)
+    pages = float(work.resident_pages)
+    for passed, left in zip(np.cumsum(used), room, strict=False):
+        if passed < pages:
+            pages = min(pages, passed + left)
+    return int(pages)
 
 
 def guesses(work: Workload) -> Iterator[Choice]:

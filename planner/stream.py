@@ -90,7 +90,7 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     """Return the swap-ins, and the latency were there no slow-down of ops by transfers or the other way round."""
     ops, parameters = len(work.op_s), len(work.size)
     most = 2 * len(work.use_parameter) + parameters
-    most_items = 2 * (most + parameters) + 4
+    most_items = 2 * (most + parameters + len(work.busy)) + 4
     memory = empty_memory(work.partition_pages, work.workspace_pages, parameters, most_items)
     swaps = Swaps(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64),
@@ -111,7 +111,8 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     for k in range(ops):
         first, last = work.use_start[k], work.use_start[k + 1]
         tidy(memory, upcoming, op_end_s, link_s)
-        cover(memory, work.zone[k], k)
+        for i in range(work.busy_start[k], work.busy_start[k + 1]):
+            cover(memory, work.partition_pages + 1 + work.busy[i, 0], work.busy[i, 1] - work.busy[i, 0], k)
         missing = False
         for j in range(first, last):
             p = work.use_parameter[j]
@@ -209,13 +210,12 @@ def _bring(
             continue
         page, behind = 0, NOTHING
         if work.size[p] > 0:
-            zone = work.zone[hole.op]
+            zone = 0
             if decisions.hold[j] and work.use_next[j] < NO_MORE:
-                for k in range(hole.op + 1, work.use_next[j] + 1):
-                    zone = max(zone, work.zone[k])
+                zone = work.zone[hole.op : work.use_next[j] + 1].max()
             page = find_hole(memory, work.size[p], zone, locked, hole)
-            if page < 0:
-                page = find_hole(memory, work.size[p], work.zone[hole.op], locked, hole)
+            if page < 0 and zone > 0:
+                page = find_hole(memory, work.size[p], 0, locked, hole)
             if page < 0:
                 page = find_room(memory, work.size[p], hole.op, upcoming)
             if page < 0:

@@ -23,7 +23,11 @@ class Arrays(NamedTuple):
     partition_pages: int
     workspace_pages: int
     zone: Ints
-    """Pages at the bottom of the workspace that are the activations' during each op, [ops]."""
+    """Pages at the bottom of the workspace that hold all activations during each op, [ops]."""
+    busy_start: Ints
+    """During op k the activations take stretches `busy_start[k]` to `busy_start[k + 1]`, [ops + 1]."""
+    busy: Ints
+    """First page of each stretch, and the one behind its last; counted from the workspace's bottom, [stretches, 2]."""
     size: Ints
     """Pages of each parameter."""
     swap_s: Floats
@@ -91,6 +95,8 @@ class Workload:
             partition_pages=partition_pages,
             workspace_pages=workspace_pages,
             zone=_ints(footprint.zone_pages),
+            busy_start=_ints(np.cumsum([0, *map(len, footprint.busy_pages)])),
+            busy=_ints(page for op in footprint.busy_pages for stretch in op for page in stretch).reshape(-1, 2),
             size=_ints(pages(tensors[i].nbytes) for i in parameters),
             swap_s=np.array([profile.swap_in.seconds(tensors[i].nbytes) for i in parameters]),
             first_use=_first_uses(uses, len(parameters)),
@@ -122,9 +128,9 @@ class Workload:
 
     @property
     def resident_pages(self) -> int:
-        """Most pages of residents: activations never cover any."""
+        """Most pages of residents. In a single budget, activations may cover what has been used by then."""
         arrays = self.arrays
-        return arrays.workspace_pages - int(arrays.zone.max()) if self.arrays.single else arrays.partition_pages
+        return arrays.workspace_pages - int(arrays.zone[0]) if self.arrays.single else arrays.partition_pages
 
     def homes(self, placements: Sequence[Placement]) -> Ints:
         """Homes for residents with given addresses. Raises InvalidPlan if these are no pages of the partition."""

@@ -21,6 +21,8 @@ BLOCK_BYTES = 4096
 PIECE_ALIGNMENT = 64
 COALESCE_BYTES = 256 << 10
 """Neighbouring segments are joined while they stay below this, because small copies cost latency alone."""
+LARGE_BYTES = 8 << 20
+"""Of weights of this size only one comes per segment, even if the same ops read them: no need for one large hole."""
 FORMAT_VERSION = 2
 
 _COPY_BYTES = 16 << 20
@@ -124,7 +126,7 @@ def lay_out(archive: str, uses: Sequence[Use], tables: Mapping[str, torch.Tensor
         groups.setdefault(use.readers, []).append(use)
     segments: list[Segment] = []
     offset = 0
-    for group in _coalesce(list(groups.values())):
+    for group in _coalesce([part for same in groups.values() for part in _parted(same)]):
         segment = _segment(offset, group)
         segments.append(segment)
         offset += segment.nbytes
@@ -133,6 +135,12 @@ def lay_out(archive: str, uses: Sequence[Use], tables: Mapping[str, torch.Tensor
         placed.append(Table(name, dtype_name(table.dtype), tuple(table.shape), offset, table.nbytes))
         offset += round_up(table.nbytes, BLOCK_BYTES)
     return Manifest(archive, tuple(segments), tuple(placed))
+
+
+def _parted(group: list[Use]) -> list[list[Use]]:
+    """One segment for all but the second and further large weights."""
+    apart = {use.name: use for use in [u for u in group if u.tensor.nbytes >= LARGE_BYTES][1:]}
+    return [[use for use in group if use.name not in apart], *([use] for use in apart.values())]
 
 
 def _coalesce(groups: list[list[Use]]) -> list[list[Use]]:

@@ -1,4 +1,4 @@
-"""LSTMs unrolled over time, one op per layer and step or, for training, the three that a framework issues.
+"""LSTMs unrolled over time: per layer and step the three ops that a framework issues.
 
 "The parameter tensors are shared by the LSTM cells in the same layer" (SwapAdvisor, section 6.2). Gates are ordered
 as in torch.nn.LSTM: input, forget, cell, output.
@@ -9,34 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import register_flop_formula
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-@torch.library.custom_op("cohabit_planning::lstm_step", mutates_args=())
-def lstm_step(
-    x: torch.Tensor,
-    hidden: torch.Tensor,
-    cell: torch.Tensor,
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    bias: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of one layer in one kernel: from x [batch, inputs] and the state [batch, width] to the next state."""
-    gates = torch.addmm(torch.addmm(bias, x, w_ih.t()), hidden, w_hh.t())
-    hidden, cell, _ = _gated(gates, cell)
-    return hidden, cell
-
-
-@lstm_step.register_fake
-def _(x: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *weights: torch.Tensor) -> Pair:
-    return torch.empty_like(hidden), torch.empty_like(cell)
-
-
-@register_flop_formula(torch.ops.cohabit_planning.lstm_step)
-def _lstm_step_flops(x: Any, hidden: Any, cell: Any, w_ih: Any, w_hh: Any, *_: Any, **__: Any) -> int:
-    return int(2 * x[0] * (w_ih[0] * w_ih[1] + w_hh[0] * w_hh[1]))
 
 
 @torch.library.custom_op("cohabit_planning::lstm_gates", mutates_args=())
@@ -101,20 +75,16 @@ lstm_gates.register_autograd(_gates_gradient, setup_context=_remember)
 
 
 class Layer(nn.Module):
-    """One direction of one layer. `whole_step` computes a step in one op."""
+    """One direction of one layer."""
 
-    def __init__(self, inputs: int, width: int, whole_step: bool) -> None:
+    def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
         self.w_ih = nn.Parameter(torch.empty(4 * width, inputs))
         self.w_hh = nn.Parameter(torch.empty(4 * width, width))
         self.bias = nn.Parameter(torch.empty(4 * width))
-        self.whole_step = whole_step
 
     def forward(self, x: torch.Tensor, state: Pair) -> Pair:
         hidden, cell = state
-        if self.whole_step:
-            hidden, cell = lstm_step(x, hidden, cell, self.w_ih, self.w_hh, self.bias)
-            return hidden, cell
         gates = torch.addmm(torch.addmm(self.bias, x, self.w_ih.t()), hidden, self.w_hh.t())
         hidden, cell, _ = lstm_gates(gates, cell)
         return hidden, cell
@@ -127,9 +97,9 @@ class Lstm(nn.Module):
     in which input arrives. It needs every layer's weights at every step; a searcher may find a better one.
     """
 
-    def __init__(self, layers: int, width: int, whole_step: bool = True) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(width, width, whole_step) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width, width) for _ in range(layers))
 
     def forward(self, *sequence: torch.Tensor) -> tuple[torch.Tensor, ...]:
         zeros = torch.zeros_like(sequence[0])
@@ -146,11 +116,11 @@ class Lstm(nn.Module):
 class BidirectionalLstm(nn.Module):
     """Each layer reads the sequence in both directions and concatenates what it finds, step by step."""
 
-    def __init__(self, layers: int, width: int, whole_step: bool = True) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
         widths = [width, *(2 * width for _ in range(layers - 1))]
-        self.forwards = nn.ModuleList(Layer(w, width, whole_step) for w in widths)
-        self.backwards = nn.ModuleList(Layer(w, width, whole_step) for w in widths)
+        self.forwards = nn.ModuleList(Layer(w, width) for w in widths)
+        self.backwards = nn.ModuleList(Layer(w, width) for w in widths)
 
     def forward(self, *sequence: torch.Tensor) -> tuple[torch.Tensor, ...]:
         zeros = torch.zeros_like(sequence[0])

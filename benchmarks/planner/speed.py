@@ -14,12 +14,12 @@ from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
 from planner.errors import format_bytes
 from planner.feasible import page_aligned
+from planner.fitting import split_budget
 from planner.graph import Graph, Op, Tensor
 from planner.problem import Problem
 from planner.profile import Link, Profile
 from planner.search import search
 from planner.simulate import prepare, run_once, simulate
-from planner.sizing import split_budget
 from runtime.lower import lower
 
 SHARES = (0.125, 0.25, 0.5, 0.75)

@@ -81,11 +81,11 @@ def _wide_inception(scale: int, batch: int) -> Training:
 
 
 def _rnn(layers: int, width: int, steps: int, batch: int) -> Training:
-    return Training(lambda: Scored(Lstm(layers, width, whole_step=False)), _sequence(steps, width), batch)
+    return Training(lambda: Scored(Lstm(layers, width)), _sequence(steps, width), batch)
 
 
 def _brnn(layers: int, width: int, steps: int, batch: int) -> Training:
-    network = lambda: Scored(BidirectionalLstm(layers, width, whole_step=False))  # noqa: E731
+    network = lambda: Scored(BidirectionalLstm(layers, width))  # noqa: E731
     return Training(network, _sequence(steps, width), batch)
 
 

@@ -200,13 +200,12 @@ def test_a_cached_graph_is_the_captured_one(tmp_path: Path, monkeypatch: pytest.
 def test_an_unrolled_lstm_reads_each_layers_weights_at_every_step() -> None:
     network = Network(lambda: Lstm(2, 256), lambda batch: tuple(torch.empty(batch, 256) for _ in range(3)))
     graph, work = capture_inference("lstm", network, 1)
-    steps = [op for op in graph.ops if "lstm_step" in op.target]
-    assert len(steps) == 2 * 3
-    used = [names(graph, tuple(i for i in op.reads if graph.tensors[i].kind == "parameter")) for op in steps]
-    assert used == [used[0], used[1]] * 3
-    assert used[0] != used[1]
-    assert [graph.tensors[i].nbytes for i in graph.parameters] == [4 * (2 * 4 * 256 * 256 + 4 * 256)] * 2
-    assert work[-1].flops == 2 * 2 * 4 * 256 * 256
+    products = [op for op in graph.ops if "addmm" in op.target]
+    used = [names(graph, tuple(i for i in op.reads if graph.tensors[i].kind == "parameter")) for op in products]
+    assert used == used[:4] * 3
+    assert len({tuple(u) for u in used}) == 4
+    assert sum(graph.tensors[i].nbytes for i in graph.parameters) == 2 * 4 * (2 * 4 * 256 * 256 + 4 * 256)
+    assert [k.flops for op, k in zip(graph.ops, work, strict=True) if op in products] == [2 * 4 * 256 * 256] * 12
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -230,7 +229,7 @@ def test_lstms_compute_what_torchs_do(bidirectional: bool) -> None:
 
 def test_the_lstms_gradient_is_right() -> None:
     torch.manual_seed(0)
-    network = Lstm(2, 3, whole_step=False).double()
+    network = Lstm(2, 3).double()
     for weight in network.parameters():
         nn.init.uniform_(weight, -1, 1)
     x = tuple(torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -264,7 +263,7 @@ def updates_come_last(graph: Graph) -> None:
 
 def test_weights_shared_over_time_are_updated_once_and_last() -> None:
     training = Training(
-        lambda: Scored(BidirectionalLstm(2, 8, whole_step=False)),
+        lambda: Scored(BidirectionalLstm(2, 8)),
         lambda batch: tuple(torch.empty(batch, 8) for _ in range(3)),
         4,
     )
