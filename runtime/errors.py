@@ -5,6 +5,8 @@ CohabitError
 │   └── UnsupportedModel   a sound program that Cohabit cannot plan; the message says what and the way out
 ├── UnsupportedPlan      a valid plan for another runtime
 ├── DeviceError          a kernel or a copy failed while an inference ran
+│   └── DeviceLost         nothing can run on the device until the process starts anew
+├── CaptureFailed        a program's kernels cannot become one graph; they are issued one by one instead
 └── MemoryExceeded       an allocation would leave its region
 """
 
@@ -25,6 +27,14 @@ class UnsupportedPlan(CohabitError):
 
 class DeviceError(CohabitError):
     """A kernel or a copy failed while an inference ran. The program can be run again."""
+
+
+class DeviceLost(DeviceError):
+    """The device does not answer any more, or refuses everything: only a new process gets it back."""
+
+
+class CaptureFailed(CohabitError):
+    """Capturing a program into a graph failed; the message says at what."""
 
 
 class MemoryExceeded(CohabitError):

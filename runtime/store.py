@@ -33,7 +33,7 @@ class RamStore:
         self.manifest = manifest
         self._bytes = np.frombuffer(anonymous_memory(manifest.file_bytes), np.uint8)
         with path.open("rb", buffering=0) as file:
-            _read_fully(file.fileno(), self._bytes[: manifest.file_bytes], 0)
+            read_fully(file.fileno(), self._bytes[: manifest.file_bytes], 0)
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
         s = self.manifest.segments[segment]
@@ -41,7 +41,8 @@ class RamStore:
         return lambda: np.copyto(destination, source)
 
     def table(self, name: str) -> torch.Tensor:
-        return _table(self._bytes, _find(self.manifest, name))
+        table = find_table(self.manifest, name)
+        return table_view(self._bytes, table, table.offset)
 
     def close(self) -> None:
         self._bytes = np.empty(0, np.uint8)
@@ -59,13 +60,14 @@ class FileStore:
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
         offset = self.manifest.segments[segment].offset
-        return lambda: _read_fully(self._fd, destination, offset)
+        return lambda: read_fully(self._fd, destination, offset)
 
     def table(self, name: str) -> torch.Tensor:
+        table = find_table(self.manifest, name)
         with self._path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         mapped.madvise(mmap.MADV_RANDOM)
-        return _table(np.frombuffer(mapped, np.uint8), _find(self.manifest, name))
+        return table_view(np.frombuffer(mapped, np.uint8), table, table.offset)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -116,8 +118,8 @@ def _open_direct(path: Path) -> tuple[int, bool]:
         return os.open(path, os.O_RDONLY), False
 
 
-def _read_fully(fd: int, destination: Bytes, offset: int) -> None:
-    """Fill the destination. Raises OSError, also where the file ends too early."""
+def read_fully(fd: int, destination: Bytes, offset: int) -> None:
+    """Fill the destination from an offset of the file on. Raises OSError, also where the file ends too early."""
     view = destination.data
     done = 0
     while done < len(view):
@@ -127,10 +129,12 @@ def _read_fully(fd: int, destination: Bytes, offset: int) -> None:
         done += count
 
 
-def _find(manifest: Manifest, name: str) -> Table:
+def find_table(manifest: Manifest, name: str) -> Table:
+    """The embedding table of this name."""
     return next(t for t in manifest.tables if t.name == name)
 
 
-def _table(raw: Bytes, table: Table) -> torch.Tensor:
-    own = torch.from_numpy(raw[table.offset : table.offset + table.nbytes])
+def table_view(raw: Bytes, table: Table, offset: int) -> torch.Tensor:
+    """The table whose bytes begin at an offset."""
+    own = torch.from_numpy(raw[offset : offset + table.nbytes])
     return own.view(dtype_of(table.dtype)).reshape(table.shape)

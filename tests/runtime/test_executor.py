@@ -1,10 +1,11 @@
 """The executor keeps the plan's order, its memory and its promises, also when something fails."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,47 +17,33 @@ from planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from planner.problem import Problem
 from planner.search import search
 from runtime.arena import Arena
+from runtime.backend import Backend, Source
 from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
-from runtime.executor import Executor, Result
+from runtime.executor import Executor
 from runtime.lower import Lowered, lower
 from runtime.profile import resident_plan
-from runtime.program import Bases, Program, build, require_supported
+from runtime.program import Bases, Program, require_supported
 from runtime.store import LimitedStore, RamStore, Store, open_store
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
+from tests.runtime.backends import BACKENDS, Bench, cpu, opened
 from tests.runtime.plans import streaming_plan
 
 
-@dataclass
-class Bench:
-    """A model, its store, and an arena that is larger than any plan here needs."""
-
-    lowered: Lowered
-    store: Store
-    arena: Arena
-    executor: Executor
-
-    @property
-    def graph(self) -> Graph:
-        return self.lowered.graphs[2]
-
-    def program(self, plan: Plan, store: Store | None = None) -> Program:
-        program = build(self.lowered, plan, None, self.arena, Bases(0, plan.partition_bytes), store or self.store)
-        self.executor.load(program)
-        return program
-
-    def run(self, program: Program, **options: bool) -> Result:
-        return self.executor.run(program, self.lowered.examples(2), **options)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
-    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "wide", [2], tmp_path / "cache")
+    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
+    lowered = lower(folder / "model.pt2", "wide", [2], folder / "cache")
     assert len(lowered.manifest.segments) == 6
-    with Arena(64 << 20) as arena, Executor() as executor:
-        yield Bench(lowered, open_store("ram", lowered.weights_path, lowered.manifest), arena, executor)
+    return lowered
+
+
+@pytest.fixture(params=BACKENDS)
+def bench(request: pytest.FixtureRequest, wide: Lowered) -> Iterator[Bench]:
+    with opened(request.param, wide) as bench:
+        yield bench
 
 
 def evicting_plan(graph: Graph) -> Plan:
@@ -94,7 +81,7 @@ def test_swapped_and_resident_runs_give_the_same_bits(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
     for resident in (frozenset[int](), frozenset({0, 3}), frozenset(range(5))):
         program = bench.program(streaming_plan(bench.graph, resident))
-        for _ in range(20):
+        for _ in range(8):
             assert torch.equal(bench.run(program).outputs[0], expected[0])
 
 
@@ -102,16 +89,20 @@ def test_an_evicted_resident_is_back_for_the_next_run(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
     program = bench.program(evicting_plan(bench.graph))
     assert program.restored.keys() == {0}
-    for _ in range(20):
+    for _ in range(8):
         assert torch.equal(bench.run(program).outputs[0], expected[0])
 
 
 def test_a_slow_epilogue_is_waited_for(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
-    slow = LimitedStore(bench.store, bandwidth_bytes_per_s=1e9, latency_s=0.01)
-    program = bench.program(evicting_plan(bench.graph), slow)
+    slow = LimitedStore(host_store(bench), bandwidth_bytes_per_s=1e9, latency_s=0.01)
+    program = bench.program(evicting_plan(bench.graph), bench.host(slow))
     for _ in range(5):
         assert torch.equal(bench.run(program).outputs[0], expected[0])
+
+
+def host_store(bench: Bench) -> Store:
+    return open_store("ram", bench.lowered.weights_path, bench.lowered.manifest)
 
 
 class LateStore(RamStore):
@@ -134,13 +125,21 @@ def test_a_resident_on_its_way_back_while_the_last_op_runs_is_waited_for(bench: 
     assert isinstance(brought_back, SwapIn)
     reader = max(i for i, s in enumerate(others) if isinstance(s, Compute))
     early = structs.replace(plan, steps=(*others, replace_after(brought_back, (reader,)), last_op))
-    program = bench.program(early, LateStore(bench.lowered.weights_path, bench.lowered.manifest))
+    late = LateStore(bench.lowered.weights_path, bench.lowered.manifest)
+    program = bench.program(early, bench.host(late))
     assert all(s.step < early.epilogue_start for s in program.swap_ins)
     for _ in range(5):
         assert torch.equal(bench.run(program).outputs[0], expected[0])
 
 
-def test_every_parameter_address_lies_in_the_model_s_regions_and_live_bytes_under_the_budget(bench: Bench) -> None:
+def test_every_parameter_address_lies_in_the_model_s_regions_and_live_bytes_under_the_budget(wide: Lowered) -> None:
+    with opened(cpu, wide) as bench:
+        refuse_other_addresses(bench)
+
+
+def refuse_other_addresses(bench: Bench) -> None:
+    assert isinstance(bench.arena, Arena)
+    assert isinstance(bench.executor, Executor)
     plan = streaming_plan(bench.graph, frozenset({1, 2}))
     program = bench.program(plan)
     low = bench.arena.address
@@ -165,7 +164,9 @@ def test_every_parameter_address_lies_in_the_model_s_regions_and_live_bytes_unde
 def test_a_program_that_would_leave_the_arena_is_refused(bench: Bench) -> None:
     plan = streaming_plan(bench.graph)
     with pytest.raises(MemoryExceeded, match="outside of the arena"):
-        build(bench.lowered, plan, None, bench.arena, Bases(0, bench.arena.nbytes - 4096), bench.store)
+        bench.backend.build(
+            bench.lowered, plan, None, bench.arena, Bases(0, bench.arena.nbytes - 4096), bench.store
+        )
 
 
 def test_parameters_in_the_bytes_of_activations_are_refused() -> None:
@@ -233,7 +234,7 @@ class FailingStore(RamStore):
 def test_a_failed_copy_is_an_error_answer_and_the_next_run_is_right(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
     store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)
-    program = bench.program(evicting_plan(bench.graph), store)
+    program = bench.program(evicting_plan(bench.graph), bench.host(store))
     store.failing = True
     with pytest.raises(DeviceError, match="medium error"):
         bench.run(program)
@@ -249,19 +250,19 @@ def test_a_failed_kernel_is_an_error_answer_and_the_next_run_is_right(bench: Ben
     assert torch.equal(bench.run(program).outputs[0], expected[0])
 
 
-def test_outputs_belong_to_the_caller(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_outputs_belong_to_the_caller(make_backend: Callable[[], Backend], tmp_path: Path) -> None:
     make, examples = models.CASES["constants"]
     assert callable(make)
     models.export(make(), examples, tmp_path / "model.pt2")
     lowered = lower(tmp_path / "model.pt2", "constants", [2], tmp_path / "cache")
-    store = open_store("ram", lowered.weights_path, lowered.manifest)
-    with Arena(1 << 20) as arena, Executor() as executor:
-        program = build(lowered, resident_plan(lowered.graphs[2]), None, arena, Bases(0, 0), store)
-        executor.load(program)
+    with opened(make_backend, lowered) as bench:
+        program = bench.program(resident_plan(bench.graph))
         inputs = lowered.examples(2)
-        output = executor.run(program, inputs).outputs[0]
+        output = bench.executor.run(program, inputs).outputs[0]
         kept = output.clone()
         inputs[0].fill_(7)
+        bench.executor.run(program, inputs)
         assert torch.equal(output, kept)
 
 
@@ -282,10 +283,10 @@ def prefix_plan(graph: Graph) -> Plan:
     return Plan(base.graph, "", base.partition_bytes, base.workspace_bytes, base.inputs, (), tuple(steps))
 
 
-def beside(bench: Bench, plan: Plan, offset: int, name: str, store: Store | None = None) -> Program:
+def beside(bench: Bench, plan: Plan, offset: int, name: str, store: Source[Any] | None = None) -> Program:
     """Another model of the same weights, in another part of the arena."""
     lowered = replace(bench.lowered, name=name)
-    program = build(lowered, plan, None, bench.arena, Bases(offset, 0), store or bench.store)
+    program = bench.backend.build(lowered, plan, None, bench.arena, Bases(offset, 0), store or bench.store)
     bench.executor.load(program)
     return program
 
@@ -293,7 +294,7 @@ def beside(bench: Bench, plan: Plan, offset: int, name: str, store: Store | None
 def two_models(bench: Bench, store: Store | None = None) -> tuple[Program, Program]:
     plan = prefix_plan(bench.graph)
     check(bench.graph, None, plan)
-    return beside(bench, plan, 32 << 20, "a"), beside(bench, plan, 48 << 20, "b", store)
+    return beside(bench, plan, 32 << 20, "a"), beside(bench, plan, 48 << 20, "b", store and bench.host(store))
 
 
 def test_the_prefix_of_the_next_model_is_copied_while_this_one_computes(bench: Bench) -> None:
@@ -343,7 +344,7 @@ def test_a_resident_that_could_not_be_brought_back_is_an_error_of_the_next_run_a
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
     store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)
     store.segment = 0
-    program = bench.program(evicting_plan(bench.graph), store)
+    program = bench.program(evicting_plan(bench.graph), bench.host(store))
     store.failing = True
     assert torch.equal(bench.run(program).outputs[0], expected), "only the epilogue fails"
     bench.executor.settle()

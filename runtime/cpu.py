@@ -1,0 +1,64 @@
+"""The CPU as a device: anonymous memory, stores that threads read, and the executor with its two threads."""
+
+from pathlib import Path
+
+import torch
+
+from planner.plan import Plan
+from planner.profile import Profile
+from runtime.arena import Arena, Bytes
+from runtime.backend import Memory, OnProgress, Source, StoreKind
+from runtime.executor import Executor
+from runtime.lower import Lowered
+from runtime.profile import device_name, profile
+from runtime.program import Bases, Program, build
+from runtime.store import LimitedStore, open_store
+from runtime.weights import Manifest
+
+
+class CpuBackend:
+    """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash."""
+
+    name = "cpu"
+
+    def __init__(self, link_bandwidth_bytes_per_s: float | None = None) -> None:
+        self._bandwidth = link_bandwidth_bytes_per_s
+        self._executor = Executor()
+        self._started = False
+
+    def arena(self, nbytes: int) -> Arena:
+        return Arena(nbytes)
+
+    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> Source[Bytes]:
+        store = open_store(kind, path, manifest)
+        return store if self._bandwidth is None else LimitedStore(store, self._bandwidth)
+
+    @property
+    def executor(self) -> Executor:
+        """The executor, started when it is first asked for."""
+        if not self._started:
+            self._executor.start()
+            self._started = True
+        return self._executor
+
+    def measure(
+        self, lowered: Lowered, store: Source[Bytes], cache: Path | None, on_progress: OnProgress
+    ) -> tuple[Lowered, dict[int, Profile]]:
+        limit = "" if self._bandwidth is None else f" at {self._bandwidth:.0f} B/s"
+        device = device_name(torch.get_num_threads(), store, limit)
+        return lowered, profile(lowered, store, device, cache, on_progress)
+
+    def build(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: Memory[Bytes],
+        bases: Bases,
+        store: Source[Bytes],
+    ) -> Program:
+        return build(lowered, plan, profile, arena, bases, store)
+
+    def close(self) -> None:
+        if self._started:
+            self._executor.close()

@@ -1,0 +1,39 @@
+"""The arena on a CUDA device: one allocation, handed out as views."""
+
+import math
+
+import torch
+
+from planner.errors import format_bytes
+from runtime.cuda.surface import Driver
+from runtime.errors import MemoryExceeded
+
+
+class CudaArena:
+    """Device memory that is taken once. Views keep it alive; `close` forgets it."""
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.device = driver.device
+        self._bytes = driver.allocate(nbytes)
+
+    def close(self) -> None:
+        """Give the memory back as soon as no view of it is left."""
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        """The given bytes. Raises MemoryExceeded outside of the arena."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise MemoryExceeded(
+                f"bytes {offset} to {offset + nbytes} lie outside of the arena of {format_bytes(self.nbytes)}"
+            )
+        return self._bytes[offset : offset + nbytes]
+
+    def tensor(
+        self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
+        own = self.bytes(offset, math.prod(shape) * dtype.itemsize)
+        if not own.numel():
+            return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+        return own.view(dtype).as_strided(shape, stride, own.storage_offset() // dtype.itemsize)

@@ -1,0 +1,95 @@
+"""A CUDA device as a backend: one arena, pinned stores, two streams, captured programs."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from planner.plan import Plan
+from planner.profile import Profile
+from runtime.backend import Memory, OnProgress, Source, StoreKind
+from runtime.cuda.arena import CudaArena
+from runtime.cuda.capture import obstacle
+from runtime.cuda.executor import CudaExecutor
+from runtime.cuda.host import Pinned, PinnedStore, Ring, StagedStore
+from runtime.cuda.issue import Lanes
+from runtime.cuda.program import CudaProgram, Precision, prepare
+from runtime.cuda.surface import Driver, HostBytes
+from runtime.lower import Lowered
+from runtime.program import Bases
+from runtime.store import open_store
+from runtime.weights import Manifest
+
+PINNED_SHARE = 0.5
+"""Share of the machine's memory that may be pinned unless told otherwise."""
+
+
+class CudaBackend:
+    """One device. `pinned_limit_bytes` caps pinned host memory: models beyond it pass through a staging ring."""
+
+    def __init__(self, driver: Driver, pinned_limit_bytes: int | None = None) -> None:
+        self.driver = driver
+        self.name = driver.name
+        self.pinned = Pinned(driver, pinned_limit_bytes or _default_limit_bytes())
+        self.lanes = Lanes.of(driver)
+        self._ring = Ring(driver, self.pinned)
+        self._executor = CudaExecutor(self.lanes)
+        self._executor.start()
+
+    @property
+    def executor(self) -> CudaExecutor:
+        return self._executor
+
+    def arena(self, nbytes: int) -> CudaArena:
+        return CudaArena(self.driver, nbytes)
+
+    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> Source[torch.Tensor]:
+        """Pinned where it fits under the cap, else staged from pageable memory; a file is read as it is needed."""
+        if kind == "ram" and self.pinned.fits(manifest.file_bytes):
+            return PinnedStore(path, manifest, self.driver, self.pinned)
+        return self.staged(open_store(kind, path, manifest), manifest)
+
+    def staged(self, source: Source[HostBytes], manifest: Manifest) -> StagedStore:
+        """Any host store, behind the staging ring."""
+        self._executor.settle()
+        return StagedStore(source, manifest, self.driver, self._ring, self.pinned)
+
+    def measure(
+        self, lowered: Lowered, store: Source[torch.Tensor], cache: Path | None, on_progress: OnProgress
+    ) -> tuple[Lowered, dict[int, Profile]]:
+        raise NotImplementedError
+
+    def build(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: Memory[torch.Tensor],
+        bases: Bases,
+        store: Source[torch.Tensor],
+    ) -> CudaProgram:
+        """Check a plan, bind it, run it once and capture it. Its residents are in place afterwards."""
+        program = prepare(
+            self.driver,
+            self.pinned,
+            lowered,
+            plan,
+            profile,
+            arena,
+            bases,
+            store,
+            small_segments=1,
+            precision=Precision(),
+        )
+        staged = program.staged
+        program.captured.refused = obstacle(lowered.traces[program.batch], staged=staged)
+        self._executor.admit(program, lowered.examples(program.batch))
+        return program
+
+    def close(self) -> None:
+        self._executor.close()
+        self._ring.close()
+
+
+def _default_limit_bytes() -> int:
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * PINNED_SHARE)

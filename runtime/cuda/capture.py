@@ -1,0 +1,53 @@
+"""Captures programs: kernels, copies and their order become one graph that a single launch replays."""
+
+from torch._ops import HigherOrderOperator
+
+from runtime.binding import Frame
+from runtime.cuda.inference import issue_inference
+from runtime.cuda.issue import Lanes
+from runtime.cuda.lower import LINK_FREE, Commands
+from runtime.cuda.program import CudaProgram
+from runtime.cuda.surface import Graph
+from runtime.errors import CaptureFailed
+from runtime.specialize import Trace
+
+_READS_ON_HOST = ("item", "_local_scalar_dense")
+
+
+def obstacle(trace: Trace, *, staged: bool) -> str | None:
+    """Why a program cannot be captured, as far as can be told beforehand."""
+    if staged:
+        return "its parameters are not pinned: copies pass through the staging ring, which the host fills"
+    for instruction in trace.instructions:
+        if isinstance(instruction.target, HigherOrderOperator):
+            return f"op {instruction.name} chooses what to run by values"
+        if getattr(instruction.target, "_opname", "") in _READS_ON_HOST:
+            return f"op {instruction.name} reads a number on the host"
+    return None
+
+
+def capture(lanes: Lanes, program: CudaProgram) -> None:
+    """Capture a program, in place; `captured.refused` says why not. Nothing may be under way."""
+    graphs = program.captured
+    if graphs.refused is not None:
+        return
+    try:
+        graphs.whole = _graph(lanes, program, program.schedule.whole)
+        graphs.rest = graphs.whole
+        if program.schedule.rest is not program.schedule.whole:
+            graphs.rest = _graph(lanes, program, program.schedule.rest)
+    except CaptureFailed as error:
+        graphs.whole = graphs.rest = None
+        graphs.refused = str(error)
+
+
+def _graph(lanes: Lanes, program: CudaProgram, commands: Commands) -> Graph:
+    driver = lanes.driver
+    frame: Frame = [None] * program.frame_slots
+    events = [driver.event() for _ in range(commands.events)]
+    events[LINK_FREE] = program.link_free
+    perform = program.performing(driver, frame)
+    with driver.on(lanes.compute):
+        return driver.capture(
+            program.pool, lambda: issue_inference(lanes, program, commands, events, frame, perform, None)
+        )

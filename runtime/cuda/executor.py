@@ -1,0 +1,237 @@
+"""The executor for CUDA: one launch per inference where the program could be captured, streams and events elsewhere.
+
+    compute   | inputs, kernels, outputs of A          | ... of B                    one graph each, copies inside
+    swap_in   |    (A's copies) | prefix of B          | epilogue of A ...           what lies between inferences
+
+The thread that calls `run` waits for the outputs, so an inference begins when the kernels of the one before have
+ended. What it must still wait for on the device are copies to its own partition: the epilogue of its model's last
+run, and its prefix. Copies needed soonest go first: B's prefix before A's epilogue, and, while the next request is
+known, A's epilogue behind B's own copies.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from planner.errors import format_bytes
+from runtime.backend import Result
+from runtime.binding import Frame
+from runtime.cuda.capture import capture
+from runtime.cuda.inference import issue_inference
+from runtime.cuda.issue import Lanes
+from runtime.cuda.lower import Commands
+from runtime.cuda.program import CudaProgram
+from runtime.cuda.stopwatch import Stopwatch
+from runtime.cuda.surface import Event, Graph
+from runtime.cuda.transfers import Feeder, Transfer, Transfers
+from runtime.errors import DeviceError, DeviceLost, MemoryExceeded
+from runtime.program import Program
+
+
+class CudaExecutor:
+    """Runs programs one at a time. Every method is called by the one thread that owns the device."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._driver = lanes.driver
+        self._feeder = Feeder()
+        self._transfers = Transfers(lanes, self._feeder)
+        self._answered = self._driver.event()
+        self._stale: set[str] = set()
+        """Models whose residents may be wrong, because a copy or a kernel failed."""
+        self._expected: CudaProgram | None = None
+        self._ahead: CudaProgram | None = None
+        """The program whose prefix was submitted before its turn."""
+        self._epilogue: CudaProgram | None = None
+        """The program whose epilogue is put off until the next inference has been issued."""
+        self._lost: str | None = None
+
+    def __enter__(self) -> "CudaExecutor":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        self._driver.adopt_thread()
+
+    def close(self) -> None:
+        """Let the lanes finish and end."""
+        if self._lost is None:
+            self.settle()
+        self._feeder.close()
+
+    @property
+    def lost(self) -> str | None:
+        return self._lost
+
+    def load(self, program: Program) -> float:
+        """Put a program's initial residents in place and wait for them. Returns the seconds. Raises DeviceError."""
+        assert isinstance(program, CudaProgram)
+        start = time.perf_counter()
+        with self._faults(program):
+            self._driver.adopt_thread()
+            self._ahead = None
+            self._flush_epilogue()
+            self._transfers.take(program.name)
+            transfer = self._transfers.submit(program, program.schedule.residents)
+            self._transfers.take(program.name)
+            self._driver.synchronize(transfer.event)
+            _refuse_failed(program, [transfer])
+            self._stale.discard(program.name)
+        return time.perf_counter() - start
+
+    def settle(self) -> None:
+        """Wait until the swap-in lane has nothing left to do."""
+        self._flush_epilogue()
+        self._feeder.drain()
+        end = self._driver.event()
+        with self._driver.on(self._lanes.swap_in):
+            self._driver.record(end)
+        self._driver.synchronize(end)
+
+    def expect(self, program: Program | None) -> None:
+        """Say what runs behind the next run: its prefix is copied behind that run's own copies.
+
+        The prefix goes to free bytes of that model's own partition, so a wrong guess costs the copies and no more.
+        """
+        assert program is None or isinstance(program, CudaProgram)
+        self._expected = program
+
+    def run(
+        self, program: Program, inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
+    ) -> Result:
+        """Run one inference. See `runtime.backend.Executor`."""
+        assert isinstance(program, CudaProgram)
+        self._driver.adopt_thread()
+        start = time.perf_counter()
+        if program.name in self._stale:
+            self.load(program)
+        with self._faults(program):
+            watch = Stopwatch(self._driver, program) if traced else None
+            self._issue(program, inputs, watch, serial)
+            self._driver.synchronize(self._answered)
+            outputs = program.buffers.taken()
+            latency_s = time.perf_counter() - start
+            self._bring_back(program, watch)
+        stall_s = 0.0 if program.compute_s is None else max(0.0, latency_s - program.compute_s)
+        timeline = None
+        if watch is not None:
+            self.settle()
+            timeline = watch.timeline()
+        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
+
+    def _issue(
+        self, program: CudaProgram, inputs: Sequence[torch.Tensor], watch: Stopwatch | None, serial: bool
+    ) -> None:
+        """Give the device everything up to the outputs, and what may run beside it."""
+        expected, self._expected = self._expected, None
+        ahead, self._ahead = self._ahead, None
+        if self._epilogue is not None and self._epilogue.name == program.name:
+            self._flush_epilogue()
+        earlier = self._transfers.take(program.name)
+        _refuse_failed(program, earlier)
+        program.buffers.fill(inputs)
+        with self._driver.on(self._lanes.compute):
+            for transfer in earlier:
+                self._driver.wait(transfer.event)
+        commands = program.schedule.rest if ahead is program else program.schedule.whole
+        graph = program.captured.rest if ahead is program else program.captured.whole
+        if watch is None and not serial and graph is not None:
+            behind = self._replay(program, graph)
+        else:
+            behind = self._stream(program, commands, watch, serial)
+        with self._driver.on(self._lanes.compute):
+            self._driver.record(self._answered)
+        if expected is not None and expected.name not in (program.name, *self._stale):
+            self._transfers.submit(expected, expected.schedule.prefix, behind)
+            self._ahead = expected
+        self._flush_epilogue(behind)
+
+    def _replay(self, program: CudaProgram, graph: Graph) -> Event:
+        with self._driver.on(self._lanes.compute):
+            graph.replay()
+        return program.link_free
+
+    def _stream(
+        self, program: CudaProgram, commands: Commands, watch: Stopwatch | None, serial: bool
+    ) -> Event | None:
+        """Issue command by command. What comes to the swap-in stream next is behind the copies by itself."""
+        frame: Frame = [None] * program.frame_slots
+        events = [self._driver.event() for _ in range(commands.events)]
+        perform = program.performing(self._driver, frame)
+        if watch is not None:
+            perform = watch.timing(perform)
+            with self._driver.on(self._lanes.compute):
+                watch.start()
+        feeder = self._feeder if program.staged else None
+        with self._driver.allocating(program.pool):
+            issue_inference(self._lanes, program, commands, events, frame, perform, feeder, serial=serial)
+        return None
+
+    def _bring_back(self, program: CudaProgram, watch: Stopwatch | None) -> None:
+        """Submit the epilogue, or put it off if another inference is about to come."""
+        copies = program.schedule.epilogue
+        if watch is not None:
+            perform = watch.timing(program.performing(self._driver, []))
+            self._transfers.submit(program, copies, perform=perform)
+        elif self._ahead is not None and copies:
+            self._epilogue = program
+        elif copies:
+            self._transfers.submit(program, copies)
+
+    def _flush_epilogue(self, behind: Event | None = None) -> None:
+        program, self._epilogue = self._epilogue, None
+        if program is not None:
+            self._transfers.submit(program, program.schedule.epilogue, behind)
+
+    def admit(self, program: CudaProgram, examples: Sequence[torch.Tensor]) -> None:
+        """Run a new program once and capture it, so that nothing is allocated or compiled when requests come.
+
+        Its residents are in place afterwards. Raises MemoryExceeded if its kernels need more than the plan's
+        activations take, and DeviceError.
+        """
+        self.load(program)
+        try:
+            self.run(program, examples)
+        except DeviceError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise MemoryExceeded(
+                    f"{program.name}, batch {program.batch}: its kernels need more than the"
+                    f" {format_bytes(program.zone_bytes)} that its plan has for activations and scratch; measure it"
+                    " again on this device, or give it a larger workspace"
+                ) from error
+            raise
+        self.settle()
+        capture(self._lanes, program)
+        if program.captured.whole is not None:
+            self.run(program, examples)
+
+    @contextmanager
+    def _faults(self, program: CudaProgram) -> Iterator[None]:
+        """Turn whatever goes wrong into DeviceError, or DeviceLost where the device is gone."""
+        if self._lost is not None:
+            raise DeviceLost(f"{program.name}: the device is lost ({self._lost}); start the server anew")
+        try:
+            yield
+        except Exception as error:
+            self._stale.add(program.name)
+            if not self._driver.well():
+                self._lost = str(error)
+                raise DeviceLost(f"{program.name}: the device is lost: {error}") from error
+            if isinstance(error, DeviceError):
+                raise
+            raise DeviceError(f"{program.name}: {error}") from error
+
+
+def _refuse_failed(program: CudaProgram, transfers: Sequence[Transfer]) -> None:
+    """Raise DeviceError if one of the transfers failed."""
+    for transfer in transfers:
+        if transfer.error is not None:
+            raise DeviceError(f"{program.name}: a copy failed: {transfer.error}") from transfer.error

@@ -1,0 +1,64 @@
+"""Issues one inference of a program to the streams: inputs, commands, outputs."""
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.binding import Frame
+from runtime.cuda.issue import Lanes, Marks, Perform, issue, issue_lane, issue_serially
+from runtime.cuda.lower import Commands, Copy, Kernels
+from runtime.cuda.program import CudaProgram
+from runtime.cuda.surface import Event
+from runtime.cuda.transfers import Feeder
+from runtime.errors import DeviceError
+
+
+def issue_inference(
+    lanes: Lanes,
+    program: CudaProgram,
+    commands: Commands,
+    events: Sequence[Event],
+    frame: Frame,
+    perform: Perform,
+    feeder: Feeder | None,
+    *,
+    serial: bool = False,
+) -> None:
+    """Issue an inference. With a feeder, its thread issues the copies, in step with this one.
+
+    Raises what a kernel or a copy raises, when everything that could be issued has been.
+    """
+    driver = lanes.driver
+    with driver.tf32(program.precision.tf32), torch.inference_mode():
+        with driver.on(lanes.compute):
+            driver.launch(lambda: program.begin(frame))
+        if serial:
+            issue_serially(lanes, commands, perform)
+        elif feeder is not None:
+            _issue_by_two(lanes, commands, events, perform, feeder)
+        else:
+            issue(lanes, commands, events, perform)
+        with driver.on(lanes.compute):
+            driver.launch(lambda: program.finish(frame))
+
+
+def _issue_by_two(
+    lanes: Lanes, commands: Commands, events: Sequence[Event], perform: Perform, feeder: Feeder
+) -> None:
+    marks = Marks()
+    errors: list[Exception] = []
+
+    def attempt(command: Kernels | Copy) -> None:
+        try:
+            perform(command)
+        except Exception as error:  # the lane goes on, so that nobody waits for its records in vain
+            errors.append(error)
+
+    feeder.submit(lambda: issue_lane(lanes, "swap_in", commands, events, attempt, marks))
+    try:
+        issue_lane(lanes, "compute", commands, events, perform, marks)
+    finally:
+        marks.abandon()
+        feeder.drain()
+    if errors:
+        raise DeviceError(f"a copy from the store failed: {errors[0]}") from errors[0]

@@ -1,0 +1,97 @@
+"""Issues commands to the two streams: by one thread in their order, or by one thread per lane.
+
+A wait issued before its record waits for nothing. Where each lane has its own thread, `Marks` holds a thread back
+until the other one has issued the record.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from runtime.cuda.lower import Commands, Copy, Issue, Kernels, Lane, Record, Wait
+from runtime.cuda.surface import Driver, Event, Stream
+
+Perform = Callable[[Kernels | Copy], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The device's two streams."""
+
+    driver: Driver
+    compute: Stream
+    swap_in: Stream
+
+    @staticmethod
+    def of(driver: Driver) -> "Lanes":
+        return Lanes(driver, driver.stream(), driver.stream())
+
+    def stream(self, lane: Lane) -> Stream:
+        return self.compute if lane == "compute" else self.swap_in
+
+
+class Marks:
+    """Which events of one issue have been recorded."""
+
+    def __init__(self) -> None:
+        self._recorded: set[int] = set()
+        self._changed = threading.Condition()
+        self._abandoned = False
+
+    def mark(self, event: int) -> None:
+        with self._changed:
+            self._recorded.add(event)
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Hold nobody back any more: the rest of the records will not come."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+
+    def until(self, event: int) -> None:
+        """Return when the event has been recorded, or never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._abandoned or event in self._recorded)
+
+
+def issue(lanes: Lanes, commands: Commands, events: Sequence[Event], perform: Perform) -> None:
+    """Issue everything from this thread."""
+    for lane, part in groupby(commands.issues, key=lambda i: i.lane):
+        with lanes.driver.on(lanes.stream(lane)):
+            _issue(lanes.driver, part, events, perform, None)
+
+
+def issue_lane(
+    lanes: Lanes, lane: Lane, commands: Commands, events: Sequence[Event], perform: Perform, marks: Marks
+) -> None:
+    """Issue one lane's commands, while another thread issues the other's."""
+    part = [i for i in commands.issues if i.lane == lane]
+    with lanes.driver.on(lanes.stream(lane)):
+        _issue(lanes.driver, part, events, perform, marks)
+
+
+def issue_serially(lanes: Lanes, commands: Commands, perform: Perform) -> None:
+    """Issue everything to the compute stream: the same work without overlap."""
+    with lanes.driver.on(lanes.compute):
+        for item in commands.issues:
+            if isinstance(item.command, Kernels | Copy):
+                perform(item.command)
+
+
+def _issue(
+    driver: Driver, issues: Iterable[Issue], events: Sequence[Event], perform: Perform, marks: Marks | None
+) -> None:
+    for item in issues:
+        match item.command:
+            case Record(event):
+                driver.record(events[event])
+                if marks is not None:
+                    marks.mark(event)
+            case Wait(event):
+                if marks is not None:
+                    marks.until(event)
+                driver.wait(events[event])
+            case Kernels() | Copy() as command:
+                perform(command)

@@ -1,0 +1,54 @@
+"""Times every command of one inference on the device, and makes a timeline of it."""
+
+from planner.timeline import Span, Timeline
+from runtime.cuda.issue import Perform
+from runtime.cuda.lower import Copy, Kernels
+from runtime.cuda.program import CudaProgram
+from runtime.cuda.surface import Driver, Event
+
+
+class Stopwatch:
+    """Two timed events around each command. Copies that were joined share their time by their bytes."""
+
+    def __init__(self, driver: Driver, program: CudaProgram) -> None:
+        self._driver = driver
+        self._program = program
+        self._origin = driver.event(timed=True)
+        self._timed: list[tuple[Kernels | Copy, Event, Event]] = []
+
+    def start(self) -> None:
+        """Begin, on the current stream."""
+        self._driver.record(self._origin)
+
+    def timing(self, perform: Perform) -> Perform:
+        """The same commands, timed. May be called by several threads."""
+
+        def timed(command: Kernels | Copy) -> None:
+            before, after = self._driver.event(timed=True), self._driver.event(timed=True)
+            self._driver.record(before)
+            perform(command)
+            self._driver.record(after)
+            self._timed.append((command, before, after))
+
+        return timed
+
+    def timeline(self) -> Timeline:
+        """What was measured, when everything has ended."""
+        spans: list[Span] = []
+        for command, before, after in self._timed:
+            start_s, end_s = (self._driver.seconds(self._origin, e) for e in (before, after))
+            if isinstance(command, Kernels):
+                spans.append(Span(self._program.computes[command.index].step, "compute", start_s, end_s))
+            else:
+                spans += self._parts(command, start_s, end_s)
+        spans.sort(key=lambda s: s.step)
+        latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
+        return Timeline(tuple(spans), latency_s, None, self._program.link_bytes)
+
+    def _parts(self, copy: Copy, start_s: float, end_s: float) -> list[Span]:
+        spans = []
+        for step in self._program.swap_ins[copy.first : copy.last]:
+            share_s = (end_s - start_s) * step.nbytes / copy.nbytes if copy.nbytes else 0.0
+            spans.append(Span(step.step, "swap_in", start_s, start_s + share_s))
+            start_s += share_s
+        return spans

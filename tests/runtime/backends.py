@@ -1,0 +1,116 @@
+"""Every way in which an executor runs programs, for tests that hold for all of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planner.graph import Graph
+from planner.plan import Plan
+from runtime.backend import Backend, Executor, Memory, Result, Source, StoreKind
+from runtime.cpu import CpuBackend
+from runtime.cuda.backend import CudaBackend
+from runtime.lower import Lowered
+from runtime.program import Bases, Program
+from runtime.store import open_store
+from runtime.weights import Manifest
+from tests.runtime.cuda_fake import FakeDriver
+
+ARENA_BYTES = 64 << 20
+
+
+def cpu() -> CpuBackend:
+    return CpuBackend()
+
+
+def fake_cuda(seed: int = 0) -> CudaBackend:
+    return CudaBackend(FakeDriver(seed))
+
+
+def fake_streams(seed: int = 0) -> CudaBackend:
+    """Nothing can be captured."""
+    driver = FakeDriver(seed)
+    driver.uncapturable = "the test says so"
+    return CudaBackend(driver)
+
+
+class StagedBackend(CudaBackend):
+    """No store is pinned: copies pass through the ring."""
+
+    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> Source[Any]:
+        return self.staged(open_store(kind, path, manifest), manifest)
+
+
+def fake_staged(seed: int = 0) -> CudaBackend:
+    return StagedBackend(FakeDriver(seed))
+
+
+def real_cuda() -> CudaBackend:
+    from runtime.cuda.driver import CudaDriver
+
+    return CudaBackend(CudaDriver.open())
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+BACKENDS = [
+    pytest.param(cpu, id="cpu"),
+    pytest.param(fake_cuda, id="fake-cuda"),
+    pytest.param(fake_streams, id="fake-cuda-uncaptured"),
+    pytest.param(fake_staged, id="fake-cuda-staged"),
+    pytest.param(
+        real_cuda, id="cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no CUDA device")]
+    ),
+]
+
+
+@dataclass
+class Bench:
+    """A model, its store, and an arena that is larger than any plan of the tests needs."""
+
+    backend: Backend
+    lowered: Lowered
+    store: Source[Any]
+    arena: Memory[Any]
+
+    @property
+    def executor(self) -> Executor:
+        return self.backend.executor
+
+    @property
+    def graph(self) -> Graph:
+        return self.lowered.graphs[2]
+
+    def host(self, source: Source[Any]) -> Source[Any]:
+        """A store of the tests' own, as this backend takes it."""
+        if isinstance(self.backend, CudaBackend):
+            return self.backend.staged(source, self.lowered.manifest)
+        return source
+
+    def program(self, plan: Plan, store: Source[Any] | None = None) -> Program:
+        bases = Bases(0, plan.partition_bytes)
+        program = self.backend.build(self.lowered, plan, None, self.arena, bases, store or self.store)
+        self.executor.load(program)
+        return program
+
+    def run(self, program: Program, **options: bool) -> Result:
+        return self.executor.run(program, self.lowered.examples(2), **options)
+
+
+@contextmanager
+def opened(make: Callable[[], Backend], lowered: Lowered, arena_bytes: int = ARENA_BYTES) -> Iterator[Bench]:
+    backend = make()
+    arena = backend.arena(arena_bytes)
+    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    try:
+        yield Bench(backend, lowered, store, arena)
+    finally:
+        backend.close()
+        store.close()
+        arena.close()

@@ -1,0 +1,411 @@
+"""A CUDA device made of CPU tensors, as hostile as CUDA's rules allow. See `runtime.cuda.surface`.
+
+Device memory and pinned memory are CPU tensors. A stream is a queue of closures; an event gates what waits for its
+last record. Nothing runs until somebody blocks, and then streams advance in an order that is drawn from a seed: on
+some seeds one stream runs far ahead, on others copies come as late as the events allow. A copy first destroys what
+is at its destination and brings the bytes later, so that a reader who does not wait for its end, or an early copy
+over bytes that are still read, gives wrong results. Sources are read when the copy runs, not when it is issued.
+
+A graph is a list of closures per stream that joined the capture. What CUDA refuses is refused here: waiting outside
+for an event of a capture, ending a capture with a stream that does not lead back, synchronizing inside of one,
+copying from memory that is not pinned. Every call is written down in `calls`.
+"""
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from runtime.cuda.surface import DeviceMemory, HostBytes
+from runtime.errors import CaptureFailed, MemoryExceeded
+
+_POISON = 0xA5
+_TICK_S = 1e-6
+
+
+@dataclass(eq=False)
+class Token:
+    """One record of an event."""
+
+    done: bool = False
+    time_s: float = 0.0
+
+
+@dataclass(eq=False)
+class FakeEvent:
+    timed: bool
+    external: bool
+    token: Token | None = None
+    capture: "Capture | None" = None
+
+
+@dataclass(eq=False)
+class Action:
+    run: Callable[[], None]
+
+
+@dataclass(eq=False)
+class Mark:
+    """Reaches a record: of a token, or, in a graph, of an event whose token each replay makes anew."""
+
+    of: Token | FakeEvent
+
+
+@dataclass(eq=False)
+class Gate:
+    """Waits for a record."""
+
+    of: Token | FakeEvent
+
+
+Item = Action | Mark | Gate
+
+
+@dataclass(eq=False)
+class FakeStream:
+    weight: float
+    of_replay: bool = False
+    queue: deque[Item] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class Capture:
+    origin: FakeStream
+    items: dict[FakeStream, list[Item]]
+
+
+@dataclass(eq=False)
+class FakePool:
+    nbytes: int
+    held_bytes: int = 0
+    small_segments: int = 0
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeDriver:
+    """Seeded; `well()` and errors as CUDA has them: a kernel's failure shows when somebody blocks."""
+
+    def __init__(self, seed: int = 0, total_bytes: int = 1 << 30) -> None:
+        self.device = torch.device("cpu")
+        self.name = "fake"
+        self.calls: list[str] = []
+        self.kernel_bytes = 0
+        """What any kernel needs at once: pools with less refuse it."""
+        self.broken: str | None = None
+        """Set to lose the device."""
+        self.uncapturable: str | None = None
+        """Set to make captures fail."""
+        self.skip_waits: set[int] = set()
+        """Numbers of `wait` calls to leave out: mutations that tests must notice."""
+        self.waits = 0
+        self._rng = random.Random(seed)
+        self._lock = threading.RLock()
+        self._local = threading.local()
+        self._streams: list[FakeStream] = []
+        self._default = self._new_stream()
+        self._device_memory: list[torch.Tensor] = []
+        self._pinned: dict[int, int] = {}
+        self._total_bytes = total_bytes
+        self._capture: Capture | None = None
+        self._errors: list[Exception] = []
+        self._ticks = 0
+
+    # Streams and events
+
+    def adopt_thread(self) -> None:
+        self._refuse_broken()
+
+    def stream(self) -> FakeStream:
+        return self._new_stream()
+
+    def _new_stream(self) -> FakeStream:
+        stream = FakeStream(self._rng.expovariate(1.0) ** 3 + 1e-6)
+        self._streams.append(stream)
+        return stream
+
+    def event(self, *, timed: bool = False, external: bool = False) -> FakeEvent:
+        return FakeEvent(timed, external, Token(done=True) if external else None)
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before = self._current
+        self._local.current = stream
+        try:
+            yield
+        finally:
+            self._local.current = before
+
+    @property
+    def _current(self) -> FakeStream:
+        return getattr(self._local, "current", self._default)
+
+    def _call(self, name: str) -> None:
+        self._refuse_broken()
+        self.calls.append(name)
+
+    def _refuse_broken(self) -> None:
+        if self.broken is not None:
+            raise RuntimeError(f"CUDA error: {self.broken}")
+
+    def _put(self, *items: Item) -> None:
+        with self._lock:
+            if self._capture is not None:
+                assert self._current in self._capture.items, "issued to a stream that has not joined the capture"
+                self._capture.items[self._current].extend(items)
+            else:
+                self._current.queue.extend(items)
+
+    def launch(self, kernels: Callable[[], None]) -> None:
+        self._call("launch")
+        pool = getattr(self._local, "pool", None)
+
+        def run() -> None:
+            if pool is not None and self.kernel_bytes > pool.nbytes:
+                raise torch.OutOfMemoryError("out of the pool's memory")
+            kernels()
+
+        self._put(Action(run))
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self._call("copy")
+        assert destination.nbytes == source.nbytes
+        for tensor in (destination, source):
+            assert self._is_device(tensor) or self._is_pinned(tensor), (
+                "memory that is neither the device's nor pinned"
+            )
+        raw = destination.view(torch.uint8)
+        self._put(Action(lambda: _fill(raw)), Action(lambda: _assign(destination, source)))
+
+    def record(self, event: FakeEvent) -> None:
+        self._call("record")
+        with self._lock:
+            if self._capture is not None:
+                event.capture = None if event.external else self._capture
+                self._put(Mark(event))
+            else:
+                event.capture = None
+                event.token = Token()
+                self._put(Mark(event.token))
+
+    def wait(self, event: FakeEvent) -> None:
+        self._call("wait")
+        self.waits += 1
+        with self._lock:
+            if self._capture is not None:
+                assert event.capture is self._capture, "a capture waits for an event that is not its own"
+                self._capture.items.setdefault(self._current, [])
+                if self.waits not in self.skip_waits:
+                    self._put(Gate(event))
+                return
+            assert event.capture is None, "an event of a capture is waited for outside"
+            if event.token is not None and self.waits not in self.skip_waits:
+                self._put(Gate(event.token))
+
+    def synchronize(self, event: FakeEvent) -> None:
+        self._call("synchronize")
+        assert self._capture is None, "synchronizing is not permitted while capturing"
+        with self._lock:
+            while event.token is not None and not event.token.done:
+                self._advance()
+            self._raise_errors()
+
+    def seconds(self, start: FakeEvent, end: FakeEvent) -> float:
+        assert start.timed
+        assert end.timed
+        assert start.token is not None
+        assert end.token is not None
+        assert start.token.done
+        assert end.token.done
+        return end.token.time_s - start.token.time_s
+
+    def hold(self, seconds: float) -> None:
+        self._call("hold")
+
+    def drain(self) -> None:
+        with self._lock:
+            while any(stream.queue for stream in self._streams):
+                self._advance()
+            self._raise_errors()
+
+    def well(self) -> bool:
+        if self.broken is None:
+            with self._lock:
+                while any(stream.queue for stream in self._streams):
+                    self._advance()
+                self._errors.clear()
+        return self.broken is None
+
+    def _raise_errors(self) -> None:
+        if self._errors:
+            error, *_ = self._errors
+            self._errors.clear()
+            raise error
+
+    def _advance(self) -> None:
+        """Run one item of one stream that can go on."""
+        ready = []
+        for stream in self._streams:
+            while stream.queue and isinstance(stream.queue[0], Gate) and stream.queue[0].of.done:  # type: ignore[union-attr]
+                stream.queue.popleft()
+            if stream.queue and not isinstance(stream.queue[0], Gate):
+                ready.append(stream)
+        assert ready, "deadlock: every stream waits"
+        stream = self._rng.choices(ready, [s.weight for s in ready])[0]
+        item = stream.queue.popleft()
+        self._ticks += 1
+        if isinstance(item, Mark):
+            assert isinstance(item.of, Token)
+            item.of.done, item.of.time_s = True, self._ticks * _TICK_S
+        elif isinstance(item, Action):
+            try:
+                with torch.inference_mode():
+                    item.run()
+            except Exception as error:
+                self._errors.append(error)
+        if not stream.queue and stream.of_replay:
+            self._streams.remove(stream)
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self._total_bytes:
+            raise MemoryExceeded(f"the device has {self._total_bytes} bytes, not {nbytes}")
+        memory = torch.full((nbytes,), _POISON, dtype=torch.uint8)
+        self._device_memory.append(memory)
+        return memory
+
+    def pin(self, host: HostBytes) -> None:
+        self._pinned[host.ctypes.data] = host.nbytes
+
+    def unpin(self, host: HostBytes) -> None:
+        del self._pinned[host.ctypes.data]
+
+    def mapped(self, host: torch.Tensor) -> torch.Tensor:
+        assert self._is_pinned(host), "only pinned memory can be read by kernels"
+        return host
+
+    def _is_device(self, tensor: torch.Tensor) -> bool:
+        return any(_inside(tensor, m.data_ptr(), m.nbytes) for m in self._device_memory)
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return any(_inside(tensor, start, nbytes) for start, nbytes in self._pinned.items())
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self._pinned.values())
+
+    def pool(self, memory: torch.Tensor, large_bytes: int) -> FakePool:
+        assert self._is_device(memory) or not memory.nbytes
+        return FakePool(memory.nbytes)
+
+    @contextmanager
+    def allocating(self, pool: FakePool) -> Iterator[None]:
+        assert getattr(self._local, "pool", None) is None, "a pool inside of a pool"
+        assert not pool.closed
+        self._local.pool = pool
+        try:
+            yield
+        finally:
+            self._local.pool = None
+
+    @contextmanager
+    def tf32(self, allowed: bool) -> Iterator[None]:
+        yield
+
+    def memory(self) -> DeviceMemory:
+        used = sum(m.nbytes for m in self._device_memory)
+        return DeviceMemory(self._total_bytes, self._total_bytes - used, used)
+
+    # Graphs
+
+    def capture(self, pool: FakePool, issue: Callable[[], None]) -> "FakeGraph":
+        self._call("capture")
+        assert getattr(self._local, "pool", None) is None, "a pool inside of a capture"
+        assert all(not s.queue for s in self._streams if s is self._current), "work is under way"
+        capture = self._capture = Capture(self._current, {self._current: []})
+        self._local.pool = pool
+        try:
+            issue()
+            if self.uncapturable is not None:
+                raise CaptureFailed(self.uncapturable)
+        finally:
+            self._capture = None
+            self._local.pool = None
+        _refuse_unjoined(capture)
+        return FakeGraph(self, capture)
+
+    def _replay(self, capture: Capture) -> None:
+        """Put a graph's items into queues of its own, between two gates on the current stream."""
+        with self._lock:
+            tokens: dict[FakeEvent, Token] = {}
+            start = Token()
+            self._put(Mark(start))
+            ends = []
+            for items in capture.items.values():
+                stream = self._new_stream()
+                stream.of_replay = True
+                stream.queue.append(Gate(start))
+                for item in items:
+                    stream.queue.append(self._instance(item, tokens))
+                ends.append(Token())
+                stream.queue.append(Mark(ends[-1]))
+            self._put(*(Gate(end) for end in ends))
+
+    def _instance(self, item: Item, tokens: dict[FakeEvent, Token]) -> Item:
+        if isinstance(item, Action):
+            return item
+        event = item.of
+        assert isinstance(event, FakeEvent)
+        token = tokens.setdefault(event, Token())
+        if event.external and isinstance(item, Mark):
+            event.token = token
+        return type(item)(token)
+
+
+class FakeGraph:
+    """Replaying makes no call of the backend's but what was captured."""
+
+    def __init__(self, driver: FakeDriver, capture: Capture) -> None:
+        self._driver = driver
+        self._capture = capture
+
+    def replay(self) -> None:
+        self._driver._call("replay")
+        self._driver._replay(self._capture)
+
+
+def _refuse_unjoined(capture: Capture) -> None:
+    """A stream that joined must lead back: its last item is a record that the origin waits for, directly."""
+    for stream, items in capture.items.items():
+        if stream is capture.origin:
+            continue
+        last = items[-1]
+        assert isinstance(last, Mark), "a capture ends with work that nobody waits for"
+        waited = [i.of for i in capture.items[capture.origin] if isinstance(i, Gate)]
+        assert last.of in waited, "a capture ends with a stream that does not lead back"
+
+
+def _fill(raw: torch.Tensor) -> None:
+    raw.fill_(_POISON)
+
+
+def _assign(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source)
+
+
+def _inside(tensor: torch.Tensor, start: int, nbytes: int) -> bool:
+    return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + nbytes
+
+
+def pinned_array(driver: FakeDriver, nbytes: int) -> HostBytes:
+    host = np.zeros(nbytes, np.uint8)
+    driver.pin(host)
+    return host
