@@ -1,11 +1,12 @@
 """The default: ours, and where that leaves a gap to the bound, everybody else's as well.
 
-On a single model's budget the portfolio gives every searcher the effort that it thinks is enough, so that it is never
-worse than any of them at that effort, and then goes on with ours. A partition beside a shared workspace is ours alone.
+On a single model's budget the portfolio tries every searcher for a little, then gives each the effort that it thinks
+is enough, those that did best first, so that it is never worse than any of them at that effort. Whoever has the best
+plan then goes on. A partition beside a shared workspace is ours alone.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ class Candidate:
 
 OURS_FIRST: Final = 3
 """Times its own idea of enough that ours may search before the others do."""
+TASTE: Final = 1 / 16
+"""Share of its effort that each of the others gets before they are compared."""
 AT_BOUND: Final = 1e-4
 """A gap this small is none."""
 
@@ -53,7 +56,7 @@ class Best:
             self._names += OTHERS
             require(problem)
         self._told: Sequence[Cost] = ()
-        self._least_s = math.inf
+        self._least_s = [math.inf] * len(self._names)
         self._count = 0
         self._has_done_enough = False
         self._asks = self._ask()
@@ -69,7 +72,8 @@ class Best:
     def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
         self._told = costs
         self._count += len(costs)
-        self._least_s = min(self._least_s, *(c.latency_s for c in costs), math.inf)
+        for candidate, cost in zip(candidates, costs, strict=False):
+            self._least_s[candidate.member] = min(self._least_s[candidate.member], cost.latency_s)
 
     def judge(self, candidate: Candidate, good_s: float) -> Cost:
         return self._member(candidate.member).judge(candidate.inner, good_s)
@@ -78,24 +82,42 @@ class Best:
         return self._member(candidate.member).write(candidate.inner)
 
     def _ask(self) -> Iterator[Sequence[Candidate]]:
-        for i in range(len(self._names)):
-            effort = self._member(i).evaluations
-            ours_first = self._names[i] == "streaming" and len(self._names) > 1
-            yield from self._turn(i, OURS_FIRST * effort if ours_first else effort)
-            if self._least_s <= self.problem.bound_s * (1 + AT_BOUND):
+        everyone = range(len(self._names))
+        others = [i for i in everyone if self._names[i] != "streaming"]
+        for i in everyone[: len(self._names) - len(others)]:
+            yield from self._turn(i, self._member(i).evaluations * (OURS_FIRST if others else 1))
+        left: dict[int, float] = {}
+        for i in others:
+            if self._is_at_bound():
                 return
+            effort = self._member(i).evaluations
+            left[i] = effort - (yield from self._turn(i, TASTE * effort))
+        for i in sorted(others, key=self._rank):
+            if self._is_at_bound():
+                return
+            yield from self._turn(i, left[i])
         self._has_done_enough = True
-        yield from self._turn(0, None)
+        if not self._is_at_bound():
+            yield from self._turn(min(everyone, key=self._rank), math.inf)
 
-    def _turn(self, i: int, most: int | None) -> Iterator[Sequence[Candidate]]:
-        """Let a member ask until it has nothing more to ask for, or has used up its evaluations."""
-        member = self._member(i)
-        while (most is None or most > 0) and (inner := member.ask()):
-            inner = inner[:most]
+    def _rank(self, i: int) -> tuple[float, int]:
+        return self._least_s[i], i
+
+    def _is_at_bound(self) -> bool:
+        return min(self._least_s) <= self.problem.bound_s * (1 + AT_BOUND)
+
+    def _turn(self, i: int, effort: float) -> Generator[Sequence[Candidate], None, int]:
+        """Let a member ask until it has judged so many candidates, or has nothing more to ask for.
+
+        Returns how many it has judged.
+        """
+        member, spent = self._member(i), 0
+        while spent < effort and (inner := member.ask()):
             self._told = ()
             yield [Candidate(i, c) for c in inner]
             member.tell(inner[: len(self._told)], self._told)
-            most = None if most is None else most - len(inner)
+            spent += len(inner)
+        return spent
 
     def _member(self, i: int) -> AnySearcher:
         if i not in self._members:
