@@ -1,37 +1,57 @@
-"""Reading a request's body: a limit on its size, gzip and deflate undone, one writable buffer."""
+"""Reading a request's body: limits on its size and on patience, gzip and deflate undone, one writable buffer."""
 
 import asyncio
 import zlib
 
 from aiohttp import web
 
-from server.errors import InvalidRequest, PayloadTooLarge, UnknownEncoding
+from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
 
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 _IDENTITY = frozenset({"", "identity"})
+_PATIENCE_S = 30.0
+_LEAST_BYTES_PER_S = 4096
+"""What a client has to send on average, after the first `_PATIENCE_S`."""
 
 
-async def read_body(request: web.Request, limit_bytes: int) -> memoryview:
-    """Read and inflate the body. Raises PayloadTooLarge, UnknownEncoding or InvalidRequest.
+async def read_body(request: web.Request, limit_bytes: int, patience_s: float = _PATIENCE_S) -> memoryview:
+    """Read and inflate the body. Raises PayloadTooLarge, ClientTooSlow, UnknownEncoding or InvalidRequest.
 
-    The memory is writable and belongs to the caller, so that tensors can be views of it.
+    The memory belongs to the caller, so that tensors can be views of it.
     """
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in _IDENTITY and encoding not in _WINDOW_BITS:
         raise UnknownEncoding(encoding[:40])
     if request.content_length is not None and request.content_length > limit_bytes:
         raise PayloadTooLarge(f"the request body of {request.content_length} bytes", limit_bytes)
-    body = bytearray()
-    async for chunk in request.content.iter_any():
-        body += chunk
-        if len(body) > limit_bytes:
-            raise PayloadTooLarge("the request body", limit_bytes)
+    body = await _read(request, limit_bytes, patience_s)
     if encoding in _WINDOW_BITS and body:
         body = await asyncio.to_thread(_inflate, body, encoding, limit_bytes)
     return memoryview(body)
 
 
-def _inflate(body: bytearray, encoding: str, limit_bytes: int) -> bytearray:
+async def _read(request: web.Request, limit_bytes: int, patience_s: float) -> bytes | bytearray:
+    content = request.content
+    if content.is_eof():  # it has come together with the headers
+        whole: bytes = content.read_nowait()
+        if len(whole) > limit_bytes:
+            raise PayloadTooLarge("the request body", limit_bytes)
+        return whole
+    body = bytearray()
+    started_s = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(patience_s) as timeout:
+            async for chunk in content.iter_any():
+                body += chunk
+                if len(body) > limit_bytes:
+                    raise PayloadTooLarge("the request body", limit_bytes)
+                timeout.reschedule(started_s + patience_s + len(body) / _LEAST_BYTES_PER_S)
+    except TimeoutError as error:
+        raise ClientTooSlow(len(body), asyncio.get_running_loop().time() - started_s) from error
+    return body
+
+
+def _inflate(body: bytes | bytearray, encoding: str, limit_bytes: int) -> bytearray:
     inflater = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
         inflated = bytearray(inflater.decompress(body, limit_bytes + 1))

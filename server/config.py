@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from server.errors import ConfigError
-from server.sizes import MemorySize, parse_bandwidth, parse_memory, parse_size
+from server.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, parse_size
 
 _T = TypeVar("_T")
 
@@ -16,6 +16,7 @@ Layout = Literal["partitioned", "resident", "time_shared"]
 Store = Literal["ram", "file"]
 LogFormat = Literal["text", "json"]
 ClientShm = Literal["auto", "on", "off"]
+ModelControl = Literal["none", "explicit", "poll"]
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -40,10 +41,21 @@ class ServeConfig:
     threads: int | None = None
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     queue_limit: int = 256
+    queue_bytes: int = 1 << 30
+    """Most bytes of inputs that may wait, of all models together."""
     max_body_bytes: int = 64 << 20
+    max_connections: int = 1024
+    """Per HTTP port."""
     exit_timeout_s: float = 30.0
     model_rates: Mapping[str, float] = field(default_factory=dict)
     """Expected requests per second by model; a model without a rate counts as their mean."""
+    model_control: ModelControl = "none"
+    load_models: tuple[str, ...] = ()
+    """What is loaded at start where models are loaded by request; "*" is all."""
+    poll_interval_s: float = 15.0
+    strict_readiness: bool = True
+    """Whether one model that cannot be served makes the server not ready."""
+    exit_on_error: bool = False
     log_format: LogFormat = "text"
     client_shm: ClientShm = "auto"
 
@@ -78,6 +90,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="requests per second to expect of a model, so that busy models get more memory; repeatable",
     )
     add_device_flags(memory)
+    _add_control_flags(parser.add_argument_group("models"))
     compute = parser.add_argument_group("compute")
     add_thread_flag(compute)
     compute.add_argument(
@@ -106,7 +119,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--queue-limit", default="256", metavar="N", help="requests that may wait per model (default: %(default)s)"
     )
     http.add_argument(
+        "--queue-memory",
+        default="1GiB",
+        metavar="SIZE",
+        help="bytes of inputs that may wait, of all models together (default: %(default)s)",
+    )
+    http.add_argument(
         "--max-body", default="64MiB", metavar="SIZE", help="largest request body (default: %(default)s)"
+    )
+    http.add_argument(
+        "--max-connections",
+        default="1024",
+        metavar="N",
+        help="connections that an HTTP port has open at once (default: %(default)s)",
     )
     http.add_argument(
         "--exit-timeout-secs",
@@ -115,6 +140,40 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="on SIGTERM, how long to wait for requests in flight (default: %(default)s)",
     )
     http.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="(default: %(default)s)")
+
+
+def _add_control_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model-control",
+        choices=get_args(ModelControl),
+        default="none",
+        help="load all models at start and none later; or on request, those of --load-model at start; or whenever the"
+        " repository changes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--load-model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --model-control explicit, what to load at start; repeatable, '*' is all",
+    )
+    group.add_argument(
+        "--poll-interval",
+        default="15",
+        metavar="S",
+        help="with --model-control poll, how often to look at the repository (default: %(default)s)",
+    )
+    group.add_argument(
+        "--strict-readiness",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="be ready only when every model asked for can be served (default: yes)",
+    )
+    group.add_argument(
+        "--exit-on-error",
+        action="store_true",
+        help="stop if a model cannot be loaded at start, instead of serving the others",
+    )
 
 
 def add_device_flags(group: argparse._ArgumentGroup) -> None:
@@ -137,7 +196,7 @@ def add_thread_flag(group: argparse._ArgumentGroup) -> None:
 
 def config_of(options: argparse.Namespace) -> ServeConfig:
     """Check every flag. Raises ConfigError, which names the flag."""
-    return ServeConfig(
+    config = ServeConfig(
         repository=options.repository,
         memory=read("--memory", options.memory, parse_memory),
         layout=options.layout,
@@ -152,11 +211,29 @@ def config_of(options: argparse.Namespace) -> ServeConfig:
         threads=optional("--threads", options.threads, integer(1, 1024)),
         batch_sizes=read("--batch-sizes", options.batch_sizes, _batch_sizes),
         queue_limit=read("--queue-limit", options.queue_limit, integer(1, 1 << 20)),
+        queue_bytes=read("--queue-memory", options.queue_memory, parse_size),
+        model_control=options.model_control,
+        load_models=tuple(dict.fromkeys(options.load_model)),
+        poll_interval_s=read("--poll-interval", options.poll_interval, _interval),
+        strict_readiness=options.strict_readiness,
+        exit_on_error=options.exit_on_error,
         max_body_bytes=read("--max-body", options.max_body, parse_size),
+        max_connections=read("--max-connections", options.max_connections, integer(1, 1 << 20)),
         exit_timeout_s=read("--exit-timeout-secs", options.exit_timeout_secs, _seconds),
         model_rates=dict(read("--model-rate", text, _rate) for text in options.model_rate),
         log_format=options.log_format,
     )
+    _refuse_contradictions(config)
+    return config
+
+
+def _refuse_contradictions(config: ServeConfig) -> None:
+    if config.load_models and config.model_control != "explicit":
+        raise ConfigError("--load-model needs --model-control explicit")
+    if config.model_control != "none" and config.layout == "time_shared":
+        raise ConfigError(f"--model-control {config.model_control} needs a layout in which models have partitions")
+    if config.model_control == "explicit" and not isinstance(config.memory, FixedSize):
+        raise ConfigError("--memory: a share of the weights means nothing before models are loaded; give a size")
 
 
 def read(flag: str, text: str, parse: Callable[[str], _T]) -> _T:
@@ -192,6 +269,10 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
 
 def _seconds(text: str) -> float:
     return positive(text, "a number of seconds", allow_zero=True)
+
+
+def _interval(text: str) -> float:
+    return positive(text, "a number of seconds over zero")
 
 
 def _rate(text: str) -> tuple[str, float]:

@@ -3,7 +3,7 @@
 CohabitError
 ├── ConfigError              a flag that cannot be; the server does not start
 ├── RepositoryError          the model repository cannot be read; the server does not start
-├── NothingToServe           no model could be loaded
+├── StartFailed              what had to be loaded at start could not be
 └── RequestError             this request gets no answer; others do
     ├── InvalidRequest       the client's mistake
     │   ├── ModelNotListed   statistics of a model that is not there
@@ -12,6 +12,7 @@ CohabitError
     ├── ModelNotReady        it is still loading
     ├── RegionNotFound       no such shared memory region
     ├── PayloadTooLarge      a body over the limit
+    ├── ClientTooSlow        the rest of a body does not come
     ├── Unsupported          sound by the protocol, but not done here
     │   └── UnknownEncoding  a Content-Encoding other than gzip and deflate
     ├── Overloaded           later it may well be taken: `retry_after_s` says when
@@ -37,8 +38,8 @@ class RepositoryError(CohabitError):
     """The model repository cannot be read at all."""
 
 
-class NothingToServe(CohabitError):
-    """No model could be loaded."""
+class StartFailed(CohabitError):
+    """What had to be loaded at start could not be."""
 
 
 class RequestError(CohabitError):
@@ -94,6 +95,13 @@ class PayloadTooLarge(RequestError):
             f"{what} is over the limit of {limit_bytes} bytes ({format_bytes(limit_bytes)});"
             " send a smaller batch, or start the server with a larger --max-body"
         )
+
+
+class ClientTooSlow(RequestError):
+    """A body comes too slowly to be waited for."""
+
+    def __init__(self, received_bytes: int, waited_s: float) -> None:
+        super().__init__(f"the request body came too slowly: {received_bytes} bytes in {waited_s:.3g} s")
 
 
 class Unsupported(RequestError):

@@ -1,7 +1,7 @@
 """The calls of Triton's GRPCInferenceService, each a few lines around the data plane."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf import json_format
@@ -13,10 +13,13 @@ from server.dataplane import DataPlane
 from server.errors import InvalidRequest, RequestError, Unsupported
 from server.grpc_codec import decode_request, encode_response
 from server.grpc_errors import message_of, unforeseen
+from server.grpc_wire import parse
 from server.shared_memory import CudaRequest, SystemRequest
 
-_QUICK_BYTES = 4 << 20
-"""Messages up to this are decoded on the event loop."""
+_QUICK_BYTES = 64 << 10
+"""Messages up to this, raw tensors aside, are decoded on the event loop."""
+_QUICK_TENSOR_BYTES = 4 << 20
+_FINAL = "triton_final_response"
 _STREAM_AHEAD = 64
 """Requests of one stream that may be under way together."""
 
@@ -115,15 +118,10 @@ class Api:
             setattr(response.settings[key], fields[type(value)], value)
         return response
 
-    async def model_infer(self, request: Any, context: Any) -> Any:
-        info = self._plane.servable(request.model_name, request.model_version or None)
-        if request.ByteSize() <= _QUICK_BYTES:
-            decoded = decode_request(request, info, self._plane.regions)
-        else:
-            decoded = await asyncio.to_thread(decode_request, request, info, self._plane.regions)
-        return encode_response(await self._plane.infer(decoded, info))
+    async def model_infer(self, request: bytes, context: Any) -> Any:
+        return await self._infer(*parse(request))
 
-    async def model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         """Answer each request of a stream, in order; several are under way together.
 
         An error is an answer like any other: the stream stays open.
@@ -151,21 +149,35 @@ class Api:
                 if (unsent := answers.get_nowait()) is not None:
                     unsent.cancel()
 
-    async def _answer(self, request: Any) -> Any:
+    async def _answer(self, request: bytes) -> Any:
+        """Answer one request of a stream, whatever becomes of it."""
+        message = None
         try:
-            response = await self.model_infer(request, None)
+            message, raw = parse(request)
+            response = await self._infer(message, raw)
         except RequestError as error:
-            return _failed(message_of(error), request)
+            return _failed(message_of(error), message)
         except Exception:
-            return _failed(unforeseen("ModelStreamInfer"), request)
-        response.parameters["triton_final_response"].bool_param = True
+            return _failed(unforeseen("ModelStreamInfer"), message)
+        response.parameters[_FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response)
 
+    async def _infer(self, message: Any, raw: Sequence[memoryview]) -> Any:
+        info = self._plane.servable(message.model_name, message.model_version or None)
+        if message.ByteSize() <= _QUICK_BYTES and not self._plane.regions.slow:
+            request = decode_request(message, raw, info, self._plane.regions)
+        else:
+            request = await asyncio.to_thread(decode_request, message, raw, info, self._plane.regions)
+        response = await self._plane.infer(request, info)
+        if sum(output.array.nbytes for output in response.outputs) <= _QUICK_TENSOR_BYTES:
+            return encode_response(response)
+        return await asyncio.to_thread(encode_response, response)
 
-def _failed(message: str, request: Any) -> Any:
-    response = pb.ModelStreamInferResponse(error_message=message)
-    response.infer_response.id = request.id
-    response.infer_response.parameters["triton_final_response"].bool_param = True
+
+def _failed(text: str, message: Any) -> Any:
+    response = pb.ModelStreamInferResponse(error_message=text)
+    response.infer_response.id = message.id if message is not None else ""
+    response.infer_response.parameters[_FINAL].bool_param = True
     return response
 
 

@@ -1,6 +1,6 @@
 """KServe v2 inference over gRPC: protobuf messages, to and from requests and responses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,11 @@ _CHUNK = 1 << 14
 """Typed values are converted this many at a time: in between, another thread gets its turn."""
 
 
-def decode_request(message: Any, info: ModelInfo, regions: Regions) -> InferRequest:
-    """Turn a ModelInferRequest into tensors that fit the model. Raises RequestError, with the client's id in front."""
+def decode_request(message: Any, raw: Sequence[memoryview], info: ModelInfo, regions: Regions) -> InferRequest:
+    """Turn a ModelInferRequest into tensors that fit the model; `raw` is what it has as raw_input_contents.
+
+    Raises RequestError, with the client's id in front.
+    """
     try:
         request = RequestBody(
             inputs=[
@@ -48,7 +51,7 @@ def decode_request(message: Any, info: ModelInfo, regions: Regions) -> InferRequ
             parameters=_parameters(message.parameters),
         )
         request.parameters.pop(_EMPTY_FINAL_RESPONSE, None)  # each request has one response here, and that is final
-        return fit(request, info, regions, _Contents(message, info, regions).read, binary=True)
+        return fit(request, info, regions, _Contents(message, raw, info, regions).read, binary=True)
     except RequestError as error:
         error.of_request(message.id)
         raise
@@ -95,9 +98,9 @@ def _value(key: str, parameter: Any) -> bool | int | float | str:
 class _Contents:
     """Where the inputs' values are: raw entries in the order of the inputs, typed ones, or shared memory."""
 
-    def __init__(self, message: Any, info: ModelInfo, regions: Regions) -> None:
+    def __init__(self, message: Any, raw: Sequence[memoryview], info: ModelInfo, regions: Regions) -> None:
         self._model = info.name
-        self._raw = message.raw_input_contents
+        self._raw = raw
         self._taken = 0
         self._typed = {t.name: t.contents for t in message.inputs if t.HasField("contents")}
         self._regions = regions
@@ -128,8 +131,7 @@ class _Contents:
             )
         raw = self._raw[self._taken]
         self._taken += 1
-        check_size(body, len(raw))
-        return memoryview(raw)
+        return raw
 
 
 def _from_typed(contents: Any, body: InputBody) -> Array:

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from server import errors
@@ -16,6 +17,7 @@ CODES: Mapping[type[errors.RequestError], StatusCode] = {
     errors.ModelNotFound: StatusCode.NOT_FOUND,
     errors.ModelNotReady: StatusCode.UNAVAILABLE,
     errors.PayloadTooLarge: StatusCode.RESOURCE_EXHAUSTED,
+    errors.ClientTooSlow: StatusCode.DEADLINE_EXCEEDED,
     errors.Unsupported: StatusCode.UNIMPLEMENTED,
     errors.Overloaded: StatusCode.UNAVAILABLE,
     errors.RequestTimedOut: StatusCode.DEADLINE_EXCEEDED,
@@ -49,17 +51,19 @@ def unforeseen(call: str) -> str:
     return f"internal error {incident}; the server's log has the details"
 
 
-def answering(name: str, method: Call) -> Call:
-    """Wrap a call so that what it raises becomes a status with the message."""
+def answering(name: str, read: Callable[[bytes], Any], method: Call) -> Call:
+    """Wrap a call so that it gets a message of its type, and what it raises becomes a status with the message."""
 
-    async def answer(request: Any, context: Any) -> Any:
+    async def answer(request: bytes, context: Any) -> Any:
         try:
-            return await method(request, context)
+            return await method(read(request), context)
         except errors.RequestError as error:
             code, message = code_of(error), message_of(error)
             if isinstance(error, errors.Overloaded):
                 pause_ms = str(max(1, round(error.retry_after_s * 1e3)))
                 context.set_trailing_metadata((("grpc-retry-pushback-ms", pause_ms),))
+        except DecodeError as error:
+            code, message = StatusCode.INVALID_ARGUMENT, f"the request is no {name}Request: {error}"
         except Exception:
             code, message = StatusCode.INTERNAL, unforeseen(name)
         await context.abort(code, message)

@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from tritonclient.grpc import service_pb2
+from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from server.dataplane import DataPlane
 from server.errors import ConfigError
@@ -84,8 +85,12 @@ def _handler(method: Any, calls: object) -> Any:
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
     make = streams[method.client_streaming, method.server_streaming]
-    return make(
-        function if method.server_streaming else answering(method.name, function),
-        request_deserializer=GetMessageClass(method.input_type).FromString,
-        response_serializer=GetMessageClass(method.output_type).SerializeToString,
-    )
+    request_type, response_type = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+    read = _as_it_is if request_type is ModelInferRequest else request_type.FromString
+    if method.server_streaming:
+        return make(function, request_deserializer=read, response_serializer=response_type.SerializeToString)
+    return make(answering(method.name, read, function), response_serializer=response_type.SerializeToString)
+
+
+def _as_it_is(request: bytes) -> bytes:
+    return request

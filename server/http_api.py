@@ -68,14 +68,14 @@ class InferenceApi:
 
     async def _decode(self, body: memoryview, header_length: int | None, info: ModelInfo) -> InferRequest:
         json_bytes = len(body) if header_length is None else header_length
-        if json_bytes <= _QUICK_JSON_BYTES:
+        if json_bytes <= _QUICK_JSON_BYTES and not self._plane.regions.slow:
             return decode_request(body, header_length, info, self._plane.regions)
         return await asyncio.to_thread(decode_request, body, header_length, info, self._plane.regions)
 
 
 async def _encode(response: InferResponse) -> EncodedResponse:
-    json_bytes = sum(8 * o.array.size for o in response.outputs if not o.binary)
-    binary_bytes = sum(o.array.nbytes for o in response.outputs if o.binary)
+    json_bytes = sum(8 * o.array.size for o in response.outputs if not (o.binary or o.window))
+    binary_bytes = sum(o.array.nbytes for o in response.outputs)
     try:
         if json_bytes <= _QUICK_JSON_BYTES and binary_bytes <= _QUICK_BINARY_BYTES:
             return encode_response(response)

@@ -16,6 +16,7 @@ STATUS: Mapping[type[errors.RequestError], int] = {
     errors.ModelNotReady: 503,
     errors.RegionNotFound: 404,
     errors.PayloadTooLarge: 413,
+    errors.ClientTooSlow: 408,
     errors.Unsupported: 501,
     errors.QueueFull: 503,
     errors.RateLimited: 429,

@@ -4,23 +4,29 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from aiohttp import web
 
 from server.app import make_app, make_metrics_app
 from server.config import ServeConfig
-from server.control import NoControl
 from server.dataplane import DataPlane
 from server.engine import Engine
-from server.errors import ConfigError, NothingToServe
+from server.errors import ConfigError, StartFailed
 from server.grpc_server import GrpcServer
+from server.http_server import HttpServer
+from server.lifecycle import Lifecycle
 from server.model import Device, Footprint, Servable
+from server.polling import Poller
 from server.registry import Registry, State
 from server.repository import ModelSource, Unloadable
 from server.scheduler import Scheduler
 from server.shared_memory import Regions
 from server.shared_memory_files import open_region, shared_memory_is_off
+
+if TYPE_CHECKING:
+    from server.house import Tenant
+    from server.housing import Housing
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.serve")
@@ -44,6 +50,13 @@ class Loaded(Protocol):
     def device(self) -> Device | None: ...
     @property
     def memory_map(self) -> str: ...
+    @property
+    def housing(self) -> "Housing | None":
+        """What models can be loaded into later; None where none are."""
+        ...
+
+    @property
+    def tenants(self) -> "Mapping[str, Tenant]": ...
     def close(self) -> None: ...
 
 
@@ -58,17 +71,19 @@ class Server:
     """One HTTP port, one metrics port, one engine. All methods belong to the event loop's thread."""
 
     def __init__(self, config: ServeConfig) -> None:
-        self.registry = Registry()
+        self.registry = Registry(config.strict_readiness)
         self.http_url = ""
         self.grpc_address: str | None = None
         self.metrics_url = ""
         self._config = config
-        self._engine = Engine(Scheduler(config.queue_limit))
+        self._engine = Engine(Scheduler(config.queue_limit, config.queue_bytes))
+        self._lifecycle = Lifecycle(config, self.registry, self._engine)
         regions = Regions(open_region if config.takes_client_shm else shared_memory_is_off)
-        self.plane = DataPlane(self.registry, self._engine, NoControl(), regions)
-        self._runners: list[web.AppRunner] = []
+        self.plane = DataPlane(self.registry, self._engine, self._lifecycle, regions)
+        self._http: list[HttpServer] = []
         self._grpc: GrpcServer | None = None
         self._loaded: Loaded | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._stopping = False
 
     async def start(self) -> None:
@@ -84,38 +99,46 @@ class Server:
         self.metrics_url = f"{url}/metrics"
 
     async def load(self, models: Sequence[ModelSource | Unloadable], load: Load, on_progress: OnProgress) -> Loaded:
-        """Load in a thread and serve what came of it. Raises NothingToServe if nothing did."""
-        sources = [model for model in models if isinstance(model, ModelSource)]
+        """Load in a thread and serve what came of it. Raises StartFailed if nothing did."""
+        self._refuse_unknown({model.name for model in models})
+        wanted = [model for model in models if self._is_wanted(model.name)]
+        sources = [model for model in wanted if isinstance(model, ModelSource)]
         for model in models:
+            self.registry.absent(model.name)
+        for model in wanted:
             match model:
                 case ModelSource(name, version, _, config):
                     self.registry.loading(name, version, config)
                 case Unloadable(name, reason):
                     self.registry.failed(name, reason)
-        self._refuse_unknown_rates({model.name for model in models})
 
         def progress(model: str, stage: str) -> None:
             if self._stopping:
                 raise LoadCancelled
             on_progress(model, stage)
 
-        if sources:
-            loaded = await _in_daemon_thread(lambda: load(sources, self._config, progress))
-            self._adopt(loaded, sources)
-        if self._loaded is None or not self._loaded.servables:
-            reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in self.registry)
-            raise NothingToServe(f"no model of {self._config.repository} could be loaded: {reasons}")
-        return self._loaded
+        loaded = await _in_daemon_thread(lambda: load(sources, self._config, progress))
+        self._adopt(loaded, sources)
+        failed = [entry for entry in self.registry if entry.state is State.UNAVAILABLE]
+        nothing = not loaded.servables and self._config.model_control == "none"
+        if nothing or (failed and self._config.exit_on_error):
+            reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in failed)
+            which = "no model" if nothing else "not every model"
+            raise StartFailed(f"{which} of {self._config.repository} could be loaded: {reasons}")
+        return loaded
 
     async def stop(self) -> bool:
         """Answer what is in flight while refusing the rest, then close; False if something had to be abandoned."""
         self._stopping = True
+        if self._polling is not None:
+            self._polling.cancel()
         drained = await self._engine.drain(self._config.exit_timeout_s)
         ended = await self._engine.stop(_DEVICE_ENDS_S)
+        await self._lifecycle.close()
         if self._grpc is not None:
             await self._grpc.stop(_ANSWERS_WRITTEN_S)
-        for runner in self._runners:
-            await runner.cleanup()
+        for server in self._http:
+            await server.stop()
         if ended and self._loaded is not None:
             self._loaded.close()
             self._loaded = None
@@ -136,28 +159,27 @@ class Server:
             if entry.state is State.UNAVAILABLE:
                 _log.warning("model not served", extra={"fields": {"model": entry.name, "reason": entry.reason}})
 
-    def _refuse_unknown_rates(self, known: set[str]) -> None:
-        for name in self._config.model_rates:
-            if name not in known:
-                raise ConfigError(f"--model-rate: there is no model '{name}' in {self._config.repository}")
+        if loaded.housing is not None:
+            self._lifecycle.open(loaded.housing, loaded.tenants)
+        if self._config.model_control == "poll":
+            poller = Poller(self._config.repository, self._lifecycle, self.registry)
+            self._polling = asyncio.create_task(poller.run(self._config.poll_interval_s))
+
+    def _is_wanted(self, model: str) -> bool:
+        """Whether a model is loaded at start."""
+        wanted = self._config.load_models
+        return self._config.model_control != "explicit" or "*" in wanted or model in wanted
+
+    def _refuse_unknown(self, known: set[str]) -> None:
+        for flag, names in (("--model-rate", self._config.model_rates), ("--load-model", self._config.load_models)):
+            for name in names:
+                if name not in known and name != "*":
+                    raise ConfigError(f"{flag}: there is no model '{name}' in {self._config.repository}")
 
     async def _listen(self, app: web.Application, port: int, flag: str) -> str:
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            auto_decompress=False,
-            handle_signals=False,
-            handler_cancellation=True,
-            shutdown_timeout=_ANSWERS_WRITTEN_S,
-        )
-        await runner.setup()
-        self._runners.append(runner)
-        try:
-            await web.TCPSite(runner, self._config.host, port).start()
-        except OSError as error:
-            raise ConfigError(f"{flag}: cannot listen on {self._config.host} port {port}: {error}") from error
-        host, actual_port = runner.addresses[0][:2]
-        return f"http://[{host}]:{actual_port}" if ":" in host else f"http://{host}:{actual_port}"
+        server = HttpServer(app, self._config.max_connections)
+        self._http.append(server)
+        return await server.start(self._config.host, port, flag)
 
 
 async def _in_daemon_thread(function: Callable[[], _T]) -> _T:

@@ -14,6 +14,7 @@ _T = TypeVar("_T")
 Kind = Literal["system", "cuda"]
 
 MOST_REGIONS = 1024
+_QUICK_BYTES = 4 << 20
 
 
 class Region(Protocol):
@@ -106,16 +107,24 @@ class Regions:
         self._open_cuda = open_cuda
         self._system: dict[str, SystemRegion] = {}
         self._cuda: dict[str, CudaRegion] = {}
+        self._largest = 0
+
+    @property
+    def slow(self) -> bool:
+        """Whether reading a tensor may take over a millisecond, and had better not be done on the event loop."""
+        return self._largest > _QUICK_BYTES
 
     def register_system(self, request: SystemRequest) -> None:
         """Raises AlreadyRegistered, or InvalidRequest for a key or range that is not there."""
         self._admit(request.name, request.nbytes)
         self._system[request.name] = self._open_system(request)
+        self._measure()
 
     def register_cuda(self, request: CudaRequest) -> None:
         """Raises AlreadyRegistered, or InvalidRequest for a handle or device that is not there."""
         self._admit(request.name, request.nbytes)
         self._cuda[request.name] = self._open_cuda(request)
+        self._measure()
 
     def unregister(self, kind: Kind, name: str | None = None) -> None:
         """Forget a region, or all of a kind. One that is not there is fine, as in Triton."""
@@ -124,6 +133,7 @@ class Regions:
             regions.clear()
         else:
             regions.pop(name, None)
+        self._measure()
 
     def system(self, name: str | None = None) -> Iterable[SystemRegion]:
         """All system regions, or one. Raises RegionNotFound."""
@@ -144,6 +154,9 @@ class Regions:
                 f" beyond its {region.nbytes} bytes"
             )
         return Window(region, offset, nbytes)
+
+    def _measure(self) -> None:
+        self._largest = max((r.nbytes for r in (*self._system.values(), *self._cuda.values())), default=0)
 
     def _admit(self, name: str, nbytes: int) -> None:
         if not name:
