@@ -18,12 +18,12 @@ from rich.console import Console
 from benchmarks.record import markdown_table, record
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
+from planner.fitting import split_budget
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search import search
 from planner.simulate import simulate
-from planner.sizing import split_budget
 from runtime.arena import Arena
 from runtime.executor import Executor
 from runtime.lower import Lowered, lower

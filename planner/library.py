@@ -36,15 +36,23 @@ class Library:
 
     def plan(self, problem: Problem, *, seed: int = 0) -> Plan:
         """Read the plan for a problem, or search and store it. Raises InfeasibleBudget."""
-        path = self.plan_path(problem, seed)
-        if path.exists():
-            try:
-                return _read_plan(path, problem)
-            except (FormatError, InvalidPlan) as error:
-                self.on_damage(path, str(error))
+        known = self.known(problem, seed=seed)
+        if known is not None:
+            return known
         plan = search(problem, seed=seed)
-        _write(path, planner.plan.encode(plan))
+        _write(self.plan_path(problem, seed), planner.plan.encode(plan))
         return plan
+
+    def known(self, problem: Problem, *, seed: int = 0) -> Plan | None:
+        """Read the plan for a problem, if there is one that can be used."""
+        path = self.plan_path(problem, seed)
+        try:
+            return _read_plan(path, problem)
+        except FileNotFoundError:
+            return None
+        except (FormatError, InvalidPlan) as error:
+            self.on_damage(path, str(error))
+            return None
 
     def plan_path(self, problem: Problem, seed: int = 0) -> Path:
         key = (

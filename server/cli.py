@@ -104,7 +104,7 @@ async def serve_until_stopped(config: ServeConfig, load: "Load", console: Consol
     from server.repository import scan
     from server.serve import Server
 
-    models = scan(config.repository)
+    models = scan(config.repository, may_be_empty=config.model_control != "none")
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

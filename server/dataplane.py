@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from server import log
 from server.control import Control
+from server.descriptions import extensions
 from server.engine import Engine
 from server.errors import InvalidRequest, ModelNotFound, RequestError, ShuttingDown, Unsupported
 from server.model import ModelInfo
@@ -35,10 +36,10 @@ class DataPlane:
         """Say why the server is not ready, or None if it is."""
         if self._engine.draining:
             return "the server is shutting down"
-        if not self.registry.ready:
-            loading = [entry.name for entry in self.registry if entry.state is State.LOADING]
-            return f"the server is not ready; still loading: {', '.join(loading) or 'nothing'}"
-        return None
+        if self._engine.lost is not None:
+            return f"the device is lost: {self._engine.lost}"
+        reason = self.registry.not_ready()
+        return None if reason is None else f"the server is not ready; {reason}"
 
     def is_ready(self, model: str, version: str | None) -> bool:
         if self._engine.draining:
@@ -47,6 +48,10 @@ class DataPlane:
             return self.registry.find(model, version).state is State.READY
         except ModelNotFound:
             return False
+
+    @property
+    def extensions(self) -> list[str]:
+        return extensions(without=self.regions.refused)
 
     def index(self, only_ready: bool) -> Iterable[Entry]:
         return [entry for entry in self.registry if entry.state is State.READY or not only_ready]

@@ -1,6 +1,6 @@
 """What the server says about itself and its models, in the JSON forms of KServe v2 and Triton."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -8,14 +8,26 @@ from server.model import ModelInfo, TensorSpec
 from server.registry import Entry
 from server.statistics import ModelStatistics, Total
 
-EXTENSIONS = (
+_EXTENSIONS = (
+    "classification",
     "model_repository",
+    "model_repository(unload_dependents)",
     "schedule_policy",
     "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
     "binary_tensor_data",
     "parameters",
     "statistics",
+    "trace",
+    "logging",
+    "generate",
 )
+
+
+def extensions(without: Container[str]) -> list[str]:
+    """Triton's extensions that are done here, in Triton's order."""
+    return [name for name in _EXTENSIONS if name not in without]
 
 
 def product_version() -> str:
@@ -25,8 +37,8 @@ def product_version() -> str:
         return "0.0.0"
 
 
-def server_metadata() -> dict[str, Any]:
-    return {"name": "cohabit", "version": product_version(), "extensions": EXTENSIONS}
+def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:
+    return {"name": "cohabit", "version": product_version(), "extensions": extensions}
 
 
 def model_metadata(info: ModelInfo) -> dict[str, Any]:
@@ -44,7 +56,7 @@ def repository_index(entries: Iterable[Entry]) -> list[dict[str, str]]:
         {
             "name": entry.name,
             **({} if entry.version is None else {"version": str(entry.version)}),
-            "state": entry.state.value,
+            **({"state": entry.state.value} if entry.state.value else {}),
             **({"reason": entry.reason} if entry.reason else {}),
         }
         for entry in entries

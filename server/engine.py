@@ -98,6 +98,11 @@ class Engine:
             self._current[info.name] = generation
             self._models[info.name, generation] = _Model(servable, statistics)
 
+    def replan(self, servable: Servable) -> None:
+        """Hear that a servable has other plans now."""
+        with self._work_or_stop:
+            self._scheduler.replan(servable.info.name, servable.seconds_by_batch, servable.readiness)
+
     def remove(self, model: str) -> None:
         """Forget a model; what still waits for it is refused."""
         with self._work_or_stop:

@@ -19,12 +19,16 @@ class Estimate:
     """One model's times. Without any prediction all batches are taken to last as long as what was measured."""
 
     def __init__(self, seconds_by_batch: Mapping[int, float]) -> None:
-        self._predicted = {b: max(s, _LEAST_S) for b, s in sorted(seconds_by_batch.items())}
-        self._known = bool(self._predicted)
+        self.replan(seconds_by_batch)
         self._mean = 1.0 if self._known else 0.0
         self._deviation = _FIRST_DEVIATION if self._known else 0.0
         self._was_measured = False
         self._measured_s = 0.0
+
+    def replan(self, seconds_by_batch: Mapping[int, float]) -> None:
+        """Hear other predictions; what was learned about how true they are is kept."""
+        self._predicted = {b: max(s, _LEAST_S) for b, s in sorted(seconds_by_batch.items())}
+        self._known = bool(self._predicted)
 
     @property
     def correction(self) -> float:

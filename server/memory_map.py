@@ -21,20 +21,15 @@ def draw(deployment: Deployment, weight_bytes: Mapping[str, int]) -> str:
     for entry in deployment.entries:
         table.add_row(*_row(entry, weight_bytes[entry.name], in_turns=deployment.layout == "time_shared"))
     table.add_section()
-    table.add_row(
-        "workspace", format_bytes(deployment.workspace_offset), format_bytes(deployment.workspace_bytes), *[""] * 6
-    )
+    table.add_row("workspace", format_bytes(0), format_bytes(deployment.workspace_bytes), *[""] * 6)
     text = io.StringIO()
     Console(file=text, width=120, highlight=False).print(table)
     return text.getvalue().rstrip()
 
 
 def _title(deployment: Deployment) -> str:
-    taken = deployment.workspace_offset + deployment.workspace_bytes
-    return (
-        f"{deployment.layout} layout: {format_bytes(taken)} of {format_bytes(deployment.memory_bytes)} for"
-        f" {len(deployment.entries)} models"
-    )
+    taken, memory = format_bytes(deployment.taken_bytes), format_bytes(deployment.memory_bytes)
+    return f"{deployment.layout} layout: {taken} of {memory} for {len(deployment.entries)} models"
 
 
 def _row(entry: Entry, weight_bytes: int, in_turns: bool) -> list[str]:

@@ -11,7 +11,7 @@ from server.datatypes import config_type
 from server.errors import RepositoryError
 from server.model import ModelInfo, TensorSpec
 
-__all__ = ["ModelConfig", "config_as_json", "config_mismatch", "config_of", "read_config"]
+__all__ = ["ModelConfig", "config_as_json", "config_mismatch", "config_of", "parse_config", "read_config"]
 
 _LARGEST_FILE_BYTES = 1 << 20
 
@@ -26,6 +26,14 @@ def read_config(path: Path) -> ModelConfig:
         raise RepositoryError(f"{path.name} cannot be read: {error}") from error
     except (text_format.ParseError, RecursionError) as error:
         raise RepositoryError(f"{path.name} is not a ModelConfig: {error}") from error
+
+
+def parse_config(text: str) -> ModelConfig:
+    """Read a ModelConfig from the JSON that a client sends. Raises RepositoryError."""
+    try:
+        return json_format.Parse(text, ModelConfig())
+    except (json_format.ParseError, RecursionError, ValueError) as error:
+        raise RepositoryError(f"the configuration is not a ModelConfig in JSON: {error}") from error
 
 
 def config_of(info: ModelInfo, given: ModelConfig | None = None) -> ModelConfig:

@@ -18,8 +18,11 @@ _LARGEST_VERSION = 2**63 - 1
 class State(Enum):
     """Triton's names for what a model is doing."""
 
+    ABSENT = ""
+    """In the repository, but nobody has asked for it yet."""
     LOADING = "LOADING"
     READY = "READY"
+    UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
 
 
@@ -36,6 +39,8 @@ class Entry:
     footprint: Footprint = field(default_factory=Footprint)
     config: "ModelConfig | None" = None
     statistics: ModelStatistics = field(default_factory=ModelStatistics)
+    wanted: bool = True
+    """Whether the server was asked to serve it."""
 
     @property
     def info(self) -> ModelInfo:
@@ -46,38 +51,66 @@ class Entry:
         if self.state is State.LOADING:
             raise ModelNotReady(self.name, self.reason or "it is still loading")
         if self.servable is None:
-            raise ModelNotFound(self.name, reason=self.reason)
+            raise ModelNotFound(self.name, reason=self.reason or "it is not loaded")
         return self.servable
 
 
 class Registry:
     """Belongs to the event loop's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, strict: bool = True) -> None:
         self._entries: dict[str, Entry] = {}
+        self._strict = strict
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
     @property
     def ready(self) -> bool:
-        """True once every model has been tried and at least one can be served."""
-        states = {entry.state for entry in self}
-        return State.READY in states and State.LOADING not in states
+        """True once every model that was asked for can be served; if not strict, once every one has been tried."""
+        return self.not_ready() is None
+
+    def not_ready(self) -> str | None:
+        """Say what keeps the server from being ready, or None."""
+        loading = [entry.name for entry in self if entry.wanted and entry.state is State.LOADING]
+        if loading:
+            return f"still loading: {', '.join(loading)}"
+        failed = [entry.name for entry in self if entry.wanted and entry.state is not State.READY]
+        if failed and (self._strict or not any(entry.state is State.READY for entry in self)):
+            return f"not loaded: {', '.join(failed)}"
+        return None
+
+    def absent(self, name: str) -> None:
+        """Know of a model that is not to be served yet."""
+        self._entries.setdefault(name, Entry(name, None, State.ABSENT, wanted=False))
 
     def loading(self, name: str, version: int, config: "ModelConfig | None" = None) -> None:
         self._entries[name] = Entry(name, version, State.LOADING, config=config)
 
-    def loaded(self, servable: Servable, footprint: Footprint | None = None) -> Entry:
+    def loaded(
+        self, servable: Servable, footprint: Footprint | None = None, config: "ModelConfig | None" = None
+    ) -> Entry:
+        """Serve a model, or another version in place of the one so far, with statistics of its own."""
         info = servable.info
         entry = self._entries.setdefault(info.name, Entry(info.name, info.version, State.LOADING))
-        entry.state, entry.reason, entry.version = State.READY, "", info.version
-        entry.servable, entry.footprint = servable, footprint or Footprint()
+        if entry.version != info.version:
+            entry.statistics = ModelStatistics()
+        entry.state, entry.reason, entry.version, entry.wanted = State.READY, "", info.version, True
+        entry.servable, entry.footprint, entry.config = servable, footprint or Footprint(), config or entry.config
         return entry
 
     def failed(self, name: str, reason: str, version: int | None = None) -> None:
         entry = self._entries.setdefault(name, Entry(name, version, State.UNAVAILABLE))
-        entry.state, entry.reason = State.UNAVAILABLE, reason
+        entry.state, entry.reason, entry.servable, entry.wanted = State.UNAVAILABLE, reason, None, True
+
+    def unloading(self, name: str) -> None:
+        """Serve a model no more; what it has been asked already is answered."""
+        entry = self._entries[name]
+        entry.state, entry.reason, entry.servable, entry.wanted = State.UNLOADING, "unloading", None, False
+
+    def unloaded(self, name: str) -> None:
+        entry = self._entries[name]
+        entry.state, entry.reason, entry.footprint = State.UNAVAILABLE, "unloaded", Footprint()
 
     def find(self, name: str, version: str | None = None) -> Entry:
         """Look up a model, whatever its state. `version` is None for whichever is served.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.errors import RepositoryError
-from server.model_config import ModelConfig, read_config
+from server.model_config import ModelConfig, parse_config, read_config
 from server.policy import Policy
 from server.policy_config import policy_of
 
@@ -34,7 +34,7 @@ class Unloadable:
     reason: str
 
 
-def scan(repository: Path) -> list[ModelSource | Unloadable]:
+def scan(repository: Path, may_be_empty: bool = False) -> list[ModelSource | Unloadable]:
     """Find the models in a repository, by name. Raises RepositoryError if there is none to be found at all."""
     try:
         root = repository.resolve(strict=True)
@@ -44,7 +44,7 @@ def scan(repository: Path) -> list[ModelSource | Unloadable]:
     except OSError as error:
         raise RepositoryError(f"model repository {repository} cannot be read: {error}") from error
     models = list(_models(folders, root))
-    if not models:
+    if not models and not may_be_empty:
         raise RepositoryError(f"model repository {repository} is empty; put models there as NAME/1/{_PROGRAM}")
     return models
 
@@ -69,6 +69,23 @@ def find(path: Path) -> ModelSource:
         ) from error
 
 
+def source_of(repository: Path, name: str, config: str | None = None) -> ModelSource | None:
+    """Find one model, with a ModelConfig in JSON in place of its config.pbtxt; None if there is no such folder.
+
+    Raises RepositoryError.
+    """
+    if not _NAME.fullmatch(name):
+        return None
+    try:
+        root = repository.resolve(strict=True)
+        folder = root / name
+        return (
+            _source(folder, root, parse_config(config) if config is not None else None) if folder.is_dir() else None
+        )
+    except OSError as error:
+        raise RepositoryError(f"model '{name}' of {repository} cannot be read: {error}") from error
+
+
 def _models(folders: Sequence[Path], root: Path) -> Iterator[ModelSource | Unloadable]:
     for folder in folders:
         try:
@@ -78,7 +95,7 @@ def _models(folders: Sequence[Path], root: Path) -> Iterator[ModelSource | Unloa
             yield Unloadable(folder.name, str(error))
 
 
-def _source(folder: Path, root: Path) -> ModelSource:
+def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> ModelSource:
     if not _NAME.fullmatch(folder.name):
         raise RepositoryError(
             f"model name {folder.name!r} is not usable; take letters, digits, '_', '-' and '.', 255 at most"
@@ -86,7 +103,9 @@ def _source(folder: Path, root: Path) -> ModelSource:
     _confine(folder, root)
     versions = sorted(int(v.name) for v in folder.iterdir() if _VERSION.fullmatch(v.name) and v.is_dir())
     config_path = folder / "config.pbtxt"
-    config = read_config(_confine(config_path, root)) if config_path.exists() else None
+    config = override
+    if override is None and config_path.exists():
+        config = read_config(_confine(config_path, root))
     if config is not None and config.name and config.name != folder.name:
         raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
     version = _served_version(versions, config)

@@ -106,6 +106,12 @@ class Scheduler:
         known.readiness = readiness or Readiness()
         return known.generation
 
+    def replan(self, model: str, seconds_by_batch: Mapping[int, float], readiness: Readiness) -> None:
+        """Hear that a model has other plans now."""
+        known = self._models[model]
+        known.estimate.replan(seconds_by_batch)
+        known.readiness = readiness
+
     def remove(self, model: str) -> list[Ticket]:
         """Forget a model; returns the requests that still waited for it."""
         forgotten = self._models.pop(model, None)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from runtime.backend import Executor
 from runtime.errors import UnsupportedModel
-from runtime.executor import Executor
 from runtime.lower import Lowered
 from runtime.model import Port
 from runtime.program import Program
@@ -48,7 +48,7 @@ def _spec(lowered: Lowered, port: Port) -> TensorSpec:
     return TensorSpec(port.name, _DATATYPES[port.dtype], tuple(d for d in shape if d is not None))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ProgramServable:
     """Runs the smallest planned batch that holds a request; rows beyond the request repeat its last one."""
 
@@ -96,6 +96,10 @@ class ProgramServable:
     def expect(self, batch: int) -> None:
         """Let the swap-in lane start on this model's prefix behind the next inference's copies."""
         self.executor.expect(self.programs[self._planned(batch)])
+
+    def switch(self, programs: Mapping[int, Program]) -> None:
+        """Run these programs from now on, whose residents are there; on the engine's thread."""
+        self.programs = programs
 
     def _planned(self, batch: int) -> int:
         return min(b for b in self.programs if b >= batch) if self.info.max_batch_size else min(self.programs)

@@ -16,7 +16,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "planner": ({"planner"}, {"msgspec", "numpy", "numba", "scipy"}),
     "runtime": ({"runtime"} | LEAVES, {"msgspec", "numpy", "torch"}),
     "server": (
-        {"server", "runtime", "planner.sizing", "planner.library"} | LEAVES,
+        {"server", "runtime", "planner.sizing", "planner.fitting", "planner.library"} | LEAVES,
         {"aiohttp", "uvloop", "grpc", "grpc_health", "google", "tritonclient", "msgspec", "numpy", "torch", "rich"},
     ),
     "server.plans": (

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner.fitting import split_budget
 from planner.graph import Graph
 from planner.problem import Problem
 from planner.profile import Profile
-from planner.sizing import split_budget
 from server.errors import ConfigError
 from server.plans.files import read_pair
 from server.plans.options import Memory, Subject
@@ -60,16 +60,12 @@ def _from_model(model: Path, subject: Subject, on_progress: Callable[[str], None
 
     source = replace(find(model), config=None)
     on_progress(f"{source.name}: starting torch")
-    import torch
+    from server.prepared import open_backend, prepare
 
-    from server.loader import default_cache, default_threads, prepare
-
-    config = subject.config
-    torch.set_num_threads(config.threads or default_threads())
-    prepared = prepare(
-        source, config, config.cache or default_cache(), lambda name, stage: on_progress(f"{name}: {stage}")
-    )
+    backend = open_backend(subject.config)
+    prepared = prepare(source, subject.config, backend, lambda name, stage: on_progress(f"{name}: {stage}"))
     prepared.store.close()
+    backend.close()
     graphs, profiles = prepared.lowered.graphs, prepared.profiles
     if subject.batches is not None and (missing := sorted(set(subject.batches) - set(graphs))):
         has = ", ".join(map(str, sorted(graphs))) if not prepared.lowered.batched else "smaller ones"

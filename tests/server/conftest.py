@@ -18,5 +18,5 @@ def loaded() -> FakeLoaded:
 
 @pytest.fixture(scope="session")
 def server(loaded: FakeLoaded) -> Iterator[Running]:
-    with running(loaded, max_body_bytes=1 << 20) as handle:
+    with running(loaded, max_body_bytes=1 << 20, strict_readiness=False) as handle:
         yield handle

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -115,6 +116,8 @@ class FakeLoaded:
     footprints: Mapping[str, Footprint] = field(default_factory=dict)
     device: Device | None = None
     memory_map: str = ""
+    housing: None = None
+    tenants: Mapping[str, Any] = field(default_factory=dict)
     closed: bool = False
 
     def close(self) -> None:
