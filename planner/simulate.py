@@ -5,6 +5,7 @@ and every step in its `after` has ended. While an op and a transfer are in fligh
 profile's factors: the simulation advances from one completion to the next and rescales what is left.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from planner.compiled import compiled
 from planner.graph import Graph
-from planner.plan import Compute, Drop, Lane, Plan, SwapIn, SwapOut
+from planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from planner.timeline import Span, Timeline
 
@@ -43,7 +44,8 @@ class Lanes(NamedTuple):
     wait: Ints
     """`wait[lane, i, other]`: position on the other lane that must have ended, or NOTHING, [3, n, 3]."""
     carried: Ints
-    """Per compute step, the previous inference's swap-in that restored a resident it reads, or NOTHING, [n]."""
+    """Per compute step, the previous inference's swap-in that restored a resident it is the first to read, or to
+    write over, or NOTHING, [n]."""
 
 
 def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
@@ -84,18 +86,24 @@ def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[Lanes, list[tu
     waits: list[tuple[int, int, int, int]] = []
     restored: dict[int, int] = {}
     reads: list[tuple[int, ...]] = []
+    unread = {p.tensor: p.address for p in plan.residents}
+    given_up: dict[int, Address] = {}  # residents that no op read before they were dropped
     for index, step in enumerate(plan.steps):
         kind = type(step)
-        if kind is Drop:
+        if isinstance(step, Drop):
             where.append((NOTHING, NOTHING))
+            if step.tensor in unread:
+                given_up[step.tensor] = unread.pop(step.tensor)
             continue
         lane = lane_of_type[kind]
         position = len(work[lane])
         if isinstance(step, Compute):
             work[COMPUTE].append(op_seconds[step.op])
-            reads.append(graph.ops[step.op].reads)
+            read = graph.ops[step.op].reads
+            for i in read:
+                unread.pop(i, None)
+            reads.append((*read, *_overwritten(graph, step, given_up)) if given_up else read)
         else:
-            assert not isinstance(step, Drop)
             work[lane].append(transfer_s[kind](tensors[step.tensor].nbytes))
             if lane == SWAP_IN:
                 restored[step.tensor] = position
@@ -112,6 +120,18 @@ def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[Lanes, list[tu
     if back := {tensor: position for tensor, position in restored.items() if tensor in residents}:
         lanes.carried[: len(reads)] = [max((back[i] for i in read if i in back), default=NOTHING) for read in reads]
     return lanes, issued
+
+
+def _overwritten(graph: Graph, step: Compute, given_up: Mapping[int, Address]) -> Iterator[int]:
+    """Which of these residents lay where an op writes: the last inference may still be bringing them back there."""
+    op = graph.ops[step.op]
+    written = [(a, graph.tensors[i].nbytes) for a, i in zip(step.outputs, op.writes, strict=False)]
+    if step.scratch is not None:
+        written.append((step.scratch, op.scratch_bytes))
+    for tensor, home in given_up.items():
+        end = home.offset + graph.tensors[tensor].nbytes
+        if any(a.region == home.region and a.offset < end and home.offset < a.offset + n for a, n in written):
+            yield tensor
 
 
 @compiled

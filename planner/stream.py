@@ -70,17 +70,21 @@ def homes(work: Arrays, fate: Ints) -> Ints:
     """Homes for residents, one after the other: per parameter a page, or NOWHERE.
 
     The released ones lie together in the order of their use, so that what they leave is in one piece; in a single
-    budget they lie next to the window. Empty parameters take no room and are always resident.
+    budget they lie next to the window. Those that activations would cover before their first use are no residents
+    after all. Empty parameters take no room and are always resident.
     """
     home = np.full(len(fate), NOWHERE)
     page = 0
     end = work.workspace_pages + 1
+    ops = len(work.op_s)
     for chosen in (KEPT, RELEASED):
         for i in range(len(fate)):
             p = len(fate) - 1 - i if work.single and chosen == RELEASED else i
             if fate[p] == chosen and work.size[p] > 0:
                 home[p] = end - page - work.size[p] if work.single else page
                 page += work.size[p]
+                if work.single and home[p] < 1 + work.zone_so_far[min(work.first_use[p], ops - 1)]:
+                    home[p] = NOWHERE
     home[work.size == 0] = 0
     return home
 

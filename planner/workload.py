@@ -24,6 +24,8 @@ class Arrays(NamedTuple):
     workspace_pages: int
     zone: Ints
     """Pages at the bottom of the workspace that hold all activations during each op, [ops]."""
+    zone_so_far: Ints
+    """The most that this has been by then, [ops]."""
     busy_start: Ints
     """During op k the activations take stretches `busy_start[k]` to `busy_start[k + 1]`, [ops + 1]."""
     busy: Ints
@@ -95,6 +97,7 @@ class Workload:
             partition_pages=partition_pages,
             workspace_pages=workspace_pages,
             zone=_ints(footprint.zone_pages),
+            zone_so_far=np.maximum.accumulate(_ints(footprint.zone_pages)),
             busy_start=_ints(np.cumsum([0, *map(len, footprint.busy_pages)])),
             busy=_ints(page for op in footprint.busy_pages for stretch in op for page in stretch).reshape(-1, 2),
             size=_ints(pages(tensors[i].nbytes) for i in parameters),

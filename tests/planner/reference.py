@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from planner.graph import Graph
-from planner.plan import Compute, Plan, SwapIn, lane_of
+from planner.plan import Compute, Drop, Plan, SwapIn, lane_of
 from planner.profile import Profile
 
 
@@ -60,12 +60,11 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
     for i in indices:
         step = plan.steps[i]
         if isinstance(step, Compute):
+            touched = {*graph.ops[step.op].reads, *_overwritten(graph, plan, i)}
             restored = [
                 before[j]
                 for j, other in enumerate(plan.steps)
-                if isinstance(other, SwapIn)
-                and other.tensor in residents
-                and other.tensor in graph.ops[step.op].reads
+                if isinstance(other, SwapIn) and other.tensor in residents and other.tensor in touched
                 if before
             ]
             jobs[i] = Job("compute", Fraction(profile.op_seconds[step.op]), [*restored, *last_out])
@@ -76,3 +75,22 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
             jobs[i] = Job(lane, Fraction(link.seconds(graph.tensors[step.tensor].nbytes)), [*last_op, *last_out])
         jobs[i].waits += (jobs[j] for j in step.after)
     return list(jobs.values())
+
+
+def _overwritten(graph: Graph, plan: Plan, at: int) -> set[int]:
+    """Residents that are dropped before any op reads them, and whose bytes a compute step then writes."""
+    step = plan.steps[at]
+    assert isinstance(step, Compute)
+    op = graph.ops[step.op]
+    writes = [(address, graph.tensors[t].nbytes) for t, address in zip(op.writes, step.outputs, strict=False)]
+    writes += [(step.scratch, op.scratch_bytes)] if step.scratch is not None else []
+    found = set()
+    for t, home in ((p.tensor, p.address) for p in plan.residents):
+        drops = [i for i, s in enumerate(plan.steps) if isinstance(s, Drop) and s.tensor == t]
+        reads = [i for i, s in enumerate(plan.steps) if isinstance(s, Compute) and t in graph.ops[s.op].reads]
+        given_up = drops and drops[0] < at and not any(i < drops[0] for i in reads)
+        end = home.offset + graph.tensors[t].nbytes
+        meets = (a.region == home.region and a.offset < end and home.offset < a.offset + n for a, n in writes)
+        if given_up and any(meets):
+            found.add(t)
+    return found

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from planner.check import check
 from planner.graph import Graph
-from planner.plan import Compute, Plan, Step, SwapIn, SwapOut, lane_of
+from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut, lane_of
 from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.search import search
@@ -46,6 +47,47 @@ def test_contention_slows_both_down() -> None:
     profile = profile_of(graph, compute_slowdown=2.0, swap_slowdown=4.0)
     spans = simulate(graph, hand_written_plan(graph, profile), profile).spans
     assert [(s.start_s, s.end_s) for s in spans[:3]] == [(0, 2.5), (0, 2), (2.5, 3.5)]
+
+
+def given_up_resident() -> tuple[Graph, Plan]:
+    """W1 starts in page 0, which op0 writes over; it is copied to page 2 for op1, and back behind it."""
+    graph = chain([PAGE] * 2)
+    home, spare = Address("partition", 0), Address("partition", 2 * PAGE)
+    steps = (
+        Drop(1),
+        SwapIn(1, spare),
+        Compute(0, (home,)),
+        Drop(2),
+        Compute(1, (Address("partition", 3 * PAGE),), after=(1,)),
+        Drop(3),
+        Drop(1),
+        SwapIn(1, home, after=(4,)),
+    )
+    inputs = (Placement(2, Address("partition", 4 * PAGE)),)
+    residents = (Placement(0, Address("partition", PAGE)), Placement(1, home))
+    plan = Plan(graph.fingerprint, "", 5 * PAGE, 0, inputs, residents, steps)
+    check(graph, None, plan)
+    return graph, plan
+
+
+def test_an_op_that_writes_over_a_resident_waits_until_the_last_inference_has_brought_it_back() -> None:
+    """
+    compute | op0 (2 s) | op1 |     | op0       | op1 |
+    swap_in | W1  |           | W1  |           W1 (to page 2) may start behind it
+    """
+    graph, plan = given_up_resident()
+    timeline = simulate(graph, plan, profile_of(graph, [2.0, 1.0]))
+    assert (timeline.latency_s, timeline.period_s) == (3, 4)
+
+
+def test_an_op_that_writes_elsewhere_does_not_wait_for_a_resident_that_nobody_read() -> None:
+    graph, plan = given_up_resident()
+    steps = [
+        replace(s, outputs=(Address("partition", 5 * PAGE),)) if i == 2 else s for i, s in enumerate(plan.steps)
+    ]
+    elsewhere = replace(plan, partition_bytes=6 * PAGE, steps=tuple(steps))
+    check(graph, None, elsewhere)
+    assert simulate(graph, elsewhere, profile_of(graph, [2.0, 1.0])).period_s == 3
 
 
 def test_graph_without_ops_takes_no_time() -> None:
