@@ -40,6 +40,8 @@ class ServeConfig:
     link_bandwidth_bytes_per_s: float | None = None
     threads: int | None = None
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    prefetch: bool = True
+    """Whether the next model's copies begin beside the inference before its own."""
     queue_limit: int = 256
     queue_bytes: int = 1 << 30
     """Most bytes of inputs that may wait, of all models together."""
@@ -93,6 +95,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_control_flags(parser.add_argument_group("models"))
     compute = parser.add_argument_group("compute")
     add_thread_flag(compute)
+    compute.add_argument(
+        "--prefetch",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="begin the next model's copies beside the inference before its own (default: yes)",
+    )
     compute.add_argument(
         "--batch-sizes",
         default="1,2,4,8",
@@ -210,6 +218,7 @@ def config_of(options: argparse.Namespace) -> ServeConfig:
         link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
         threads=optional("--threads", options.threads, integer(1, 1024)),
         batch_sizes=read("--batch-sizes", options.batch_sizes, _batch_sizes),
+        prefetch=options.prefetch,
         queue_limit=read("--queue-limit", options.queue_limit, integer(1, 1 << 20)),
         queue_bytes=read("--queue-memory", options.queue_memory, parse_size),
         model_control=options.model_control,

@@ -50,8 +50,11 @@ class _Order:
 class Engine:
     """Every method belongs to the event loop's thread; `_run` and what it calls to the engine's own."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic, prefetch: bool = True
+    ) -> None:
         self._scheduler = scheduler
+        self._prefetch = prefetch
         self._clock = clock
         self._work_or_stop = threading.Condition()
         self._stopped = False
@@ -408,7 +411,7 @@ class Engine:
 
     def _tell_next(self) -> None:
         """Let the next request's model begin its copies; one region for all (`Device`) has no room for that."""
-        if self._device is None:
+        if self._device is None and self._prefetch:
             with self._work_or_stop:
                 ahead = self._scheduler.ahead(self._clock())
             model = self._models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None

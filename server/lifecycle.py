@@ -71,14 +71,13 @@ class Lifecycle:
             try:
                 await self._load(housing, source)
             except (CohabitError, OSError) as error:
-                reason = f"version {source.version} is at UNAVAILABLE state: {error}"
-                if source.name not in self._serving:
-                    self._registry.failed(source.name, str(error), source.version)
                 _log.warning("model not loaded", extra={"fields": {"model": source.name, "reason": str(error)}})
-                raise LoadFailed(source.name, reason) from error
+                raise self._failed(source, str(error)) from error
+            except Exception as error:
+                _log.exception("model not loaded", extra={"fields": {"model": source.name}})
+                raise self._failed(source, f"unexpected {type(error).__name__}: {error}") from error
             except asyncio.CancelledError:
-                if source.name not in self._serving:
-                    self._registry.failed(source.name, "loading was cancelled", source.version)
+                self._failed(source, "loading was cancelled")
                 raise
 
     async def unload_model(self, model: str) -> None:
@@ -109,6 +108,12 @@ class Lifecycle:
             await self._engine.finish(source.name, self._config.exit_timeout_s, older_only=True)
             await housing.release(old)
         _log.info("model loaded", extra={"fields": {"model": source.name, "version": source.version}})
+
+    def _failed(self, source: ModelSource, reason: str) -> LoadFailed:
+        """The version so far, if there is one, serves on."""
+        if source.name not in self._serving:
+            self._registry.failed(source.name, reason, source.version)
+        return LoadFailed(source.name, f"version {source.version} is at UNAVAILABLE state: {reason}")
 
     async def _stand_aside(self, old: "Tenant") -> None:
         """There is no room for two versions: the one so far goes before the new one comes."""

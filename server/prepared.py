@@ -111,7 +111,7 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
 
 def _marker(source: ModelSource, config: ServeConfig) -> Path:
     threads = config.threads or default_threads()
-    made = (archive.fingerprint(source.path), wanted_batches(source, config), threads, torch.__version__)
+    made = (archive.fingerprint(source.path), wanted_batches(source, config), threads, str(torch.__version__))
     link = (config.store, config.link_bandwidth_bytes_per_s)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
 
