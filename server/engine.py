@@ -93,11 +93,10 @@ class Engine:
 
     def add(self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None) -> None:
         """Execute requests for a model, or execute those that come from now on by another servable."""
-        info = servable.info
+        info, seconds_by_batch = servable.info, servable.seconds_by_batch
+        most_rows = info.max_batch_size if seconds_by_batch else 0  # nobody knows whether more would pay
         with self._work_or_stop:
-            generation = self._scheduler.add(
-                info.name, servable.seconds_by_batch, policy, info.max_batch_size, servable.readiness
-            )
+            generation = self._scheduler.add(info.name, seconds_by_batch, policy, most_rows, servable.readiness)
             self._current[info.name] = generation
             self._models[info.name, generation] = _Model(servable, statistics)
 
