@@ -37,6 +37,7 @@ def _application(routes: Iterable[Route]) -> web.Application:
 def _inference(api: InferenceApi) -> Iterator[Route]:
     yield "GET", "/v2", api.server_metadata
     yield "GET", "/v2/", api.server_metadata
+    yield "GET", "/v2/openapi.json", api.openapi
     yield "GET", "/v2/health/live", api.live
     yield "GET", "/v2/health/ready", api.ready
     yield "GET", "/v2/models/stats", api.statistics
@@ -46,6 +47,8 @@ def _inference(api: InferenceApi) -> Iterator[Route]:
         yield "GET", f"{model}/config", api.model_config
         yield "GET", f"{model}/stats", api.statistics
         yield "POST", f"{model}/infer", api.infer
+        yield "POST", f"{model}/generate", api.generate
+        yield "POST", f"{model}/generate_stream", api.generate_stream
 
 
 def _control(api: ControlApi) -> Iterator[Route]:

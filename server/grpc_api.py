@@ -40,7 +40,7 @@ class Api:
         return pb.ModelReadyResponse(ready=self._plane.is_ready(*_which(request)))
 
     async def server_metadata(self, request: Any, context: Any) -> Any:
-        return _message(descriptions.server_metadata(), pb.ServerMetadataResponse())
+        return _message(descriptions.server_metadata(self._plane.extensions), pb.ServerMetadataResponse())
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
         info = self._plane.registry.find(*_which(request)).info

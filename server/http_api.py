@@ -4,7 +4,7 @@ import asyncio
 
 from aiohttp import web
 
-from server import descriptions
+from server import descriptions, generate, openapi
 from server.body import read_body
 from server.codec import EncodedResponse, decode_request, encode_response, parse_header_length
 from server.compression import chosen_encoding, compress
@@ -38,7 +38,7 @@ class InferenceApi:
         return json_response({"ready": True}) if reason is None else error_response(400, reason)
 
     async def server_metadata(self, request: web.Request) -> web.Response:
-        return json_response(descriptions.server_metadata())
+        return json_response(descriptions.server_metadata(self._plane.extensions))
 
     async def model_ready(self, request: web.Request) -> web.Response:
         name, version = which(request)
@@ -65,6 +65,28 @@ class InferenceApi:
         del body  # the tensors hold what they view
         encoded = await _encode(await self._plane.infer(infer_request, info))
         return await _infer_response(encoded, request.headers.get("Accept-Encoding"))
+
+    async def generate(self, request: web.Request) -> web.Response:
+        """Infer with plain JSON values."""
+        return web.Response(body=await self._generate(request), content_type="application/json")
+
+    async def generate_stream(self, request: web.Request) -> web.Response:
+        """Send what generate does as the one event of a stream: models here answer once."""
+        event = b"data: %b\n\n" % await self._generate(request)
+        return web.Response(body=event, headers={"Content-Type": "text/event-stream; charset=utf-8"})
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        return json_response(openapi.document(descriptions.product_version()))
+
+    async def _generate(self, request: web.Request) -> bytes:
+        info = self._plane.servable(*which(request))
+        body = await read_body(request, self._max_body_bytes)
+        if len(body) <= _QUICK_JSON_BYTES:
+            decoded = generate.decode_request(body, info, self._plane.regions)
+        else:
+            decoded = await asyncio.to_thread(generate.decode_request, body, info, self._plane.regions)
+        response = await self._plane.infer(decoded, info)
+        return await asyncio.to_thread(generate.encode_response, response)
 
     async def _decode(self, body: memoryview, header_length: int | None, info: ModelInfo) -> InferRequest:
         json_bytes = len(body) if header_length is None else header_length

@@ -1,6 +1,7 @@
 """An HTTP port: connections are counted and bounded, idle and slow ones closed."""
 
 import asyncio
+from typing import cast
 
 import msgspec
 from aiohttp import web
@@ -80,10 +81,10 @@ class _Refusal(asyncio.Protocol):
         self._limit = limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
+        writable = cast(asyncio.WriteTransport, transport)
         body = msgspec.json.encode({"error": f"{self._limit} connections are open already, see --max-connections"})
-        transport.write(
+        writable.write(
             b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
             b"Retry-After: 1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         )
-        transport.close()
+        writable.close()

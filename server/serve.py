@@ -21,8 +21,8 @@ from server.polling import Poller
 from server.registry import Registry, State
 from server.repository import ModelSource, Unloadable
 from server.scheduler import Scheduler
-from server.shared_memory import Regions
-from server.shared_memory_files import open_region, shared_memory_is_off
+from server.shared_memory import Regions, no_system
+from server.shared_memory_files import open_region
 
 if TYPE_CHECKING:
     from server.house import Tenant
@@ -76,9 +76,9 @@ class Server:
         self.grpc_address: str | None = None
         self.metrics_url = ""
         self._config = config
-        self._engine = Engine(Scheduler(config.queue_limit, config.queue_bytes))
+        self._engine = Engine(Scheduler(config.queue_limit, config.queue_bytes), prefetch=config.prefetch)
         self._lifecycle = Lifecycle(config, self.registry, self._engine)
-        regions = Regions(open_region if config.takes_client_shm else shared_memory_is_off)
+        regions = Regions(open_region if config.takes_client_shm else no_system)
         self.plane = DataPlane(self.registry, self._engine, self._lifecycle, regions)
         self._http: list[HttpServer] = []
         self._grpc: GrpcServer | None = None
@@ -119,6 +119,9 @@ class Server:
 
         loaded = await _in_daemon_thread(lambda: load(sources, self._config, progress))
         self._adopt(loaded, sources)
+        if self._config.model_control == "poll":
+            poller = Poller(self._config.repository, self._lifecycle, self.registry, models)
+            self._polling = asyncio.create_task(poller.run(self._config.poll_interval_s))
         failed = [entry for entry in self.registry if entry.state is State.UNAVAILABLE]
         nothing = not loaded.servables and self._config.model_control == "none"
         if nothing or (failed and self._config.exit_on_error):
@@ -161,9 +164,6 @@ class Server:
 
         if loaded.housing is not None:
             self._lifecycle.open(loaded.housing, loaded.tenants)
-        if self._config.model_control == "poll":
-            poller = Poller(self._config.repository, self._lifecycle, self.registry)
-            self._polling = asyncio.create_task(poller.run(self._config.poll_interval_s))
 
     def _is_wanted(self, model: str) -> bool:
         """Whether a model is loaded at start."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
-from server.errors import AlreadyRegistered, InvalidRequest, RegionNotFound
+from server.errors import AlreadyRegistered, InvalidRequest, RegionNotFound, Unsupported
 
 _T = TypeVar("_T")
 Kind = Literal["system", "cuda"]
@@ -91,6 +91,14 @@ OpenCuda = Callable[[CudaRequest], CudaRegion]
 """Opens a client's device memory. Raises InvalidRequest for a handle that is none."""
 
 
+def no_system(request: SystemRequest) -> SystemRegion:
+    """Refuse: the operator does not let clients name memory of this machine."""
+    raise Unsupported(
+        f"failed to register shared memory region '{request.name}': client shared memory is off; it is on where the"
+        " server listens on a loopback address only, or with --client-shm on"
+    )
+
+
 def no_cuda(request: CudaRequest) -> CudaRegion:
     """Refuse: models run on the CPU here, so there is no device memory to share."""
     raise InvalidRequest(
@@ -102,12 +110,18 @@ def no_cuda(request: CudaRequest) -> CudaRegion:
 class Regions:
     """The regions of one server, both kinds under one set of names. Belongs to the event loop's thread."""
 
-    def __init__(self, open_system: OpenSystem, open_cuda: OpenCuda = no_cuda) -> None:
+    def __init__(self, open_system: OpenSystem = no_system, open_cuda: OpenCuda = no_cuda) -> None:
         self._open_system = open_system
         self._open_cuda = open_cuda
         self._system: dict[str, SystemRegion] = {}
         self._cuda: dict[str, CudaRegion] = {}
         self._largest = 0
+
+    @property
+    def refused(self) -> frozenset[str]:
+        """The extensions, by Triton's names, that this server does without."""
+        system = ("system_shared_memory",) if self._open_system is no_system else ()
+        return frozenset((*system, *(("cuda_shared_memory",) if self._open_cuda is no_cuda else ())))
 
     @property
     def slow(self) -> bool:

@@ -6,21 +6,13 @@ import stat
 import weakref
 from pathlib import Path
 
-from server.errors import InvalidRequest, Unsupported
-from server.shared_memory import SystemRegion, SystemRequest
+from server.errors import InvalidRequest
+from server.shared_memory import SystemRequest
 
 _FOLDER = Path("/dev/shm")
 _KEY = re.compile(r"/?([^/\0]{1,250})")
 _NOT_OURS = ("sem.", "triton_python_backend_shm_region_")
 """Semaphores, and what other servers keep there for themselves."""
-
-
-def shared_memory_is_off(request: SystemRequest) -> SystemRegion:
-    """Refuse: the operator does not let clients name memory of this machine."""
-    raise Unsupported(
-        f"failed to register shared memory region '{request.name}': client shared memory is off; it is on where the"
-        " server listens on a loopback address only, or with --client-shm on"
-    )
 
 
 class FileRegion:

@@ -15,7 +15,6 @@ from server.errors import InvalidRequest, RequestError, Unsupported
 from server.model import Array, ModelInfo, TensorSpec
 from server.request import InferRequest, respond
 from server.shared_memory import Regions
-from server.shared_memory_files import shared_memory_is_off
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -29,7 +28,7 @@ PAIR = ModelInfo(
 
 
 def decode(body: memoryview, header_length: int | None, info: ModelInfo) -> InferRequest:
-    return decode_request(body, header_length, info, Regions(shared_memory_is_off))
+    return decode_request(body, header_length, info, Regions())
 
 
 def info_for(datatype: str, shape: tuple[int, ...]) -> ModelInfo:

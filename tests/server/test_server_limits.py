@@ -1,0 +1,159 @@
+"""What a client may take of the server: connections, patience, fields and bytes."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from server_fakes import Running, identity, running, serving
+from server_http import ask, infer, x
+from tritonclient.grpc.service_pb2 import ModelInferRequest
+
+from server.body import read_body
+from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge
+from server.grpc_wire import parse
+from server.http_errors import json_errors
+from server.json_numbers import decode, encode
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Running]:
+    with running(serving(identity("one", "FP32")), max_connections=3, max_body_bytes=MIB) as handle:
+        yield handle
+
+
+def connected(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def until_refused(server: Running) -> bytes:
+    """Connect once more and say nothing; returns what is said to that."""
+    with connected(server) as late:
+        late.settimeout(10)
+        received = b""
+        while part := late.recv(4096):
+            received += part
+        return received
+
+
+def test_connections_over_the_limit_are_told_so(narrow: Running) -> None:
+    held = [connected(narrow) for _ in range(3)]
+    for connection in held:  # an answer shows that each has been accepted
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    refusal = until_refused(narrow)
+    assert refusal.startswith(b"HTTP/1.1 503 ")
+    assert b'{"error":"3 connections are open already, see --max-connections"}' in refusal
+    for connection in held:
+        connection.close()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            assert infer(narrow, "one", {"inputs": [x()]}).status == 200
+            return
+        except (ConnectionError, AssertionError):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+async def test_a_body_that_does_not_come_is_given_up() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=bytes(await read_body(request, MIB, patience_s=0.1)))
+
+    app = web.Application(middlewares=[json_errors])
+    app.router.add_post("/", handler)
+
+    async def dripping() -> Any:
+        yield b"beginning"
+        await asyncio.sleep(5)
+
+    async with TestClient(TestServer(app)) as client:
+        answer = await client.post("/", data=dripping())
+        assert answer.status == 408
+        assert "9 bytes in 0.1" in (await answer.json())["error"]
+        assert await (await client.post("/", data=b"whole")).read() == b"whole"
+
+
+def test_errors_of_limits_name_the_number_and_the_way_out() -> None:
+    assert "--max-body" in str(PayloadTooLarge("the request body", 10))
+    assert "9 bytes in 30 s" in str(ClientTooSlow(9, 30.0))
+
+
+def test_headers_over_the_limit(narrow: Running) -> None:
+    assert ask(narrow, "GET", "/v2", headers={"X-Long": "x" * 20_000}).status == 400
+    assert ask(narrow, "GET", "/v2", headers={f"X-{n}": "x" for n in range(300)}).status == 400
+    assert ask(narrow, "GET", "/v2/" + "x" * 20_000).status == 400
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+def test_grpc_messages_over_the_limit_are_not_taken(narrow: Running, compression: Any) -> None:
+    with grpc.insecure_channel(narrow.grpc, options=[("grpc.max_send_message_length", -1)]) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(bytes(20 * MIB), compression=compression)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_tensors_of_a_grpc_message_are_views_of_it() -> None:
+    tensor = np.arange(4096, dtype=np.float32)
+    message = ModelInferRequest(model_name="one", id="seven", raw_input_contents=[tensor.tobytes(), b"", b"tail"])
+    data = message.SerializeToString()
+    parsed, raw = parse(data)
+    assert (parsed.model_name, parsed.id, len(parsed.raw_input_contents)) == ("one", "seven", 0)
+    assert [bytes(part) for part in raw] == [tensor.tobytes(), b"", b"tail"]
+    assert np.shares_memory(np.frombuffer(raw[0], np.uint8), np.frombuffer(data, np.uint8))
+
+
+def test_a_grpc_message_has_so_many_fields() -> None:
+    with pytest.raises(InvalidRequest, match="over 4096 inputs, outputs"):
+        parse(ModelInferRequest(raw_input_contents=[b"x"] * 5000).SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x0a", b"\x0a\xff" * 4000, b"\xff" * 9000, b"\x3a" + b"\xff" * 9 + b"\x01" * 5000]
+)
+def test_what_is_no_grpc_message(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="is no ModelInferRequest"):
+        parse(data)
+
+
+LONG = np.linspace(-1, 1, 96_000)
+
+
+@pytest.mark.parametrize("shape", [(96_000,), (3, 32_000), (1, 96_000), (20, 30, 160), (96_000, 1)])
+def test_long_arrays_are_read_as_short_ones_are(shape: tuple[int, ...]) -> None:
+    array = LONG.reshape(shape)
+    for text in (encode(array), str(array.tolist()).encode()):
+        assert len(text) > 1 << 20
+        np.testing.assert_array_equal(decode(memoryview(text), "x", "FP64", shape), array)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-1] + b", 5]", "more values than the 96000"),
+        (lambda text: text.replace(b"-1.0, ", b"", 1), "has 95999 values"),
+        (lambda text: text[:-40] + text[-40:].replace(b", ", b"], [", 1), "not nested like its shape"),
+        (lambda text: text.replace(b", ", b", true, ", 1), "does not fit FP64"),
+        (lambda text: text[:-30] + b"," + text[-30:], "does not fit FP64"),
+        (lambda text: b"[[" + b" " * 70_000 + text[2:], "a value of over 65536 characters"),
+    ],
+)
+def test_long_arrays_that_are_wrong(change: Any, message: str) -> None:
+    text = change(str(LONG.reshape(3, 32_000).tolist()).encode())
+    with pytest.raises(InvalidRequest, match=message):
+        decode(memoryview(text), "x", "FP64", (3, 32_000))
+
+
+def test_infinities_in_long_arrays() -> None:
+    values = json.loads(encode(np.where(LONG > 0, np.inf, LONG)))
+    assert values == [np.inf if value > 0 else value for value in LONG]
