@@ -1,5 +1,7 @@
 """The planner's front door: a problem in, the best plan found out, checked."""
 
+import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,10 +32,12 @@ def search(
     limit: Limit | None = None,
     processes: int = 1,
     on_progress: Progress | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Find a plan of little latency; among equals, of short period, then of few copied bytes.
 
-    Without a limit in seconds, the same problem, searcher and seed give the same plan on any number of processes.
+    Without a limit in seconds, the same problem, searcher and seed give the same plan on any number of processes. Once
+    `is_stopped`, the best plan so far is enough.
     Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.
     """
     graph, profile = problem.graph, problem.profile
@@ -42,8 +46,13 @@ def search(
     started = time.monotonic()
     limit = limit if limit is not None else Limit()
     state = maker(searcher)(problem, seed)
+    deadline_s = math.inf if limit.seconds is None else started + limit.seconds
     limited = limit.evaluations is not None or limit.seconds is not None
     shortlist = Shortlist()
+
+    def is_over() -> bool:
+        return is_stopped() or time.monotonic() >= deadline_s
+
     with _Judges(searcher, problem, seed, processes, state) as judges:
         while candidates := state.ask():
             most = limit.evaluations if limited else state.evaluations
@@ -51,14 +60,14 @@ def search(
             if left <= 0:
                 break
             candidates = candidates[:left]
-            costs = judges.judge(candidates, shortlist.least_s * TIE, lambda: _late(started, limit))
+            costs = judges.judge(candidates, shortlist.least_s * TIE, is_over)
             candidates = candidates[: len(costs)]
             state.tell(candidates, costs)
             shortlist.add(candidates, costs)
             if on_progress is not None:
                 bound_s = problem.bound_s if shortlist.evaluations > len(costs) else profile.compute_s
                 on_progress(shortlist.evaluations, shortlist.least_s, bound_s)
-            if _late(started, limit):
+            if is_over():
                 break
     best = shortlist.best()
     plan = state.write(best.candidate)
@@ -138,7 +147,7 @@ class _Judges:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def judge(self, candidates: Sequence[Any], good_s: float, late: Callable[[], bool]) -> list[Cost]:
+    def judge(self, candidates: Sequence[Any], good_s: float, is_over: Callable[[], bool]) -> list[Cost]:
         """The candidates' costs, of one at least, and of no more once it is late."""
         goods = [good_s] * len(candidates)
         if self._pool is None or len(candidates) < 2:
@@ -149,7 +158,7 @@ class _Judges:
         costs: list[Cost] = []
         for cost in judged:
             costs.append(cost)
-            if late():
+            if is_over():
                 break
         return costs
 
@@ -160,13 +169,10 @@ _judge: AnySearcher | None = None
 
 def _start_judge(searcher: str, problem: Problem, seed: int) -> None:
     global _judge
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the search decides
     _judge = maker(searcher)(problem, seed)
 
 
 def _judge_there(candidate: Any, good_s: float) -> Cost:
     assert _judge is not None
     return _judge.judge(candidate, good_s)
-
-
-def _late(started: float, limit: Limit) -> bool:
-    return limit.seconds is not None and time.monotonic() - started >= limit.seconds

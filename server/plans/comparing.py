@@ -81,6 +81,7 @@ def _attempt(searcher: str, instance: Instance, options: CompareOptions, watch: 
             limit=limit_of(effort),
             processes=effort.processes,
             on_progress=watch.searched,
+            is_stopped=lambda: watch.is_stopped,
         )
         seconds = time.monotonic() - started_s
         return Attempt(searcher, Found(plan, simulate(instance.graph, plan, instance.profile), seconds))

@@ -71,6 +71,7 @@ def _make(instance: Instance, memory: Memory, options: PlanOptions, watch: Watch
             limit=limit_of(effort),
             processes=effort.processes,
             on_progress=watch.searched,
+            is_stopped=lambda: watch.is_stopped,
         )
     except InfeasibleBudget as error:
         errors.print(f"cohabit: batch {instance.graph.batch}: {error}", markup=False, soft_wrap=True)

@@ -1,7 +1,8 @@
 """What a terminal shows while plans are searched for: one line, which tells how good the best plan is so far."""
 
+import signal
 import time
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from rich.console import Console
 from rich.live import Live
@@ -12,9 +13,14 @@ _REFRESHES_PER_S = 8
 
 
 class Watch:
-    """A line that keeps itself up to date on a terminal, and nothing elsewhere."""
+    """A line that keeps itself up to date on a terminal, and nothing elsewhere.
+
+    Meanwhile the first interrupt asks searches to be content with what they have; the second ends the command.
+    """
 
     def __init__(self, console: Console) -> None:
+        self.is_stopped = False
+        self._console = console
         self._line = _Line()
         self._live = Live(
             self._line, console=console, refresh_per_second=_REFRESHES_PER_S, transient=True, auto_refresh=True
@@ -22,6 +28,7 @@ class Watch:
         self._shown = console.is_terminal
 
     def __enter__(self) -> "Watch":
+        self._interrupt = signal.signal(signal.SIGINT, self._stop)
         if self._shown:
             self._live.start()
         return self
@@ -29,8 +36,16 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        signal.signal(signal.SIGINT, self._interrupt)
         if self._shown:
             self._live.stop()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.is_stopped = True
+        self._console.print(
+            "stopping; the best plans so far are kept. Interrupt again to leave at once", markup=False
+        )
+        signal.signal(number, signal.default_int_handler)
 
     def doing(self, what: str) -> None:
         """Show something that has no numbers yet."""

@@ -1,5 +1,7 @@
 """`cohabit plan`, `show` and `compare-plans` as a user meets them: files, tables, messages, exit statuses."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,20 @@ def test_an_infeasible_budget_is_named_and_the_others_are_planned(capsys: pytest
         "chain-b1-100pct-on_demand.plan.json",
         "chain-b1-28KiB-on_demand.plan.json",
     ]
+
+
+def test_an_interrupt_keeps_the_best_plan_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: Watch, evaluations: int, best_s: float, bound_s: float) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Watch, "searched", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    path = planned("--search", "best", "--single", "--time-limit", "1h")
+    assert signal.getsignal(signal.SIGINT) is before
+    check(GRAPH, PROFILE, planner.plan.decode(path.read_bytes()))
+    assert "the best plans so far are kept" in capsys.readouterr().err
 
 
 def test_nothing_feasible_leaves_no_table(capsys: pytest.CaptureFixture[str]) -> None:
