@@ -190,7 +190,7 @@ class Engine:
     async def finish(self, model: str, timeout_s: float, older_only: bool = False) -> bool:
         """Wait until a model's requests are answered; False if that took too long.
 
-        With `older_only`, those for the servable that has been replaced.
+        With `older_only`, those for the servable that has been replaced; what is left of them then is refused.
         """
         newest = self._current.get(model) if older_only else None
 
@@ -198,10 +198,18 @@ class Engine:
             return not any(t.request.model == model and t.generation != newest for t in self._waiting)
 
         if not await self._until(is_idle, timeout_s):
+            if newest is not None:
+                self._drop_older(model)
             return False
         for key in [key for key in self._models if key[0] == model and key[1] != self._current.get(model)]:
             del self._models[key]
         return True
+
+    def _drop_older(self, model: str) -> None:
+        with self._work_or_stop:
+            older = self._scheduler.drop_older(model)
+        for ticket in older:
+            self._refuse(ticket, ModelNotFound(model, ticket.request.version, "replaced"), "OTHER")
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the others to be answered; False if that took too long."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 from server.errors import LoadFailed, RepositoryError
@@ -16,31 +16,35 @@ Signature = tuple[object, ...]
 """Differs when a model must be loaded anew."""
 
 
-def look(repository: Path) -> dict[str, tuple[ModelSource | Unloadable, Signature]]:
-    """What is in the repository now. Raises RepositoryError."""
-    return {model.name: (model, _signature(model)) for model in scan(repository, may_be_empty=True)}
+Model = ModelSource | Unloadable
 
 
-def _signature(model: ModelSource | Unloadable) -> Signature:
+def look(models: Sequence[Model]) -> dict[str, tuple[Model, Signature]]:
+    return {model.name: (model, _signature(model)) for model in models}
+
+
+def _signature(model: Model) -> Signature:
     if isinstance(model, Unloadable):
         return (model.reason,)
-    program = model.path.stat()
+    try:
+        program = model.path.stat()
+    except OSError:
+        return ("gone",)
     config = model.config.SerializeToString(deterministic=True) if model.config is not None else None
     return (model.version, program.st_mtime_ns, program.st_size, config)
 
 
 class Poller:
-    """Begins with what was there at start. Belongs to the event loop's thread."""
+    """Begins with `models`, what was there at start. Belongs to the event loop's thread."""
 
-    def __init__(self, repository: Path, lifecycle: Lifecycle, registry: Registry) -> None:
+    def __init__(self, repository: Path, lifecycle: Lifecycle, registry: Registry, models: Sequence[Model]) -> None:
         self._repository = repository
         self._lifecycle = lifecycle
         self._registry = registry
-        self._seen: Mapping[str, Signature] = {}
+        self._seen = {name: signature for name, (_, signature) in look(models).items()}
 
     async def run(self, interval_s: float) -> None:
         """Look again and again, until cancelled."""
-        self._seen = {name: signature for name, (_, signature) in look(self._repository).items()}
         while True:
             await asyncio.sleep(interval_s)
             try:
@@ -53,7 +57,7 @@ class Poller:
 
         Raises RepositoryError if nothing can be seen: then everything stays as it is.
         """
-        found = await asyncio.to_thread(look, self._repository)
+        found = await asyncio.to_thread(lambda: look(scan(self._repository, may_be_empty=True)))
         seen, self._seen = self._seen, {name: signature for name, (_, signature) in found.items()}
         for name in seen.keys() - found.keys():
             await self._lifecycle.unload_model(name)
@@ -61,7 +65,7 @@ class Poller:
             if seen.get(name) != signature:
                 await self._load(model)
 
-    async def _load(self, model: ModelSource | Unloadable) -> None:
+    async def _load(self, model: Model) -> None:
         if isinstance(model, Unloadable):
             _log.warning("model not loaded", extra={"fields": {"model": model.name, "reason": model.reason}})
             if not self._lifecycle.is_serving(model.name):

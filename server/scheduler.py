@@ -120,6 +120,14 @@ class Scheduler:
             self._left(ticket)
         return tickets
 
+    def drop_older(self, model: str) -> list[Ticket]:
+        """Take out what waits for versions of a model that have been replaced."""
+        known = self._models[model]
+        older = [ticket for ticket in known.queue if ticket.generation != known.generation]
+        for ticket in older:
+            self.cancel(ticket)
+        return older
+
     def hold(self, model: str, held: bool) -> None:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
         self._models[model].held = held
