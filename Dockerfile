@@ -23,12 +23,13 @@ COPY loadgen loadgen
 RUN pip install -c constraints.txt ".${EXTRAS:+[${EXTRAS}]}"
 # The planner's inner loops are compiled at first use; doing it here spares every container's first start.
 ENV NUMBA_CACHE_DIR=/opt/numba
-RUN python -c "from planner.warm import warm; warm()" && chmod -R a+rX /opt/numba
+RUN python -c "from planner.warm import warm; warm()"
 
 FROM python:${PYTHON}-slim
 RUN useradd --system --uid 10001 --home-dir /cache --create-home cohabit
 COPY --from=build /opt/cohabit /opt/cohabit
-COPY --from=build /opt/numba /opt/numba
+# numba uses a cache only where it could write to it.
+COPY --from=build --chown=10001 /opt/numba /opt/numba
 ENV PATH=/opt/cohabit/bin:$PATH NUMBA_CACHE_DIR=/opt/numba XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1
 USER cohabit
 VOLUME ["/cache"]

@@ -1,6 +1,15 @@
-"""numba's decorator, typed: the planner's inner loops compile on first call and are cached beside the source."""
+"""numba's decorator, typed: the planner's inner loops compile on first call and are cached.
 
+numba trusts a cached loop until its own file changes. A loop holds the code, and the array layouts, of others that it
+calls: met with a cache from before a change of theirs, it crashes. So each state of the planner's sources has a
+folder of its own, in `NUMBA_CACHE_DIR` or the user's cache.
+"""
+
+import hashlib
+import os
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -10,4 +19,21 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def compiled(function: _F) -> _F:
     """Compile `function` to machine code when it is first called, without the GIL."""
-    return cast(_F, numba.njit(cache=True, nogil=True)(function))
+    others = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(cache_folder())
+    try:
+        return cast(_F, numba.njit(cache=True, nogil=True)(function))
+    finally:
+        numba.config.CACHE_DIR = others
+
+
+@cache
+def cache_folder() -> Path:
+    """The folder for the loops as the sources are now. Where it cannot be written, numba looks for another place."""
+    state = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        source = path.read_bytes()
+        if b"@compiled" in source or b"NamedTuple" in source:
+            state.update(source)
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit" / "compiled"
+    return Path(os.environ.get("NUMBA_CACHE_DIR") or user) / state.hexdigest()[:16]
