@@ -73,7 +73,7 @@ def draw(courses: dict[tuple[str, str], Course], names: Sequence[str], path: Pat
             if way == "both":
                 panel.fill_between(course.seconds, course.best_s, course.mean_s, alpha=0.15, color=line.get_color(),
                                    label="both: up to the population's mean")  # fmt: skip
-        panel.set(title=name, xlabel="search time, s", ylabel="simulated latency, s", yscale="log")
+        panel.set(title=name, xlabel="search time, s", ylabel="simulated latency, s", xscale="log", yscale="log")
         panel.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
