@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from runtime.cpu import CpuBackend
 from runtime.errors import UnsupportedModel
 from runtime.lower import Lowered, lower
 from server.config import ServeConfig
-from server.model_config import config_mismatch
+from server.model_config import ModelConfig, config_mismatch
 from server.repository import ModelSource
 from server.servable import describe
 
@@ -83,8 +83,10 @@ def prepare(source: ModelSource, config: ServeConfig, backend: Backend, on_progr
     return Prepared(source, lowered, store, profiles, _rate(source.name, config))
 
 
-def prepare_apart(source: ModelSource, config: ServeConfig) -> None:
-    """Fill the cache with what `prepare` needs; called in a process of its own."""
+def prepare_apart(source: ModelSource, model_config: bytes | None, config: ServeConfig) -> None:
+    """Fill the cache with what `prepare` needs, in a process of its own, which a ModelConfig reaches as bytes."""
+    if model_config is not None:
+        source = replace(source, config=ModelConfig.FromString(model_config))
     backend = open_backend(config)
     try:
         prepare(source, config, backend, lambda *_: None).store.close()

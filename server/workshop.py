@@ -1,6 +1,7 @@
 """Prepares and plans models beside the serving path: in another process what takes long, in a thread the rest."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planner import fitting, sizing
 from planner.fitting import Room
@@ -25,7 +26,8 @@ class Workshop:
     def prepare(self, source: ModelSource) -> Prepared:
         """Lower and measure a model that is not in the cache apart, then open it. Raises CohabitError."""
         if not is_prepared(source, self._config):
-            self._apart.call(prepare_apart, source, self._config)
+            model_config = source.config.SerializeToString() if source.config is not None else None
+            self._apart.call(prepare_apart, replace(source, config=None), model_config, self._config)
         return prepare(source, self._config, self._backend, lambda *_: None)
 
     def known_plans(self, prepared: Prepared, room: Room) -> Plans | None:

@@ -94,10 +94,25 @@ async def test_requests_are_executed_by_the_version_that_they_came_for() -> None
         await asyncio.to_thread(gate.entered.wait, 10)
         engine.add(new, ModelStatistics())
         for_new = asyncio.ensure_future(engine.infer(request(value=3.0)))
-        assert not await engine.finish("m", 0.01, older_only=True)
+        finished = asyncio.ensure_future(engine.finish("m", 5.0, older_only=True))
+        await asyncio.sleep(0)
+        assert not finished.done()
         gate.open.set()
         assert [a.outputs["y"][0, 0] for a in await asyncio.gather(*for_old, for_new)] == [1.0, 2.0, 103.0]
-        assert await engine.finish("m", 5.0, older_only=True)
+        assert await finished
+
+
+async def test_replaced_version_that_takes_too_long_refuses_what_it_has_not_begun() -> None:
+    old, gate = gated()
+    async with engine_of(old) as engine:
+        running, waiting = (asyncio.ensure_future(engine.infer(request())) for _ in range(2))
+        await asyncio.to_thread(gate.entered.wait, 10)
+        engine.add(identity("m", "FP32"), ModelStatistics())
+        assert not await engine.finish("m", 0.01, older_only=True)
+        with pytest.raises(ModelNotFound, match="replaced"):
+            await waiting
+        gate.open.set()
+        await running
 
 
 async def test_removed_model_refuses_what_waited_and_what_comes() -> None:
