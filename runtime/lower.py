@@ -13,6 +13,7 @@ from planner.graph import Graph
 from runtime import archive, artifact, weights
 from runtime.errors import UnsupportedModel
 from runtime.model import Model, Port, from_program
+from runtime.options import DEFAULTS, Options, apply
 from runtime.rewrite import rewrite
 from runtime.specialize import Trace, build_graph, specialize
 from runtime.weights import Manifest
@@ -33,6 +34,7 @@ class Lowered:
     traces: dict[int, Trace]
     manifest: Manifest
     weights_path: Path
+    options: Options = DEFAULTS
 
     @cached_property
     def graphs(self) -> dict[int, Graph]:
@@ -65,21 +67,23 @@ def lower(
     batches: Iterable[int],
     cache: Path,
     on_progress: Callable[[str], None] = lambda text: None,
+    options: Options = DEFAULTS,
 ) -> Lowered:
     """Lower an archive for the given batch sizes; those it was not exported for are left out.
 
     The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
     for a bad archive and UnsupportedModel for a program that cannot be planned.
     """
-    folder = cache / archive.fingerprint(path)[:32]
+    folder = cache / f"{archive.fingerprint(path)[:32]}{options.label}"
     wanted = sorted(set(batches))
-    known = _known(name, folder, wanted)
+    known = _known(name, folder, wanted, options)
     if known is not None:
         return known
     on_progress(f"{name}: reading {path.name}")
     read = archive.read(path)
     model = from_program(name, read.program)
     rewrite(model)
+    apply(model, options)
     own = own_storages(model.weights)
     traces: dict[int, Trace] = {}
     for batch in _usable(model, wanted):
@@ -88,7 +92,7 @@ def lower(
     first = traces[min(traces)]
     readers = first.readers()
     uses = [weights.Use(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
-    manifest = weights.lay_out(f"{read.fingerprint}/{_LOWERING}", uses, model.tables)
+    manifest = weights.lay_out(f"{read.fingerprint}/{_LOWERING}{options.label}", uses, model.tables)
     weights_path = folder / "weights.bin"
     if weights.read(weights_path) != manifest:
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
@@ -97,7 +101,7 @@ def lower(
     encoded = artifact.encode(_stamp(wanted), model.inputs, model.outputs, batched, traces)
     if encoded is not None:
         weights.replace_file(folder / _artifact_name(wanted), encoded)
-    return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path)
+    return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options)
 
 
 def _stamp(batches: Sequence[int]) -> str:
@@ -109,7 +113,7 @@ def _artifact_name(batches: Sequence[int]) -> str:
     return f"program-{hashlib.sha256(_stamp(batches).encode()).hexdigest()[:16]}.json"
 
 
-def _known(name: str, folder: Path, batches: Sequence[int]) -> Lowered | None:
+def _known(name: str, folder: Path, batches: Sequence[int], options: Options) -> Lowered | None:
     """What an earlier run lowered from the same archive, if all of it is there and whole."""
     weights_path = folder / "weights.bin"
     try:
@@ -120,7 +124,7 @@ def _known(name: str, folder: Path, batches: Sequence[int]) -> Lowered | None:
     manifest = weights.read(weights_path)
     if manifest is None:
         return None
-    return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path)
+    return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path, options)
 
 
 def _usable(model: Model, batches: Iterable[int]) -> list[int]:

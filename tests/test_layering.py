@@ -14,7 +14,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # package: (what of ours, which third parties)
     "leaves": (LEAVES, {"msgspec"}),
     "planner": ({"planner"}, {"msgspec", "numpy", "numba", "scipy"}),
-    "runtime": ({"runtime"} | LEAVES, {"msgspec", "numpy", "torch"}),
+    "runtime": ({"runtime"} | LEAVES, {"msgspec", "numpy", "torch", "pynvml"}),
     "server": (
         {"server", "runtime", "planner.sizing", "planner.fitting", "planner.library"} | LEAVES,
         {"aiohttp", "uvloop", "grpc", "grpc_health", "google", "tritonclient", "msgspec", "numpy", "torch", "rich"},

@@ -9,11 +9,11 @@ from planner.plan import Plan
 from planner.profile import Profile
 from runtime.backend import Memory, OnProgress, Source, StoreKind
 from runtime.cuda.arena import CudaArena
-from runtime.cuda.capture import obstacle
 from runtime.cuda.executor import CudaExecutor
 from runtime.cuda.host import Pinned, PinnedStore, Ring, StagedStore
 from runtime.cuda.issue import Lanes
-from runtime.cuda.program import CudaProgram, Precision, prepare
+from runtime.cuda.measure import measured
+from runtime.cuda.program import CudaProgram, prepare
 from runtime.cuda.surface import Driver, HostBytes
 from runtime.lower import Lowered
 from runtime.program import Bases
@@ -35,6 +35,7 @@ class CudaBackend:
         self._ring = Ring(driver, self.pinned)
         self._executor = CudaExecutor(self.lanes)
         self._executor.start()
+        self._programs: list[CudaProgram] = []
 
     @property
     def executor(self) -> CudaExecutor:
@@ -57,7 +58,7 @@ class CudaBackend:
     def measure(
         self, lowered: Lowered, store: Source[torch.Tensor], cache: Path | None, on_progress: OnProgress
     ) -> tuple[Lowered, dict[int, Profile]]:
-        raise NotImplementedError
+        return measured(self, lowered, store, cache, on_progress)
 
     def build(
         self,
@@ -68,26 +69,21 @@ class CudaBackend:
         bases: Bases,
         store: Source[torch.Tensor],
     ) -> CudaProgram:
-        """Check a plan, bind it, run it once and capture it. Its residents are in place afterwards."""
-        program = prepare(
-            self.driver,
-            self.pinned,
-            lowered,
-            plan,
-            profile,
-            arena,
-            bases,
-            store,
-            small_segments=1,
-            precision=Precision(),
-        )
-        staged = program.staged
-        program.captured.refused = obstacle(lowered.traces[program.batch], staged=staged)
-        self._executor.admit(program, lowered.examples(program.batch))
+        """Check a plan and bind it; for any thread. The executor admits it to the device when it is first loaded."""
+        program = prepare(self.driver, self.pinned, lowered, plan, profile, arena, bases, store)
+        self._programs.append(program)
         return program
+
+    def dismiss(self, program: CudaProgram) -> None:
+        """Forget a program: its graphs, its pool and its buffers are given back."""
+        self._executor.dismiss(program)
+        self._programs = [p for p in self._programs if p is not program]
 
     def close(self) -> None:
         self._executor.close()
+        for program in self._programs:
+            program.close()
+        self._programs = []
         self._ring.close()
 
 

@@ -37,11 +37,10 @@ class Buffers:
                 )
             own.copy_(given)
 
-    def upload(self, frame: Frame, slots: Sequence[int], device: torch.device, form: torch.memory_format) -> None:
+    def upload(self, frame: Frame, slots: Sequence[int], device: torch.device) -> None:
         """Copy the inputs to new tensors of the device; a kernel of the compute stream."""
         for slot, own in zip(slots, self.inputs, strict=True):
-            tensor = own.to(device, non_blocking=True, copy=True)
-            frame[slot] = tensor.contiguous(memory_format=form) if tensor.dim() == 4 else tensor
+            frame[slot] = own.to(device, non_blocking=True, copy=True)
 
     def download(self, values: Sequence[torch.Tensor]) -> None:
         """Copy the outputs to their buffers; a kernel of the compute stream."""

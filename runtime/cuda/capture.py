@@ -1,7 +1,5 @@
 """Captures programs: kernels, copies and their order become one graph that a single launch replays."""
 
-from torch._ops import HigherOrderOperator
-
 from runtime.binding import Frame
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Lanes
@@ -9,26 +7,11 @@ from runtime.cuda.lower import LINK_FREE, Commands
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.surface import Graph
 from runtime.errors import CaptureFailed
-from runtime.specialize import Trace
-
-_READS_ON_HOST = ("item", "_local_scalar_dense")
-
-
-def obstacle(trace: Trace, *, staged: bool) -> str | None:
-    """Why a program cannot be captured, as far as can be told beforehand."""
-    if staged:
-        return "its parameters are not pinned: copies pass through the staging ring, which the host fills"
-    for instruction in trace.instructions:
-        if isinstance(instruction.target, HigherOrderOperator):
-            return f"op {instruction.name} chooses what to run by values"
-        if getattr(instruction.target, "_opname", "") in _READS_ON_HOST:
-            return f"op {instruction.name} reads a number on the host"
-    return None
 
 
 def capture(lanes: Lanes, program: CudaProgram) -> None:
-    """Capture a program, in place; `captured.refused` says why not. Nothing may be under way."""
-    graphs = program.captured
+    """Capture a program, in place; `ready.refused` says why not. Nothing may be under way."""
+    graphs = program.ready
     if graphs.refused is not None:
         return
     try:

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import torch
 
-from planner.errors import format_bytes
+from planner.errors import CohabitError, format_bytes
 from runtime.backend import Result
 from runtime.binding import Frame
 from runtime.cuda.capture import capture
@@ -24,6 +24,7 @@ from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Lanes
 from runtime.cuda.lower import Commands
 from runtime.cuda.program import CudaProgram
+from runtime.cuda.rehearsal import fitting_pool
 from runtime.cuda.stopwatch import Stopwatch
 from runtime.cuda.surface import Event, Graph
 from runtime.cuda.transfers import Feeder, Transfer, Transfers
@@ -59,7 +60,7 @@ class CudaExecutor:
         self.close()
 
     def start(self) -> None:
-        self._driver.adopt_thread()
+        self._driver.adopt_thread(self._lanes.compute)
 
     def close(self) -> None:
         """Let the lanes finish and end."""
@@ -72,11 +73,21 @@ class CudaExecutor:
         return self._lost
 
     def load(self, program: Program) -> float:
-        """Put a program's initial residents in place and wait for them. Returns the seconds. Raises DeviceError."""
+        """Put a program's initial residents in place and wait for them. Returns the seconds.
+
+        A program that is new to the device is admitted. Raises DeviceError, and MemoryExceeded if its kernels find
+        too little room.
+        """
         assert isinstance(program, CudaProgram)
         start = time.perf_counter()
+        self._bring(program)
+        if program.ready.pool is None:
+            self._admit(program)
+        return time.perf_counter() - start
+
+    def _bring(self, program: CudaProgram) -> None:
         with self._faults(program):
-            self._driver.adopt_thread()
+            self._driver.adopt_thread(self._lanes.compute)
             self._ahead = None
             self._flush_epilogue()
             self._transfers.take(program.name)
@@ -85,7 +96,6 @@ class CudaExecutor:
             self._driver.synchronize(transfer.event)
             _refuse_failed(program, [transfer])
             self._stale.discard(program.name)
-        return time.perf_counter() - start
 
     def settle(self) -> None:
         """Wait until the swap-in lane has nothing left to do."""
@@ -109,9 +119,9 @@ class CudaExecutor:
     ) -> Result:
         """Run one inference. See `runtime.backend.Executor`."""
         assert isinstance(program, CudaProgram)
-        self._driver.adopt_thread()
+        self._driver.adopt_thread(self._lanes.compute)
         start = time.perf_counter()
-        if program.name in self._stale:
+        if program.ready.pool is None or program.name in self._stale:
             self.load(program)
         with self._faults(program):
             watch = Stopwatch(self._driver, program) if traced else None
@@ -142,7 +152,7 @@ class CudaExecutor:
             for transfer in earlier:
                 self._driver.wait(transfer.event)
         commands = program.schedule.rest if ahead is program else program.schedule.whole
-        graph = program.captured.rest if ahead is program else program.captured.whole
+        graph = program.ready.rest if ahead is program else program.ready.whole
         if watch is None and not serial and graph is not None:
             behind = self._replay(program, graph)
         else:
@@ -191,27 +201,41 @@ class CudaExecutor:
         if program is not None:
             self._transfers.submit(program, program.schedule.epilogue, behind)
 
-    def admit(self, program: CudaProgram, examples: Sequence[torch.Tensor]) -> None:
-        """Run a new program once and capture it, so that nothing is allocated or compiled when requests come.
-
-        Its residents are in place afterwards. Raises MemoryExceeded if its kernels need more than the plan's
-        activations take, and DeviceError.
-        """
-        self.load(program)
+    def _admit(self, program: CudaProgram) -> None:
+        """Run a new program once and capture it, so that nothing is allocated or compiled when requests come."""
+        program.ready.pool = pool = fitting_pool(self._lanes, program.graph, program.zone)
         try:
-            self.run(program, examples)
-        except DeviceError as error:
-            if isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise MemoryExceeded(
-                    f"{program.name}, batch {program.batch}: its kernels need more than the"
-                    f" {format_bytes(program.zone_bytes)} that its plan has for activations and scratch; measure it"
-                    " again on this device, or give it a larger workspace"
-                ) from error
+            self._try_out(program)
+        except CohabitError:
+            program.ready.pool = None
+            pool.close()
             raise
-        self.settle()
         capture(self._lanes, program)
-        if program.captured.whole is not None:
-            self.run(program, examples)
+        if program.ready.whole is not None:
+            self.run(program, program.examples())
+            self.settle()
+
+    def _try_out(self, program: CudaProgram) -> None:
+        try:
+            self.run(program, program.examples())
+        except DeviceError:
+            _refuse_narrow(program)
+            raise
+        _refuse_narrow(program)
+        self.settle()
+        if program.pool.held_bytes:
+            raise DeviceError(
+                f"{program.name}: {format_bytes(program.pool.held_bytes)} of its workspace stay taken by a library"
+                " after an inference; what a library keeps must not lie there"
+            )
+
+    def dismiss(self, program: CudaProgram) -> None:
+        """Forget a program, which will not be run any more, and give back what it holds."""
+        self.settle()
+        self._transfers.take(program.name)
+        self._stale.discard(program.name)
+        self._ahead = self._expected = None
+        program.close()
 
     @contextmanager
     def _faults(self, program: CudaProgram) -> Iterator[None]:
@@ -228,6 +252,16 @@ class CudaExecutor:
             if isinstance(error, DeviceError):
                 raise
             raise DeviceError(f"{program.name}: {error}") from error
+
+
+def _refuse_narrow(program: CudaProgram) -> None:
+    """Raise MemoryExceeded if kernels have found no room, even if they made do with less: that may change bits."""
+    if (wanted := program.pool.refused_bytes) is not None:
+        raise MemoryExceeded(
+            f"{program.name}, batch {program.batch}: torch's allocator wanted {format_bytes(wanted)} more than the"
+            f" {format_bytes(program.zone.nbytes)} that the plan has for activations and scratch; measure the model"
+            " again on this device, or give it a larger workspace"
+        )
 
 
 def _refuse_failed(program: CudaProgram, transfers: Sequence[Transfer]) -> None:

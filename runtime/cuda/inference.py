@@ -29,7 +29,7 @@ def issue_inference(
     Raises what a kernel or a copy raises, when everything that could be issued has been.
     """
     driver = lanes.driver
-    with driver.tf32(program.precision.tf32), torch.inference_mode():
+    with driver.tf32(program.tf32), torch.inference_mode():
         with driver.on(lanes.compute):
             driver.launch(lambda: program.begin(frame))
         if serial:

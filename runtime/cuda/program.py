@@ -1,11 +1,13 @@
 """A program prepared for a CUDA device: its schedule, prepared copies, fixed buffers, pool, and captured graphs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 
+from planner.graph import Graph as GraphOfOps
 from planner.plan import Plan
 from planner.profile import Profile
 from runtime.backend import Memory, Source
@@ -15,23 +17,25 @@ from runtime.cuda.host import Pinned
 from runtime.cuda.issue import Perform
 from runtime.cuda.lower import Copy, Kernels, Schedule, schedule
 from runtime.cuda.surface import Driver, Event, Graph, Pool
-from runtime.cuda.zone import Zone, zone_of
+from runtime.cuda.zone import zone_of
 from runtime.lower import Lowered
 from runtime.program import Bases, Program, build
+from runtime.specialize import Trace
 
-SMALL_SEGMENT_BYTES = 2 << 20
-"""What torch's allocator carves at once for tensors of up to 1 MiB."""
-LEAST_LARGE_BYTES = 10 << 20
-"""The least piece that its pools take whole for larger tensors."""
+_READS_ON_HOST = ("item", "_local_scalar_dense")
 
 
 @dataclass(slots=True)
-class Captured:
-    """The graphs of a program: `whole` brings the prefix in, `rest` counts on it. `refused` says why there are none."""
+class Readiness:
+    """What a program gets when it is admitted to the device, by the thread that owns that."""
 
+    pool: Pool | None = None
     whole: Graph | None = None
+    """The captured program that brings the prefix in,"""
     rest: Graph | None = None
+    """and the one that counts on it to be there."""
     refused: str | None = None
+    """Why there are no graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,10 @@ class CudaProgram(Program):
     schedule: Schedule
     copies: Mapping[Copy, Callable[[], None]]
     buffers: Buffers
-    pool: Pool
-    zone_bytes: int
+    graph: GraphOfOps
+    zone: torch.Tensor
+    """The bytes of the workspace for activations and scratch."""
+    examples: Callable[[], list[torch.Tensor]]
     device: torch.device
     link_free: Event
     """Reached when the last copy of a replayed graph has ended."""
@@ -50,12 +56,17 @@ class CudaProgram(Program):
     """Copies pass through host code, which no graph can hold."""
     compute_s: float | None
     """Time of the kernels alone, where there is a profile."""
-    precision: "Precision"
-    captured: Captured = field(default_factory=Captured)
+    tf32: bool
+    ready: Readiness
+
+    @property
+    def pool(self) -> Pool:
+        assert self.ready.pool is not None, "not admitted"
+        return self.ready.pool
 
     def begin(self, frame: Frame) -> None:
         """Bring the inputs in."""
-        self.buffers.upload(frame, self.input_slots, self.device, self.precision.memory_format)
+        self.buffers.upload(frame, self.input_slots, self.device)
 
     def compute(self, index: int, frame: Frame) -> None:
         """Run one op's kernels."""
@@ -70,6 +81,16 @@ class CudaProgram(Program):
         self.buffers.download(values)
         frame[:] = [None] * len(frame)
 
+    def close(self) -> None:
+        """Give up graphs, pool and buffers. Nothing may be under way."""
+        ready = self.ready
+        for graph in {id(g): g for g in (ready.whole, ready.rest) if g is not None}.values():
+            graph.close()
+        if ready.pool is not None:
+            ready.pool.close()
+        ready.whole = ready.rest = ready.pool = None
+        self.buffers.close()
+
     def performing(self, driver: Driver, frame: Frame) -> Perform:
         """How commands are carried out for one inference."""
 
@@ -82,14 +103,6 @@ class CudaProgram(Program):
         return perform
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """How a model's kernels compute: see `runtime.options`."""
-
-    tf32: bool = False
-    memory_format: torch.memory_format = torch.contiguous_format
-
-
 def prepare(
     driver: Driver,
     pinned: Pinned,
@@ -99,37 +112,41 @@ def prepare(
     arena: Memory[torch.Tensor],
     bases: Bases,
     store: Source[torch.Tensor],
-    small_segments: int,
-    precision: Precision,
 ) -> CudaProgram:
-    """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan."""
+    """Check a plan and bind it. For any thread; nothing runs. Raises what `runtime.program.build` raises."""
     program = build(lowered, plan, profile, arena, bases, store)
     graph = lowered.graphs[program.batch]
     staged = bool(getattr(store, "staged", False))
     lowered_to = schedule(program, join=not staged)
     zone = zone_of(graph, plan)
-    memory = arena.bytes(bases.offset(zone.address), zone.nbytes)
     own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program)}
     return CudaProgram(
         **own,
         schedule=lowered_to,
         copies=_prepared(program, lowered_to, arena, store),
         buffers=Buffers(program.name, lowered.inputs, lowered.outputs, program.batch, pinned),
-        pool=driver.pool(memory, large_bytes(zone, small_segments)),
-        zone_bytes=zone.nbytes,
+        graph=graph,
+        zone=arena.bytes(bases.offset(zone.address), zone.nbytes),
+        examples=lambda: lowered.examples(program.batch),
+        ready=Readiness(refused=obstacle(lowered.traces[program.batch], staged=staged)),
         device=arena.device,
         link_free=driver.event(external=True),
         staged=staged,
         compute_s=None if profile is None else profile.compute_s,
-        precision=precision,
+        tf32=lowered.options.tf32,
     )
 
 
-def large_bytes(zone: Zone, small_segments: int) -> int:
-    """How much of a zone is one piece for large tensors; none where that would be too small for the allocator."""
-    left = zone.nbytes - small_segments * SMALL_SEGMENT_BYTES
-    whole = left // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
-    return whole if whole >= LEAST_LARGE_BYTES else 0
+def obstacle(trace: Trace, *, staged: bool) -> str | None:
+    """Why a program cannot be captured, as far as can be told beforehand."""
+    if staged:
+        return "its parameters are not pinned: copies pass through the staging ring, which the host fills"
+    for instruction in trace.instructions:
+        if isinstance(instruction.target, HigherOrderOperator):
+            return f"op {instruction.name} chooses what to run by values"
+        if getattr(instruction.target, "_opname", "") in _READS_ON_HOST:
+            return f"op {instruction.name} reads a number on the host"
+    return None
 
 
 def _prepared(

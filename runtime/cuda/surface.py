@@ -8,7 +8,7 @@ issued before that record waits for nothing.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,10 @@ Kernels = Callable[[], None]
 HostBytes = npt.NDArray[np.uint8]
 
 
-class Stream(Protocol):
-    """A queue of work on the device."""
-
-
-class Event(Protocol):
-    """A place in a stream's work."""
+Stream: TypeAlias = Any
+"""A queue of work on the device: the driver's own type."""
+Event: TypeAlias = Any
+"""A place in a stream's work: the driver's own type."""
 
 
 class Pool(Protocol):
@@ -35,12 +33,12 @@ class Pool(Protocol):
         ...
 
     @property
-    def small_segments(self) -> int:
-        """How many segments for small tensors have been carved."""
+    def refused_bytes(self) -> int | None:
+        """The last request that found no room, even if the operator made do with less; None if all did."""
         ...
 
     def close(self) -> None:
-        """Give the bytes back. No tensor of the pool may be alive."""
+        """Give the bytes back. No tensor and no graph of the pool may be left."""
         ...
 
 
@@ -49,6 +47,10 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Issue all of it to the current stream, at once: it starts behind, and ends before, what is issued there."""
+        ...
+
+    def close(self) -> None:
+        """Give up the graph, and its hold on its pool."""
         ...
 
 
@@ -70,8 +72,11 @@ class Driver(Protocol):
     @property
     def name(self) -> str: ...
 
-    def adopt_thread(self) -> None:
-        """Make the calling thread ready to issue work: what libraries allocate per thread is allocated now."""
+    def adopt_thread(self, compute: Stream) -> None:
+        """Make the calling thread ready to issue kernels to a stream: what libraries keep for both is allocated now.
+
+        Costs nothing the next time.
+        """
         ...
 
     def stream(self) -> Stream: ...
@@ -127,19 +132,23 @@ class Driver(Protocol):
     def pool(self, memory: torch.Tensor, large_bytes: int) -> Pool:
         """A pool of the given device bytes; so many of them in one piece, the rest in segments for small tensors.
 
-        Pools may overlap. Whoever uses two of the same bytes at a time loses data.
+        For tensors of the current stream. Pools may overlap: whoever uses two of the same bytes at a time loses data.
         """
         ...
 
-    def allocating(self, pool: Pool) -> AbstractContextManager[None]:
+    def allocating(self, pool: Any) -> AbstractContextManager[None]:
         """Make tensors in the pool; for the calling thread."""
         ...
 
-    def capture(self, pool: Pool, issue: Callable[[], None]) -> Graph:
+    def capture(self, pool: Any, issue: Callable[[], None]) -> Graph:
         """Capture what `issue` issues to the current stream, and to those that join it by events.
 
         Nothing runs. Tensors come from the pool. Raises CaptureFailed.
         """
+        ...
+
+    def peak_bytes(self, kernels: Kernels) -> int:
+        """Run kernels and wait for them: the most bytes that torch's allocator gave them at once."""
         ...
 
     def tf32(self, allowed: bool) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from runtime.cuda.surface import DeviceMemory, HostBytes
 from runtime.errors import CaptureFailed, MemoryExceeded
 
 _POISON = 0xA5
-_TICK_S = 1e-6
+_TICK_S = 1e-3
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Capture:
 class FakePool:
     nbytes: int
     held_bytes: int = 0
-    small_segments: int = 0
+    refused_bytes: int | None = None
     closed: bool = False
 
     def close(self) -> None:
@@ -99,6 +99,8 @@ class FakeDriver:
         self.calls: list[str] = []
         self.kernel_bytes = 0
         """What any kernel needs at once: pools with less refuse it."""
+        self.least_pool_bytes = 0
+        """What torch's allocator needs: smaller pools refuse to serve."""
         self.broken: str | None = None
         """Set to lose the device."""
         self.uncapturable: str | None = None
@@ -120,7 +122,7 @@ class FakeDriver:
 
     # Streams and events
 
-    def adopt_thread(self) -> None:
+    def adopt_thread(self, compute: FakeStream) -> None:
         self._refuse_broken()
 
     def stream(self) -> FakeStream:
@@ -169,6 +171,7 @@ class FakeDriver:
 
         def run() -> None:
             if pool is not None and self.kernel_bytes > pool.nbytes:
+                pool.refused_bytes = self.kernel_bytes
                 raise torch.OutOfMemoryError("out of the pool's memory")
             kernels()
 
@@ -310,11 +313,19 @@ class FakeDriver:
     def allocating(self, pool: FakePool) -> Iterator[None]:
         assert getattr(self._local, "pool", None) is None, "a pool inside of a pool"
         assert not pool.closed
+        if pool.nbytes < self.least_pool_bytes:
+            pool.refused_bytes = self.least_pool_bytes
         self._local.pool = pool
         try:
             yield
         finally:
             self._local.pool = None
+
+    def peak_bytes(self, kernels: Callable[[], None]) -> int:
+        self.drain()
+        with torch.inference_mode():
+            kernels()
+        return self.kernel_bytes
 
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:
@@ -376,10 +387,15 @@ class FakeGraph:
     def __init__(self, driver: FakeDriver, capture: Capture) -> None:
         self._driver = driver
         self._capture = capture
+        self.closed = False
 
     def replay(self) -> None:
+        assert not self.closed
         self._driver._call("replay")
         self._driver._replay(self._capture)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def _refuse_unjoined(capture: Capture) -> None:

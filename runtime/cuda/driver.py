@@ -1,0 +1,226 @@
+"""The real CUDA, through torch: streams, events, copies, pinned memory, pools, graphs, and NVML for what is in use."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import torch
+
+from planner.errors import format_bytes
+from runtime.cuda.pools import CarvedPool
+from runtime.cuda.surface import DeviceMemory, HostBytes, Kernels
+from runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
+
+_cuda: Any = torch.cuda  # in large part without types
+_backends: Any = torch.backends
+_REGISTER_PORTABLE, _REGISTER_MAPPED = 1, 2
+_CYCLES_PER_S = 2e9
+_NOT_CAPTURED = "kernels could not be captured"
+
+
+class CudaDriver:
+    """One device, by torch's index."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self.name = f"{torch.cuda.get_device_name(index)}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+        self._index = index
+        self._adopted: set[int] = set()
+
+    @staticmethod
+    def open(index: int = 0) -> "CudaDriver":
+        """Take a device into use. Raises DeviceError if there is none of that index."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if index >= count:
+            raise DeviceError(
+                f"there is no CUDA device {index}: torch {torch.__version__} sees {count}; use --device cpu"
+            )
+        torch.cuda.set_device(index)
+        return CudaDriver(index)
+
+    # Streams and events
+
+    def adopt_thread(self, compute: torch.cuda.Stream) -> None:
+        if threading.get_ident() in self._adopted:
+            return
+        torch.cuda.set_device(self._index)
+        with torch.cuda.stream(compute), torch.inference_mode():
+            # Handles and workspaces of the libraries are per thread and stream, and stay: not in anybody's pool.
+            for dtype in (torch.float32, torch.float16):
+                square = torch.ones(64, 64, dtype=dtype, device=self.device)
+                torch.nn.functional.linear(square, square, square[0])
+                torch.bmm(square[None], square[None])
+                torch.nn.functional.conv2d(square[None, None], square[None, None, :3, :3])
+        torch.cuda.synchronize(self._index)
+        self._adopted.add(threading.get_ident())
+
+    def stream(self) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream = _cuda.Stream(self.device)
+        return stream
+
+    def event(self, *, timed: bool = False, external: bool = False) -> torch.cuda.Event:
+        event: torch.cuda.Event = _cuda.Event(enable_timing=timed, external=external)
+        if external:  # torch makes the event with its first record, and ignores waits for one that is not made
+            event.record(torch.cuda.current_stream(self._index))
+        return event
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        return torch.cuda.stream(stream)
+
+    def launch(self, kernels: Kernels) -> None:
+        kernels()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source, non_blocking=True)
+
+    def record(self, event: torch.cuda.Event) -> None:
+        event.record(torch.cuda.current_stream(self._index))
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        event.wait(torch.cuda.current_stream(self._index))
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(start.elapsed_time(end)) / 1e3
+
+    def hold(self, seconds: float) -> None:
+        _cuda._sleep(int(seconds * _CYCLES_PER_S))
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self._index)
+
+    def well(self) -> bool:
+        try:
+            torch.cuda.synchronize(self._index)
+        except RuntimeError:
+            return False
+        return True
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            memory = self.memory()
+            raise MemoryExceeded(
+                f"the device has {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free, less"
+                f" than the {format_bytes(nbytes)} of the arena; lower --memory"
+            ) from error
+
+    def pin(self, host: HostBytes) -> None:
+        flags = _REGISTER_PORTABLE | _REGISTER_MAPPED
+        status = int(_cuda.cudart().cudaHostRegister(host.ctypes.data, host.nbytes, flags))
+        if status:
+            raise MemoryExceeded(
+                f"pinning {format_bytes(host.nbytes)} of host memory failed (CUDA error {status}); lower the cap on"
+                " pinned memory or raise the limit on locked memory (ulimit -l)"
+            )
+
+    def unpin(self, host: HostBytes) -> None:
+        _cuda.cudart().cudaHostUnregister(host.ctypes.data)
+
+    def mapped(self, host: torch.Tensor) -> torch.Tensor:
+        raw = host.reshape(-1).view(torch.uint8)
+        tensor = torch.as_tensor(_AtAddress(raw), device=self.device)
+        assert tensor.data_ptr() == raw.data_ptr(), "pinned memory has another address on the device"
+        return tensor.view(host.dtype).reshape(host.shape)
+
+    def pool(self, memory: torch.Tensor, large_bytes: int) -> CarvedPool:
+        return CarvedPool(memory, large_bytes)
+
+    def allocating(self, pool: CarvedPool) -> AbstractContextManager[None]:
+        return pool.allocating()
+
+    def peak_bytes(self, kernels: Kernels) -> int:
+        torch.cuda.reset_peak_memory_stats(self._index)
+        before = torch.cuda.memory_allocated(self._index)
+        kernels()
+        torch.cuda.synchronize(self._index)
+        return torch.cuda.max_memory_allocated(self._index) - before
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self._index)
+        return DeviceMemory(total, free, _process_bytes(self._index))
+
+    # Graphs
+
+    def capture(self, pool: CarvedPool, issue: Callable[[], None]) -> "CudaGraph":
+        graph: Any = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._index)
+        graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+        error: Exception | None = None
+        try:
+            issue()
+        except Exception as raised:
+            error = raised
+        try:
+            graph.capture_end()
+        except RuntimeError as raised:
+            # The capture is over, but torch still sends this thread's allocations to the pool.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._index, pool.id)
+            error = error or raised
+        if error is not None:
+            raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
+        return CudaGraph(graph, pool)
+
+    @contextmanager
+    def tf32(self, allowed: bool) -> Iterator[None]:
+        modules = (_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn)
+        before = [module.fp32_precision for module in modules]
+        for module in modules:
+            module.fp32_precision = "tf32" if allowed else "ieee"
+        try:
+            yield
+        finally:
+            for module, precision in zip(modules, before, strict=True):
+                module.fp32_precision = precision
+
+
+class CudaGraph:
+    """A captured graph. It keeps its pool, whose bytes its kernels use."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CarvedPool) -> None:
+        self._graph = graph
+        self._pool = pool
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def close(self) -> None:
+        self._graph.reset()
+
+
+class _AtAddress:
+    """Pinned host bytes in the form in which torch takes device memory of others over."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self._raw = raw
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (raw.numel(),),
+            "typestr": "|u1",
+            "data": (raw.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _process_bytes(index: int) -> int | None:
+    """Device memory of this process, whatever took it: NVML's figure, or None where it does not know the process."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}".encode())
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return None
+    own = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
+    return int(own[0]) if own and own[0] is not None else None

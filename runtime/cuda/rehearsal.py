@@ -1,0 +1,81 @@
+"""Finds out whether a graph's tensors fit into given bytes: torch's allocator is asked for them, and no kernel runs.
+
+Torch's pools round sizes up, keep tensors of up to 1 MiB in segments of their own, and fragment. How many such
+segments a model needs is found by trying, before its kernels run: a kernel that finds no room may silently choose
+another algorithm, and keep to it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from planner.errors import format_bytes
+from planner.graph import Graph
+from runtime.cuda.issue import Lanes
+from runtime.cuda.surface import Pool
+from runtime.errors import MemoryExceeded
+
+SMALL_SEGMENT_BYTES = 2 << 20
+"""What torch's allocator carves at once for tensors of up to 1 MiB."""
+LEAST_LARGE_BYTES = 10 << 20
+"""The least piece that its pools take whole for larger tensors."""
+
+MOST_SMALL_SEGMENTS = 64
+
+
+def fitting_pool(lanes: Lanes, graph: Graph, memory: torch.Tensor) -> Pool:
+    """A pool of the given bytes in which a graph's tensors fit. Raises MemoryExceeded if there is none."""
+    for small_segments in _divisions(memory.nbytes):
+        pool = make_pool(lanes, memory, small_segments)
+        if rehearse(lanes, graph, pool):
+            return pool
+        pool.close()
+    raise MemoryExceeded(
+        f"{graph.name}, batch {graph.batch}: torch's allocator cannot place its activations and scratch in the"
+        f" {format_bytes(memory.nbytes)} that the plan has for them; measure the model on this device, or give it a"
+        " larger workspace"
+    )
+
+
+def make_pool(lanes: Lanes, memory: torch.Tensor, small_segments: int) -> Pool:
+    """A pool for the compute stream with room for so many segments of small tensors."""
+    with lanes.driver.on(lanes.compute):
+        return lanes.driver.pool(memory, large_bytes(memory.nbytes, small_segments))
+
+
+def large_bytes(zone_bytes: int, small_segments: int) -> int:
+    """How much of a zone is one piece for large tensors; none where that would be too small for the allocator."""
+    left = zone_bytes - small_segments * SMALL_SEGMENT_BYTES
+    whole = left // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
+    return whole if whole >= LEAST_LARGE_BYTES else 0
+
+
+def rehearse(lanes: Lanes, graph: Graph, pool: Pool) -> bool:
+    """Whether a graph's inputs, activations and scratch can be had from a pool, in the order of its ops."""
+    driver = lanes.driver
+    last_use = {i: n for n, op in enumerate(graph.ops) for i in (*op.reads, *op.writes)}
+    kept = set(graph.outputs)
+
+    def make(nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=driver.device)
+
+    with driver.on(lanes.compute), driver.allocating(pool):
+        try:
+            held = {i: make(t.nbytes) for i, t in enumerate(graph.tensors) if t.kind == "input"}
+            for n, op in enumerate(graph.ops):
+                held |= {i: make(graph.tensors[i].nbytes) for i in op.writes}
+                make(op.scratch_bytes)
+                for i in [i for i in held if last_use.get(i, -1) <= n and i not in kept]:
+                    del held[i]
+            held.clear()
+        except torch.OutOfMemoryError:
+            return False
+    return pool.refused_bytes is None
+
+
+def _divisions(zone_bytes: int) -> Iterator[int]:
+    """Numbers of small segments to try: the fewest first, and at last nothing else."""
+    for small_segments in range(1, MOST_SMALL_SEGMENTS + 1):
+        if large_bytes(zone_bytes, small_segments):
+            yield small_segments
+    yield zone_bytes // SMALL_SEGMENT_BYTES

@@ -1,0 +1,245 @@
+"""What only a GPU can show: the driver's assumptions about CUDA, flat memory, and faults that lose the device."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from planner.problem import Problem
+from planner.search import search
+from runtime.arena import anonymous_memory
+from runtime.cuda.backend import CudaBackend
+from runtime.cuda.scratch import live_peak_bytes
+from runtime.lower import Lowered, lower
+from runtime.profile import resident_plan
+from runtime.program import Bases
+from tests.runtime import models
+from tests.runtime.backends import has_gpu, real_cuda
+from tests.runtime.plans import streaming_plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no CUDA device")]
+
+MIB = 1 << 20
+INFERENCES = 10_000
+
+
+@pytest.fixture
+def backend() -> Iterator[CudaBackend]:
+    opened = real_cuda()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def convolutions(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    folder = tmp_path_factory.mktemp("convolutions")
+    torch.manual_seed(0)
+    models.export(models.ConvNorm(), {"x": torch.zeros(3, 3, 64, 64)}, folder / "model.pt2")
+    return lower(folder / "model.pt2", "conv_norm", [1, 8], folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    models.export(models.Wide(12, 1024), {"x": torch.zeros(3, 1024)}, folder / "model.pt2")
+    return lower(folder / "model.pt2", "wide", [1, 8], folder / "cache")
+
+
+def host_bytes(backend: CudaBackend, nbytes: int) -> np.ndarray:
+    return backend.pinned.take(nbytes, "a test")
+
+
+def test_a_copy_from_registered_memory_does_not_block(backend: CudaBackend) -> None:
+    driver, host = backend.driver, host_bytes(backend, 256 * MIB)
+    device = driver.allocate(256 * MIB)
+    end = driver.event()
+    start_s = time.perf_counter()
+    with driver.on(backend.lanes.swap_in):
+        driver.copy(device, torch.from_numpy(host))
+        driver.record(end)
+    issued_s = time.perf_counter() - start_s
+    driver.synchronize(end)
+    ended_s = time.perf_counter() - start_s
+    assert issued_s < ended_s / 2
+    backend.pinned.give(host)
+
+
+def test_kernels_read_mapped_memory_in_place(backend: CudaBackend) -> None:
+    host = torch.from_numpy(host_bytes(backend, 4 * MIB)).view(torch.float32)
+    host.copy_(torch.arange(MIB, dtype=torch.float32))
+    table = backend.driver.mapped(host.reshape(-1, 16))
+    rows = torch.embedding(table, torch.tensor([3, 65535], device="cuda")).cpu()
+    assert torch.equal(rows, host.reshape(-1, 16)[[3, 65535]])
+
+
+def test_an_external_event_of_a_graph_is_reached_inside_of_it(backend: CudaBackend) -> None:
+    """What is issued behind a replay, to another stream, waits for the record of that replay."""
+    driver, lanes = backend.driver, backend.lanes
+    memory, seen = driver.allocate(MIB), driver.allocate(MIB)
+    memory.zero_()
+    reached = driver.event(external=True)
+    pool = driver.pool(driver.allocate(32 * MIB), 20 * MIB)
+
+    def issue() -> None:
+        driver.hold(0.02)
+        driver.launch(lambda: memory.add_(1))
+        driver.record(reached)
+        driver.hold(0.02)
+
+    with driver.on(lanes.compute):
+        graph = driver.capture(pool, issue)
+    for count in (1, 2, 3):
+        with driver.on(lanes.compute):
+            graph.replay()
+        with driver.on(lanes.swap_in):
+            driver.wait(reached)
+            seen.copy_(memory)
+        driver.drain()
+        assert int(seen[0]) == count
+    graph.close()
+    pool.close()
+
+
+def test_tensors_of_a_pool_lie_in_its_bytes_and_nowhere_else(backend: CudaBackend) -> None:
+    driver = backend.driver
+    memory = driver.allocate(64 * MIB)
+    low, high = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    with driver.on(backend.lanes.compute):
+        pool = driver.pool(memory, 56 * MIB)
+        with driver.allocating(pool):
+            made = [torch.empty(n, dtype=torch.uint8, device="cuda") for n in (100, 3 * MIB, 20 * MIB, 2 << 10)]
+            assert all(low <= t.data_ptr() and t.data_ptr() + t.nbytes <= high for t in made)
+            assert pool.held_bytes >= 23 * MIB
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    assert pool.refused_bytes is not None
+    made.clear()
+    assert pool.held_bytes == 0
+    pool.close()
+
+
+def test_measured_plans_have_the_resident_program_s_bits_at_every_budget(
+    backend: CudaBackend, convolutions: Lowered, wide: Lowered
+) -> None:
+    for lowered in (convolutions, wide):
+        store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+        sized, profiles = backend.measure(lowered, store, None, lambda text: None)
+        for batch in sized.batches:
+            graph, inputs = sized.graphs[batch], sized.examples(batch)
+            whole = resident_plan(graph)
+            largest = max((graph.tensors[i].nbytes for i in graph.parameters), default=0)
+            room = live_peak_bytes(graph) + 4 * MIB
+            arena = backend.arena(whole.partition_bytes + whole.workspace_bytes + room + 4 * largest)
+
+            def run(plan, profile=None):  # type: ignore[no-untyped-def]
+                program = backend.build(sized, plan, profile, arena, Bases(0, plan.partition_bytes), store)  # noqa: B023
+                backend.executor.load(program)
+                results = [backend.executor.run(program, inputs).outputs[0] for _ in range(4)]  # noqa: B023
+                assert program.ready.whole is not None, program.ready.refused
+                assert all(torch.equal(results[0], r) for r in results)
+                backend.dismiss(program)
+                return results[0]
+
+            expected = run(structs.replace(whole, workspace_bytes=whole.workspace_bytes + room))
+            for share in (0.0, 0.3, 0.7):
+                partition = int(graph.parameter_bytes * share) // 4096 * 4096
+                workspace = -(-(room + 2 * largest) // 4096) * 4096
+                plan = search(Problem(graph, profiles[batch], partition, workspace))
+                assert torch.equal(run(plan, profiles[batch]), expected), f"{lowered.name} b{batch} {share:.0%}"
+            arena.close()
+        store.close()
+
+
+def test_ten_thousand_inferences_allocate_nothing(backend: CudaBackend, wide: Lowered) -> None:
+    store = backend.open_store("ram", wide.weights_path, wide.manifest)
+    arena = backend.arena(256 * MIB)
+    programs = []
+    offset = 0
+    for batch in wide.batches:
+        plan = streaming_plan(wide.graphs[batch], frozenset({0, 1, 2}))
+        roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 32 * MIB)
+        program = backend.build(wide, roomy, None, arena, Bases(offset, 128 * MIB), store)
+        backend.executor.load(program)
+        programs.append((program, wide.examples(batch)))
+        offset += plan.partition_bytes
+    for program, inputs in programs:
+        backend.executor.run(program, inputs)
+    before, statistics = backend.driver.memory(), torch.cuda.memory_stats()
+    for n in range(INFERENCES // len(programs)):
+        for position, (program, inputs) in enumerate(programs):
+            backend.executor.expect(programs[position - 1][0] if n % 2 else None)
+            backend.executor.run(program, inputs)
+    after, later = backend.driver.memory(), torch.cuda.memory_stats()
+    assert after.free_bytes == before.free_bytes
+    assert after.process_bytes == before.process_bytes
+    for name in ("num_device_alloc", "num_alloc_retries", "allocation.all.allocated"):
+        assert later.get(name) == statistics.get(name), name
+
+
+def test_a_replay_and_streams_give_the_same_bits(backend: CudaBackend, convolutions: Lowered) -> None:
+    store = backend.open_store("ram", convolutions.weights_path, convolutions.manifest)
+    plan = streaming_plan(convolutions.graphs[8])
+    roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 256 * MIB)
+    arena = backend.arena(512 * MIB)
+    program = backend.build(convolutions, roomy, None, arena, Bases(0, 0), store)
+    backend.executor.load(program)
+    inputs = convolutions.examples(8)
+    replayed = backend.executor.run(program, inputs).outputs[0]
+    assert torch.equal(backend.executor.run(program, inputs, traced=True).outputs[0], replayed)
+    assert torch.equal(backend.executor.run(program, inputs, serial=True).outputs[0], replayed)
+
+
+LOSING = """
+import sys, torch
+from pathlib import Path
+from msgspec import structs
+from runtime.errors import DeviceError, DeviceLost
+from runtime.lower import lower
+from runtime.profile import resident_plan
+from runtime.program import Bases
+from tests.runtime import models
+from tests.runtime.backends import real_cuda
+
+folder = Path(sys.argv[1])
+torch.manual_seed(0)
+models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder / "model.pt2")
+lowered = lower(folder / "model.pt2", "tied", [2], folder / "cache")
+backend = real_cuda()
+store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+plan = resident_plan(lowered.graphs[2])
+plan = structs.replace(plan, workspace_bytes=plan.workspace_bytes + (64 << 20))
+program = backend.build(lowered, plan, None, backend.arena(256 << 20), Bases(0, plan.partition_bytes), store)
+backend.executor.load(program)
+for _ in range(2):
+    try:
+        backend.executor.run(program, [torch.full((2, 5), 1 << 40)])
+        raise SystemExit("an index outside of the table was read")
+    except DeviceLost:
+        assert backend.executor.lost
+print("lost, and said so", flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_a_fault_of_the_device_is_an_error_and_a_state_and_never_a_hang(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOSING, str(tmp_path)], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert "lost, and said so" in done.stdout, done.stderr[-2000:]
+
+
+def test_pinned_memory_is_anonymous_memory_of_exactly_that_size(backend: CudaBackend) -> None:
+    before = backend.pinned.used_bytes
+    host = host_bytes(backend, 3 * MIB + 17)
+    assert backend.pinned.used_bytes - before == 3 * MIB + 17
+    assert torch.from_numpy(host).is_pinned()
+    backend.pinned.give(host)
+    assert not torch.from_numpy(np.frombuffer(anonymous_memory(4096), np.uint8)).is_pinned()

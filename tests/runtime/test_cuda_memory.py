@@ -1,0 +1,194 @@
+"""Memory on a CUDA device: the workspace is carved to the byte, host memory is pinned up to a cap."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from planner.plan import Address, Compute, Placement, SwapIn
+from runtime.cuda.arena import CudaArena
+from runtime.cuda.backend import CudaBackend
+from runtime.cuda.carver import Carver
+from runtime.cuda.host import Pinned, PinnedStore, StagedStore
+from runtime.cuda.rehearsal import large_bytes
+from runtime.cuda.scratch import live_peak_bytes
+from runtime.cuda.zone import zone_of
+from runtime.errors import MemoryExceeded, UnsupportedPlan
+from runtime.lower import Lowered, lower
+from runtime.profile import resident_plan
+from runtime.program import Bases
+from tests.planner.graphs import PAGE, chain
+from tests.runtime import models
+from tests.runtime.cuda_fake import FakeDriver
+from tests.runtime.plans import streaming_plan
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    folder = tmp_path_factory.mktemp("tied")
+    torch.manual_seed(0)
+    models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder / "model.pt2")
+    return lower(folder / "model.pt2", "tied", [1], folder / "cache")
+
+
+def test_segments_are_carved_from_the_range_and_nothing_else() -> None:
+    carver = Carver(1000, 100)
+    assert carver.take(60) == 1000
+    assert carver.take(40) == 1060
+    assert carver.take(1) is None
+    assert carver.refused_bytes == 1
+    carver.give(1000)
+    carver.give(1060)
+    assert carver.take(100) == 1000
+
+
+def test_carving_agrees_with_a_map_of_bytes() -> None:
+    rng = random.Random(0)
+    carver, taken, held = Carver(0, 64), np.zeros(64, bool), {}
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            start = rng.choice(list(held))
+            taken[start : start + held.pop(start)] = False
+            carver.give(start)
+            continue
+        nbytes = rng.randint(1, 20)
+        free = [i for i in range(64 - nbytes + 1) if not taken[i : i + nbytes].any()]
+        found = carver.take(nbytes)
+        assert found == (free[0] if free else None), "first fit"
+        if found is not None:
+            taken[found : found + nbytes] = True
+            held[found] = nbytes
+
+
+def test_a_zone_is_all_that_parameters_leave_around_the_activations() -> None:
+    graph = chain([PAGE] * 3, activation_bytes=PAGE)
+    plan = streaming_plan(graph)
+    zone = zone_of(graph, plan)
+    assert zone.address == Address("workspace", PAGE), "behind the window"
+    assert zone.nbytes == plan.workspace_bytes - PAGE
+    more = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 5 * PAGE)
+    assert zone_of(graph, more).nbytes == zone.nbytes + 5 * PAGE
+
+
+def test_parameters_between_activations_are_refused() -> None:
+    graph = chain([PAGE] * 3, activation_bytes=PAGE)
+    plan = streaming_plan(graph)
+    middle = next(s.outputs[0] for s in plan.steps if isinstance(s, Compute))
+    moved = tuple(structs.replace(s, address=middle) if isinstance(s, SwapIn) else s for s in plan.steps)
+    with pytest.raises(UnsupportedPlan, match="without overlay"):
+        zone_of(graph, structs.replace(plan, steps=moved))
+    split = tuple(Placement(p.tensor, Address("partition", 0)) for p in plan.inputs)
+    with pytest.raises(UnsupportedPlan, match="one region"):
+        zone_of(graph, structs.replace(plan, inputs=split))
+
+
+def test_a_zone_is_one_large_piece_and_segments_for_small_tensors() -> None:
+    assert large_bytes(64 * MIB, 1) == 62 * MIB
+    assert large_bytes(64 * MIB, 3) == 58 * MIB
+    assert large_bytes(13 * MIB + 5, 1) == 10 * MIB
+    assert large_bytes(11 * MIB, 1) == 0, "less than what the allocator takes whole"
+
+
+def test_the_live_peak_is_that_of_the_graph_s_own_order() -> None:
+    graph = chain([PAGE] * 3, activation_bytes=100)
+    assert live_peak_bytes(graph) == 200, "each op has its input and its output"
+    heavy = structs.replace(
+        graph, ops=tuple(structs.replace(op, scratch_bytes=50 * n) for n, op in enumerate(graph.ops))
+    )
+    assert live_peak_bytes(heavy) == 300
+
+
+def test_pinned_memory_has_a_cap() -> None:
+    driver = FakeDriver()
+    pinned = Pinned(driver, limit_bytes=10_000)
+    first = pinned.take(6000, "first")
+    with pytest.raises(MemoryExceeded, match=r"pinning 5\.9 KiB on top of 5\.9 KiB exceeds the cap of 9\.8"):
+        pinned.take(6000, "second")
+    pinned.give(first)
+    assert pinned.used_bytes == driver.pinned_bytes == 0
+
+
+def test_a_model_beyond_the_cap_passes_through_the_ring(tied: Lowered) -> None:
+    manifest = tied.manifest
+    backend = CudaBackend(FakeDriver(), pinned_limit_bytes=manifest.file_bytes + MIB)
+    first = backend.open_store("ram", tied.weights_path, manifest)
+    assert isinstance(first, PinnedStore)
+    first.close()
+    narrow = CudaBackend(FakeDriver(), pinned_limit_bytes=manifest.file_bytes - 1)
+    assert isinstance(narrow.open_store("ram", tied.weights_path, manifest), StagedStore)
+    assert isinstance(backend.open_store("file", tied.weights_path, manifest), StagedStore)
+
+
+@pytest.mark.parametrize("kind", ["ram", "file"])
+@pytest.mark.parametrize("limit_bytes", [None, 12 * MIB])
+def test_copies_bring_the_file_s_bytes_whatever_the_store(
+    tied: Lowered, kind: str, limit_bytes: int | None
+) -> None:
+    driver = FakeDriver()
+    backend = CudaBackend(driver, limit_bytes)
+    raw = tied.weights_path.read_bytes()
+    store = backend.open_store(kind, tied.weights_path, tied.manifest)
+    arena = CudaArena(driver, tied.manifest.segment_bytes)
+    for index, segment in enumerate(tied.manifest.segments):
+        store.copy(index, arena.bytes(segment.offset, segment.nbytes))()
+    driver.drain()
+    assert bytes(arena.bytes(0, arena.nbytes).numpy()) == raw[: tied.manifest.segment_bytes]
+    table = store.table(tied.manifest.tables[0].name)
+    assert bytes(table.numpy()) == raw[tied.manifest.tables[0].offset :][: table.nbytes]
+    backend.close()
+    store.close()
+    assert backend.pinned.used_bytes == driver.pinned_bytes == 0
+
+
+def test_the_arena_refuses_bytes_outside() -> None:
+    arena = CudaArena(FakeDriver(), 4096)
+    with pytest.raises(MemoryExceeded, match="outside of the arena"):
+        arena.bytes(4000, 100)
+    with pytest.raises(MemoryExceeded, match="outside of the arena"):
+        arena.tensor(0, torch.float32, (2000,), (1,))
+    assert arena.tensor(128, torch.float32, (4, 8), (1, 4)).stride() == (1, 4)
+
+
+def test_a_plan_whose_zone_is_too_small_is_refused_with_the_numbers(tied: Lowered) -> None:
+    driver = FakeDriver()
+    backend = CudaBackend(driver)
+    store = backend.open_store("ram", tied.weights_path, tied.manifest)
+    plan = resident_plan(tied.graphs[1])
+    arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
+    program = backend.build(tied, plan, None, arena, Bases(0, plan.partition_bytes), store)
+    driver.least_pool_bytes = 64 * MIB
+    with pytest.raises(MemoryExceeded, match="cannot place its activations and scratch in the"):
+        backend.executor.load(program)
+    driver.least_pool_bytes, driver.kernel_bytes = 0, 64 * MIB
+    with pytest.raises(MemoryExceeded, match=r"wanted 64\.0 MiB more than the"):
+        backend.executor.load(program)
+    backend.dismiss(program)
+    driver.kernel_bytes = 0
+    backend.executor.load(backend.build(tied, plan, None, arena, Bases(0, plan.partition_bytes), store))
+    backend.close()
+    store.close()
+    assert driver.pinned_bytes == 0, "also what refused programs had pinned"
+
+
+def test_two_pools_of_a_program_are_never_in_use_at_once(tied: Lowered, tmp_path: Path) -> None:
+    """The fake refuses a pool inside of a pool; a model at two batch sizes shares the bytes one after the other."""
+    torch.manual_seed(0)
+    models.export(models.Wide(3, 264), {"x": torch.zeros(3, 264)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "wide", [1, 4], tmp_path / "cache")
+    backend = CudaBackend(FakeDriver())
+    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    plans = {b: resident_plan(lowered.graphs[b]) for b in (1, 4)}
+    arena = backend.arena(8 * MIB)
+    programs = {
+        b: backend.build(lowered, p, None, arena, Bases(0, p.partition_bytes), store) for b, p in plans.items()
+    }
+    backend.executor.load(programs[1])
+    one = backend.executor.run(programs[1], [lowered.examples(4)[0][:1]]).outputs[0]
+    four = backend.executor.run(programs[4], lowered.examples(4)).outputs[0]
+    torch.testing.assert_close(one[0], four[0])
+    backend.close()

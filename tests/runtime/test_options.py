@@ -1,0 +1,65 @@
+"""What a model option costs in accuracy is what `runtime.options` says, and its files are its own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.lower import lower
+from runtime.options import Options
+from runtime.profile import resident_plan
+from runtime.program import Bases
+from tests.runtime import models
+from tests.runtime.backends import cpu, has_gpu, real_cuda
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no CUDA device")]
+OPTIONS = [
+    Options(),
+    Options(channels_last=True),
+    Options("float16"),
+    Options("bfloat16"),
+    Options("float16", channels_last=True),
+]
+
+
+@pytest.mark.parametrize("make", [cpu, pytest.param(real_cuda, marks=ON_GPU)])
+@pytest.mark.parametrize("options", [*OPTIONS, pytest.param(Options(tf32=True), marks=ON_GPU)], ids=str)
+def test_outputs_are_within_the_option_s_tolerance(options: Options, make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model = models.ConvNorm().eval()
+    models.export(model, {"x": torch.zeros(3, 3, 8, 8)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
+    again = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
+    assert again.graphs == lowered.graphs
+    inputs = lowered.examples(2)
+    with torch.no_grad():
+        expected = model(*inputs)
+    backend = make()
+    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    plan = resident_plan(lowered.graphs[2])
+    arena = backend.arena(plan.partition_bytes + (64 << 20))
+    roomy = resident_plan(lowered.graphs[2])
+    program = backend.build(lowered, roomy, None, arena, Bases(0, plan.partition_bytes), store)
+    backend.executor.load(program)
+    (output,) = backend.executor.run(program, inputs).outputs
+    assert output.dtype is torch.float32
+    torch.testing.assert_close(output, expected, atol=options.tolerance * float(expected.abs().max()), rtol=0)
+    backend.close()
+
+
+def test_half_precision_halves_the_weights(tmp_path: Path) -> None:
+    models.export(models.Wide(3, 384), {"x": torch.zeros(3, 384)}, tmp_path / "model.pt2")
+    single, half = (
+        lower(tmp_path / "model.pt2", "wide", [1], tmp_path / "cache", options=o)
+        for o in (Options(), Options("float16"))
+    )
+    assert half.manifest.segment_bytes < 0.52 * single.manifest.segment_bytes
+    assert half.weights_path != single.weights_path
+
+
+def test_channels_last_weights_are_stored_so(tmp_path: Path) -> None:
+    models.export(models.ConvNorm(), {"x": torch.zeros(3, 3, 8, 8)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "conv", [1], tmp_path / "cache", options=Options(channels_last=True))
+    pieces = [p for s in lowered.manifest.segments for p in s.pieces if len(p.shape) == 4]
+    assert pieces
+    assert all(p.stride[1] == 1 for p in pieces)
