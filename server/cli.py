@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from planner.errors import CohabitError, UnknownSearcher
-from server.config import ServeConfig, add_flags, config_of
+from server.config import ServeConfig, add_flags
 from server.errors import ConfigError, RepositoryError
+from server.operate.layers import add_layer_flags, declare, settle
+from server.operate.printing import as_toml
 from server.plans.options import add_compare_flags, add_plan_flags, add_show_flags
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ _EXAMPLES = """examples:
   cohabit serve ./models --memory 8GiB
   cohabit serve ./models --memory 25% --store file --link-bandwidth 400MB/s
   cohabit serve ./models --memory 8GiB --model-rate resnet50=40 --model-rate bert=5
+  cohabit serve --config cohabit.toml --print-config
 """
 
 
@@ -70,7 +73,11 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _run_serve(options: argparse.Namespace, errors: Console) -> int:
-    return _serve(config_of(options), errors)
+    effective = settle(options.settings, options, os.environ)
+    if options.print_config:
+        print(as_toml(effective), end="")
+        return 0
+    return _serve(effective.config, errors)
 
 
 def _run_plan(options: argparse.Namespace, errors: Console) -> int:
@@ -190,7 +197,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(serve)
-    serve.set_defaults(run=_run_serve)
+    serve.set_defaults(run=_run_serve, settings=declare(serve))
+    add_layer_flags(serve)
     _add(
         commands.add_parser(
             "plan",

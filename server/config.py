@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-from server.errors import ConfigError
+from server.errors import ConfigError, FlagError
 from server.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, parse_size
 
 _T = TypeVar("_T")
@@ -205,7 +205,7 @@ def add_thread_flag(group: argparse._ArgumentGroup) -> None:
 def config_of(options: argparse.Namespace) -> ServeConfig:
     """Check every flag. Raises ConfigError, which names the flag."""
     config = ServeConfig(
-        repository=options.repository,
+        repository=Path(options.repository),
         memory=read("--memory", options.memory, parse_memory),
         layout=options.layout,
         host=options.host,
@@ -213,7 +213,7 @@ def config_of(options: argparse.Namespace) -> ServeConfig:
         grpc_port=read("--grpc-port", options.grpc_port, _port_or_off),
         client_shm=options.client_shm,
         metrics_port=read("--metrics-port", options.metrics_port, integer(0, 65535)),
-        cache=options.cache,
+        cache=None if options.cache is None else Path(options.cache),
         store=options.store,
         link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
         threads=optional("--threads", options.threads, integer(1, 1024)),
@@ -246,11 +246,11 @@ def _refuse_contradictions(config: ServeConfig) -> None:
 
 
 def read(flag: str, text: str, parse: Callable[[str], _T]) -> _T:
-    """Read a flag's value. Raises ConfigError, which names the flag."""
+    """Read a flag's value. Raises FlagError."""
     try:
         return parse(text)
     except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from error
+        raise FlagError(flag, str(error)) from error
 
 
 def optional(flag: str, text: str | None, parse: Callable[[str], _T]) -> _T | None:

@@ -1,7 +1,8 @@
 """The server's errors. They know no HTTP: `server.http_errors` maps them to status codes.
 
 CohabitError
-├── ConfigError              a flag that cannot be; the server does not start
+├── ConfigError              a setting that cannot be; the server does not start
+│   └── FlagError            the value of one flag
 ├── RepositoryError          the model repository cannot be read; the server does not start
 ├── StartFailed              what had to be loaded at start could not be
 └── RequestError             this request gets no answer; others do
@@ -31,7 +32,16 @@ from planner.errors import CohabitError, format_bytes
 
 
 class ConfigError(CohabitError):
-    """A flag that cannot be; the message names it."""
+    """A setting that cannot be; the message names it."""
+
+
+class FlagError(ConfigError):
+    """One flag's value cannot be, wherever it came from."""
+
+    def __init__(self, flag: str, reason: str) -> None:
+        super().__init__(f"{flag}: {reason}")
+        self.flag = flag
+        self.reason = reason
 
 
 class RepositoryError(CohabitError):

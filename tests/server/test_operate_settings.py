@@ -1,0 +1,151 @@
+"""Settings of `cohabit serve`: four layers, one outcome, and errors that say where a value came from."""
+
+import argparse
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from server.cli import main
+from server.config import ServeConfig, add_flags
+from server.errors import ConfigError
+from server.operate.layers import Effective, add_layer_flags, declare, settle
+from server.operate.printing import as_toml
+from server.sizes import FixedSize
+
+NEEDED = ("models", "--memory", "1GiB")
+
+
+def effective(*flags: str, environment: Mapping[str, str] | None = None) -> Effective:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser)
+    settings = declare(parser)
+    add_layer_flags(parser)
+    return settle(settings, parser.parse_args(flags), environment or {})
+
+
+def config(*flags: str, environment: Mapping[str, str] | None = None) -> ServeConfig:
+    return effective(*flags, environment=environment).config
+
+
+def file(folder: Path, text: str) -> str:
+    path = folder / "cohabit.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def refused(*flags: str, environment: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        effective(*flags, environment=environment)
+    return str(caught.value)
+
+
+def test_without_anything_else_the_defaults_of_the_config_hold() -> None:
+    assert config(*NEEDED) == ServeConfig(Path("models"), FixedSize(1 << 30))
+
+
+def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+    path = file(tmp_path, "http_port = 1\ngrpc_port = 1\nmetrics_port = 1\n")
+    environment = {"COHABIT_HTTP_PORT": "2", "COHABIT_GRPC_PORT": "2"}
+    found = config(*NEEDED, "--config", path, "--http-port", "3", environment=environment)
+    assert (found.http_port, found.grpc_port, found.metrics_port) == (3, 2, 1)
+
+
+def test_a_file_alone_is_enough(tmp_path: Path) -> None:
+    path = file(tmp_path, 'repository = "zoo"\nmemory = "2GiB"\nbatch_sizes = [4, 1]\nprefetch = false\n')
+    found = config("--config", path)
+    assert (found.repository, found.memory) == (Path("zoo"), FixedSize(2 << 30))
+    assert (found.batch_sizes, found.prefetch) == ((1, 4), False)
+
+
+def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
+    path = file(tmp_path, 'repository = "zoo"\n')
+    found = config(environment={"COHABIT_CONFIG": path, "COHABIT_MEMORY": "64MiB", "COHABIT_PREFETCH": "no"})
+    assert (found.repository, found.memory, found.prefetch) == (Path("zoo"), FixedSize(64 << 20), False)
+
+
+def test_a_flag_that_repeats_the_default_is_still_a_flag() -> None:
+    assert config(*NEEDED, "--http-port", "8000", environment={"COHABIT_HTTP_PORT": "1"}).http_port == 8000
+
+
+def test_rates_of_models_are_merged_and_the_upper_layer_wins(tmp_path: Path) -> None:
+    path = file(tmp_path, "[models.a]\nrate = 1\n[models.b]\nrate = 2.5\n")
+    found = config(*NEEDED, "--config", path, "--model-rate", "a=7", environment={"COHABIT_MODEL_RATE": "c=3"})
+    assert found.model_rates == {"a": 7.0, "b": 2.5, "c": 3.0}
+
+
+def test_models_tables_say_what_is_loaded(tmp_path: Path) -> None:
+    path = file(tmp_path, 'model_control = "explicit"\n[models.a]\nload = true\n[models.b]\nload = false\n')
+    assert config(*NEEDED, "--config", path).load_models == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("http_prot = 1", "http_prot in FILE: there is no such setting"),
+        ("http_port = 70000", "http_port in FILE: '70000' is not a whole number"),
+        ("http_port = true", "http_port in FILE: it must be a text or a number"),
+        ("prefetch = 1", "prefetch in FILE: it must be true or false"),
+        ("load_model = 'a'", "load_model in FILE: it must be a list"),
+        ("layout = 'flat'", "layout in FILE: 'flat' is none of partitioned, resident, time_shared"),
+        ("[http]\nport = 1", "http in FILE: there is no such setting"),
+        ("models = 3", "models in FILE: it must be a table of models"),
+        ("[models]\na = 3", "[models.a] in FILE: it must be a table"),
+        ("[models.a]\nrat = 3", "[models.a] in FILE: a model has no setting 'rat'; there are rate and load"),
+        ("[models.a]\nrate = '3'", "[models.a] in FILE: rate must be a number of requests per second"),
+        ("[models.a]\nrate = -3", "[models] in FILE: '-3' is not a rate in requests per second"),
+        ("http_port = ", "--config: FILE is not TOML: Invalid value"),
+    ],
+)
+def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = file(tmp_path, text)
+    assert refused(*NEEDED, "--config", path).startswith(message.replace("FILE", path))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("COHABIT_HTTP_PROT", "1", "COHABIT_HTTP_PROT: there is no such setting"),
+        ("COHABIT_http_port", "1", "COHABIT_http_port: there is no such setting"),
+        ("COHABIT_HTTP_PORT", "x", "COHABIT_HTTP_PORT: 'x' is not a whole number"),
+        ("COHABIT_STORE", "tape", "COHABIT_STORE: 'tape' is none of ram, file"),
+        ("COHABIT_PREFETCH", "maybe", "COHABIT_PREFETCH: 'maybe' is neither true nor false"),
+        ("COHABIT_CONFIG", "/nowhere.toml", "--config: /nowhere.toml cannot be read: No such file"),
+    ],
+)
+def test_what_the_environment_gets_wrong_is_named(variable: str, value: str, message: str) -> None:
+    assert refused(*NEEDED, environment={variable: value}).startswith(message)
+
+
+def test_flags_that_are_wrong_are_named_as_flags() -> None:
+    assert refused(*NEEDED, "--http-port", "x").startswith("--http-port: 'x'")
+
+
+def test_what_is_missing_is_named_with_the_ways_to_give_it() -> None:
+    message = refused("models")
+    assert message.startswith("--memory is missing")
+    assert "COHABIT_MEMORY" in message
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_nobodys_mistake() -> None:
+    links = {"COHABIT_SERVICE_HOST": "10.0.0.1", "COHABIT_PORT": "tcp://10.0.0.1", "COHABIT_PORT_8000_TCP": "x"}
+    assert config(*NEEDED, environment=links) == config(*NEEDED)
+
+
+def test_what_is_printed_reads_back_to_the_same_config_and_names_origins(tmp_path: Path) -> None:
+    path = file(tmp_path, 'load_model = ["a", "b"]\nmodel_control = "explicit"\n[models.a]\nrate = 2\n')
+    found = effective(*NEEDED, "--config", path, environment={"COHABIT_MODEL_RATE": "a=3,b=1"})
+    printed = as_toml(found)
+    assert config("--config", file(tmp_path, printed)) == found.config
+    assert tomllib.loads(printed)["model_rate"] == ["a=3", "b=1"]
+    origins = {line.partition(" =")[0]: line.rpartition("# ")[2] for line in printed.splitlines()}
+    assert origins["memory"] == "--memory"
+    assert origins["model_rate"] == "COHABIT_MODEL_RATE"
+    assert origins["load_model"] == f"load_model in {path}"
+    assert origins["store"] == "default"
+
+
+def test_print_config_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "no/such/folder", "--memory", "64MiB", "--print-config"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["memory"] == "64MiB"
