@@ -52,6 +52,35 @@ def batch_of(
     return Batch(tickets, sum(t.request.batch for t in tickets), keep_until_s)
 
 
+def best_rate_batch(
+    waiting: Iterable[Ticket], usual: Batch, estimate: Estimate, most_rows: int, now_s: float
+) -> Batch:
+    """Where not everything can be answered in time: the batch that answers most per second.
+
+    A request whose deadline is too near for a large batch would make a small one of it, and the next one, too.
+    """
+    generation = usual.tickets[0].generation
+    best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
+    tickets = [ticket for ticket in waiting if ticket.generation == generation]
+    for rows in estimate.planned(most_rows):
+        chosen = tuple(_fitting(tickets, rows, now_s + estimate.careful_s(rows, now_s)))
+        filled = sum(ticket.request.batch for ticket in chosen)
+        if chosen and filled / estimate.seconds(filled) > best_per_s:
+            best, best_per_s = Batch(chosen, filled), filled / estimate.seconds(filled)
+    return best
+
+
+def _fitting(tickets: Iterable[Ticket], most_rows: int, end_s: float) -> Iterator[Ticket]:
+    """In order, so many as fit into a batch that ends then and are still in time."""
+    rows = 0
+    for ticket in tickets:
+        if ticket.deadline_s is None or ticket.deadline_s >= end_s:
+            rows += ticket.request.batch
+            if rows > most_rows:
+                return
+            yield ticket
+
+
 def _in_order(first: Ticket, waiting: Iterable[Ticket]) -> Iterator[Ticket]:
     yield first
     yield from (ticket for ticket in waiting if ticket is not first)

@@ -45,6 +45,10 @@ class Estimate:
         most = max(self._predicted)
         return self._predicted[most] * rows / most
 
+    def planned(self, most_rows: int) -> list[int]:
+        """Batch sizes that there are plans for, up to so many rows."""
+        return [batch for batch in self._predicted if batch <= most_rows]
+
     def seconds(self, rows: int) -> float:
         """The time to expect."""
         return self.predicted_s(rows) * self._mean

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from server.batching import Batch, batch_of
+from server.batching import Batch, batch_of, best_rate_batch
 from server.errors import ModelNotFound, QueueFull, RequestTimedOut
 from server.estimates import Estimate
 from server.limits import Admission
@@ -22,6 +22,8 @@ BYPASSES = 8
 PATIENCE_S = 1.0
 """A request without a deadline is as urgent as one that must start within this time."""
 
+_STRAINED_S = 1.0
+"""So long after something could not be answered in time, answering most comes before answering the nearest deadline."""
 _MOST_GONE = 64
 """So many requests that have left may be remembered, and as many again as wait."""
 
@@ -62,6 +64,8 @@ class Scheduler:
         self._waiting_bytes = 0
         self._arrivals = 0
         self._busy_until_s = -math.inf
+        self._refused_s = -math.inf
+        """When something could last not be answered in time."""
         self._last: str | None = None
         self._announced: str | None = None
         self._bypassed: tuple[int, int] = (0, 0)
@@ -148,6 +152,7 @@ class Scheduler:
         if ticket.deadline_s is not None:
             needed_s = self._start_s(ticket, known, now_s) + self._careful_s(ticket, now_s) - now_s
             if now_s + needed_s > ticket.deadline_s:
+                self._refused_s = now_s
                 raise RequestTimedOut(request.model, ticket.deadline_s - now_s, needed_s)
         known.admission.enter(request.model, now_s, self._backlog_s(now_s))
         self._arrivals += 1
@@ -180,6 +185,7 @@ class Scheduler:
             elif ticket.late_s is not None:
                 self._models[ticket.request.model].queue.put_behind(ticket)
             elif self.cancel(ticket):
+                self._refused_s = now_s
                 hopeless.append(ticket)
         return hopeless
 
@@ -244,10 +250,13 @@ class Scheduler:
         if not ready:
             return None
         number, name, first = min((t.number, name, t) for name, known in ready if (t := known.queue.oldest()))
-        if self._bypassed[0] != number or self._bypassed[1] < BYPASSES:
-            name, known = min(ready, key=lambda r: (self._urgency_s(*r), (r[1].queue.first() or first).number))
-            first = known.queue.first() or first
-        return name, self._batch(self._models[name], first, now_s)
+        if self._bypassed[0] == number and self._bypassed[1] >= BYPASSES:
+            return name, self._batch(self._models[name], first, now_s)
+        name, known = min(ready, key=lambda r: (self._urgency_s(*r), (r[1].queue.first() or first).number))
+        batch = self._batch(known, known.queue.first() or first, now_s)
+        if now_s - self._refused_s < _STRAINED_S:
+            batch = best_rate_batch(known.queue, batch, known.estimate, known.most_rows, now_s)
+        return name, batch
 
     def _candidates(self) -> Iterator[tuple[str, _Model]]:
         return ((name, known) for name, known in self._models.items() if len(known.queue) and not known.held)
