@@ -109,8 +109,8 @@ async def deadlines(bench: Bench) -> Section:
             peak = await bench.saturation(client, bench.models)
         async with client_of(url, bench.models, TIMEOUT_S) as client:
             traffic = await client.open_loop(bench.models, DEADLINE_OVERLOAD * peak.goodput_per_s, bench.duration_s)
-    late = sum(latency > TIMEOUT_S for latency in traffic.ok_latencies_s)
-    share = late / max(len(traffic.ok_latencies_s), 1)
+    late = sum(wait_s > TIMEOUT_S for wait_s in traffic.ok_waits_s)
+    share = late / max(len(traffic.ok_waits_s), 1)
     in_time_per_s = traffic.goodput_per_s - late / bench.duration_s
     rows = [
         ["saturation, answers/s", f"{peak.goodput_per_s:.0f}"],
@@ -119,6 +119,7 @@ async def deadlines(bench: Bench) -> Section:
         ["refused", f"{sum(traffic.statuses.get(s, 0) for s in REFUSALS)}"],
         ["other", f"{sum(n for s, n in traffic.statuses.items() if s not in REFUSALS | {OK})}"],
         ["p50 / p99 of the answers, ms", _spread(traffic)],
+        ["the sender's lag, p99, ms", _ms(_percentile(traffic.lags_s))],
         ["p99 of the refusals, ms", _ms(_percentile(traffic.refusal_latencies_s))],
         ["answered in time, of saturation", f"{in_time_per_s / peak.goodput_per_s:.1%}"],
     ]

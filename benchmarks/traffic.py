@@ -40,6 +40,8 @@ class Traffic:
     statuses: Mapping[int, int]
     ok_latencies_s: Sequence[float]
     """From the intended send time."""
+    ok_waits_s: Sequence[float]
+    """From the actual send time: what a timeout that travels with the request can promise."""
     refusal_latencies_s: Sequence[float]
     lags_s: Sequence[float]
 
@@ -85,7 +87,7 @@ class Client:
                 number += 1
 
         await asyncio.gather(*(ask_on(first) for first in range(at_once)))
-        return Traffic(duration_s, statuses, latencies, [], [])
+        return Traffic(duration_s, statuses, latencies, latencies, [], [])
 
     async def open_loop(
         self, models: Sequence[str], rate_per_s: float, duration_s: float, seed: int = 0
@@ -104,6 +106,7 @@ class Client:
             duration_s,
             statuses,
             [o.latency_s for o in outcomes if o.failure is None],
+            [o.latency_s - o.lag_s for o in outcomes if o.failure is None],
             [o.latency_s for o in outcomes if o.failure is not None],
             [o.lag_s for o in outcomes],
         )

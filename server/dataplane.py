@@ -63,11 +63,13 @@ class DataPlane:
     def servable(self, model: str, version: str | None) -> ModelInfo:
         """Find what a request for inference is for, before its tensors are read.
 
-        Raises ShuttingDown, ModelNotFound or ModelNotReady.
+        Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull if it would have no place in the queue.
         """
         if self._engine.draining:
             raise ShuttingDown
-        return self.registry.find(model, version).info
+        info = self.registry.find(model, version).info
+        self._engine.require_room(model)
+        return info
 
     async def infer(self, request: InferRequest, info: ModelInfo) -> InferResponse:
         """Queue and execute a request. Raises RequestError, with the client's id in front."""
