@@ -17,6 +17,7 @@ Store = Literal["ram", "file"]
 LogFormat = Literal["text", "json"]
 ClientShm = Literal["auto", "on", "off"]
 ModelControl = Literal["none", "explicit", "poll"]
+PortAccess = Literal["open", "token"]
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -36,6 +37,7 @@ class ServeConfig:
     metrics_port: int = 8002
     cache: Path | None = None
     """Where lowered models, profiles and plans are kept; None for the loader's choice."""
+    device: str = "cpu"
     store: Store = "ram"
     link_bandwidth_bytes_per_s: float | None = None
     threads: int | None = None
@@ -60,6 +62,12 @@ class ServeConfig:
     exit_on_error: bool = False
     log_format: LogFormat = "text"
     client_shm: ClientShm = "auto"
+    token_files: tuple[Path, ...] = ()
+    """Tokens of which calls must show one; without any, whoever reaches a port may use it."""
+    control_token_files: tuple[Path, ...] = ()
+    """Tokens that also permit to load, unload and change settings."""
+    health_access: PortAccess = "open"
+    metrics_access: PortAccess = "token"
 
     @property
     def takes_client_shm(self) -> bool:
@@ -148,6 +156,37 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="on SIGTERM, how long to wait for requests in flight (default: %(default)s)",
     )
     http.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="(default: %(default)s)")
+    _add_access_flags(parser.add_argument_group("access"))
+
+
+def _add_access_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--token-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="tokens, one a line, of which every call must show one (Authorization: Bearer TOKEN); repeatable",
+    )
+    group.add_argument(
+        "--control-token-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="tokens that permit everything, also to load, unload, register shared memory and change settings;"
+        " repeatable",
+    )
+    group.add_argument(
+        "--health-access",
+        choices=get_args(PortAccess),
+        default="open",
+        help="where there are tokens, whether health needs one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--metrics-access",
+        choices=get_args(PortAccess),
+        default="token",
+        help="where there are tokens, whether metrics need one (default: %(default)s)",
+    )
 
 
 def _add_control_flags(group: argparse._ArgumentGroup) -> None:
@@ -187,6 +226,12 @@ def _add_control_flags(group: argparse._ArgumentGroup) -> None:
 def add_device_flags(group: argparse._ArgumentGroup) -> None:
     """Declare where parameters wait, how fast they come, and where what was measured is kept."""
     group.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="what models run on: cpu, cuda, or cuda:N (default: %(default)s)",
+    )
+    group.add_argument(
         "--store",
         choices=get_args(Store),
         default="ram",
@@ -214,6 +259,7 @@ def config_of(options: argparse.Namespace) -> ServeConfig:
         client_shm=options.client_shm,
         metrics_port=read("--metrics-port", options.metrics_port, integer(0, 65535)),
         cache=None if options.cache is None else Path(options.cache),
+        device=options.device,
         store=options.store,
         link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
         threads=optional("--threads", options.threads, integer(1, 1024)),
@@ -231,6 +277,10 @@ def config_of(options: argparse.Namespace) -> ServeConfig:
         exit_timeout_s=read("--exit-timeout-secs", options.exit_timeout_secs, _seconds),
         model_rates=dict(read("--model-rate", text, _rate) for text in options.model_rate),
         log_format=options.log_format,
+        token_files=tuple(Path(name) for name in options.token_file),
+        control_token_files=tuple(Path(name) for name in options.control_token_file),
+        health_access=options.health_access,
+        metrics_access=options.metrics_access,
     )
     _refuse_contradictions(config)
     return config

@@ -6,6 +6,8 @@ CohabitError
 ├── RepositoryError          the model repository cannot be read; the server does not start
 ├── StartFailed              what had to be loaded at start could not be
 └── RequestError             this request gets no answer; others do
+    ├── Unauthenticated      no token, or none of the server's
+    ├── PermissionMissing    the token does not permit this call
     ├── InvalidRequest       the client's mistake
     │   ├── ModelNotListed   statistics of a model that is not there
     │   └── AlreadyRegistered  a shared memory region by that name is there
@@ -60,6 +62,18 @@ class RequestError(CohabitError):
         prefix = f"[request id: {request_id}] "
         if request_id and not str(self).startswith(prefix):
             self.args = (f"{prefix}{self}",)
+
+
+class Unauthenticated(RequestError):
+    """The call came without a token that this server knows."""
+
+    def __init__(self, message: str, wrong_token: bool = False) -> None:
+        super().__init__(message)
+        self.wrong_token = wrong_token
+
+
+class PermissionMissing(RequestError):
+    """The call's token is known, and does not permit it."""
 
 
 class InvalidRequest(RequestError):

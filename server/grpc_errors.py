@@ -11,6 +11,8 @@ from grpc import StatusCode
 from server import errors
 
 CODES: Mapping[type[errors.RequestError], StatusCode] = {
+    errors.Unauthenticated: StatusCode.UNAUTHENTICATED,
+    errors.PermissionMissing: StatusCode.PERMISSION_DENIED,
     errors.InvalidRequest: StatusCode.INVALID_ARGUMENT,
     errors.AlreadyRegistered: StatusCode.ALREADY_EXISTS,
     errors.RegionNotFound: StatusCode.NOT_FOUND,

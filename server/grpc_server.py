@@ -15,6 +15,8 @@ from server.errors import ConfigError
 from server.grpc_api import Api
 from server.grpc_errors import answering
 from server.grpc_health import Health
+from server.operate.access import OPEN, Access
+from server.operate.guards import GrpcGuard
 
 _MOST_CALLS = 4096
 """Under way together; more are answered RESOURCE_EXHAUSTED."""
@@ -28,9 +30,11 @@ _PING_TIMEOUT_MS = 20_000
 class GrpcServer:
     """Owns one listening port. All methods belong to the event loop's thread."""
 
-    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
+    def __init__(self, plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> None:
         self._server = grpc.aio.server(
-            options=_options(max_body_bytes + _HEADER_ALLOWANCE_BYTES), maximum_concurrent_rpcs=_MOST_CALLS
+            interceptors=[] if access == OPEN else [GrpcGuard(access)],
+            options=_options(max_body_bytes + _HEADER_ALLOWANCE_BYTES),
+            maximum_concurrent_rpcs=_MOST_CALLS,
         )
         api, health = Api(plane), Health(plane)
         self._server.add_generic_rpc_handlers(

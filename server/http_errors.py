@@ -11,6 +11,8 @@ from aiohttp import web
 from server import errors
 
 STATUS: Mapping[type[errors.RequestError], int] = {
+    errors.Unauthenticated: 401,
+    errors.PermissionMissing: 403,
     errors.InvalidRequest: 400,
     errors.ModelNotFound: 404,
     errors.ModelNotReady: 503,
@@ -45,6 +47,9 @@ def status_of(error: errors.RequestError) -> int:
 def _headers_of(error: errors.RequestError) -> Mapping[str, str] | None:
     """What a client can do about it, besides the words."""
     match error:
+        case errors.Unauthenticated():
+            reason = ', error="invalid_token"' if error.wrong_token else ""
+            return {"WWW-Authenticate": f'Bearer realm="cohabit"{reason}'}
         case errors.UnknownEncoding():
             return {"Accept-Encoding": "gzip, deflate"}
         case errors.Overloaded():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from aiohttp import web
 
 from server.app import make_app, make_metrics_app
-from server.config import ServeConfig
+from server.config import LOOPBACK, ServeConfig
 from server.dataplane import DataPlane
 from server.engine import Engine
 from server.errors import ConfigError, StartFailed
@@ -17,6 +17,7 @@ from server.grpc_server import GrpcServer
 from server.http_server import HttpServer
 from server.lifecycle import Lifecycle
 from server.model import Device, Footprint, Servable
+from server.operate.access import Access, open_access
 from server.polling import Poller
 from server.registry import Registry, State
 from server.repository import ModelSource, Unloadable
@@ -87,14 +88,16 @@ class Server:
         self._stopping = False
 
     async def start(self) -> None:
-        """Listen and start the engine. Raises ConfigError if a port cannot be had."""
+        """Listen and start the engine. Raises ConfigError if a port cannot be had, or a token file not be read."""
+        access = open_access(self._config)
+        self._warn_if_open(access)
         self._engine.start()
-        app = make_app(self.plane, self._config.max_body_bytes)
+        app = make_app(self.plane, self._config.max_body_bytes, access)
         self.http_url = await self._listen(app, self._config.http_port, "--http-port")
         if self._config.grpc_port is not None:
-            self._grpc = GrpcServer(self.plane, self._config.max_body_bytes)
+            self._grpc = GrpcServer(self.plane, self._config.max_body_bytes, access)
             self.grpc_address = await self._grpc.start(self._config.host, self._config.grpc_port)
-        metrics = make_metrics_app(self.registry, self._engine)
+        metrics = make_metrics_app(self.registry, self._engine, access)
         url = await self._listen(metrics, self._config.metrics_port, "--metrics-port")
         self.metrics_url = f"{url}/metrics"
 
@@ -175,6 +178,13 @@ class Server:
             for name in names:
                 if name not in known and name != "*":
                     raise ConfigError(f"{flag}: there is no model '{name}' in {self._config.repository}")
+
+    def _warn_if_open(self, access: Access) -> None:
+        if self._config.host not in LOOPBACK and not access.tokens:
+            _log.warning(
+                "whoever reaches the ports may use them; give --token-file, and a proxy that speaks TLS",
+                extra={"fields": {"host": self._config.host}},
+            )
 
     async def _listen(self, app: web.Application, port: int, flag: str) -> str:
         server = HttpServer(app, self._config.max_connections)

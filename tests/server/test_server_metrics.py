@@ -2,6 +2,7 @@
 
 import http.client
 import re
+from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 from server_fakes import Running
@@ -9,6 +10,17 @@ from server_http import infer, x
 
 _SAMPLE = re.compile(r"(\w+)\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="(.*?)"')
+
+
+@dataclass(frozen=True)
+class MetricsAddress:
+    """What the request helpers need of a server."""
+
+    port: int
+
+
+def metrics_address(server: Running) -> MetricsAddress:
+    return MetricsAddress(int(server.server.metrics_url.removesuffix("/metrics").rpartition(":")[2]))
 
 
 def scrape(server: Running) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

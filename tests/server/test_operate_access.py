@@ -1,0 +1,233 @@
+"""Bearer tokens over HTTP and gRPC: who may call what, asked with the unchanged tritonclient."""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+from clients import PROTOCOLS, Client, connect
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server_fakes import Running, config, identity, running, serving
+from server_http import ask
+from test_server_metrics import metrics_address
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.utils import InferenceServerException
+
+from server.errors import ConfigError, PermissionMissing, Unauthenticated
+from server.operate.access import OPEN, Permission, open_access
+from server.serve import Server
+
+INFER, CONTROL, WRONG = "infer-token-0123456789", "control-token-0123456789", "nobodys-token-0123456789"
+
+
+def token_file(folder: Path, name: str, *lines: str) -> tuple[Path, ...]:
+    path = folder / name
+    path.write_text("\n".join(lines))
+    return (path,)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("tokens")
+    with running(
+        serving(identity("id", "FP32")),
+        token_files=token_file(folder, "infer", "# who may infer", "", INFER, "another-token-0123456789"),
+        control_token_files=token_file(folder, "control", CONTROL),
+    ) as handle:
+        yield handle
+
+
+@pytest.fixture(params=PROTOCOLS)
+def client(request: pytest.FixtureRequest, guarded: Running) -> Client:
+    return connect(guarded, request.param)
+
+
+def headers(token: str | None) -> dict[str, str]:
+    return {} if token is None else {"authorization": f"Bearer {token}"}
+
+
+def infer(client: Client, token: str | None) -> np.ndarray[Any, Any]:
+    tensor = client.input("x", np.ones((1, 4), np.float32), "FP32")
+    result: np.ndarray[Any, Any] = client.raw.infer("id", [tensor], headers=headers(token)).as_numpy("y")
+    return result
+
+
+def refusal(call: Any, *arguments: Any, **keywords: Any) -> InferenceServerException:
+    with pytest.raises(InferenceServerException) as caught:
+        call(*arguments, **keywords)
+    return caught.value
+
+
+@pytest.mark.parametrize("token", [INFER, "another-token-0123456789", CONTROL])
+def test_every_token_of_either_file_permits_inference(client: Client, token: str) -> None:
+    assert infer(client, token).tolist() == [[1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("token", [None, WRONG, INFER[:-1], f"{INFER}x"])
+def test_without_a_token_of_the_server_nothing_is_inferred(client: Client, token: str | None) -> None:
+    error = refusal(infer, client, token)
+    assert client.status(error) in ("401", "UNAUTHENTICATED")
+    assert (token or "none") not in error.message()
+
+
+def test_reading_needs_a_token_and_changing_one_for_control(client: Client) -> None:
+    assert client.status(refusal(client.raw.get_model_metadata, "id")) in ("401", "UNAUTHENTICATED")
+    assert client.raw.get_model_metadata("id", headers=headers(INFER))
+    for call in (client.raw.load_model, client.raw.unload_model):
+        error = refusal(call, "id", headers=headers(INFER))
+        assert client.status(error) in ("403", "PERMISSION_DENIED")
+        assert "--control-token-file" in error.message()
+        error = refusal(call, "id", headers=headers(CONTROL))
+        assert "explicit model load / unload is not allowed" in error.message()  # past the guard
+
+
+def test_every_call_that_changes_something_needs_control(client: Client) -> None:
+    raw = client.raw
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (raw.register_system_shared_memory, ("r", "/k", 4)),
+        (raw.unregister_system_shared_memory, ("r",)),
+        (raw.register_cuda_shared_memory, ("r", b"aGFuZGxl", 0, 4)),
+        (raw.unregister_cuda_shared_memory, ()),
+        (raw.update_trace_settings, (None, {"trace_rate": "7"})),
+        (raw.update_log_settings, ({"log_info": True},)),
+    ]
+    for call, arguments in calls:
+        status = client.status(refusal(call, *arguments, headers=headers(INFER)))
+        assert status in ("403", "PERMISSION_DENIED"), call
+    assert raw.update_log_settings({"log_info": True}, headers=headers(CONTROL))
+    raw.unregister_system_shared_memory(headers=headers(CONTROL))
+
+
+def test_listings_need_no_control(client: Client) -> None:
+    assert client.raw.get_model_repository_index(headers=headers(INFER))
+    client.raw.get_system_shared_memory_status(headers=headers(INFER))
+    client.raw.get_inference_statistics(headers=headers(INFER))
+
+
+def test_health_is_open(client: Client) -> None:
+    assert client.raw.is_server_live()
+    assert client.raw.is_server_ready()
+
+
+def test_no_route_is_left_without_a_guard(guarded: Running) -> None:
+    from server.app import make_app
+
+    for route in make_app(guarded.server.plane, 1).router.routes():
+        assert route.resource is not None
+        path = re.sub(r"\{\w+\}", "1", route.resource.canonical.replace("{order}", "load"))
+        answer = ask(guarded, route.method, path, b"")
+        assert answer.status == (200 if path.startswith("/v2/health/") else 401), path
+
+
+def test_no_grpc_call_is_left_without_a_guard(guarded: Running) -> None:
+    with grpc.insecure_channel(guarded.grpc) as channel:
+        for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+            path = f"/inference.GRPCInferenceService/{method.name}"
+            if method.client_streaming:
+                call = channel.stream_stream(path)
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(call(iter([b""]), timeout=10))
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            elif method.name not in ("ServerLive", "ServerReady"):
+                with pytest.raises(grpc.RpcError) as caught:
+                    channel.unary_unary(path)(b"", timeout=10)
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, method.name
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=10).status == 1
+
+
+def test_a_grpc_stream_with_a_token_is_served(guarded: Running) -> None:
+    answers: list[Any] = []
+    client = triton_grpc.InferenceServerClient(guarded.grpc)
+    client.start_stream(lambda result, error: answers.append(error or result), headers=headers(INFER))
+    tensor = triton_grpc.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 4), np.float32))
+    client.async_stream_infer("id", [tensor])
+    client.stop_stream()
+    assert answers[0].as_numpy("y").tolist() == [[1, 1, 1, 1]]
+
+
+def test_http_says_how_to_authenticate(guarded: Running) -> None:
+    missing = ask(guarded, "GET", "/v2")
+    assert (missing.status, missing.headers["www-authenticate"]) == (401, 'Bearer realm="cohabit"')
+    assert "Authorization: Bearer TOKEN" in missing.error
+    wrong = ask(guarded, "GET", "/v2", headers={"Authorization": f"bearer {WRONG}"})
+    assert 'error="invalid_token"' in wrong.headers["www-authenticate"]
+    assert ask(guarded, "GET", "/v2", headers={"Authorization": f"Basic {INFER}"}).status == 401
+    assert ask(guarded, "GET", "/v2", headers={"Authorization": f"bearer  {INFER} "}).status == 200
+
+
+def test_metrics_need_a_token_unless_they_are_open(guarded: Running, tmp_path: Path) -> None:
+    assert ask(metrics_address(guarded), "GET", "/metrics").status == 401
+    assert ask(metrics_address(guarded), "GET", "/metrics", headers=headers(INFER)).status == 200
+    files = token_file(tmp_path, "t", INFER)
+    with running(serving(identity("id", "FP32")), token_files=files, metrics_access="open") as opened:
+        assert ask(metrics_address(opened), "GET", "/metrics").status == 200
+
+
+def test_tokens_are_never_logged(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        for token in (INFER, CONTROL, WRONG):
+            ask(guarded, "GET", "/v2", headers=headers(token))
+    assert not any(token in caplog.text for token in (INFER, CONTROL, WRONG))
+    assert INFER not in repr(open_access(guarded.server._config))
+
+
+def test_without_token_files_everything_is_open() -> None:
+    assert open_access(config()) == OPEN
+    for permission in Permission:
+        OPEN.require(None, permission)
+
+
+def test_with_inference_tokens_alone_nobody_has_control(tmp_path: Path) -> None:
+    access = open_access(config(token_files=token_file(tmp_path, "t", INFER), health_access="token"))
+    with pytest.raises(PermissionMissing, match="start it with a --control-token-file"):
+        access.require(f"Bearer {INFER}", Permission.CONTROL)
+    with pytest.raises(Unauthenticated):
+        access.require(None, Permission.HEALTH)
+
+
+def test_with_control_tokens_alone_anyone_may_infer(tmp_path: Path) -> None:
+    access = open_access(config(control_token_files=token_file(tmp_path, "t", CONTROL)))
+    access.require(None, Permission.INFERENCE)
+    access.require(f"Bearer {CONTROL}", Permission.CONTROL)
+    with pytest.raises(Unauthenticated):
+        access.require(None, Permission.CONTROL)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "has no token"),
+        (("# only a comment",), "has no token"),
+        (("short",), "line 1: a token is 16 to 512 printable characters"),
+        ((INFER, "with a space in the token"), "line 2"),
+        (("é" * 20,), "line 1"),
+    ],
+)
+def test_token_files_that_cannot_be_stop_the_start(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_access(config(token_files=token_file(tmp_path, "tokens", *lines)))
+    assert "tokens" in str(caught.value)
+    assert not any(line in str(caught.value) for line in lines)
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere cannot be read: No such file"):
+        open_access(config(control_token_files=(tmp_path / "nowhere",)))
+
+
+async def test_ports_beyond_loopback_without_tokens_are_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for files, warnings in (((), 1), (token_file(tmp_path, "t", INFER), 0)):
+        caplog.clear()
+        server = Server(config(host="0.0.0.0", token_files=files))
+        await server.start()
+        await server.stop()
+        assert len([r for r in caplog.records if "whoever reaches the ports" in r.message]) == warnings
