@@ -72,6 +72,10 @@ def check_size(body: InputBody, nbytes: int) -> None:
 
 def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
     """Check names, datatypes and shapes; values come later."""
+    if [body.name for body in bodies] == [tensor.name for tensor in info.inputs]:
+        for body, tensor in zip(bodies, info.inputs, strict=True):
+            _match_input(body, tensor, info)
+        return
     specs = {tensor.name: tensor for tensor in info.inputs}
     seen: set[str] = set()
     for body in bodies:
@@ -135,6 +139,8 @@ def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
 
 def _outputs(message: RequestBody, info: ModelInfo, regions: Regions, binary: bool) -> tuple[RequestedOutput, ...]:
     """What the client wants, in the model's order; all outputs if it names none."""
+    if not message.outputs:
+        return tuple(_output(tensor, {}, regions, binary) for tensor in info.outputs)
     wanted: dict[str, WantedBody] = {}
     known = [tensor.name for tensor in info.outputs]
     for body in message.outputs:
@@ -145,12 +151,12 @@ def _outputs(message: RequestBody, info: ModelInfo, regions: Regions, binary: bo
         if body.name in wanted:
             raise InvalidRequest(f"output '{body.name}' already exists in request")
         wanted[body.name] = body
-    if not wanted:
-        wanted = {name: WantedBody(name) for name in known}
     return tuple(_output(t, wanted[t.name].parameters, regions, binary) for t in info.outputs if t.name in wanted)
 
 
 def _output(tensor: TensorSpec, parameters: Parameters, regions: Regions, default: bool) -> RequestedOutput:
+    if not parameters and (default or tensor.datatype not in BINARY_ONLY):
+        return RequestedOutput(tensor, default)
     where = f"output '{tensor.name}'"
     classes = unsigned(parameters, "classification", where) or 0
     binary = _flag(parameters, "binary_data", default)

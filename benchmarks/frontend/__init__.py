@@ -1,0 +1,1 @@
+"""The cost of the front end: HTTP and gRPC beside tritonserver and beside bare handlers."""

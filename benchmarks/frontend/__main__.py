@@ -1,0 +1,142 @@
+"""Requests per second and latency of a trivial model: Cohabit, tritonserver and bare handlers, in one run.
+
+tritonserver is that of the wheel `nvidia-pytriton` (0.7.0 has 2.51), with Python-backend twins of the models.
+"""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+
+from benchmarks.frontend.client import Measured
+from benchmarks.frontend.models import MODELS, Trivial, export, write_twins
+from benchmarks.frontend.servers import Running, bare, cohabit, find_tritonserver, tritonserver
+from benchmarks.record import markdown_table, record
+
+_PROTOCOLS = ("http", "grpc")
+_CLIENTS = (1, 16)
+_EXPLAINED = """Closed-loop clients in one process, servers in others, all on the same CPUs and started at once; of each
+figure the median of several rounds, in which the servers take turns. "p50 - compute" is what the front end and the
+queue add: the median latency without the mean of `compute_infer` in the server's own statistics. "Bare handlers" read
+the request and answer constants: aiohttp and grpc.aio without us.
+"""
+_NOT_FOUND = "tritonserver not found: pass --tritonserver PATH (the wheel nvidia-pytriton has one)"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    protocol: str
+    model: Trivial
+    clients: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One server's measurement of one cell. `compute_s` is what its statistics say of one execution."""
+
+    per_s: float
+    p50_s: float
+    p99_s: float
+    cpu_s: float
+    compute_s: float | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.frontend", description=__doc__)
+    parser.add_argument("--tritonserver", type=Path, metavar="PATH", help="its binary; otherwise that of pytriton")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per measurement (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of which medians are taken (default: %(default)s)")
+    parser.add_argument("--record", action="store_true", help="write docs/results/frontend.md")
+    options = parser.parse_args(argv)
+    console = Console(highlight=False)
+    cells = [Cell(p, model, clients) for p in _PROTOCOLS for model in MODELS for clients in _CLIENTS]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        servers = _start(Path(folder), options.tritonserver, stack, console)
+        tables = []
+        for cell in cells:
+            rounds = [
+                [_measure(server, cell, options.seconds) for server in servers] for _ in range(options.rounds)
+            ]
+            figures = [_median(of_server) for of_server in zip(*rounds, strict=True)]
+            tables.append(_table(cell, dict(zip([server.name for server in servers], figures, strict=True))))
+            console.print(tables[-1], markup=False, soft_wrap=True)
+    if options.record:
+        title = "The front end beside tritonserver's"
+        console.print(str(record("frontend", title, "benchmarks.frontend", [_EXPLAINED, *tables])))
+    return 0
+
+
+def _start(folder: Path, binary: Path | None, stack: contextlib.ExitStack, console: Console) -> list[Running]:
+    console.print("exporting the models, starting the servers")
+    export(folder / "models")
+    servers = [stack.enter_context(cohabit(folder / "models", folder / "cache"))]
+    found = find_tritonserver(binary)
+    if found is None:
+        console.print(_NOT_FOUND)
+    else:
+        write_twins(folder / "twins")
+        servers.append(stack.enter_context(tritonserver(found, folder / "twins", folder)))
+    return [*servers, stack.enter_context(bare())]
+
+
+def _measure(server: Running, cell: Cell, seconds: float) -> Figure:
+    command = [sys.executable, "-m", "benchmarks.frontend.client", cell.protocol, server.addresses[cell.protocol]]
+    command += [cell.model.name, str(cell.clients), str(seconds)]
+    cpu_s, compute = server.cpu_s(), server.computed(cell.model.name)
+    measured = Measured(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    compute_s = None
+    if compute is not None and (after := server.computed(cell.model.name)) is not None:
+        compute_s = (after.seconds - compute.seconds) / (after.requests - compute.requests)
+    used_s = server.cpu_s() - cpu_s
+    return Figure(measured.per_s, measured.p50_s, measured.p99_s, used_s / measured.served, compute_s)
+
+
+def _median(figures: Sequence[Figure]) -> Figure:
+    computed = [figure.compute_s for figure in figures if figure.compute_s is not None]
+    return Figure(
+        median(figure.per_s for figure in figures),
+        median(figure.p50_s for figure in figures),
+        median(figure.p99_s for figure in figures),
+        median(figure.cpu_s for figure in figures),
+        median(computed) if computed else None,
+    )
+
+
+def _table(cell: Cell, figures: Mapping[str, Figure]) -> str:
+    reference = figures.get("tritonserver")
+    header = [
+        "server",
+        "requests/s",
+        "over tritonserver's",
+        "p50 ms",
+        "p99 ms",
+        "p50 - compute ms",
+        "CPU us/request",
+    ]
+    rows = [
+        [
+            name,
+            f"{figure.per_s:.0f}",
+            "" if reference is None else f"{figure.per_s / reference.per_s:.2f}",
+            f"{figure.p50_s * 1e3:.2f}",
+            f"{figure.p99_s * 1e3:.2f}",
+            "" if figure.compute_s is None else f"{(figure.p50_s - figure.compute_s) * 1e3:.2f}",
+            f"{figure.cpu_s * 1e6:.0f}",
+        ]
+        for name, figure in figures.items()
+    ]
+    clients = "one client" if cell.clients == 1 else f"{cell.clients} clients"
+    title = f"## {cell.protocol}, {cell.model.nbytes} bytes, {clients}"
+    return f"{title}\n\n{markdown_table(header, rows)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
