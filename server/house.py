@@ -93,7 +93,7 @@ class House:
 
     def arrival(self, programs: Programs, then: Callable[[], None] = lambda: None) -> Arrival:
         """Bring the residents in; all batch sizes have the same ones."""
-        return Arrival(self.backend.executor, programs[min(programs)], then)
+        return Arrival(self.backend.executor, [programs[batch] for batch in sorted(programs)], then)
 
     def leave(self, holder: str) -> None:
         """Give a tenant's bytes back. Nothing of it may be on the lanes any more."""

@@ -13,7 +13,7 @@ from planner.profile import Profile
 from planner.sizing import ModelDemand
 from runtime import archive
 from runtime.backend import Backend, Source
-from runtime.cpu import CpuBackend
+from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
 from runtime.lower import Lowered, lower
 from server.config import ServeConfig
@@ -49,9 +49,9 @@ class Prepared:
 
 
 def open_backend(config: ServeConfig) -> Backend:
-    """The device that models run on; sets torch's threads."""
+    """The device that models run on; sets torch's threads. Raises DeviceError where there is none of that name."""
     torch.set_num_threads(config.threads or default_threads())
-    return CpuBackend(config.link_bandwidth_bytes_per_s)
+    return open_device(config.device, config.link_bandwidth_bytes_per_s)
 
 
 def default_threads() -> int:
@@ -114,7 +114,7 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
 def _marker(source: ModelSource, config: ServeConfig) -> Path:
     threads = config.threads or default_threads()
     made = (archive.fingerprint(source.path), wanted_batches(source, config), threads, str(torch.__version__))
-    link = (config.store, config.link_bandwidth_bytes_per_s)
+    link = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
 
 

@@ -232,6 +232,7 @@ def _subject(options: argparse.Namespace) -> Subject:
         repository=options.model or Path(),
         memory=FixedSize(1),
         cache=options.cache,
+        device=options.device,
         store=options.store,
         link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
         threads=optional("--threads", options.threads, integer(1, 1024)),

@@ -25,6 +25,7 @@ from runtime.cuda.surface import DeviceMemory, HostBytes
 from runtime.errors import CaptureFailed, MemoryExceeded
 
 _POISON = 0xA5
+_POISONED_BYTES = 16 << 20
 _TICK_S = 1e-3
 
 
@@ -260,6 +261,8 @@ class FakeDriver:
                 stream.queue.popleft()
             if stream.queue and not isinstance(stream.queue[0], Gate):
                 ready.append(stream)
+        if not any(stream.queue for stream in self._streams):
+            return
         assert ready, "deadlock: every stream waits"
         stream = self._rng.choices(ready, [s.weight for s in ready])[0]
         item = stream.queue.popleft()
@@ -281,7 +284,8 @@ class FakeDriver:
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes > self._total_bytes:
             raise MemoryExceeded(f"the device has {self._total_bytes} bytes, not {nbytes}")
-        memory = torch.full((nbytes,), _POISON, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory[:_POISONED_BYTES].fill_(_POISON)  # more would cost seconds for arenas of hundreds of MiB
         self._device_memory.append(memory)
         return memory
 

@@ -1,0 +1,178 @@
+"""A cold model's first answer, and other ways to run a model that is not in memory, in one run on the same GPU.
+
+PipeSwitch's and DeepPlan's case: nothing of the model is on the device. Peers: plain eager PyTorch and a CUDA graph
+with everything resident (the ideal), layers streamed through two buffers by hand, accelerate's cpu_offload.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.common import (
+    RUNS,
+    Clock,
+    Measured,
+    OutOfTime,
+    latencies_s,
+    loaded,
+    open_gpu,
+    planned,
+    resident,
+    resnet,
+)
+from benchmarks.gpu.resnet import INPUT, resnet152
+from benchmarks.record import markdown_table, record
+from runtime.cuda.backend import CudaBackend
+from runtime.cuda.scratch import live_peak_bytes
+
+Run = Callable[[], torch.Tensor]
+
+
+def main(argv: Sequence[str] | None = None, seconds: float = 60.0) -> int:
+    clock, backend = Clock.of(seconds), open_gpu()
+    rows: list[tuple[str, float]] = []
+    notes: list[str] = []
+    try:
+        model = resnet(backend, [1])
+        rows += _ours(backend, model)
+        for name, measure in (
+            ("eager PyTorch, resident", _eager),
+            ("CUDA graph of eager PyTorch, resident", _graphed),
+            ("layers through two buffers, by hand", _two_buffers),
+            ("accelerate cpu_offload", _accelerate),
+        ):
+            clock.check(10.0)
+            try:
+                rows.append((name, measure()))
+            except ImportError:
+                notes.append(f"{name}: the package is not installed here.")
+    except OutOfTime:
+        notes.append("The time ran out: rows that are not here were not measured.")
+    ready_s = rows[0][1] if rows else 1.0
+    table = markdown_table(("ResNet-152, batch 1, float32", "ms", "over ready"), [
+        [name, f"{seconds * 1e3:.2f}", f"{seconds / ready_s:.2f}x"] for name, seconds in rows
+    ])  # fmt: skip
+    head = f"{torch.cuda.get_device_name()}. Medians of {RUNS} inferences, each on an idle device, TF32 off.\n"
+    path = record("gpu-cold", "A cold model's first answer", "benchmarks.gpu.cold", [head, table, *notes])
+    print(path.read_text())
+    return 0 if rows else 1
+
+
+def _ours(backend: CudaBackend, model: Measured) -> list[tuple[str, float]]:
+    graph = model.graph(1)
+    with resident(backend, model, 1) as program:
+        ready_s = statistics.median(latencies_s(backend, program))
+        run = backend.executor.run
+        serial = [backend.executor.load(program) + run(program, program.examples()).latency_s for _ in range(RUNS)]
+    rows = [("ready: everything resident, one graph", ready_s), ("cold: load, then run", statistics.median(serial))]
+    room = -(-(graph.parameter_bytes + live_peak_bytes(graph)) // 4096) * 4096
+    with loaded(backend, model, planned(model, 1, 0, room), 1) as program:
+        rows.append(("cold: streamed while it runs", statistics.median(latencies_s(backend, program))))
+    half = graph.parameter_bytes // 2 // 4096 * 4096
+    with loaded(backend, model, planned(model, 1, half, room - half), 1) as program:
+        rows.append(("half of the weights resident", statistics.median(latencies_s(backend, program))))
+    return rows
+
+
+def _eager() -> float:
+    model = resnet152().cuda()
+    return _seconds(lambda x: model(x))
+
+
+def _graphed() -> float:
+    model, x = resnet152().cuda(), torch.zeros(1, *INPUT, device="cuda")
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        for _ in range(3):
+            model(x)
+        with torch.cuda.graph(graph, stream=stream):
+            y = model(x)
+
+    def run(given: torch.Tensor) -> torch.Tensor:
+        x.copy_(given)
+        graph.replay()
+        return y
+
+    return _seconds(run)
+
+
+def _accelerate() -> float:
+    from accelerate import cpu_offload
+
+    model = resnet152()
+    cpu_offload(model, execution_device=torch.device("cuda", torch.cuda.current_device()))
+    return _seconds(lambda x: model(x), runs=5)
+
+
+def _two_buffers() -> float:
+    """Layer n + 1 is copied to one buffer while layer n computes from the other."""
+    model = resnet152()
+    layers = [_Streamed(layer) for layer in model.layers]
+    buffers = [torch.empty(max(s.nbytes for s in layers), dtype=torch.uint8, device="cuda") for _ in range(2)]
+    link, arrived, free = torch.cuda.Stream(), *([torch.cuda.Event() for _ in range(2)] for _ in range(2))
+
+    def fetch(n: int) -> None:
+        with torch.cuda.stream(link):
+            link.wait_event(free[n % 2])
+            buffers[n % 2][: layers[n].nbytes].copy_(layers[n].host, non_blocking=True)
+            arrived[n % 2].record(link)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        compute = torch.cuda.current_stream()
+        fetch(0)
+        for n, layer in enumerate(layers):
+            if n + 1 < len(layers):
+                fetch(n + 1)
+            compute.wait_event(arrived[n % 2])
+            x = layer.run(x, buffers[n % 2])
+            free[n % 2].record(compute)
+        return x
+
+    return _seconds(run)
+
+
+class _Streamed:
+    """A layer whose parameters lie one behind the other in one pinned tensor."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._places: dict[str, tuple[int, torch.Tensor]] = {}
+        position = 0
+        tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        for name, tensor in tensors.items():
+            self._places[name] = (position, tensor.detach())
+            position += -(-tensor.nbytes // 256) * 256
+        self.nbytes = max(position, 256)
+        self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        for start, tensor in self._places.values():
+            self.host[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+
+    def run(self, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        own = {
+            name: buffer[start : start + t.nbytes].view(t.dtype).reshape(t.shape)
+            for name, (start, t) in self._places.items()
+        }
+        result: torch.Tensor = torch.func.functional_call(self._layer, own, (x,))
+        return result
+
+
+def _seconds(run: Callable[[torch.Tensor], torch.Tensor], runs: int = RUNS) -> float:
+    """Median from inputs in pinned host memory to outputs in host memory."""
+    given, times = torch.rand(1, *INPUT).pin_memory(), []
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "ieee"
+    with torch.inference_mode():
+        for n in range(runs + 3):
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            run(given.to("cuda", non_blocking=True)).cpu()
+            if n >= 3:
+                times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What the GPU benchmarks share: the device, a lowered ResNet-152, a clock, and timing of programs."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.resnet import export_resnet152
+from planner.graph import Graph
+from planner.plan import Plan
+from planner.problem import Limit, Problem
+from planner.profile import Profile
+from planner.search import search
+from runtime.backend import Source
+from runtime.cuda.backend import CudaBackend
+from runtime.cuda.driver import CudaDriver
+from runtime.cuda.measure import ample_plan
+from runtime.cuda.program import CudaProgram
+from runtime.lower import Lowered, lower
+from runtime.options import DEFAULTS, Options
+from runtime.program import Bases
+
+FOLDER = Path(".gpu")
+PLAN_S = 3.0
+RUNS, WARM_UP = 30, 5
+
+
+class OutOfTime(Exception):
+    """The benchmark's share of the time is spent; what was measured so far is recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Ends at `end_s` of `time.monotonic`."""
+
+    end_s: float
+
+    @staticmethod
+    def of(seconds: float) -> "Clock":
+        return Clock(time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float:
+        return self.end_s - time.monotonic()
+
+    def check(self, needed_s: float = 0.0) -> None:
+        """Raise OutOfTime unless so much is left."""
+        if self.left_s < needed_s:
+            raise OutOfTime
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A lowered model in its store, with what this device makes of it."""
+
+    lowered: Lowered
+    store: Source[object]
+    profiles: dict[int, Profile]
+
+    def graph(self, batch: int) -> Graph:
+        return self.lowered.graphs[batch]
+
+
+def open_gpu() -> CudaBackend:
+    return CudaBackend(CudaDriver.open())
+
+
+def resnet(backend: CudaBackend, batches: list[int], options: Options = DEFAULTS) -> Measured:
+    """ResNet-152, lowered and measured; both are kept in the folder."""
+    path = export_resnet152(FOLDER / "resnet152" / "1" / "model.pt2")
+    lowered = lower(path, "resnet152", batches, FOLDER / "lowered", print, options)
+    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    lowered, profiles = backend.measure(lowered, store, FOLDER / "profiles", print)
+    return Measured(lowered, store, profiles)
+
+
+@contextmanager
+def loaded(backend: CudaBackend, model: Measured, plan: Plan, batch: int) -> Iterator[CudaProgram]:
+    """A plan's program in memory of exactly its size."""
+    arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
+    profile = model.profiles[batch] if plan.profile else None
+    program = backend.build(model.lowered, plan, profile, arena, Bases(0, plan.partition_bytes), model.store)
+    backend.executor.load(program)
+    try:
+        yield program
+    finally:
+        backend.dismiss(program)
+        arena.close()
+
+
+@contextmanager
+def resident(backend: CudaBackend, model: Measured, batch: int) -> Iterator[CudaProgram]:
+    """The model with everything in memory: one captured graph, the ideal."""
+    with loaded(backend, model, ample_plan(model.graph(batch)), batch) as program:
+        yield program
+
+
+def planned(model: Measured, batch: int, partition_bytes: int, workspace_bytes: int) -> Plan:
+    problem = Problem(model.graph(batch), model.profiles[batch], partition_bytes, workspace_bytes)
+    return search(problem, limit=Limit(seconds=PLAN_S))
+
+
+def latencies_s(backend: CudaBackend, program: CudaProgram) -> list[float]:
+    """Latencies of inferences that each start on an idle device."""
+    inputs = program.examples()
+    times = []
+    for _ in range(WARM_UP + RUNS):
+        times.append(backend.executor.run(program, inputs).latency_s)
+        backend.executor.settle()
+    return times[WARM_UP:]
+
+
+def median_ms(times: list[float]) -> str:
+    return f"{statistics.median(times) * 1e3:.2f}"

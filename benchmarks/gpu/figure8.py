@@ -1,0 +1,187 @@
+"""SwapAdvisor's Figure 8 on this GPU: sixteen ResNet-152, Poisson requests, several layouts of the same memory.
+
+The engine's loop without its front end: requests are drawn beforehand and served first come first served, one at a
+time; latency counts from the intended arrival. The sixteen share one host copy of the weights; their device memory
+is their own.
+"""
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.gpu.common import Clock, Measured, OutOfTime, open_gpu, planned, resnet
+from benchmarks.record import markdown_table, record
+from planner.errors import InfeasibleBudget
+from planner.plan import Plan
+from planner.sizing import LayoutName, ModelDemand, deploy
+from runtime.cuda.backend import CudaBackend
+from runtime.cuda.program import CudaProgram
+from runtime.errors import MemoryExceeded
+from runtime.program import Bases
+
+MODELS = 16
+SHARES = (1.0, 0.5, 0.25)
+RATES = (100, 200, 300, 400)
+SATURATION = 100_000
+POINT_S = 3.0
+PREPARE_S = 25.0
+"""What it may take to place sixteen models."""
+
+Prepare = Callable[[int], None]
+"""Called with a model's number before its inference: what a layout without partitions does about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sixteen programs in one memory, and what has to happen before one of them runs."""
+
+    programs: list[CudaProgram]
+    prepare: Prepare
+    ahead: bool
+    """Whether the next request's model may begin its copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    layout: str
+    share: float
+    rate_per_s: int
+    served_per_s: float
+    p50_s: float
+    p99_s: float
+
+
+def main(argv: Sequence[str] | None = None, seconds: float = 200.0) -> int:
+    clock, backend = Clock.of(seconds), open_gpu()
+    points: list[Point] = []
+    notes: list[str] = []
+    try:
+        model = resnet(backend, [1])
+        for share in SHARES:
+            for name in ("resident", "partitioned", "time_shared", "pipelined"):
+                clock.check(PREPARE_S)
+                memory = int(share * MODELS * model.graph(1).parameter_bytes)
+                try:
+                    points += _measure(backend, model, name, share, memory, clock)
+                except (InfeasibleBudget, MemoryExceeded) as error:
+                    notes.append(f"{name}, {share:.0%}: {error}")
+    except OutOfTime:
+        notes.append("The time ran out: points that are not here were not measured.")
+    path = record(
+        "gpu-figure8", "SwapAdvisor's Figure 8 on a GPU", "benchmarks.gpu.figure8", _sections(points, notes)
+    )
+    print(path.read_text())
+    return 0 if points else 1
+
+
+def _measure(
+    backend: CudaBackend, model: Measured, name: str, share: float, memory_bytes: int, clock: Clock
+) -> Iterator[Point]:
+    # Resident needs the activations beside the weights: it is what the others are compared with, in enough memory.
+    room = memory_bytes if name != "resident" else memory_bytes + model.graph(1).parameter_bytes
+    if name == "resident" and share < 1:
+        return
+    with _placed(backend, model, name, room) as layout:
+        for rate in (*RATES, SATURATION):
+            clock.check(2 * POINT_S)
+            point = _serve(backend, layout, name, share, rate)
+            print(point, flush=True)
+            yield point
+
+
+@contextmanager
+def _placed(backend: CudaBackend, model: Measured, name: str, memory_bytes: int) -> Iterator[Layout]:
+    arena = backend.arena(memory_bytes)
+    programs: list[CudaProgram] = []
+    for n, (plan, bases) in enumerate(_plans(model, name, memory_bytes)):
+        own = replace(model.lowered, name=f"resnet152-{n}")
+        programs.append(backend.build(own, plan, model.profiles[1], arena, bases, model.store))
+        backend.executor.load(programs[-1])
+    owner: list[int] = []
+
+    def bring(number: int) -> None:
+        if owner != [number]:
+            backend.executor.load(programs[number])
+            owner[:] = [number]
+
+    yield Layout(programs, bring if name == "time_shared" else lambda number: None, name == "partitioned")
+    for program in programs:
+        backend.dismiss(program)
+    arena.close()
+
+
+def _plans(model: Measured, name: str, memory_bytes: int) -> list[tuple[Plan, Bases]]:
+    if name == "pipelined":  # nothing stays: every inference streams the whole model, overlapped layer by layer
+        plan = planned(model, 1, 0, memory_bytes // 4096 * 4096)
+        return [(plan, Bases(0, 0))] * MODELS
+    demands = [ModelDemand(f"resnet152-{n}", {1: model.graph(1)}, {1: model.profiles[1]}) for n in range(MODELS)]
+    layouts: dict[str, LayoutName] = {
+        "partitioned": "partitioned", "resident": "resident", "time_shared": "time_shared"
+    }  # fmt: skip
+    deployment = deploy(demands, memory_bytes, layouts[name])
+    return [(entry.plans[1], Bases(entry.partition_offset, 0)) for entry in deployment.entries]
+
+
+def _serve(backend: CudaBackend, layout: Layout, name: str, share: float, rate: int) -> Point:
+    arrivals = _arrivals(rate)
+    inputs = layout.programs[0].examples()
+    latencies: list[float] = []
+    start_s = time.perf_counter()
+    for n, (at_s, number) in enumerate(arrivals):
+        now_s = time.perf_counter() - start_s
+        if now_s > 1.5 * POINT_S:  # saturated: what is served is what counts
+            break
+        if at_s > now_s:
+            time.sleep(at_s - now_s)
+        layout.prepare(number)
+        if layout.ahead and n + 1 < len(arrivals) and arrivals[n + 1][0] <= time.perf_counter() - start_s:
+            backend.executor.expect(layout.programs[arrivals[n + 1][1]])
+        backend.executor.run(layout.programs[number], inputs)
+        latencies.append(time.perf_counter() - start_s - at_s)
+    served_per_s = len(latencies) / (time.perf_counter() - start_s)
+    backend.executor.settle()
+    ordered = sorted(latencies)
+    p99_s = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+    return Point(name, share, rate, served_per_s, statistics.median(ordered), p99_s)
+
+
+def _arrivals(rate: int) -> list[tuple[float, int]]:
+    """Intended times and models, the same for every layout."""
+    rng = random.Random(rate)
+    now_s, arrivals = 0.0, []
+    while now_s < POINT_S and len(arrivals) < 20_000:
+        arrivals.append((now_s, rng.randrange(MODELS)))
+        now_s += rng.expovariate(rate)
+    return arrivals
+
+
+def _sections(points: Sequence[Point], notes: Sequence[str]) -> list[str]:
+    header = ("layout, memory, requests/s", "served/s", "p50 ms", "p99 ms", "p99 / resident's")
+    base = {p.rate_per_s: p.p99_s for p in points if p.layout == "resident"}
+    cells = [
+        [
+            f"{p.layout}, {p.share:.0%}, {'saturation' if p.rate_per_s == SATURATION else p.rate_per_s}",
+            f"{p.served_per_s:.0f}",
+            f"{p.p50_s * 1e3:.1f}",
+            f"{p.p99_s * 1e3:.1f}",
+            f"{p.p99_s / base[p.rate_per_s]:.2f}" if p.rate_per_s in base else "",
+        ]
+        for p in points
+    ]
+    return [
+        f"{torch.cuda.get_device_name()}. Float32, batch 1, {POINT_S:.0f} s per point. Memory is a share of the sixteen"
+        " models' weights; *resident* has a workspace on top. *Pipelined* streams the whole model for every request,"
+        " also when the one before was for the same model.\n",
+        markdown_table(header, cells),
+        *(f"{note}\n" for note in notes),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
