@@ -42,7 +42,7 @@ def results(tmp_path: Path, name: str) -> str:
 def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(table2, "BUDGETS_MB", {1: (0, 3, 4)})
     monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1,)),))
-    assert table2.main([], seconds=60.0) == 0
+    assert table2.main([], seconds=900.0) == 0
     written = results(tmp_path, "gpu-table2")
     assert "float32, batch 1, 3 MB |" in written
     assert "float32, batch 1, 4 MB |" in written
@@ -54,7 +54,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "SHARES", (0.9,))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (8 << 30, 8 << 30))
-    assert memory.main([], seconds=60.0) == 0
+    assert memory.main([], seconds=900.0) == 0
     assert "| 90% |" in results(tmp_path, "gpu-memory")
 
 
@@ -63,7 +63,7 @@ def test_figure_8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(figure8, "SHARES", (1.0, 0.9))
     monkeypatch.setattr(figure8, "RATES", (20,))
     monkeypatch.setattr(figure8, "POINT_S", 0.1)
-    assert figure8.main([], seconds=60.0) == 0
+    assert figure8.main([], seconds=900.0) == 0
     written = results(tmp_path, "gpu-figure8")
     for layout in ("resident, 100%", "partitioned, 90%", "time_shared, 90%", "pipelined, 90%"):
         assert f"| {layout}, 20 |" in written
@@ -78,7 +78,7 @@ def test_a_cold_model_beside_its_peers(monkeypatch: pytest.MonkeyPatch, tmp_path
         raise ImportError
 
     monkeypatch.setattr(cold, "_accelerate", absent)
-    assert cold.main([], seconds=60.0) == 0
+    assert cold.main([], seconds=900.0) == 0
     written = results(tmp_path, "gpu-cold")
     assert "| cold: streamed while it runs |" in written
     assert "accelerate cpu_offload: the package is not installed here." in written
