@@ -18,7 +18,7 @@ from runtime.rewrite import rewrite
 from runtime.specialize import Trace, build_graph, specialize
 from runtime.weights import Manifest
 
-_LOWERING = "6"
+_LOWERING = "7"
 """Changes whenever lowering writes other bytes for the same archive."""
 
 

@@ -43,6 +43,7 @@ _UNARY_IN_PLACE = {
     aten.hardswish.default: aten.hardswish_.default,
 }
 _BINARY_IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
+_AS_IF_NEW = {changing: new for new, changing in (_UNARY_IN_PLACE | _BINARY_IN_PLACE).items()}
 _ASSERTIONS = (
     "_assert_tensor_metadata",
     "_assert_scalar",
@@ -65,6 +66,7 @@ def rewrite(model: Model) -> None:
     split_recurrent_layers(model)
     gather_on_host(model)
     split_large_layers(model)
+    undo_own_changes(model)
     work_in_place(model)
     drop_unused(model)
 
@@ -239,6 +241,23 @@ def _sliced(
         starts = range(0, tensor.shape[0], rows)
         known[key] = [model.add_weight(f"{node.name}_rows{s}", tensor[s : s + rows]) for s in starts]
     return known[key]
+
+
+def undo_own_changes(model: Model) -> None:
+    """Write what the model changes in place as if it were new, where nobody can tell: `work_in_place` decides anew.
+
+    A ReLU behind a sum that the model itself makes in place would make new bytes otherwise.
+    """
+    for node in model.graph.nodes:
+        new = _AS_IF_NEW.get(node.target) if node.op == "call_function" else None
+        if new is not None and _dies_with(node.args[0], node, set()) and _keeps_dtype(node):
+            node.target = new
+
+
+def _keeps_dtype(node: fx.Node) -> bool:
+    """Whether an op's tensors all have one dtype, so that its result does not depend on being in place."""
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    return all(isinstance(v, torch.Tensor) for v in values) and len({v.dtype for v in values}) == 1
 
 
 def work_in_place(model: Model) -> None:

@@ -158,6 +158,30 @@ class Residual(nn.Module):
         return torch.relu(twice * twice) + torch.sigmoid(self.c(x))
 
 
+class OwnSums(nn.Module):
+    """Sums and activations that the model itself makes in place: plain ones, of a view, of an input, and read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        y += x
+        y = torch.relu(y)
+        z = self.b(y)
+        z += y
+        z = nn.functional.relu_(z)
+        halves = self.a(z)
+        left = halves[:, :8]
+        left += 1
+        twice = self.b(halves)
+        kept = twice + 0.5
+        twice *= 2
+        return torch.relu(halves) + kept + twice
+
+
 class Wide(nn.Module):
     """Layers of very different sizes, for budgets."""
 
@@ -193,6 +217,7 @@ CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "scalar": (Scalar, {"x": torch.zeros(3, 8)}),
     "constants": (Constants, {"x": torch.zeros(3, 4), "flag": torch.zeros(3, 4, dtype=torch.bool)}),
     "large_layers": (LargeLayers, {"x": torch.zeros(3, 64, 20)}),
+    "own_sums": (OwnSums, {"x": torch.zeros(3, 16)}),
     "residual": (Residual, {"x": torch.zeros(3, 16)}),
     "wide": (Wide, {"x": torch.zeros(3, 384)}),
 }

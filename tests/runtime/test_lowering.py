@@ -187,6 +187,16 @@ def test_kernel_scratch_is_part_of_an_op_s_memory(tmp_path: Path) -> None:
     assert scratch["aten.relu_.default"] == 0
 
 
+def test_a_relu_behind_the_model_s_own_sum_makes_no_bytes(tmp_path: Path) -> None:
+    graph = lowered_case("own_sums", tmp_path).graphs[1]
+    targets = [op.target for op in graph.ops]
+    first_sum = targets.index("aten.add_.Tensor")
+    assert targets[first_sum + 1] == "aten.relu_.default"
+    assert all(not op.writes for op in graph.ops[first_sum : first_sum + 2])
+    changed = [op for op in graph.ops if op.target == "aten.mul_.Tensor"]
+    assert changed, "a result that is read before it is changed is changed where it is, as the model says"
+
+
 def test_recurrent_layers_are_separate_ops(tmp_path: Path) -> None:
     lowered = lowered_case("lstm", tmp_path)
     assert [op.target for op in lowered.graphs[1].ops].count("aten.lstm.input") == 3
