@@ -28,6 +28,8 @@ QUEUE_LIMIT = 64
 OVERLOAD, DEADLINE_OVERLOAD, BUSY = 5.0, 2.0, 0.5
 """Arrival rates, over the rate at saturation."""
 TIMEOUT_S = 0.05
+ROUNDS_BEFORE, SEARCH_S = 2, 8.0
+"""How often a model comes before that is measured, and how long its plans may be searched for."""
 AT_ONCE = 32
 """Requests under way where saturation is measured."""
 REFUSALS = {429, 503}
@@ -135,6 +137,10 @@ async def coming_and_going(bench: Bench) -> Section:
         peak = await bench.saturation(client, others)
         longest_s = (await client.closed_loop(others, 1, 2.0)).percentile_s(99)
         rate = BUSY * peak.goodput_per_s
+        for _ in range(ROUNDS_BEFORE):  # so that it is lowered, measured and planned
+            await _control(client, guest, "unload")
+            await _control(client, guest, "load")
+            await asyncio.sleep(SEARCH_S)
         await _control(client, guest, "unload")
         alone = await client.open_loop(others, rate, bench.duration_s)
         rounds = 0

@@ -71,6 +71,7 @@ class Engine:
         self._alarm_s = math.inf
         self._draining = False
         self._answered = asyncio.Event()
+        self._computed_s = 0.0
         self._chore_is_next = False
         """Whether an inference ran since the last piece of a chore."""
 
@@ -83,13 +84,18 @@ class Engine:
         """Why nothing can be executed any more, or None while the device is well."""
         return self._lost
 
+    @property
+    def computed_s(self) -> float:
+        """Seconds that the compute lane has worked since the start."""
+        return self._computed_s
+
     def pending(self, model: str) -> int:
         """How many requests wait in this model's queue."""
         return self._scheduler.pending(model)
 
     def correction(self, model: str) -> float:
-        """Measured over predicted time of this model's executions."""
-        return self._scheduler.correction(model)
+        """Measured over predicted time of this model's executions; 1 if it is not there."""
+        return self._scheduler.correction(model) if model in self._current else 1.0
 
     def add(self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None) -> None:
         """Execute requests for a model, or execute those that come from now on by another servable."""
@@ -269,6 +275,11 @@ class Engine:
                 future.set_result(outcome)
         self._answered.set()
 
+    def _answer(self, ticket: Ticket, execution: Execution, ended_s: float) -> None:
+        self._settle(ticket, execution)
+        with self._work_or_stop:
+            self._scheduler.answered(self._clock() - ended_s)
+
     def _refuse(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
         """Answer with an error and count it."""
         waited_s = self._clock() - ticket.arrived_s
@@ -300,8 +311,7 @@ class Engine:
 
     def _refuse_late(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
-            timeout_s = (ticket.deadline_s or 0.0) - ticket.arrived_s
-            self._refuse(ticket, RequestTimedOut(ticket.request.model, timeout_s), "REJECTED")
+            self._refuse(ticket, RequestTimedOut(ticket.request.model, ticket.timeout_s or 0.0), "REJECTED")
 
     def _lose(self, reason: str) -> None:
         """Refuse everything from now on: the device is gone."""
@@ -384,7 +394,7 @@ class Engine:
             if isinstance(outcome, RequestError):
                 self._tell(self._refuse, ticket, outcome, _reason(outcome))
             else:
-                self._tell(self._settle, ticket, outcome)
+                self._tell(self._answer, ticket, outcome, self._clock())
         if model.servable.lost is not None:
             self._tell(self._lose, model.servable.lost)
 
@@ -411,6 +421,7 @@ class Engine:
         self, statistics: ModelStatistics, tickets: Sequence[Ticket], execution: Execution, started_s: float
     ) -> None:
         busy_s, wall_ms = self._clock() - started_s, round(time.time() * 1e3)
+        self._computed_s += max(execution.compute_s - execution.stall_s, 0.0)
         statistics.executed(sum(t.request.batch for t in tickets), execution)
         for ticket in tickets:
             queue_s = started_s - ticket.arrived_s

@@ -5,14 +5,31 @@ from collections.abc import Mapping
 
 _MEAN_STEP, _DEVIATION_STEP = 1 / 8, 1 / 4
 """How far one measurement moves the mean and the deviation: TCP's, for round-trip times (RFC 6298)."""
-_CAREFUL = 2.0
-"""Deviations above the mean that few executions exceed."""
+_CAREFUL = 3.0
+"""Mean deviations above the mean, which few executions exceed."""
 _FIRST_DEVIATION = 0.1
 _LEAST_S = 1e-6
-_LARGEST_STEP = 4.0
+_LARGEST_STEP = 3.0
 """A measurement counts as at most this many times the mean: one hiccup must not refuse everything."""
 _FORGET_S = 5.0
 """Without measurements corrections fade: a model whose requests are refused as hopeless is tried again."""
+
+
+class Delay:
+    """How long something takes that nobody predicts: what the event loop needs to get at an answer."""
+
+    def __init__(self) -> None:
+        self._mean_s = 0.0
+        self._deviation_s = 0.0
+
+    @property
+    def careful_s(self) -> float:
+        """A time that it rarely exceeds."""
+        return self._mean_s + _CAREFUL * self._deviation_s
+
+    def measured(self, seconds: float) -> None:
+        self._deviation_s += _DEVIATION_STEP * (abs(seconds - self._mean_s) - self._deviation_s)
+        self._mean_s += _MEAN_STEP * (seconds - self._mean_s)
 
 
 class Estimate:

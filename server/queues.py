@@ -20,6 +20,7 @@ class Ticket:
     arrived_s: float
     deadline_s: float | None
     """When its answer must be there; else it is refused."""
+    timeout_s: float | None
     late_s: float | None
     """When it goes behind all others, instead of having a deadline."""
     due_s: float

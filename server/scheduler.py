@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from server.batching import Batch, batch_of, best_rate_batch
 from server.errors import ModelNotFound, QueueFull, RequestTimedOut
-from server.estimates import Estimate
+from server.estimates import Delay, Estimate
 from server.limits import Admission
 from server.model import Readiness
 from server.policy import Policy
@@ -66,6 +66,8 @@ class Scheduler:
         self._busy_until_s = -math.inf
         self._refused_s = -math.inf
         """When something could last not be answered in time."""
+        self._answering = Delay()
+        """From the end of an execution until its answer is on its way."""
         self._last: str | None = None
         self._announced: str | None = None
         self._bypassed: tuple[int, int] = (0, 0)
@@ -153,7 +155,7 @@ class Scheduler:
             needed_s = self._start_s(ticket, known, now_s) + self._careful_s(ticket, now_s) - now_s
             if now_s + needed_s > ticket.deadline_s:
                 self._refused_s = now_s
-                raise RequestTimedOut(request.model, ticket.deadline_s - now_s, needed_s)
+                raise RequestTimedOut(request.model, ticket.timeout_s or 0.0, needed_s)
         known.admission.enter(request.model, now_s, self._backlog_s(now_s))
         self._arrivals += 1
         self._waiting_bytes += ticket.nbytes
@@ -213,6 +215,10 @@ class Scheduler:
         known.admission.leave(len(work.tickets))
         if seconds is not None and work.tickets[0].generation == known.generation:
             known.estimate.measured(work.rows, seconds, now_s)
+
+    def answered(self, seconds: float) -> None:
+        """Hear how long after the end of its execution an answer was on its way."""
+        self._answering.measured(seconds)
 
     def ahead(self, now_s: float) -> Work | None:
         """Look at what `next` would take, as far as is known now; its model may begin its copies."""
@@ -280,14 +286,24 @@ class Scheduler:
     def _ticket(self, request: InferRequest, known: _Model, now_s: float) -> Ticket:
         level = known.policy.level_of(request.priority)
         policy = known.policy.of_level(level)
-        timeout_s = policy.timeout_of(request.timeout_s)
-        end_s = None if timeout_s is None else now_s + timeout_s
+        timeout_s = known.policy.timeout_s(request)
+        # The event loop is as busy when a request arrives, unseen, as when its answer leaves.
+        end_s = None if timeout_s is None else now_s + timeout_s - 2.0 * self._answering.careful_s
         deadline_s, late_s = (None, end_s) if policy.delays_late else (end_s, None)
         latest_s = math.inf if deadline_s is None else deadline_s - known.estimate.careful_s(request.batch, now_s)
         due_s = min(now_s + PATIENCE_S, latest_s)
         nbytes = sum(array.nbytes for array in request.inputs.values())
         return Ticket(
-            request, self._arrivals + 1, known.generation, now_s, deadline_s, late_s, due_s, level, nbytes
+            request,
+            self._arrivals + 1,
+            known.generation,
+            now_s,
+            deadline_s,
+            timeout_s,
+            late_s,
+            due_s,
+            level,
+            nbytes,
         )
 
     def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
