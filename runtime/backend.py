@@ -78,6 +78,8 @@ class Result:
     stall_s: float
     link_bytes: int
     timeline: Timeline | None = None
+    prefetched: bool = False
+    """Whether the leading copies had begun beside the run before."""
 
 
 class Executor(Protocol):

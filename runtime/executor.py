@@ -247,7 +247,7 @@ class Executor:
             self._computes.advance(run.compute_base + len(program.computes))
         latency_s = time.perf_counter() - run.start_s
         timeline = self._timeline(program, run) if traced else None
-        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
+        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline, run.ahead is not None)
 
     def _begin(self, spans: list[Span] | None) -> Run:
         return Run(time.perf_counter(), self._computes.value, spans=spans)

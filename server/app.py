@@ -5,14 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from aiohttp import web
 
 from server.dataplane import DataPlane
-from server.engine import Engine
 from server.http_api import InferenceApi
 from server.http_control import ControlApi
 from server.http_errors import json_errors
-from server.metrics import CONTENT_TYPE, render
+from server.metrics import Metrics
 from server.operate.access import OPEN, Access, Permission
 from server.operate.guards import Handler, guarded
-from server.registry import Registry
+from server.prometheus import CONTENT_TYPE
 
 Route = tuple[str, str, Handler]
 
@@ -29,11 +28,11 @@ def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> we
     return _application(routes, access)
 
 
-def make_metrics_app(registry: Registry, engine: Engine, access: Access = OPEN) -> web.Application:
-    async def metrics(request: web.Request) -> web.Response:
-        return web.Response(body=render(registry, engine.pending), headers={"Content-Type": CONTENT_TYPE})
+def make_metrics_app(metrics: Metrics, access: Access = OPEN) -> web.Application:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=await metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
-    return _application({Permission.METRICS: [("GET", "/metrics", metrics)]}, access)
+    return _application({Permission.METRICS: [("GET", "/metrics", answer)]}, access)
 
 
 def _application(routes: Mapping[Permission, Iterable[Route]], access: Access) -> web.Application:

@@ -67,8 +67,13 @@ class DataPlane:
         """
         if self._engine.draining:
             raise ShuttingDown
-        info = self.registry.find(model, version).info
-        self._engine.require_room(model)
+        entry = self.registry.find(model, version)
+        info = entry.info
+        try:
+            self._engine.require_room(model)
+        except RequestError as error:
+            entry.statistics.rejected(error)
+            raise
         return info
 
     async def infer(self, request: InferRequest, info: ModelInfo) -> InferResponse:
@@ -82,6 +87,7 @@ class DataPlane:
                 return await asyncio.to_thread(respond, request, info, outputs)
             return respond(request, info, outputs)
         except RequestError as error:
+            self.registry.rejected(request.model, error)
             error.of_request(request.id)
             raise
 

@@ -9,7 +9,7 @@ from planner.plan import Plan
 from runtime.backend import Backend, Memory
 from runtime.program import Bases, Program
 from server.arrival import Arrival
-from server.model import Footprint
+from server.model import DeviceUse, Footprint
 from server.partitions import Extent, Partitions
 from server.prepared import Prepared
 from server.servable import ProgramServable, describe
@@ -41,6 +41,7 @@ class Tenant:
             parameter_bytes=self.prepared.parameter_bytes,
             resident_bytes=sum(tensors[p.tensor].nbytes for p in plan.residents),
             predicted_s={b: p.provenance.latency_s for b, p in self.plans.items() if p.provenance is not None},
+            bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
         )
 
 
@@ -101,6 +102,19 @@ class House:
         tenant = self.tenants.pop(holder, None)
         if tenant is not None:
             tenant.prepared.store.close()
+
+    def use(self) -> DeviceUse:
+        """What the memory is used for now, and how long the swap-in lane has worked, where the device tells."""
+        pinned = getattr(self.backend, "pinned", None)
+        busy_s = getattr(self.backend.executor, "swap_busy_s", None)
+        return DeviceUse(
+            workspace_bytes=self.partitions.workspace_bytes,
+            partition_bytes=sum(extent.nbytes for extent in self.partitions.held.values()),
+            free_bytes=self.partitions.free_bytes,
+            lane_busy_s={} if busy_s is None else {"swap_in": busy_s},
+            pinned_total_bytes=None if pinned is None else pinned.limit_bytes,
+            pinned_used_bytes=0 if pinned is None else pinned.used_bytes,
+        )
 
     def close(self) -> None:
         """Give everything back. The engine must have stopped."""

@@ -12,7 +12,7 @@ from server.config import ServeConfig
 from server.house import House, Tenant
 from server.housing import Housing
 from server.memory_map import draw
-from server.model import Footprint
+from server.model import DeviceUse, Footprint
 from server.partitions import Extent
 from server.prepared import OnProgress, Prepared, cache_of, open_backend, prepare
 from server.repository import ModelSource
@@ -48,6 +48,9 @@ class Loaded:
     def memory_map(self) -> str:
         weights = {name: tenant.prepared.weight_bytes for name, tenant in self.tenants.items()}
         return draw(self.deployment, weights) if weights else ""
+
+    def use(self) -> DeviceUse:
+        return self.house.use()
 
     def close(self) -> None:
         self.house.close()

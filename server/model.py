@@ -48,6 +48,8 @@ class Execution:
     compute_s: float
     stall_s: float = 0.0
     swapped_bytes: int = 0
+    prefetched: bool = False
+    """Whether its leading copies had begun beside the execution before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +125,18 @@ class Footprint:
     parameter_bytes: int = 0
     resident_bytes: int = 0
     predicted_s: Mapping[int, float] = field(default_factory=dict)
+    bound_s: Mapping[int, float] = field(default_factory=dict)
+    """Lower bounds of these seconds for any plan in this memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What the device's memory is used for, and how long its lanes have worked since the start."""
+
+    workspace_bytes: int = 0
+    partition_bytes: int = 0
+    free_bytes: int = 0
+    lane_busy_s: Mapping[str, float] = field(default_factory=dict)
+    pinned_total_bytes: int | None = None
+    """Most host memory that may be pinned; None where nothing is pinned."""
+    pinned_used_bytes: int = 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
+from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady, RequestError
 from server.model import Footprint, ModelInfo, Servable
 from server.statistics import ModelStatistics
 
@@ -111,6 +111,11 @@ class Registry:
     def unloaded(self, name: str) -> None:
         entry = self._entries[name]
         entry.state, entry.reason, entry.footprint = State.UNAVAILABLE, "unloaded", Footprint()
+
+    def rejected(self, name: str, error: RequestError) -> None:
+        """Count a request that was refused."""
+        if name in self._entries:
+            self._entries[name].statistics.rejected(error)
 
     def find(self, name: str, version: str | None = None) -> Entry:
         """Look up a model, whatever its state. `version` is None for whichever is served.

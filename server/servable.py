@@ -91,7 +91,7 @@ class ProgramServable:
         result = self.executor.run(self.programs[planned], tensors)
         rows = batch if self.info.max_batch_size else None
         outputs = {p.name: _array(t, rows) for p, t in zip(self.outputs, result.outputs, strict=True)}
-        return Execution(outputs, result.latency_s, result.stall_s, result.link_bytes)
+        return Execution(outputs, result.latency_s, result.stall_s, result.link_bytes, result.prefetched)
 
     def expect(self, batch: int) -> None:
         """Let the swap-in lane start on this model's prefix behind the next inference's copies."""

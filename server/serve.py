@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from aiohttp import web
@@ -16,8 +17,10 @@ from server.errors import ConfigError, StartFailed
 from server.grpc_server import GrpcServer
 from server.http_server import HttpServer
 from server.lifecycle import Lifecycle
-from server.model import Device, Footprint, Servable
+from server.metrics import Metrics
+from server.model import Device, DeviceUse, Footprint, Servable
 from server.operate.access import Access, open_access
+from server.operate.machine import Machine
 from server.polling import Poller
 from server.registry import Registry, State
 from server.repository import ModelSource, Unloadable
@@ -58,6 +61,10 @@ class Loaded(Protocol):
 
     @property
     def tenants(self) -> "Mapping[str, Tenant]": ...
+    def use(self) -> DeviceUse:
+        """What the device's memory is used for, and its lanes. Any thread."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -97,8 +104,8 @@ class Server:
         if self._config.grpc_port is not None:
             self._grpc = GrpcServer(self.plane, self._config.max_body_bytes, access)
             self.grpc_address = await self._grpc.start(self._config.host, self._config.grpc_port)
-        metrics = make_metrics_app(self.registry, self._engine, access)
-        url = await self._listen(metrics, self._config.metrics_port, "--metrics-port")
+        metrics = Metrics(self.registry, self._engine, Machine(self._use, access).families)
+        url = await self._listen(make_metrics_app(metrics, access), self._config.metrics_port, "--metrics-port")
         self.metrics_url = f"{url}/metrics"
 
     async def load(self, models: Sequence[ModelSource | Unloadable], load: Load, on_progress: OnProgress) -> Loaded:
@@ -167,6 +174,10 @@ class Server:
 
         if loaded.housing is not None:
             self._lifecycle.open(loaded.housing, loaded.tenants)
+
+    def _use(self) -> DeviceUse:
+        use = DeviceUse() if self._loaded is None else self._loaded.use()
+        return replace(use, lane_busy_s={"compute": self._engine.computed_s, **use.lane_busy_s})
 
     def _is_wanted(self, model: str) -> bool:
         """Whether a model is loaded at start."""

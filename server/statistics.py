@@ -1,15 +1,30 @@
 """Counts and durations per model, as Triton's statistics and metrics report them.
 
-Each counter is written by one thread: `cancelled` by the event loop, the others by the engine. A reader may see a
-request half counted, which the next reading mends.
+Each counter is written by one thread: `cancelled` and `rejected` by the event loop, the others by the engine. A reader
+may see a request half counted, which the next reading mends.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from server import errors
+from server.histogram import Histogram
 from server.model import Execution
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
+
+REJECTIONS: Mapping[type[errors.RequestError], str] = {
+    errors.QueueFull: "queue_full",
+    errors.RateLimited: "rate_limited",
+    errors.RequestTimedOut: "deadline",
+    errors.ShuttingDown: "draining",
+    errors.DeviceLost: "device_lost",
+}
+"""Why a request is refused that could be answered at another time."""
+
+_RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
+"""Triton's."""
 
 
 @dataclass(slots=True)
@@ -41,9 +56,16 @@ class ModelStatistics:
     """Milliseconds since the epoch; 0 before the first."""
     stall_s: float = 0.0
     swapped_bytes: int = 0
+    prefetch_hits: int = 0
+    queue_s: Histogram = field(default_factory=Histogram)
+    compute_s: Histogram = field(default_factory=Histogram)
+    """Of executions, whatever number of requests they answer."""
+    response_ms: Histogram = field(default_factory=lambda: Histogram(_RESPONSE_BOUNDS_MS))
     failures: dict[FailureReason, int] = field(
         default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     )
+
+    rejections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
 
     def executed(self, batch: int, execution: Execution) -> None:
         """Count an execution, whatever number of requests it answers."""
@@ -51,11 +73,15 @@ class ModelStatistics:
         self.batches.setdefault(batch, Total()).add(execution.compute_s)
         self.stall_s += execution.stall_s
         self.swapped_bytes += execution.swapped_bytes
+        self.prefetch_hits += execution.prefetched
+        self.compute_s.add(execution.compute_s)
 
     def succeeded(self, batch: int, queue_s: float, busy_s: float, compute_s: float, wall_ms: int) -> None:
         """Count an answer: its request waited `queue_s`, then its execution kept the device busy for `busy_s`."""
         self.success.add(queue_s + busy_s)
         self.queue.add(queue_s)
+        self.queue_s.add(queue_s)
+        self.response_ms.add((queue_s + busy_s) * 1e3)
         self.prepare.add(max(0.0, busy_s - compute_s))
         self.compute.add(compute_s)
         self.inference_count += batch
@@ -64,6 +90,12 @@ class ModelStatistics:
     def failed(self, reason: FailureReason, seconds: float) -> None:
         self.fail.add(seconds)
         self.failures[reason] += 1
+
+    def rejected(self, error: errors.RequestError) -> None:
+        """Count a request that was refused, if it was for a reason that passes. Event loop's thread."""
+        reason = REJECTIONS.get(type(error))
+        if reason is not None:
+            self.rejections[reason] += 1
 
     def cancelled(self) -> None:
         self.failures["CANCELED"] += 1

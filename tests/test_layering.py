@@ -17,7 +17,21 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runtime": ({"runtime"} | LEAVES, {"msgspec", "numpy", "torch", "pynvml"}),
     "server": (
         {"server", "runtime", "planner.sizing", "planner.fitting", "planner.library"} | LEAVES,
-        {"aiohttp", "uvloop", "grpc", "grpc_health", "google", "tritonclient", "msgspec", "numpy", "torch", "rich"},
+        {
+            "aiohttp",
+            "uvloop",
+            "grpc",
+            "grpc_health",
+            "google",
+            "tritonclient",
+            "msgspec",
+            "numpy",
+            "torch",
+            "rich",
+            "psutil",
+            "pynvml",
+            "prometheus_client",
+        },
     ),
     "server.plans": (
         {"server", "planner"},

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -35,6 +35,10 @@ class Access:
     control_tokens: tuple[Digest, ...] = ()
     open: frozenset[Permission] = frozenset(Permission)
     """What needs no token."""
+    refused: dict[str, int] = field(
+        default_factory=lambda: {"unauthenticated": 0, "not_permitted": 0}, compare=False, repr=False
+    )
+    """How many calls, by the reason."""
 
     def require(self, authorization: str | None, permission: Permission) -> None:
         """Judge a call by its Authorization header. Raises Unauthenticated or PermissionMissing."""
@@ -42,12 +46,15 @@ class Access:
             return
         token = _bearer(authorization)
         if token is None:
+            self.refused["unauthenticated"] += 1
             raise Unauthenticated("this call needs a token: send the header 'Authorization: Bearer TOKEN'")
         digest = _digest(token)
         in_control, known = _among(digest, self.control_tokens), _among(digest, self.tokens)
         if not (in_control or known):
+            self.refused["unauthenticated"] += 1
             raise Unauthenticated("the token is none of this server's", wrong_token=True)
         if permission is Permission.CONTROL and not in_control:
+            self.refused["not_permitted"] += 1
             raise PermissionMissing(
                 "the token does not permit calls that change the server; use one of its --control-token-file"
                 if self.control_tokens

@@ -12,7 +12,7 @@ from server.model import Footprint
 def loaded() -> FakeLoaded:
     loaded = serving(*standard_models())
     loaded.failures = {"damaged": "model.pt2 is truncated"}
-    loaded.footprints = {"adder": Footprint(100, 400, 80, {1: 0.5, 2: 0.75})}
+    loaded.footprints = {"adder": Footprint(100, 400, 80, {1: 0.5, 2: 0.75}, {1: 0.5, 2: 0.6})}
     return loaded
 
 

@@ -14,7 +14,7 @@ import uvloop
 
 from server.config import ServeConfig
 from server.errors import InvalidRequest
-from server.model import Array, Device, Execution, Footprint, ModelInfo, Readiness, Servable, TensorSpec
+from server.model import Array, Device, DeviceUse, Execution, Footprint, ModelInfo, Readiness, Servable, TensorSpec
 from server.repository import ModelSource
 from server.serve import Server
 from server.sizes import FixedSize
@@ -119,6 +119,9 @@ class FakeLoaded:
     housing: None = None
     tenants: Mapping[str, Any] = field(default_factory=dict)
     closed: bool = False
+
+    def use(self) -> DeviceUse:
+        return DeviceUse(workspace_bytes=100, partition_bytes=700, free_bytes=224, lane_busy_s={"swap_in": 1.5})
 
     def close(self) -> None:
         self.closed = True
