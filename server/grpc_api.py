@@ -6,6 +6,7 @@ from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
+from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
 
 from server import descriptions
@@ -119,7 +120,7 @@ class Api:
         return response
 
     async def model_infer(self, request: bytes, context: Any) -> Any:
-        return await self._infer(*parse(request))
+        return await self._infer(*parse(request), context.time_remaining())
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         """Answer each request of a stream, in order; several are under way together.
@@ -154,7 +155,7 @@ class Api:
         message = None
         try:
             message, raw = parse(request)
-            response = await self._infer(message, raw)
+            response = await self._infer(message, raw, None)
         except RequestError as error:
             return _failed(message_of(error), message)
         except Exception:
@@ -162,12 +163,15 @@ class Api:
         response.parameters[_FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response)
 
-    async def _infer(self, message: Any, raw: Sequence[memoryview]) -> Any:
+    async def _infer(self, message: Any, raw: Sequence[memoryview], left_s: float | None) -> Any:
+        """Answer a request; `left_s` is the call's own deadline, beyond which nobody waits for it."""
         info = self._plane.servable(message.model_name, message.model_version or None)
         if message.ByteSize() <= _QUICK_BYTES and not self._plane.regions.slow:
             request = decode_request(message, raw, info, self._plane.regions)
         else:
             request = await asyncio.to_thread(decode_request, message, raw, info, self._plane.regions)
+        if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
+            request = replace(request, timeout_s=left_s)
         response = await self._plane.infer(request, info)
         if sum(output.array.nbytes for output in response.outputs) <= _QUICK_TENSOR_BYTES:
             return encode_response(response)

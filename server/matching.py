@@ -103,10 +103,7 @@ def _match_input(body: InputBody, tensor: TensorSpec, info: ModelInfo) -> None:
             f" '{tensor.datatype}'{hint}"
         )
     expected = info.wire_shape(tensor)
-    fits = len(expected) == len(body.shape) and all(
-        e == d or (e == -1 and d >= 0) for e, d in zip(expected, body.shape, strict=True)
-    )
-    if not fits:
+    if not _fits(expected, body.shape):
         note = (
             ". NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be"
             " prepended to each input shape."
@@ -117,6 +114,15 @@ def _match_input(body: InputBody, tensor: TensorSpec, info: ModelInfo) -> None:
             f"unexpected shape for input '{body.name}' for model '{info.name}'. Expected {list(expected)}, got"
             f" {body.shape}{note}"
         )
+
+
+def _fits(expected: Sequence[int], shape: Sequence[int]) -> bool:
+    if len(expected) != len(shape):
+        return False
+    for wanted, given in zip(expected, shape, strict=True):
+        if wanted != given and (wanted >= 0 or given < 0):
+            return False
+    return True
 
 
 def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:

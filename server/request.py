@@ -1,7 +1,8 @@
 """An inference request and its response, whatever protocol they travel by."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from server.classification import classify
 from server.datatypes import BYTES
@@ -10,8 +11,7 @@ from server.model import Array, ModelInfo, TensorSpec
 from server.shared_memory import Window
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedOutput:
+class RequestedOutput(msgspec.Struct, frozen=True, eq=False):
     """An output that the client wants: in the answer, as bytes or as JSON numbers, or in shared memory."""
 
     tensor: TensorSpec
@@ -22,8 +22,7 @@ class RequestedOutput:
     """Where to write it; None puts it into the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class InferRequest:
+class InferRequest(msgspec.Struct, frozen=True, eq=False):
     """A request that fits its model. `outputs` stand in the model's order."""
 
     model: str
@@ -38,8 +37,7 @@ class InferRequest:
     """How long the request may wait in the queue."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(msgspec.Struct, frozen=True, eq=False):
     """A tensor of a response. Its datatype may differ from the model's: a classification is BYTES."""
 
     tensor: TensorSpec
@@ -48,8 +46,7 @@ class OutputTensor:
     window: Window | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InferResponse:
+class InferResponse(msgspec.Struct, frozen=True, eq=False):
     model: str
     version: int
     outputs: tuple[OutputTensor, ...]
