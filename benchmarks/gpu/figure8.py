@@ -26,11 +26,12 @@ from runtime.errors import MemoryExceeded
 from runtime.program import Bases
 
 MODELS = 16
-SHARES = (1.0, 0.5, 0.25)
+SHARES = (0.25, 0.5, 1.0)
+LAYOUTS = ("partitioned", "time_shared", "pipelined")
 RATES = (100, 200, 300, 400)
 SATURATION = 100_000
-POINT_S = 3.0
-PREPARE_S = 25.0
+POINT_S = 2.0
+PREPARE_S = 15.0
 """What it may take to place sixteen models."""
 
 Prepare = Callable[[int], None]
@@ -63,14 +64,13 @@ def main(argv: Sequence[str] | None = None, seconds: float = 200.0) -> int:
     notes: list[str] = []
     try:
         model = resnet(backend, [1])
-        for share in SHARES:
-            for name in ("resident", "partitioned", "time_shared", "pipelined"):
-                clock.check(PREPARE_S)
-                memory = int(share * MODELS * model.graph(1).parameter_bytes)
-                try:
-                    points += _measure(backend, model, name, share, memory, clock)
-                except (InfeasibleBudget, MemoryExceeded) as error:
-                    notes.append(f"{name}, {share:.0%}: {error}")
+        for name, share in [("resident", 1.0), *((n, s) for s in SHARES for n in LAYOUTS)]:
+            clock.check(PREPARE_S)
+            memory = int(share * MODELS * model.graph(1).parameter_bytes)
+            try:
+                _measure(backend, model, name, share, memory, clock, points)
+            except (InfeasibleBudget, MemoryExceeded) as error:
+                notes.append(f"{name}, {share:.0%}: {error}")
     except OutOfTime:
         notes.append("The time ran out: points that are not here were not measured.")
     path = record(
@@ -81,28 +81,27 @@ def main(argv: Sequence[str] | None = None, seconds: float = 200.0) -> int:
 
 
 def _measure(
-    backend: CudaBackend, model: Measured, name: str, share: float, memory_bytes: int, clock: Clock
-) -> Iterator[Point]:
+    backend: CudaBackend,
+    model: Measured,
+    name: str,
+    share: float,
+    memory_bytes: int,
+    clock: Clock,
+    points: list[Point],
+) -> None:
     # Resident needs the activations beside the weights: it is what the others are compared with, in enough memory.
     room = memory_bytes if name != "resident" else memory_bytes + model.graph(1).parameter_bytes
-    if name == "resident" and share < 1:
-        return
     with _placed(backend, model, name, room) as layout:
         for rate in (*RATES, SATURATION):
             clock.check(2 * POINT_S)
-            point = _serve(backend, layout, name, share, rate)
-            print(point, flush=True)
-            yield point
+            points.append(_serve(backend, layout, name, share, rate))
+            print(points[-1], flush=True)
 
 
 @contextmanager
 def _placed(backend: CudaBackend, model: Measured, name: str, memory_bytes: int) -> Iterator[Layout]:
     arena = backend.arena(memory_bytes)
     programs: list[CudaProgram] = []
-    for n, (plan, bases) in enumerate(_plans(model, name, memory_bytes)):
-        own = replace(model.lowered, name=f"resnet152-{n}")
-        programs.append(backend.build(own, plan, model.profiles[1], arena, bases, model.store))
-        backend.executor.load(programs[-1])
     owner: list[int] = []
 
     def bring(number: int) -> None:
@@ -110,10 +109,16 @@ def _placed(backend: CudaBackend, model: Measured, name: str, memory_bytes: int)
             backend.executor.load(programs[number])
             owner[:] = [number]
 
-    yield Layout(programs, bring if name == "time_shared" else lambda number: None, name == "partitioned")
-    for program in programs:
-        backend.dismiss(program)
-    arena.close()
+    try:
+        for n, (plan, bases) in enumerate(_plans(model, name, memory_bytes)):
+            own = replace(model.lowered, name=f"resnet152-{n}")
+            programs.append(backend.build(own, plan, model.profiles[1], arena, bases, model.store))
+            backend.executor.load(programs[-1])
+        yield Layout(programs, bring if name == "time_shared" else lambda number: None, name == "partitioned")
+    finally:
+        for program in programs:
+            backend.dismiss(program)
+        arena.close()
 
 
 def _plans(model: Measured, name: str, memory_bytes: int) -> list[tuple[Plan, Bases]]:

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return NO_GPU
     failed = [] if _tests() else ["tests"]
-    for name, share in (("table2", 0.5), ("memory", 0.25), ("cold", 0.4), ("figure8", 1.0)):
+    for name, share in (("table2", 0.45), ("memory", 0.1), ("cold", 0.15), ("figure8", 1.0)):
         left_s = end_s - time.monotonic()
         print(f"== {name}: {share * left_s:.0f} of {left_s:.0f} s", flush=True)
         if not _benchmark(name, share * left_s):

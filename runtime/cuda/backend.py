@@ -81,6 +81,8 @@ class CudaBackend:
 
     def close(self) -> None:
         self._executor.close()
+        if self._executor.lost is not None:
+            return  # nothing can be given back to a device that does not answer: it ends with the process
         for program in self._programs:
             program.close()
         self._programs = []

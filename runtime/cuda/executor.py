@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 
 from planner.errors import CohabitError, format_bytes
+from planner.plan import Compute
 from runtime.backend import Result
 from runtime.binding import Frame
 from runtime.cuda.capture import capture
@@ -119,10 +120,12 @@ class CudaExecutor:
     ) -> Result:
         """Run one inference. See `runtime.backend.Executor`."""
         assert isinstance(program, CudaProgram)
-        self._driver.adopt_thread(self._lanes.compute)
+        with self._faults(program):
+            self._driver.adopt_thread(self._lanes.compute)
         start = time.perf_counter()
         if program.ready.pool is None or program.name in self._stale:
             self.load(program)
+        prefetched = self._ahead is program
         with self._faults(program):
             watch = Stopwatch(self._driver, program) if traced else None
             self._issue(program, inputs, watch, serial)
@@ -135,7 +138,7 @@ class CudaExecutor:
         if watch is not None:
             self.settle()
             timeline = watch.timeline()
-        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
+        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline, prefetched)
 
     def _issue(
         self, program: CudaProgram, inputs: Sequence[torch.Tensor], watch: Stopwatch | None, serial: bool
@@ -203,7 +206,8 @@ class CudaExecutor:
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that nothing is allocated or compiled when requests come."""
-        program.ready.pool = pool = fitting_pool(self._lanes, program.graph, program.zone)
+        order = [step.op for step in program.plan.steps if isinstance(step, Compute)]
+        program.ready.pool = pool = fitting_pool(self._lanes, program.graph, order, program.zone)
         try:
             self._try_out(program)
         except CohabitError:

@@ -5,7 +5,7 @@ segments a model needs is found by trying, before its kernels run: a kernel that
 another algorithm, and keep to it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -23,11 +23,14 @@ LEAST_LARGE_BYTES = 10 << 20
 MOST_SMALL_SEGMENTS = 64
 
 
-def fitting_pool(lanes: Lanes, graph: Graph, memory: torch.Tensor) -> Pool:
-    """A pool of the given bytes in which a graph's tensors fit. Raises MemoryExceeded if there is none."""
+def fitting_pool(lanes: Lanes, graph: Graph, order: Sequence[int], memory: torch.Tensor) -> Pool:
+    """A pool of the given bytes in which a graph's tensors fit, its ops in this order.
+
+    Raises MemoryExceeded if there is none.
+    """
     for small_segments in _divisions(memory.nbytes):
         pool = make_pool(lanes, memory, small_segments)
-        if rehearse(lanes, graph, pool):
+        if rehearse(lanes, graph, order, pool):
             return pool
         pool.close()
     raise MemoryExceeded(
@@ -50,10 +53,11 @@ def large_bytes(zone_bytes: int, small_segments: int) -> int:
     return whole if whole >= LEAST_LARGE_BYTES else 0
 
 
-def rehearse(lanes: Lanes, graph: Graph, pool: Pool) -> bool:
-    """Whether a graph's inputs, activations and scratch can be had from a pool, in the order of its ops."""
+def rehearse(lanes: Lanes, graph: Graph, order: Sequence[int], pool: Pool) -> bool:
+    """Whether a graph's inputs, activations and scratch can be had from a pool, its ops in this order."""
     driver = lanes.driver
-    last_use = {i: n for n, op in enumerate(graph.ops) for i in (*op.reads, *op.writes)}
+    ops = [graph.ops[n] for n in order]
+    last_use = {i: n for n, op in enumerate(ops) for i in (*op.reads, *op.writes)}
     kept = set(graph.outputs)
 
     def make(nbytes: int) -> torch.Tensor:
@@ -62,7 +66,7 @@ def rehearse(lanes: Lanes, graph: Graph, pool: Pool) -> bool:
     with driver.on(lanes.compute), driver.allocating(pool):
         try:
             held = {i: make(t.nbytes) for i, t in enumerate(graph.tensors) if t.kind == "input"}
-            for n, op in enumerate(graph.ops):
+            for n, op in enumerate(ops):
                 held |= {i: make(graph.tensors[i].nbytes) for i in op.writes}
                 make(op.scratch_bytes)
                 for i in [i for i in held if last_use.get(i, -1) <= n and i not in kept]:

@@ -67,7 +67,7 @@ def wasted_bytes(lanes: Lanes, graph: Graph) -> int:
         else:
             low = middle
     arena.close()
-    return max(0, high * segment - peak) + ALIGNMENT_BYTES
+    return max(0, high * segment - peak) + 2 * ALIGNMENT_BYTES
 
 
 def live_peak_bytes(graph: Graph) -> int:
@@ -86,7 +86,7 @@ def live_peak_bytes(graph: Graph) -> int:
 
 def _fits(lanes: Lanes, graph: Graph, memory: torch.Tensor) -> bool:
     try:
-        fitting_pool(lanes, graph, memory).close()
+        fitting_pool(lanes, graph, range(len(graph.ops)), memory).close()
     except MemoryExceeded:
         return False
     return True

@@ -84,6 +84,7 @@ def test_an_external_event_of_a_graph_is_reached_inside_of_it(backend: CudaBacke
     driver, lanes = backend.driver, backend.lanes
     memory, seen = driver.allocate(MIB), driver.allocate(MIB)
     memory.zero_()
+    driver.drain()
     reached = driver.event(external=True)
     pool = driver.pool(driver.allocate(32 * MIB), 20 * MIB)
 

@@ -30,7 +30,7 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_AMPLE_BYTES", 16 * MIB)
     monkeypatch.setattr(link, "_COPY_BYTES", 64 << 10)
-    monkeypatch.setattr(measure, "_ROUNDS", 3)
+    monkeypatch.setattr(measure, "_ROUNDS", 1)
 
 
 def measured(

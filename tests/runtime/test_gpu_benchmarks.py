@@ -60,7 +60,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_figure_8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(figure8, "MODELS", 2)
-    monkeypatch.setattr(figure8, "SHARES", (1.0, 0.9))
+    monkeypatch.setattr(figure8, "SHARES", (0.9,))
     monkeypatch.setattr(figure8, "RATES", (20,))
     monkeypatch.setattr(figure8, "POINT_S", 0.1)
     assert figure8.main([], seconds=900.0) == 0

@@ -1,0 +1,167 @@
+"""What the CUDA executor does beyond the conformance suite: order of copies between inferences, faults, admission."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runtime.cuda.backend import CudaBackend
+from runtime.cuda.program import CudaProgram
+from runtime.errors import DeviceError, DeviceLost
+from runtime.lower import Lowered, lower
+from runtime.profile import resident_plan
+from runtime.program import Bases
+from tests.runtime import models
+from tests.runtime.backends import Bench, fake_cuda, fake_streams, opened
+from tests.runtime.cuda_fake import FakeDriver
+from tests.runtime.plans import streaming_plan
+from tests.runtime.test_executor import evicting_plan, prefix_plan
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    folder = tmp_path_factory.mktemp("executor")
+    torch.manual_seed(0)
+    models.export(models.Wide(5, 264), {"x": torch.zeros(3, 264)}, folder / "model.pt2")
+    return lower(folder / "model.pt2", "wide", [2], folder / "cache")
+
+
+@pytest.fixture
+def bench(lowered: Lowered) -> Iterator[Bench]:
+    with opened(fake_cuda, lowered, 16 * MIB) as bench:
+        yield bench
+
+
+def driver_of(bench: Bench) -> FakeDriver:
+    assert isinstance(bench.backend, CudaBackend)
+    assert isinstance(bench.backend.driver, FakeDriver)
+    return bench.backend.driver
+
+
+def beside(bench: Bench, plan: object, offset: int, name: str) -> CudaProgram:
+    """Another model of the same weights, in another part of the arena; the workspace is the last."""
+    lowered = replace(bench.lowered, name=name)
+    program = bench.backend.build(lowered, plan, None, bench.arena, Bases(offset, 12 * MIB), bench.store)  # type: ignore[arg-type]
+    bench.executor.load(program)
+    assert isinstance(program, CudaProgram)
+    return program
+
+
+def test_the_next_model_s_prefix_goes_before_this_one_s_epilogue_which_waits_for_the_next(bench: Bench) -> None:
+    first = beside(bench, evicting_plan(bench.graph), 0, "a")
+    second = beside(bench, prefix_plan(bench.graph), 4 * MIB, "b")
+    driver, examples = driver_of(bench), bench.lowered.examples(2)
+    assert len(first.schedule.epilogue) == len(second.schedule.prefix) == 1
+    driver.calls.clear()
+    bench.executor.expect(second)
+    bench.executor.run(first, examples)
+    prefix = ["wait", "copy", "record"]
+    # The first wait is for the epilogue of its model's last run.
+    assert driver.calls == ["wait", "replay", "record", *prefix, "synchronize"], "no epilogue yet"
+    driver.calls.clear()
+    bench.executor.run(second, examples)
+    epilogue = ["wait", "copy", "record"]
+    assert driver.calls == ["wait", "replay", "record", *epilogue, "synchronize"], "behind the next one's copies"
+
+
+def test_nobody_expected_the_epilogue_follows_at_once(bench: Bench) -> None:
+    program = beside(bench, evicting_plan(bench.graph), 0, "a")
+    driver = driver_of(bench)
+    driver.calls.clear()
+    bench.run(program)
+    assert driver.calls == ["wait", "replay", "record", "synchronize", "copy", "record"]
+
+
+def test_a_prefix_that_is_there_is_not_in_the_graph_that_is_replayed(bench: Bench) -> None:
+    program = beside(bench, prefix_plan(bench.graph), 0, "a")
+    other = beside(bench, resident_plan(bench.graph), 4 * MIB, "b")
+    ready = program.ready
+    assert ready.whole is not ready.rest
+    bench.executor.expect(program)
+    bench.run(other)
+    replayed: list[object] = []
+    for graph in (ready.whole, ready.rest):
+        graph.replay = lambda graph=graph, replay=graph.replay: (replayed.append(graph), replay())  # type: ignore[union-attr, method-assign]
+    bench.run(program)
+    bench.run(program)
+    assert replayed == [ready.rest, ready.whole]
+
+
+def test_a_lost_device_is_said_to_every_request(bench: Bench) -> None:
+    program = beside(bench, streaming_plan(bench.graph), 0, "a")
+    assert bench.executor.lost is None
+    driver_of(bench).broken = "unspecified launch failure"
+    for _ in range(2):
+        with pytest.raises(DeviceLost, match="unspecified launch failure"):
+            bench.run(program)
+    assert "unspecified launch failure" in (bench.executor.lost or "")
+    with pytest.raises(DeviceLost):
+        bench.executor.load(program)
+
+
+def test_a_failed_kernel_costs_one_request(bench: Bench) -> None:
+    program = beside(bench, evicting_plan(bench.graph), 0, "a")
+    expected = bench.run(program).outputs[0]
+    driver = driver_of(bench)
+    driver.kernel_bytes = 1 << 40
+    with pytest.raises(DeviceError, match="a: out of the pool's memory"):
+        bench.run(program)
+    driver.kernel_bytes = 0
+    assert torch.equal(bench.run(program).outputs[0], expected)
+
+
+def test_inputs_of_another_shape_never_reach_the_device(bench: Bench) -> None:
+    program = beside(bench, streaming_plan(bench.graph), 0, "a")
+    driver = driver_of(bench)
+    driver.calls.clear()
+    with pytest.raises(DeviceError, match=r"input x is torch.float32 of shape \(1, 264\), the program takes"):
+        bench.executor.run(program, [torch.zeros(1, 264)])
+    assert not {"replay", "launch"} & set(driver.calls)
+
+
+def test_what_could_not_be_captured_says_why_and_runs(lowered: Lowered) -> None:
+    with opened(fake_streams, lowered, 16 * MIB) as bench:
+        program = beside(bench, streaming_plan(bench.graph), 0, "a")
+        assert program.ready.refused == "the test says so"
+        driver = driver_of(bench)
+        driver.calls.clear()
+        bench.run(program)
+        assert "replay" not in driver.calls
+
+
+def test_a_library_that_keeps_bytes_of_the_workspace_is_found_at_load(bench: Bench) -> None:
+    driver = driver_of(bench)
+    make = driver.pool
+
+    def leaking(memory: torch.Tensor, large_bytes: int) -> object:
+        pool = make(memory, large_bytes)
+        pool.held_bytes = 32 * MIB
+        return pool
+
+    driver.pool = leaking  # type: ignore[assignment, method-assign]
+    with pytest.raises(DeviceError, match=r"32\.0 MiB of its workspace stay taken by a library"):
+        beside(bench, streaming_plan(bench.graph), 0, "a")
+
+
+def test_a_dismissed_program_gives_everything_back(bench: Bench) -> None:
+    driver = driver_of(bench)
+    pinned_bytes = driver.pinned_bytes
+    program = beside(bench, streaming_plan(bench.graph), 0, "a")
+    pool, graph = program.ready.pool, program.ready.whole
+    assert driver.pinned_bytes > pinned_bytes
+    assert isinstance(bench.backend, CudaBackend)
+    bench.backend.dismiss(program)
+    assert driver.pinned_bytes == pinned_bytes
+    assert pool.closed  # type: ignore[union-attr]
+    assert graph.closed  # type: ignore[union-attr]
+
+
+def test_stalls_are_what_an_inference_takes_beyond_its_kernels(bench: Bench) -> None:
+    program = beside(bench, streaming_plan(bench.graph), 0, "a")
+    slow = replace(program, compute_s=10.0)
+    assert bench.run(slow).stall_s == 0.0
+    result = bench.run(replace(program, compute_s=1e-9))
+    assert 0 < result.stall_s < result.latency_s
