@@ -5,12 +5,23 @@ from typing import Final
 import numpy as np
 
 from planner.compiled import compiled
+from planner.critical import critical
 from planner.memory import NO_MORE
 from planner.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, judge
 from planner.workload import Arrays
 
 LINK_WEIGHT: Final = 0.002
 """How much a second of the link counts beside one of latency: it decides between what is otherwise alike."""
+
+GUIDED: Final = 0.5
+"""Share of the changes that begin with a parameter whose copy is waited for."""
+ALONE: Final = 0.3
+"""Share of the changes that move one parameter alone."""
+FAR: Final = 0.3
+"""Share of the others that look for a partner anywhere; the rest within so many parameters:"""
+NEAR: Final = 8
+RUN: Final = 64
+"""Parameters that are looked at for partners."""
 
 FITS: Final = 3
 """How many rules there are for choosing a hole."""
@@ -30,12 +41,14 @@ def anneal(
     best = _copy(start)
     now_cost = _cost(work, now, home, fixed)
     best_cost = now_cost
+    urgent = critical(work, home if fixed else homes(work, now.fate), now)
     for step in range(steps):
-        tried = _changed(work, now, fixed, most_pages)
+        tried = _changed(work, now, fixed, most_pages, urgent)
         cost = _cost(work, tried, home, fixed)
         left = heat * (1 - step / steps)
         if cost <= now_cost or np.random.random() < np.exp((now_cost - cost) / (left * best_cost + 1e-30)):
             now, now_cost = tried, cost
+            urgent = critical(work, home if fixed else homes(work, now.fate), now)
         if cost < best_cost:
             best, best_cost = tried, cost
     return best
@@ -48,8 +61,8 @@ def _cost(work: Arrays, decisions: Decisions, home: Ints, fixed: bool) -> float:
 
 
 @compiled
-def _changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int) -> Decisions:
-    """Change one decision, or exchange two."""
+def _changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, urgent: Ints) -> Decisions:
+    """Change one decision, or exchange some; often one of what is waited for."""
     fate, hold, fit = decisions.fate.copy(), decisions.hold.copy(), decisions.fit
     count = len(fate)
     kind = np.random.random()
@@ -60,6 +73,8 @@ def _changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int) -
         hold[j] = not hold[j]
     else:
         p = np.random.randint(count)
+        if len(urgent) > 0 and np.random.random() < GUIDED:
+            p = urgent[np.random.randint(len(urgent))]
         if fate[p] != STREAMED and (fixed or kind < 0.4):
             fate[p] = KEPT + RELEASED - fate[p]
         elif not fixed:
@@ -69,17 +84,30 @@ def _changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int) -
 
 @compiled
 def _exchange(work: Arrays, fate: Ints, p: int, most_pages: int) -> None:
-    """Turn a resident into a streamed parameter or the other way round, mostly with another going the other way."""
+    """Turn a resident into a streamed parameter or the other way round, mostly with others going the other way.
+
+    These follow one another in the order of use, from near the first or from anywhere, and have about its size.
+    """
     count = len(fate)
-    alone = np.random.random() < 0.3
-    if not alone:
-        reach = count if np.random.random() < 0.3 else 8
-        for _ in range(12):
-            q = p + np.random.randint(-reach, reach + 1)
-            if 0 <= q < count and (fate[q] == STREAMED) != (fate[p] == STREAMED):
-                fate[q] = np.random.randint(RELEASED, KEPT + 1) if fate[q] == STREAMED else STREAMED
+    comes = fate[p] == STREAMED
+    fate[p] = np.random.randint(RELEASED, KEPT + 1) if comes else STREAMED
+    pages = work.size[p]
+    if np.random.random() >= ALONE:
+        reach = count if np.random.random() < FAR else NEAR
+        q = p + np.random.randint(-reach, reach + 1)
+        for i in range(q, q + RUN):
+            r = i % count
+            if r == p or work.size[r] == 0 or (fate[r] == STREAMED) == comes:
+                continue
+            if comes:
+                fate[r] = STREAMED
+            elif work.size[r] <= pages:
+                fate[r] = np.random.randint(RELEASED, KEPT + 1)
+            else:
+                continue
+            pages -= work.size[r]
+            if pages <= 0:
                 break
-    fate[p] = np.random.randint(RELEASED, KEPT + 1) if fate[p] == STREAMED else STREAMED
     pages = work.size[fate != STREAMED].sum()
     while pages > most_pages:
         q = np.random.randint(count)

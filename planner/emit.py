@@ -73,10 +73,10 @@ def _drops(
     for t, k in last_touch.items():
         if graph.tensors[t].kind != "parameter" and t not in graph.outputs:
             drops[k].append(t)
-    reads: dict[int, list[int]] = defaultdict(list)
+    reads: dict[int, list[int]] = {t: [] for t in residents}
     for k, uses in enumerate(work.footprint.uses):
         for t in uses:
-            reads[t].append(k)
+            reads.setdefault(t, []).append(k)
     arrivals: dict[int, list[int]] = defaultdict(list)
     for t, k in zip(tensor, needed_by, strict=True):
         arrivals[t].append(k)

@@ -3,16 +3,11 @@
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Final
 
 from msgspec.structs import replace
 
 from planner.graph import Graph
-from planner.liveness import lifespans
 from planner.profile import Profile
-
-WORTHWHILE: Final = 0.01
-"""An order is worth planning if it saves so much memory on average, as a share of the parameters."""
 
 
 def predecessors(graph: Graph) -> list[set[int]]:
@@ -33,16 +28,10 @@ def predecessors(graph: Graph) -> list[set[int]]:
     return before
 
 
-def orders(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Orders worth planning: the graph's own, and those below where they promise something."""
-    found = [tuple(range(len(graph.ops)))]
+def has_reuse(graph: Graph) -> bool:
+    """Whether some parameter is read by more than one op."""
     reads = [t for op in graph.ops for t in op.reads if graph.tensors[t].kind == "parameter"]
-    if len(reads) > len(set(reads)):
-        found.append(by_parameters(graph))
-    light = by_memory(graph)
-    if _mean_live_bytes(graph, found[0]) - _mean_live_bytes(graph, light) > WORTHWHILE * graph.parameter_bytes:
-        found.append(light)
-    return tuple(dict.fromkeys(found))
+    return len(reads) > len(set(reads))
 
 
 def by_parameters(graph: Graph) -> tuple[int, ...]:
@@ -111,13 +100,6 @@ def by_memory(graph: Graph) -> tuple[int, ...]:
             if waiting[later] == 0:
                 ready.add(later)
     return tuple(order)
-
-
-def _mean_live_bytes(graph: Graph, order: Sequence[int]) -> float:
-    """Bytes of activations in memory, on average over the ops."""
-    pairs = zip(graph.tensors, lifespans(graph, order), strict=True)
-    total = sum(t.nbytes * (s.end - s.first) for t, s in pairs if s is not None and t.kind != "parameter")
-    return total / max(len(order), 1)
 
 
 def reordered(graph: Graph, profile: Profile, order: Sequence[int]) -> tuple[Graph, Profile]:

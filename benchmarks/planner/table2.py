@@ -21,6 +21,7 @@ from benchmarks.record import markdown_table, record
 from planner.errors import InfeasibleBudget
 from planner.problem import Limit, Problem
 from planner.search import search
+from planner.warm import warm
 
 MB = 10**6
 PAPER_S = {
@@ -94,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     cells = sorted({*PAPER_S, (64, 16), (96, 1)})
     console = Console(stderr=True)
+    warm()
     rows = [cell(*c, options.seconds, options.cache) for c in track(cells, "planning", console=console)]
     table = markdown_table(HEADER, [row for row, _ in rows])
     print(table)

@@ -25,6 +25,7 @@ from planner.errors import CohabitError
 from planner.problem import Limit, Problem
 from planner.registry import SEARCHERS
 from planner.search import search
+from planner.warm import warm
 
 GB = 10**9
 NETWORKS = ("wresnet152_4", "inception_4", "rnn_8_2k", "brnn_4_2k")
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="write docs/results/planner-training.md")
     options = parser.parse_args(argv)
     console = Console(stderr=True)
+    warm()
     needs = {n: peak_bytes(training_graph(n, None, options.cache).graph) for n in track(
         options.networks, "capturing", console=console)}  # fmt: skip
     searchers = [s for s in SEARCHERS if s != "streaming"]

@@ -18,7 +18,7 @@ from planner.emit import emit, placements
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.feasible import PAGE_BYTES, Footprint
 from planner.memory import NOWHERE
-from planner.order import orders, reordered
+from planner.order import by_memory, by_parameters, has_reuse, reordered
 from planner.plan import Compute, Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
@@ -27,6 +27,8 @@ from planner.residents import by_share, capacities, guesses
 from planner.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, play
 from planner.workload import Workload
 
+WIDENED = 6
+"""Guesses that are tried in every way."""
 CHAINS = 4
 """Walks that go on side by side."""
 ROUNDS = 8
@@ -34,6 +36,8 @@ ROUNDS = 8
 WORK_PER_ROUND = 25_000
 """Ops and uses that a walk looks at before walks are compared: some 10 ms."""
 MOST_STEPS = 40
+WORTHWHILE = 0.01
+"""Share of the memory that another order must save on average to be planned."""
 HEAT = 0.004
 """Share of the cost by which the first steps may get worse."""
 
@@ -54,6 +58,9 @@ class Candidate:
         fate = np.frombuffer(self.fate, np.int8).astype(np.int64)
         return Decisions(fate, np.frombuffer(self.hold, np.bool_).copy(), self.fit)
 
+    def residents(self) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(np.frombuffer(self.fate, np.int8) != STREAMED).tolist())
+
 
 class Streaming:
     """Judges quick guesses, then lets several walks go on from the best."""
@@ -70,7 +77,8 @@ class Streaming:
             )
         self.problem = problem
         self.views = _views(problem)
-        self.evaluations = len(self._starts) + len(self._starts) // 4 + ROUNDS * CHAINS
+        ways = len(list(self._ways(0, ())))
+        self.evaluations = len(self._starts) + len(self._starts) // 4 + WIDENED * ways + ROUNDS * CHAINS
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._judged: list[tuple[float, Candidate]] = []
@@ -111,6 +119,7 @@ class Streaming:
         yield self._starts[:1]
         yield self._starts[1:]
         yield list(self._relaxed())
+        yield [way for c in self._best(WIDENED) for way in self._ways(c.order, c.residents())]
         chains = self._best(CHAINS)
         chains += [chains[0]] * (CHAINS - len(chains))
         heats = [HEAT * (1 - i / ROUNDS) for i in range(ROUNDS)]
@@ -136,10 +145,10 @@ class Streaming:
         for i, view in enumerate(self.views):
             shares = np.array([relaxed.resident.get(t, 0.0) for t in view.work.parameters])
             for pages in capacities(view.work):
-                yield from self._ways(i, by_share(view.work, shares, pages))
+                yield next(self._ways(i, by_share(view.work, shares, pages)))
 
     def _guesses(self, order: int) -> Iterator[Candidate]:
-        """Quick guesses."""
+        """Quick guesses, each in the first way."""
         work = self.views[order].work
         if self.problem.residents is not None:
             home = work.homes(self.problem.residents)
@@ -147,7 +156,7 @@ class Streaming:
         else:
             sets = list(guesses(work))
         for residents in sets:
-            yield from self._ways(order, residents)
+            yield next(self._ways(order, residents))
 
     def _ways(self, order: int, residents: Sequence[int]) -> Iterator[Candidate]:
         """Candidates with these residents; without reuse of parameters, holding them or not is the same."""
@@ -210,19 +219,33 @@ class _View:
 
 
 def _views(problem: Problem) -> list[_View]:
-    """The orders in which the problem is feasible. Raises InfeasibleBudget with the least budget if none is."""
+    """The orders that are worth planning. Raises InfeasibleBudget with the least budget if none is feasible."""
+    graph = problem.graph
+    own = tuple(range(len(graph.ops)))
+    by_use = by_parameters(graph) if has_reuse(graph) else own
+    orders = (own, by_use, by_memory(graph)) if problem.overlay else (own, by_use)
     refusals: list[InfeasibleBudget] = []
     views: list[_View] = []
-    for order in orders(problem.graph):
-        graph, profile = reordered(problem.graph, problem.profile, order)
+    for order in dict.fromkeys(orders):
+        changed, profile = reordered(graph, problem.profile, order)
         try:
-            footprint = Footprint.of(graph, problem.overlay)
-            views.append(_View(order, _workload(footprint, profile, problem)))
+            footprint = Footprint.of(changed, problem.overlay)
+            view = _View(order, _workload(footprint, profile, problem))
         except InfeasibleBudget as refusal:
             refusals.append(refusal)
+            continue
+        if not views or order is by_use or _saves_memory(view, views[0]):
+            views.append(view)
     if not views:
         raise min(refusals, key=lambda r: r.least_bytes)
     return views
+
+
+def _saves_memory(view: _View, own: _View) -> bool:
+    """Whether activations take clearly less of the memory in one order, on average over the ops."""
+    pages = own.work.arrays.partition_pages + own.work.arrays.workspace_pages
+    saved = own.work.arrays.zone.mean() - view.work.arrays.zone.mean()
+    return bool(saved > WORTHWHILE * pages)
 
 
 def _workload(footprint: Footprint, profile: Profile, problem: Problem) -> Workload:
