@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems = {n: problem_of(n, m, options.cache) for n, m in memories.items()}
     jobs = [(n, w) for n in problems for w in WAYS]
     console = Console(stderr=True)
+    warm()
     courses = {
         (n, w): evolve(problems[n], options.seconds, WAYS[w], options.population)
         for n, w in track(jobs, "searching", console=console)
