@@ -22,6 +22,7 @@ from benchmarks.planner.training import TRAININGS, training_graph
 from benchmarks.record import RESULTS, markdown_table, record
 from planner.problem import Problem
 from planner.searchers.genetic import Genetic
+from planner.warm import warm
 
 WAYS = {
     "both": {},
