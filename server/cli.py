@@ -18,7 +18,7 @@ from server.config import ServeConfig, add_flags
 from server.errors import ConfigError, RepositoryError
 from server.operate.layers import add_layer_flags, declare, settle
 from server.operate.printing import as_toml
-from server.plans.options import add_compare_flags, add_plan_flags, add_show_flags
+from server.plans.options import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -99,6 +99,13 @@ def _run_compare(options: argparse.Namespace, errors: Console) -> int:
     from server.plans.options import compare_options
 
     return comparing.run(compare_options(options), _stdout(), errors)
+
+
+def _run_profile(options: argparse.Namespace, errors: Console) -> int:
+    from server.plans import profiling
+    from server.plans.options import profile_options
+
+    return profiling.run(profile_options(options), _stdout(), errors)
 
 
 def _stdout() -> Console:
@@ -227,6 +234,16 @@ def _parser() -> argparse.ArgumentParser:
         ),
         add_compare_flags,
         _run_compare,
+    )
+    _add(
+        commands.add_parser(
+            "profile",
+            help="measure what a model costs on a device, and the device's link",
+            description="Measure a model on a device: time per op, the link both ways, and what copies and ops cost"
+            " one another. What is measured is kept, and used by the other commands.",
+        ),
+        add_profile_flags,
+        _run_profile,
     )
     return parser
 

@@ -84,6 +84,11 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    subject: Subject
+
+
+@dataclass(frozen=True, slots=True)
 class CompareOptions:
     subject: Subject
     memory: Memory
@@ -149,6 +154,15 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     _add_single(parser)
     _add_effort(parser, "10s")
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep the plans, the graph and the profile here")
+
+
+def add_profile_flags(parser: argparse.ArgumentParser) -> None:
+    _add_subject(parser, "N,N,...", "batch sizes to measure (default: 1)")
+
+
+def profile_options(options: argparse.Namespace) -> ProfileOptions:
+    """Check every flag. Raises ConfigError, which names the flag."""
+    return ProfileOptions(_subject(options))
 
 
 def plan_options(options: argparse.Namespace) -> PlanOptions:
