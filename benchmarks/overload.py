@@ -25,7 +25,7 @@ from loadgen.serve import running_server, server_command
 MODELS, ENTRY = 4, "bert_small"
 SHARE_OF_WEIGHTS = 0.5
 QUEUE_LIMIT = 64
-OVERLOAD, DEADLINE_OVERLOAD, BUSY = 5.0, 2.0, 0.5
+OVERLOAD, DEADLINE_OVERLOAD, BUSY = 5.0, 2.0, 0.25
 """Arrival rates, over the rate at saturation."""
 TIMEOUT_S = 0.05
 ROUNDS_BEFORE, SEARCH_S = 2, 8.0

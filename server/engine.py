@@ -1,79 +1,41 @@
-"""The one thread that owns the device: requests in by queue, results out by future, other orders between inferences."""
+"""What the event loop knows of the device: requests in by queue, results out by future, other orders in between."""
 
 import asyncio
-import logging
 import math
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from server.errors import DeviceLost, ExecutionFailed, ModelNotFound, RequestError, RequestTimedOut, ShuttingDown
-from server.model import Device, Execution, Servable, Swap
+from server.device_thread import Chore, DeviceThread, Model, Order
+from server.errors import DeviceLost, ModelNotFound, RequestError, RequestTimedOut, ShuttingDown
+from server.model import Device, Execution, Servable
 from server.policy import Policy
 from server.queues import Ticket
 from server.request import InferRequest
-from server.rows import joined, parted
-from server.scheduler import Scheduler, Work
+from server.scheduler import Scheduler
 from server.statistics import FailureReason, ModelStatistics
 
-_log = logging.getLogger("cohabit.engine")
 _T = TypeVar("_T")
-
-Outcome = Execution | RequestError
-
-
-class Chore(Protocol):
-    """Work on the device that is done a piece at a time, so that no request waits for all of it."""
-
-    def advance(self) -> bool:
-        """Do a piece, which should take less time than an inference; True when nothing is left. Engine's thread."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    servable: Servable
-    statistics: ModelStatistics
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """A chore, and how to say that it has ended."""
-
-    chore: Chore
-    settle: Callable[[BaseException | None], None]
 
 
 class Engine:
-    """Every method belongs to the event loop's thread; `_run` and what it calls to the engine's own."""
+    """Every method belongs to the event loop's thread; the device belongs to `DeviceThread`."""
 
     def __init__(
         self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic, prefetch: bool = True
     ) -> None:
         self._scheduler = scheduler
-        self._prefetch = prefetch
         self._clock = clock
-        self._work_or_stop = threading.Condition()
-        self._stopped = False
-        self._models: dict[tuple[str, int], _Model] = {}
+        self._device = DeviceThread(scheduler, self, clock, prefetch)
         self._current: dict[str, int] = {}
         """Each model's generation: what requests that come now are for."""
-        self._orders: deque[_Order] = deque()
-        self._device: Device | None = None
         self._lost: str | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._waiting: dict[Ticket, asyncio.Future[Execution]] = {}
         """By request; one whose client has left stays until its execution has ended."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self._draining = False
         self._answered = asyncio.Event()
-        self._computed_s = 0.0
-        self._chore_is_next = False
-        """Whether an inference ran since the last piece of a chore."""
 
     @property
     def draining(self) -> bool:
@@ -87,7 +49,7 @@ class Engine:
     @property
     def computed_s(self) -> float:
         """Seconds that the compute lane has worked since the start."""
-        return self._computed_s
+        return self._device.computed_s
 
     def pending(self, model: str) -> int:
         """How many requests wait in this model's queue."""
@@ -101,43 +63,43 @@ class Engine:
         """Execute requests for a model, or execute those that come from now on by another servable."""
         info, seconds_by_batch = servable.info, servable.seconds_by_batch
         most_rows = info.max_batch_size if seconds_by_batch else 0  # nobody knows whether more would pay
-        with self._work_or_stop:
+        with self._device.changed:
             generation = self._scheduler.add(info.name, seconds_by_batch, policy, most_rows, servable.readiness)
             self._current[info.name] = generation
-            self._models[info.name, generation] = _Model(servable, statistics)
+            self._device.models[info.name, generation] = Model(servable, statistics)
 
     def replan(self, servable: Servable) -> None:
         """Hear that a servable has other plans now."""
-        with self._work_or_stop:
+        with self._device.changed:
             self._scheduler.replan(servable.info.name, servable.seconds_by_batch, servable.readiness)
 
     def remove(self, model: str) -> None:
         """Forget a model; what still waits for it is refused."""
-        with self._work_or_stop:
+        with self._device.changed:
             forgotten = self._scheduler.remove(model)
         self._current.pop(model, None)
-        for key in [key for key in self._models if key[0] == model]:
-            del self._models[key]
+        for key in [key for key in self._device.models if key[0] == model]:
+            del self._device.models[key]
         for ticket in forgotten:
             self._settle(ticket, ModelNotFound(model, reason="unloaded"))
 
     def hold(self, model: str, held: bool) -> None:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
-        with self._work_or_stop:
+        with self._device.changed:
             self._scheduler.hold(model, held)
-            self._work_or_stop.notify()
+            self._device.changed.notify()
 
     def use_device(self, device: Device | None) -> None:
         """Prepare this device for a model before each of its executions."""
-        self._device = device
+        self._device.device = device
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._device.start(self._loop)
 
     def require_room(self, model: str) -> None:
         """Refuse a request before its body is read, if its queue is full. Raises QueueFull."""
-        with self._work_or_stop:
+        with self._device.changed:
             self._scheduler.require_room(model, self._clock())
 
     async def infer(self, request: InferRequest) -> Execution:
@@ -148,9 +110,9 @@ class Engine:
         """
         self._refuse_if_over()
         try:
-            with self._work_or_stop:
+            with self._device.changed:
                 ticket = self._scheduler.submit(self._clock(), request)
-                self._work_or_stop.notify()
+                self._device.changed.notify()
         except RequestTimedOut:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
             raise
@@ -188,9 +150,9 @@ class Engine:
             else:
                 future.set_exception(error)
 
-        with self._work_or_stop:
-            self._orders.append(_Order(chore, end))
-            self._work_or_stop.notify()
+        with self._device.changed:
+            self._device.orders.append(Order(chore, end))
+            self._device.changed.notify()
         await future
 
     async def finish(self, model: str, timeout_s: float, older_only: bool = False) -> bool:
@@ -207,15 +169,15 @@ class Engine:
             if newest is not None:
                 self._drop_older(model)
             return False
-        for key in [key for key in self._models if key[0] == model and key[1] != self._current.get(model)]:
-            del self._models[key]
+        for key in [key for key in self._device.models if key[0] == model and key[1] != self._current.get(model)]:
+            del self._device.models[key]
         return True
 
     def _drop_older(self, model: str) -> None:
-        with self._work_or_stop:
+        with self._device.changed:
             older = self._scheduler.drop_older(model)
         for ticket in older:
-            self._refuse(ticket, ModelNotFound(model, ticket.request.version, "replaced"), "OTHER")
+            self.refused(ticket, ModelNotFound(model, ticket.request.version, "replaced"), "OTHER")
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the others to be answered; False if that took too long."""
@@ -236,20 +198,21 @@ class Engine:
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Refuse whatever is not answered yet and end the thread; False if it is still busy after `timeout_s`."""
         self._draining = True
-        with self._work_or_stop:
+        with self._device.changed:
             self._scheduler.clear()
-            self._stopped = True
-            orders, self._orders = self._orders, deque()
-            self._work_or_stop.notify()
+            self._device.stopped = True
+            orders = list(self._device.orders)
+            self._device.orders.clear()
+            self._device.changed.notify()
         for order in orders:
             order.settle(ShuttingDown())
         if self._alarm is not None:
             self._alarm.cancel()
         for ticket in list(self._waiting):
             self._settle(ticket, ShuttingDown())
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, timeout_s)
-        return not self._thread.is_alive()
+        if self._device.is_running:
+            await asyncio.to_thread(self._device.join, timeout_s)
+        return not self._device.is_running
 
     def _refuse_if_over(self) -> None:
         if self._draining:
@@ -259,14 +222,14 @@ class Engine:
 
     def _cancel(self, ticket: Ticket) -> None:
         """Take a request out of the queue; one that runs already is executed, counted and not sent."""
-        with self._work_or_stop:
+        with self._device.changed:
             never_ran = self._scheduler.cancel(ticket)
         if never_ran:
-            self._models[ticket.request.model, ticket.generation].statistics.cancelled()
+            self._device.models[ticket.request.model, ticket.generation].statistics.cancelled()
             self._waiting.pop(ticket, None)
             self._answered.set()
 
-    def _settle(self, ticket: Ticket, outcome: Outcome) -> None:
+    def _settle(self, ticket: Ticket, outcome: Execution | RequestError) -> None:
         future = self._waiting.pop(ticket, None)
         if future is not None and not future.done():
             if isinstance(outcome, RequestError):
@@ -275,25 +238,25 @@ class Engine:
                 future.set_result(outcome)
         self._answered.set()
 
-    def _answer(self, ticket: Ticket, execution: Execution, ended_s: float) -> None:
+    def answered(self, ticket: Ticket, execution: Execution, ended_s: float) -> None:
         self._settle(ticket, execution)
-        with self._work_or_stop:
+        with self._device.changed:
             self._scheduler.answered(self._clock() - ended_s)
 
-    def _refuse(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
+    def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
         """Answer with an error and count it."""
         waited_s = self._clock() - ticket.arrived_s
         self._count_failure(ticket.request.model, ticket.generation, reason, waited_s)
         self._settle(ticket, error)
 
     def _count_failure(self, model: str, generation: int, reason: FailureReason, seconds: float) -> None:
-        known = self._models.get((model, generation))
+        known = self._device.models.get((model, generation))
         if known is not None:
             known.statistics.failed(reason, seconds)
 
     def _watch_deadlines(self) -> None:
         """Look again when the next request becomes hopeless, even if the engine is busy then."""
-        with self._work_or_stop:
+        with self._device.changed:
             expiry_s = self._scheduler.expiry_s()
         if expiry_s >= self._alarm_s:
             return
@@ -304,138 +267,25 @@ class Engine:
 
     def _shed(self) -> None:
         self._alarm_s = math.inf
-        with self._work_or_stop:
+        with self._device.changed:
             hopeless = self._scheduler.shed(self._clock())
-        self._refuse_late(hopeless)
+        self.too_late(hopeless)
         self._watch_deadlines()
 
-    def _refuse_late(self, tickets: Sequence[Ticket]) -> None:
+    def too_late(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
-            self._refuse(ticket, RequestTimedOut(ticket.request.model, ticket.timeout_s or 0.0), "REJECTED")
+            self.refused(ticket, RequestTimedOut(ticket.request.model, ticket.timeout_s or 0.0), "REJECTED")
 
-    def _lose(self, reason: str) -> None:
+    def device_lost(self, reason: str) -> None:
         """Refuse everything from now on: the device is gone."""
         if self._lost is not None:
             return
         self._lost = reason
-        with self._work_or_stop:
+        with self._device.changed:
             self._scheduler.clear()
-            orders, self._orders = self._orders, deque()
+            orders = list(self._device.orders)
+            self._device.orders.clear()
         for order in orders:
             order.settle(DeviceLost(reason))
         for ticket in list(self._waiting):
-            self._refuse(ticket, DeviceLost(reason), "BACKEND")
-
-    # The engine's thread.
-
-    def _run(self) -> None:
-        try:
-            while (pick := self._take()) is not None:
-                if isinstance(pick, Work):
-                    self._work(pick)
-                else:
-                    self._advance(pick)
-        except BaseException as error:  # a fault of ours: nobody must wait for an answer that never comes
-            _log.exception("the engine has failed")
-            self._tell(self._lose, f"the engine has failed: {type(error).__name__}: {error}")
-
-    def _take(self) -> Work | _Order | None:
-        """Wait for the next thing to do: inferences and chores take turns; None to stop."""
-        with self._work_or_stop:
-            while not self._stopped:
-                now_s = self._clock()
-                if self._orders and self._chore_is_next:
-                    self._chore_is_next = False
-                    return self._orders[0]
-                work = self._scheduler.next(now_s)
-                if work is not None:
-                    self._chore_is_next = True
-                    hopeless = self._scheduler.shed(now_s)
-                    if hopeless:
-                        self._tell(self._refuse_late, hopeless)
-                    return work
-                if self._orders:
-                    return self._orders[0]
-                wake_s = self._scheduler.wake_s(now_s)
-                self._work_or_stop.wait(None if wake_s == math.inf else max(wake_s - now_s, 0.0))
-        return None
-
-    def _advance(self, order: _Order) -> None:
-        error: BaseException | None = None
-        try:
-            ended = order.chore.advance()
-        except Exception as raised:
-            ended, error = True, raised
-        if ended:
-            with self._work_or_stop:
-                if order in self._orders:
-                    self._orders.remove(order)
-            self._tell(order.settle, error)
-
-    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function on the event loop."""
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop has closed: nobody waits any more
-            _log.debug("the event loop has closed")
-
-    def _work(self, work: Work) -> None:
-        """Execute requests together; should that fail, one by one, so that each fails for itself alone."""
-        model, tickets = self._models[work.model, work.tickets[0].generation], work.tickets
-        started_s = self._clock()
-        outcomes = self._execute(model, tickets)
-        failed = any(isinstance(outcome, RequestError) for outcome in outcomes)
-        with self._work_or_stop:
-            now_s = self._clock()
-            self._scheduler.finished(work, now_s, None if failed else now_s - started_s)
-        if failed and len(tickets) > 1:
-            outcomes = [outcome for ticket in tickets for outcome in self._execute(model, [ticket])]
-        for ticket, outcome in zip(tickets, outcomes, strict=True):
-            if isinstance(outcome, RequestError):
-                self._tell(self._refuse, ticket, outcome, _reason(outcome))
-            else:
-                self._tell(self._answer, ticket, outcome, self._clock())
-        if model.servable.lost is not None:
-            self._tell(self._lose, model.servable.lost)
-
-    def _execute(self, model: _Model, tickets: Sequence[Ticket]) -> list[Outcome]:
-        """Execute requests as one batch; either all are answered and counted, or there is one error for each."""
-        requests, started_s = [ticket.request for ticket in tickets], self._clock()
-        name, rows = requests[0].model, sum(request.batch for request in requests)
-        try:
-            swap = self._device.prepare(name) if self._device is not None else Swap()
-            self._tell_next()
-            execution = model.servable.execute(joined(requests), rows)
-        except RequestError as error:
-            return [error] * len(tickets)
-        except Exception as error:
-            _log.exception("execution failed", extra={"fields": {"model": name, "request": requests[0].id}})
-            return [ExecutionFailed(name, f"{type(error).__name__}: {error}")] * len(tickets)
-        if swap.nbytes > 0:
-            swapped_bytes = execution.swapped_bytes + swap.nbytes
-            execution = replace(execution, stall_s=execution.stall_s + swap.seconds, swapped_bytes=swapped_bytes)
-        self._count(model.statistics, tickets, execution, started_s)
-        return list(parted(requests, execution))
-
-    def _count(
-        self, statistics: ModelStatistics, tickets: Sequence[Ticket], execution: Execution, started_s: float
-    ) -> None:
-        busy_s, wall_ms = self._clock() - started_s, round(time.time() * 1e3)
-        self._computed_s += max(execution.compute_s - execution.stall_s, 0.0)
-        statistics.executed(sum(t.request.batch for t in tickets), execution)
-        for ticket in tickets:
-            queue_s = started_s - ticket.arrived_s
-            statistics.succeeded(ticket.request.batch, queue_s, busy_s, execution.compute_s, wall_ms)
-
-    def _tell_next(self) -> None:
-        """Let the next request's model begin its copies; one region for all (`Device`) has no room for that."""
-        if self._device is None and self._prefetch:
-            with self._work_or_stop:
-                ahead = self._scheduler.ahead(self._clock())
-            model = self._models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
-            if ahead is not None and model is not None:
-                model.servable.expect(ahead.rows)
-
-
-def _reason(error: RequestError) -> FailureReason:
-    return "BACKEND" if isinstance(error, ExecutionFailed) else "OTHER"
+            self.refused(ticket, DeviceLost(reason), "BACKEND")

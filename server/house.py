@@ -1,6 +1,7 @@
 """The device's memory, and the models that live in it: each in a partition of its own, beside one workspace."""
 
 import copy
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -71,15 +72,20 @@ class House:
             partitions.give_back(without)
         return fit(prepared.demand, partitions.rooms(workspaces_for(prepared.demand, partitions.arena_bytes)))
 
-    def bind(self, prepared: Prepared, plans: Plans, extent: Extent) -> Programs:
-        """Make programs of plans for a partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded."""
+    def bind(self, prepared: Prepared, plans: Plans, extent: Extent, gently: bool = False) -> Programs:
+        """Make programs of plans for a partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
+
+        Binding holds the interpreter; `gently` leaves it to those who serve for half of the time.
+        """
         bases = Bases(partition=extent.offset, workspace=0)
-        return {
-            batch: self.backend.build(
-                prepared.lowered, plan, prepared.profiles[batch], self.arena, bases, prepared.store
-            )
-            for batch, plan in plans.items()
-        }
+        programs: Programs = {}
+        for batch, plan in plans.items():
+            start_s = time.perf_counter()
+            profile = prepared.profiles[batch]
+            programs[batch] = self.backend.build(prepared.lowered, plan, profile, self.arena, bases, prepared.store)
+            if gently:
+                time.sleep(time.perf_counter() - start_s)
+        return programs
 
     def tenant(self, holder: str, prepared: Prepared, plans: Plans, programs: Programs) -> Tenant:
         """A model that has arrived."""

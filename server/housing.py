@@ -95,7 +95,7 @@ class Housing:
         assert grown
         assert extent is not None
         try:
-            programs = await asyncio.to_thread(house.bind, prepared, plans, extent)
+            programs = await asyncio.to_thread(house.bind, prepared, plans, extent, gently=True)
             await self._engine.perform(house.arrival(programs))
             return house.tenant(holder, prepared, plans, programs)
         except BaseException:
@@ -160,7 +160,7 @@ class Housing:
         """Programs at the places where models are wanted; what could be refused is refused before anybody moves."""
         return {
             t.holder: await asyncio.to_thread(
-                self.house.bind, t.prepared, plans.get(t.holder, t.plans), wanted[t.holder]
+                self.house.bind, t.prepared, plans.get(t.holder, t.plans), wanted[t.holder], gently=True
             )
             for t in tenants
         }
@@ -227,7 +227,7 @@ class Housing:
             if tenant.plans is not begun or tenant.holder not in self.house.tenants or not is_better(plans, begun):
                 return
             extent = self.house.partitions.held[tenant.holder]
-            programs = await asyncio.to_thread(self.house.bind, tenant.prepared, plans, extent)
+            programs = await asyncio.to_thread(self.house.bind, tenant.prepared, plans, extent, gently=True)
             if plans[min(plans)].residents == plan.residents:
                 await self._engine.between(lambda: tenant.servable.switch(programs))
                 self._switched(tenant, plans)

@@ -4,12 +4,12 @@ Requests that cannot be answered within their timeout are refused as soon as tha
 prefers, at most `BYPASSES` executions in a row leave the oldest request of all behind.
 """
 
-import heapq
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from server.batching import Batch, batch_of, best_rate_batch
+from server.deadlines import Deadlines
 from server.errors import ModelNotFound, QueueFull, RequestTimedOut
 from server.estimates import Delay, Estimate
 from server.limits import Admission
@@ -24,8 +24,6 @@ PATIENCE_S = 1.0
 
 _STRAINED_S = 1.0
 """So long after something could not be answered in time, answering most comes before answering the nearest deadline."""
-_MOST_GONE = 64
-"""So many requests that have left may be remembered, and as many again as wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +70,7 @@ class Scheduler:
         self._announced: str | None = None
         self._bypassed: tuple[int, int] = (0, 0)
         """The number of the oldest request, and how many executions have left it behind."""
-        self._latest_starts: list[tuple[float, int, Ticket]] = []
-        """A heap of the requests with a deadline, and some that have left."""
+        self._deadlines = Deadlines()
         self._live: set[Ticket] = set()
         """All that wait."""
 
@@ -178,10 +175,7 @@ class Scheduler:
         """Take out what can no longer be answered in time, even if it were next."""
         hopeless = []
         start_s = max(now_s, self._busy_until_s)
-        while self._latest_starts and self._latest_starts[0][0] < start_s:
-            _, _, ticket = heapq.heappop(self._latest_starts)
-            if ticket not in self._live:
-                continue
+        while (ticket := self._deadlines.pop_before(start_s)) is not None:
             if self._latest_start_s(ticket, now_s) >= start_s:  # the model has become faster meanwhile
                 self._watch(ticket, now_s)
             elif ticket.late_s is not None:
@@ -234,21 +228,18 @@ class Scheduler:
 
     def expiry_s(self) -> float:
         """When `shed` may find something next; infinite for never."""
-        return self._latest_starts[0][0] if self._latest_starts else math.inf
+        return self._deadlines.earliest_s
 
     def clear(self) -> None:
         """Forget every request that waits."""
         for ticket in list(self._live):
             self.cancel(ticket)
-        self._latest_starts.clear()
 
     def _left(self, ticket: Ticket) -> None:
         """Forget a request that waits no more, and its inputs with it."""
         self._live.remove(ticket)
         self._waiting_bytes -= ticket.nbytes
-        if len(self._latest_starts) > 2 * len(self._live) + _MOST_GONE:
-            self._latest_starts = [entry for entry in self._latest_starts if entry[2] in self._live]
-            heapq.heapify(self._latest_starts)
+        self._deadlines.forget(ticket)
 
     def _choose(self, now_s: float) -> tuple[str, Batch] | None:
         """The most urgent of what may start; the oldest, if it has been bypassed often enough."""
@@ -317,7 +308,7 @@ class Scheduler:
 
     def _watch(self, ticket: Ticket, now_s: float) -> None:
         if ticket.deadline_s is not None or ticket.late_s is not None:
-            heapq.heappush(self._latest_starts, (self._latest_start_s(ticket, now_s), ticket.number, ticket))
+            self._deadlines.watch(ticket, self._latest_start_s(ticket, now_s))
 
     def _count_bypass(self, batch: Batch) -> None:
         waiting = (t for k in self._models.values() if not k.held and (t := k.queue.oldest()) is not None)
