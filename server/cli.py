@@ -1,4 +1,4 @@
-"""The command line: `cohabit serve`, `plan`, `show` and `compare-plans`."""
+"""The command line: `cohabit serve`, the commands that plan, and those that ask a running server."""
 
 import argparse
 import asyncio
@@ -19,6 +19,8 @@ from server.errors import ConfigError, RepositoryError
 from server.operate.layers import add_layer_flags, declare, settle
 from server.operate.printing import as_toml
 from server.plans.options import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags
+from server.remote.commands import COMMANDS, Command
+from server.remote.commands import add_flags as add_remote_flags
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -245,7 +247,16 @@ def _parser() -> argparse.ArgumentParser:
         add_profile_flags,
         _run_profile,
     )
+    for command in COMMANDS:
+        _add_remote(commands, command)
     return parser
+
+
+def _add_remote(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", command: Command) -> None:
+    parser = commands.add_parser(command.name, help=command.help, description=f"{command.help.capitalize()}.")
+    command.add(parser)
+    add_remote_flags(parser)
+    parser.set_defaults(run=lambda options, errors: command.run(options, _stdout()))
 
 
 def _add(

@@ -4,6 +4,7 @@ CohabitError
 ├── ConfigError              a setting that cannot be; the server does not start
 │   └── FlagError            the value of one flag
 ├── RepositoryError          the model repository cannot be read; the server does not start
+├── RemoteError              a server that was asked does not answer, or refuses
 ├── StartFailed              what had to be loaded at start could not be
 └── RequestError             this request gets no answer; others do
     ├── Unauthenticated      no token, or none of the server's
@@ -48,6 +49,10 @@ class FlagError(ConfigError):
 
 class RepositoryError(CohabitError):
     """The model repository cannot be read at all."""
+
+
+class RemoteError(CohabitError):
+    """Another process, which serves, does not answer or refuses what it was asked."""
 
 
 class StartFailed(CohabitError):

@@ -180,9 +180,10 @@ _METRICS = (
         _by_batch(lambda entry: entry.footprint.bound_s),
     ),
     _Metric("cohabit_plan_gap", "gauge", "Predicted seconds over the lower bound, less 1", _by_batch(_gaps)),
-    _gauge(
+    _Metric(
         "cohabit_measured_over_predicted",
+        "gauge",
         "Measured over predicted seconds of recent executions",
-        lambda view: view.correction,
+        lambda view: [({}, view.correction)] if view.entry.footprint.predicted_s else [],
     ),
 )
