@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks import demo, memory, parity, streaming
+from benchmarks import demo, memory, overload, parity, streaming
 from benchmarks.planner import speed
 
 
@@ -15,10 +15,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("streaming", streaming),
         ("memory", memory),
         ("parity", parity),
+        ("overload", overload),
         ("demo", demo),
     ):
         sys.argv[1:] = []
-        arguments = ["--record"] if run is demo else []
+        arguments = ["--record"] if run in (demo, overload) else []
         if run.main(arguments):
             failed.append(name)
     if failed:
