@@ -4,7 +4,7 @@
 # the extra that goes with it:
 #   docker build --build-arg TORCH_INDEX=<index of torch builds> [--build-arg EXTRAS=cuda] -t cohabit .
 # Run it with a model repository and a memory cap:
-#   docker run -p 8000:8000 -p 8002:8002 -v ./models:/models:ro -v cohabit-cache:/cache cohabit \
+#   docker run -p 8000:8000 -p 8001:8001 -p 8002:8002 -v ./models:/models:ro -v cohabit-cache:/cache cohabit \
 #       serve /models --memory 2GiB --host 0.0.0.0
 ARG PYTHON=3.12
 
@@ -33,7 +33,7 @@ COPY --from=build --chown=10001 /opt/numba /opt/numba
 ENV PATH=/opt/cohabit/bin:$PATH NUMBA_CACHE_DIR=/opt/numba XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1
 USER cohabit
 VOLUME ["/cache"]
-EXPOSE 8000 8002
+EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=10s --timeout=3s --start-period=600s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=2)"]
 STOPSIGNAL SIGTERM

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from aiohttp import web
 
+from server.body_memory import BodyMemory
 from server.dataplane import DataPlane
 from server.http_api import InferenceApi
 from server.http_control import ControlApi
@@ -18,8 +19,9 @@ Route = tuple[str, str, Handler]
 _MODELS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:[0-9]+}")
 
 
-def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> web.Application:
-    api, control = InferenceApi(plane, max_body_bytes), ControlApi(plane)
+def make_app(plane: DataPlane, max_body_bytes: int, memory_bytes: int, access: Access = OPEN) -> web.Application:
+    """Make the application; a body may take `max_body_bytes`, all that are being received `memory_bytes`."""
+    api, control = InferenceApi(plane, max_body_bytes, BodyMemory(memory_bytes)), ControlApi(plane)
     routes = {
         Permission.INFERENCE: (*_inference(api), *_listings(control)),
         Permission.HEALTH: _health(api),

@@ -5,6 +5,7 @@ import zlib
 
 from aiohttp import web
 
+from server.body_memory import Share
 from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
 
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
@@ -14,34 +15,40 @@ _LEAST_BYTES_PER_S = 4096
 """What a client has to send on average, after the first `_PATIENCE_S`."""
 
 
-async def read_body(request: web.Request, limit_bytes: int, patience_s: float = _PATIENCE_S) -> memoryview:
-    """Read and inflate the body. Raises PayloadTooLarge, ClientTooSlow, UnknownEncoding or InvalidRequest.
+async def read_body(
+    request: web.Request, limit_bytes: int, share: Share, patience_s: float = _PATIENCE_S
+) -> memoryview:
+    """Read and inflate the body; its bytes are counted by `share`.
 
-    The memory belongs to the caller, so that tensors can be views of it.
+    The memory belongs to the caller, so that tensors can be views of it. Raises PayloadTooLarge, Overloaded,
+    ClientTooSlow, UnknownEncoding or InvalidRequest.
     """
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in _IDENTITY and encoding not in _WINDOW_BITS:
         raise UnknownEncoding(encoding[:40])
     if request.content_length is not None and request.content_length > limit_bytes:
         raise PayloadTooLarge(f"the request body of {request.content_length} bytes", limit_bytes)
-    body = await _read(request, limit_bytes, patience_s)
+    body = await _read(request, limit_bytes, share, patience_s)
     if encoding in _WINDOW_BITS and body:
         body = await asyncio.to_thread(_inflate, body, encoding, limit_bytes)
+        share.take(len(body))
     return memoryview(body)
 
 
-async def _read(request: web.Request, limit_bytes: int, patience_s: float) -> bytes | bytearray:
+async def _read(request: web.Request, limit_bytes: int, share: Share, patience_s: float) -> bytes | bytearray:
     content = request.content
     if content.is_eof():  # it has come together with the headers
         whole: bytes = content.read_nowait()
         if len(whole) > limit_bytes:
             raise PayloadTooLarge("the request body", limit_bytes)
+        share.take(len(whole))
         return whole
     body = bytearray()
     started_s = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(patience_s) as timeout:
             async for chunk in content.iter_any():
+                share.take(len(chunk))
                 body += chunk
                 if len(body) > limit_bytes:
                     raise PayloadTooLarge("the request body", limit_bytes)

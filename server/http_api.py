@@ -6,6 +6,7 @@ from aiohttp import web
 
 from server import descriptions, generate, openapi
 from server.body import read_body
+from server.body_memory import BodyMemory
 from server.codec import EncodedResponse, decode_request, encode_response, parse_header_length
 from server.compression import chosen_encoding, compress
 from server.dataplane import DataPlane
@@ -26,9 +27,10 @@ _QUICK_BINARY_BYTES = 4 << 20
 class InferenceApi:
     """Every method is a handler, on the event loop's thread."""
 
-    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
+    def __init__(self, plane: DataPlane, max_body_bytes: int, memory: BodyMemory) -> None:
         self._plane = plane
         self._max_body_bytes = max_body_bytes
+        self._memory = memory
 
     async def live(self, request: web.Request) -> web.Response:
         return json_response({"live": True})
@@ -60,9 +62,10 @@ class InferenceApi:
         """Refuse what can be refused before the body is read; the rest is decode, queue, execute, encode."""
         info = self._plane.servable(*which(request))
         header_length = parse_header_length(request.headers.get(HEADER_LENGTH))
-        body = await read_body(request, self._max_body_bytes)
-        infer_request = await self._decode(body, header_length, info)
-        del body  # the tensors hold what they view
+        with self._memory.share() as share:
+            body = await read_body(request, self._max_body_bytes, share)
+            infer_request = await self._decode(body, header_length, info)
+            del body  # the tensors hold what they view
         encoded = await _encode(await self._plane.infer(infer_request, info))
         return await _infer_response(encoded, request.headers.get("Accept-Encoding"))
 
@@ -80,11 +83,12 @@ class InferenceApi:
 
     async def _generate(self, request: web.Request) -> bytes:
         info = self._plane.servable(*which(request))
-        body = await read_body(request, self._max_body_bytes)
-        if len(body) <= _QUICK_JSON_BYTES:
-            decoded = generate.decode_request(body, info, self._plane.regions)
-        else:
-            decoded = await asyncio.to_thread(generate.decode_request, body, info, self._plane.regions)
+        with self._memory.share() as share:
+            body = await read_body(request, self._max_body_bytes, share)
+            if len(body) <= _QUICK_JSON_BYTES:
+                decoded = generate.decode_request(body, info, self._plane.regions)
+            else:
+                decoded = await asyncio.to_thread(generate.decode_request, body, info, self._plane.regions)
         response = await self._plane.infer(decoded, info)
         return await asyncio.to_thread(generate.encode_response, response)
 

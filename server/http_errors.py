@@ -20,7 +20,7 @@ STATUS: Mapping[type[errors.RequestError], int] = {
     errors.PayloadTooLarge: 413,
     errors.ClientTooSlow: 408,
     errors.Unsupported: 501,
-    errors.QueueFull: 503,
+    errors.Overloaded: 503,
     errors.RateLimited: 429,
     errors.RequestTimedOut: 503,
     errors.ShuttingDown: 503,

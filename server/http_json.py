@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from server.body import read_body
+from server.body_memory import BodyMemory
 from server.errors import InvalidRequest
 
 _T = TypeVar("_T")
@@ -23,7 +24,8 @@ def which(request: web.Request) -> tuple[str, str | None]:
 
 async def read_json(request: web.Request, of_type: type[_T]) -> _T:
     """Read a body as JSON of this form; an empty one is `{}`. Raises InvalidRequest or PayloadTooLarge."""
-    body = await read_body(request, _SMALL_BODY_BYTES)
+    with BodyMemory(2 * _SMALL_BODY_BYTES).share() as share:
+        body = await read_body(request, _SMALL_BODY_BYTES, share)
     try:
         return msgspec.json.decode(body or b"{}", type=of_type)
     except RecursionError as error:

@@ -10,7 +10,7 @@ from server.errors import ConfigError
 
 _IDLE_S = 75.0
 """How long a connection may be without a whole request, the time its headers take included."""
-_READ_AHEAD_BYTES = 1 << 20
+_READ_AHEAD_BYTES = 256 << 10
 """Of a body, before its client has to wait for us to read it."""
 _ANSWERS_WRITTEN_S = 2.0
 _BACKLOG = 512

@@ -99,7 +99,7 @@ class Server:
         access = open_access(self._config)
         self._warn_if_open(access)
         self._engine.start()
-        app = make_app(self.plane, self._config.max_body_bytes, access)
+        app = make_app(self.plane, self._config.max_body_bytes, self._config.queue_bytes, access)
         self.http_url = await self._listen(app, self._config.http_port, "--http-port")
         if self._config.grpc_port is not None:
             self._grpc = GrpcServer(self.plane, self._config.max_body_bytes, access)

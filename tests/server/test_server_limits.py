@@ -1,10 +1,11 @@
 """What a client may take of the server: connections, patience, fields and bytes."""
 
 import asyncio
+import gzip
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -17,9 +18,12 @@ from server_http import ask, infer, x
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from server.body import read_body
-from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge
+from server.body_memory import BodyMemory
+from server.errors import ClientTooSlow, ConfigError, InvalidRequest, PayloadTooLarge, RequestError
+from server.grpc_errors import CODES
+from server.grpc_server import GrpcServer
 from server.grpc_wire import parse
-from server.http_errors import json_errors
+from server.http_errors import STATUS, json_errors
 from server.json_numbers import decode, encode
 
 MIB = 1 << 20
@@ -67,7 +71,8 @@ def test_connections_over_the_limit_are_told_so(narrow: Running) -> None:
 
 async def test_a_body_that_does_not_come_is_given_up() -> None:
     async def handler(request: web.Request) -> web.Response:
-        return web.Response(body=bytes(await read_body(request, MIB, patience_s=0.1)))
+        with BodyMemory(MIB).share() as share:
+            return web.Response(body=bytes(await read_body(request, MIB, share, patience_s=0.1)))
 
     app = web.Application(middlewares=[json_errors])
     app.router.add_post("/", handler)
@@ -81,6 +86,45 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
         assert answer.status == 408
         assert "9 bytes in 0.1" in (await answer.json())["error"]
         assert await (await client.post("/", data=b"whole")).read() == b"whole"
+
+
+def test_bodies_under_way_share_a_budget() -> None:
+    gzipped = gzip.compress(bytes(200_000))
+    with running(serving(identity("one", "FP32")), queue_bytes=99_850) as server:
+        body = json.dumps({"inputs": [x()]}).encode()
+        with connected(server) as slow:
+            head = b"POST /v2/models/one/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 99900\r\n\r\n"
+            slow.sendall(head + b" " * 99_800)
+            deadline = time.monotonic() + 10
+            while (refused := ask(server, "POST", "/v2/models/one/infer", body)).status != 503:
+                assert time.monotonic() < deadline
+            assert "being received take 97.5 KiB of 97.5 KiB already" in refused.error
+            assert refused.headers["retry-after"] == "1"
+        while ask(server, "POST", "/v2/models/one/infer", body).status != 200:  # the slow client has gone
+            assert time.monotonic() < deadline
+        inflated = infer(server, "one", gzipped, {"Content-Encoding": "gzip"})
+        assert inflated.status == 503
+        assert infer(server, "one", {"inputs": [x()]}).status == 200
+
+
+async def test_a_grpc_port_in_use_stops_the_start(narrow: Running) -> None:
+    port = int(narrow.grpc.rpartition(":")[2])
+    second = GrpcServer(narrow.server.plane, MIB)
+    with pytest.raises(ConfigError, match="--grpc-port: cannot listen on"):
+        await second.start("127.0.0.1", port)
+    await second.stop(0)
+
+
+def every_kind_of(error: type[RequestError]) -> Iterator[type[RequestError]]:
+    for kind in error.__subclasses__():
+        yield kind
+        yield from every_kind_of(kind)
+
+
+@pytest.mark.parametrize("table", [STATUS, CODES], ids=["http", "grpc"])
+def test_every_error_of_a_request_has_a_status(table: Mapping[type[RequestError], Any]) -> None:
+    for kind in every_kind_of(RequestError):
+        assert any(parent in table for parent in kind.__mro__), kind
 
 
 def test_errors_of_limits_name_the_number_and_the_way_out() -> None:
