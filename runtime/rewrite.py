@@ -256,7 +256,7 @@ def undo_own_changes(model: Model) -> None:
 
 def _keeps_dtype(node: fx.Node) -> bool:
     """Whether an op's tensors all have one dtype, so that its result does not depend on being in place."""
-    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     return all(isinstance(v, torch.Tensor) for v in values) and len({v.dtype for v in values}) == 1
 
 

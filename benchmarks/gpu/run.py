@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tests() -> bool:
     """Run the marked tests in a process of their own: some lose the device."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/runtime", "-q", "--durations=10"]
-    # A machine that was lent may lack plugins that the project's settings name.
-    command += ["-o", "addopts=-ra", "-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider"]
+    # A machine that was lent may lack plugins that the project's settings name, and its libraries may warn.
+    command += ["-o", "addopts=-ra", "-W", "default", "-p", "no:cacheprovider"]
     try:
         return subprocess.run(command, timeout=TESTS_S, check=False).returncode == 0
     except subprocess.TimeoutExpired:

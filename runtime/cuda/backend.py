@@ -1,5 +1,6 @@
 """A CUDA device as a backend: one arena, pinned stores, two streams, captured programs."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from runtime.program import Bases
 from runtime.store import open_store
 from runtime.weights import Manifest
 
+_log = logging.getLogger("cohabit.cuda")
 PINNED_SHARE = 0.5
 """Share of the machine's memory that may be pinned unless told otherwise."""
 
@@ -42,7 +44,19 @@ class CudaBackend:
         return self._executor
 
     def arena(self, nbytes: int) -> CudaArena:
-        return CudaArena(self.driver, nbytes)
+        before = self.driver.memory()
+        arena = CudaArena(self.driver, nbytes)
+        fields = {
+            "device": self.name,
+            "arena_bytes": nbytes,
+            "total_bytes": before.total_bytes,
+            "free_bytes_before": before.free_bytes,
+            "process_bytes_before": before.process_bytes,
+            "pinned_bytes": self.pinned.used_bytes,
+            "pinned_limit_bytes": self.pinned.limit_bytes,
+        }
+        _log.info("device memory taken", extra={"fields": fields})
+        return arena
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> Source[torch.Tensor]:
         """Pinned where it fits under the cap, else staged from pageable memory; a file is read as it is needed."""

@@ -9,6 +9,7 @@ run, and its prefix. Copies needed soonest go first: B's prefix before A's epilo
 known, A's epilogue behind B's own copies.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from runtime.cuda.surface import Event, Graph
 from runtime.cuda.transfers import Feeder, Transfer, Transfers
 from runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from runtime.program import Program
+
+_log = logging.getLogger("cohabit.cuda")
 
 
 class CudaExecutor:
@@ -218,6 +221,9 @@ class CudaExecutor:
         if program.ready.whole is not None:
             self.run(program, program.examples())
             self.settle()
+        else:
+            fields = {"model": program.name, "batch": program.batch, "reason": program.ready.refused}
+            _log.warning("program is issued op by op, not as one graph", extra={"fields": fields})
 
     def _try_out(self, program: CudaProgram) -> None:
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from planner.graph import Graph
 from planner.plan import Plan
@@ -21,6 +22,8 @@ from runtime.weights import Manifest
 from tests.runtime.cuda_fake import FakeDriver
 
 ARENA_BYTES = 64 << 20
+ROOM_BYTES = 6 << 20
+"""What torch's pools on a real device want beside the bytes of a few small activations."""
 
 
 def cpu() -> CpuBackend:
@@ -94,8 +97,12 @@ class Bench:
         return source
 
     def program(self, plan: Plan, store: Source[Any] | None = None) -> Program:
-        bases = Bases(0, plan.partition_bytes)
-        program = self.backend.build(self.lowered, plan, None, self.arena, bases, store or self.store)
+        return self.beside(self.lowered, plan, Bases(0, plan.partition_bytes), store)
+
+    def beside(self, lowered: Lowered, plan: Plan, bases: Bases, store: Source[Any] | None = None) -> Program:
+        """Bind a plan, with some room for activations on top, and bring its residents in."""
+        roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
+        program = self.backend.build(lowered, roomy, None, self.arena, bases, store or self.store)
         self.executor.load(program)
         return program
 

@@ -122,10 +122,12 @@ def test_inputs_of_another_shape_never_reach_the_device(bench: Bench) -> None:
     assert not {"replay", "launch"} & set(driver.calls)
 
 
-def test_what_could_not_be_captured_says_why_and_runs(lowered: Lowered) -> None:
+def test_what_could_not_be_captured_says_why_and_runs(lowered: Lowered, caplog: pytest.LogCaptureFixture) -> None:
     with opened(fake_streams, lowered, 16 * MIB) as bench:
         program = beside(bench, streaming_plan(bench.graph), 0, "a")
         assert program.ready.refused == "the test says so"
+        (event,) = [r for r in caplog.records if r.name == "cohabit.cuda" and r.levelname == "WARNING"]
+        assert event.fields == {"model": "a", "batch": 2, "reason": "the test says so"}  # type: ignore[attr-defined]
         driver = driver_of(bench)
         driver.calls.clear()
         bench.run(program)

@@ -75,7 +75,7 @@ PLANS: dict[str, Callable[[Graph], Plan]] = {
 
 
 def small(make: Callable[[int], CudaBackend], lowered: Lowered, seed: int = 0) -> AbstractContextManager[Bench]:
-    return opened(lambda: make(seed), lowered, arena_bytes=4 << 20)
+    return opened(lambda: make(seed), lowered, arena_bytes=10 << 20)
 
 
 def wrong_runs(bench: Bench, plan: Plan, expected: torch.Tensor, count: int = 3) -> int:

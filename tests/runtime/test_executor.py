@@ -286,9 +286,7 @@ def prefix_plan(graph: Graph) -> Plan:
 def beside(bench: Bench, plan: Plan, offset: int, name: str, store: Source[Any] | None = None) -> Program:
     """Another model of the same weights, in another part of the arena."""
     lowered = replace(bench.lowered, name=name)
-    program = bench.backend.build(lowered, plan, None, bench.arena, Bases(offset, 0), store or bench.store)
-    bench.executor.load(program)
-    return program
+    return bench.beside(lowered, plan, Bases(offset, 0), store)
 
 
 def two_models(bench: Bench, store: Store | None = None) -> tuple[Program, Program]:

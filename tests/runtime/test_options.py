@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from runtime.lower import lower
 from runtime.options import Options
@@ -38,7 +39,7 @@ def test_outputs_are_within_the_option_s_tolerance(options: Options, make, tmp_p
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     plan = resident_plan(lowered.graphs[2])
     arena = backend.arena(plan.partition_bytes + (64 << 20))
-    roomy = resident_plan(lowered.graphs[2])
+    roomy = structs.replace(plan, workspace_bytes=64 << 20)
     program = backend.build(lowered, roomy, None, arena, Bases(0, plan.partition_bytes), store)
     backend.executor.load(program)
     (output,) = backend.executor.run(program, inputs).outputs
