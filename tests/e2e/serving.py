@@ -90,7 +90,14 @@ class Running:
 def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Iterator[Running]:
     """Serve a repository in this process. Raises what loading raises, such as InfeasibleBudget."""
     config = ServeConfig(
-        repository, parse_memory(memory), http_port=0, metrics_port=0, cache=cache, exit_timeout_s=10.0, **changes
+        repository,
+        parse_memory(memory),
+        http_port=0,
+        grpc_port=None,
+        metrics_port=0,
+        cache=cache,
+        exit_timeout_s=10.0,
+        **changes,
     )
     stages: list[tuple[str, str]] = []
     loop = uvloop.new_event_loop()
