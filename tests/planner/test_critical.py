@@ -1,0 +1,46 @@
+"""Copies that an inference waits for, by hand."""
+
+import numpy as np
+import pytest
+
+from planner.critical import critical
+from planner.feasible import Footprint
+from planner.stream import RELEASED, STREAMED, Decisions, homes
+from planner.workload import Workload
+from tests.planner.graphs import PAGE, chain, profile_of
+
+
+def waited_for(copy_s: float, residents: tuple[int, ...], memory_pages: int = 20, last_pages: int = 1) -> list[int]:
+    """Four ops of a second with a weight of a page each (the last of `last_pages`), in one budget."""
+    graph = chain([PAGE, PAGE, PAGE, last_pages * PAGE])
+    profile = profile_of(graph, bandwidth=PAGE / copy_s)
+    work = Workload.of(Footprint.of(graph, overlay=True), profile, memory_pages * PAGE, 0)
+    fate = np.full(4, STREAMED)
+    fate[list(residents)] = RELEASED
+    decisions = Decisions(fate, np.zeros(4, np.bool_), 0)
+    return sorted(critical(work.arrays, homes(work.arrays, fate), decisions).tolist())
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "residents", "found"),
+    [
+        (2.0, (), [0, 1, 2, 3]),  # each op waits for its copy
+        (2.0, (0, 1), [2, 3]),  # W2 is in time, but W3 comes behind it, after 4 s: op3 could start at 3
+        (0.5, (), [0]),  # only the first is waited for
+        (0.5, (0,), []),
+        (1.5, (0,), [1, 2, 3]),  # 1.5, 3, 4.5 s for ops that could start at 1, 2.5, 4
+        (2.5, (0, 1), [2, 3]),
+    ],
+)
+def test_what_ops_wait_for(copy_s: float, residents: tuple[int, ...], found: list[int]) -> None:
+    assert waited_for(copy_s, residents) == found
+
+
+def test_a_copy_before_a_pause_of_the_link_is_not_to_blame() -> None:
+    """
+    Two pages beside the activations; W3 takes both, and can be copied when W1 and W2 have been used.
+
+    compute | op0 | op1 | op2 |  wait   | op3
+    swap_in | W1  | W2  |     | W3 (2 s)|
+    """
+    assert waited_for(1.0, (0,), memory_pages=4, last_pages=2) == [3]
