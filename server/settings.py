@@ -64,6 +64,12 @@ class TraceControl:
         self._seen: dict[str, int] = {}
         self._left: dict[str, int] = {}
 
+    @property
+    def on(self) -> bool:
+        """Whether any request may have to be traced."""
+        levels = [settings.get("level", self._server.level) for settings in self._models.values()]
+        return any(level != "OFF" for level in (self._server.level, *levels))
+
     def settings(self, model: str | None = None) -> TraceSettings:
         """What holds for a model: its own settings, the server's where it has none."""
         return msgspec.structs.replace(self._server, **self._models.get(model or "", {}))

@@ -163,10 +163,12 @@ def test_trace_settings_of_unknown_models(client: Client) -> None:
 
 def test_every_nth_request_is_traced_until_the_count_is_used_up() -> None:
     traces = TraceControl()
+    assert not traces.on
     assert not any(traces.wanted("m") for _ in range(5000))
     traces.update({"trace_level": "TIMESTAMPS", "trace_rate": 3, "trace_count": 2})
     assert [traces.wanted("m") for _ in range(12)] == [False, False, True] * 2 + [False] * 6
     traces.update({"trace_level": "OFF"}, "other")
+    assert traces.on
     assert not any(traces.wanted("other") for _ in range(6))
 
 
