@@ -86,6 +86,7 @@ class Lifecycle:
         async with self._lock(model):
             tenant = self._serving.pop(model, None)
             if tenant is None:
+                self._registry.unwanted(model)
                 return
             self._registry.unloading(model)
             await housing.retire(tenant, self._config.exit_timeout_s)

@@ -103,6 +103,11 @@ class Registry:
         entry = self._entries.setdefault(name, Entry(name, version, State.UNAVAILABLE))
         entry.state, entry.reason, entry.servable, entry.wanted = State.UNAVAILABLE, reason, None, True
 
+    def unwanted(self, name: str) -> None:
+        """Hear that nobody wants a model any more that could not be served."""
+        if name in self._entries:
+            self._entries[name].wanted = False
+
     def unloading(self, name: str) -> None:
         """Serve a model no more; what it has been asked already is answered."""
         entry = self._entries[name]

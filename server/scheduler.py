@@ -41,8 +41,8 @@ class Work:
 class _Model:
     """A model's queue, and what is known of its executions."""
 
-    def __init__(self) -> None:
-        self.generation = 0
+    def __init__(self, generation: int) -> None:
+        self.first_generation = self.generation = generation
         self.queue = ModelQueue()
         self.policy = Policy()
         self.admission = Admission(self.policy)
@@ -61,6 +61,7 @@ class Scheduler:
         self._models: dict[str, _Model] = {}
         self._waiting_bytes = 0
         self._arrivals = 0
+        self._generations = 0
         self._busy_until_s = -math.inf
         self._refused_s = -math.inf
         """When something could last not be answered in time."""
@@ -101,8 +102,9 @@ class Scheduler:
 
         Requests are put together up to `most_rows`; those of different generations never are.
         """
-        known = self._models.setdefault(model, _Model())
-        known.generation += 1
+        self._generations += 1
+        known = self._models.setdefault(model, _Model(self._generations))
+        known.generation = self._generations
         known.policy = known.admission.policy = policy or Policy()
         known.estimate = Estimate(seconds_by_batch or {})
         known.most_rows = most_rows
@@ -204,8 +206,8 @@ class Scheduler:
         """Hear that work has ended, after `seconds`; None if they say nothing about the next time."""
         self._busy_until_s = -math.inf
         known = self._models.get(work.model)
-        if known is None:
-            return
+        if known is None or work.tickets[0].generation < known.first_generation:
+            return  # the model was removed meanwhile
         known.admission.leave(len(work.tickets))
         if seconds is not None and work.tickets[0].generation == known.generation:
             known.estimate.measured(work.rows, seconds, now_s)

@@ -206,6 +206,7 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would_and_disturbs_nob
         assert is_answer_of(0, answer(server, "a"))
         assert not client.is_server_ready(), "b was asked for"
         client.unload_model("b")
+        assert client.is_server_ready()
 
 
 def test_what_is_not_there_or_broken_is_refused_with_the_reason(

@@ -456,6 +456,20 @@ def test_removed_model_gives_its_requests_back() -> None:
     assert (scheduler.pending("a"), scheduler.waiting_bytes, served(scheduler)) == (0, 0, ["b"])
 
 
+def test_work_of_a_removed_model_says_nothing_about_its_successor() -> None:
+    scheduler = scheduler_of(policy=Policy(concurrency=1))
+    scheduler.submit(0.0, request())
+    work = scheduler.next(0.0)
+    assert work is not None
+    scheduler.remove("m")
+    scheduler.add("m", {1: 1.0}, Policy(concurrency=1))
+    scheduler.submit(0.0, request())
+    scheduler.finished(work, 9.0, 9.0)
+    assert scheduler.correction("m") == 1.0
+    with pytest.raises(RateLimited):
+        scheduler.submit(9.0, request())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_request_is_left_behind_for_ever(seed: int) -> None:
     """Whatever urgent requests pour in, a request starts after a number of executions that is known at its arrival."""
