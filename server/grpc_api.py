@@ -15,6 +15,8 @@ from server.errors import InvalidRequest, RequestError, Unsupported
 from server.grpc_codec import decode_request, encode_response
 from server.grpc_errors import message_of, unforeseen
 from server.grpc_wire import parse
+from server.request import InferResponse
+from server.request_trace import HEADER
 from server.shared_memory import CudaRequest, SystemRequest
 
 _QUICK_BYTES = 64 << 10
@@ -107,7 +109,7 @@ class Api:
         changes = {key: list(setting.value) for key, setting in request.settings.items()}
         self._plane.traces.update(changes, model)
         response = pb.TraceSettingResponse()
-        for key, value in self._plane.traces.settings(model).to_wire().items():
+        for key, value in self._plane.traces.to_wire(model).items():
             response.settings[key].value.extend([value] if isinstance(value, str) else value)
         return response
 
@@ -120,13 +122,20 @@ class Api:
         return response
 
     async def model_infer(self, request: bytes, context: Any) -> Any:
-        return await self._infer(*parse(request), context.time_remaining())
+        traceparent = traceparent_of(context)
+        if traceparent is None and not self._plane.tracer.follows_all:
+            return await self._infer(*parse(request), context.time_remaining())
+        with self._plane.tracer.request(traceparent) as trace:
+            if traceparent is not None:
+                await context.send_initial_metadata(((HEADER, trace.context.header),))
+            return await self._infer(*parse(request), context.time_remaining())
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         """Answer each request of a stream, in order; several are under way together.
 
         An error is an answer like any other: the stream stays open.
         """
+        traceparent = traceparent_of(context)
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_AHEAD)
 
@@ -134,7 +143,7 @@ class Api:
             try:
                 async for request in requests:
                     await room.acquire()
-                    answers.put_nowait(asyncio.create_task(self._answer(request)))
+                    answers.put_nowait(asyncio.create_task(self._answer(request, traceparent)))
             finally:
                 answers.put_nowait(None)
 
@@ -150,8 +159,14 @@ class Api:
                 if (unsent := answers.get_nowait()) is not None:
                     unsent.cancel()
 
-    async def _answer(self, request: bytes) -> Any:
+    async def _answer(self, request: bytes, traceparent: str | None) -> Any:
         """Answer one request of a stream, whatever becomes of it."""
+        if traceparent is None and not self._plane.tracer.follows_all:
+            return await self._answer_unfollowed(request)
+        with self._plane.tracer.request(traceparent):
+            return await self._answer_unfollowed(request)
+
+    async def _answer_unfollowed(self, request: bytes) -> Any:
         message = None
         try:
             message, raw = parse(request)
@@ -172,10 +187,22 @@ class Api:
             request = await asyncio.to_thread(decode_request, message, raw, info, self._plane.regions)
         if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
             request = replace(request, timeout_s=left_s)
-        response = await self._plane.infer(request, info)
+        return await _encode(await self._plane.infer(request, info))
+
+
+async def _encode(response: InferResponse) -> Any:
+    try:
         if sum(output.array.nbytes for output in response.outputs) <= _QUICK_TENSOR_BYTES:
             return encode_response(response)
         return await asyncio.to_thread(encode_response, response)
+    except RequestError as error:
+        error.of_request(response.id)
+        raise
+
+
+def traceparent_of(context: Any) -> str | None:
+    """The header of a caller that traces."""
+    return next((value for key, value in context.invocation_metadata() or () if key == HEADER), None)
 
 
 def _failed(text: str, message: Any) -> Any:

@@ -153,8 +153,10 @@ def test_an_output_needs_room(client: Client, key: str) -> None:
     client.raw.register_system_shared_memory("out", key, 64)
     inputs = [client.input("a", A, "FP32"), client.input("b", B, "FP32")]
     before = floats(key)
-    with pytest.raises(InferenceServerException, match="is 15 bytes in region 'out', should be at least 16"):
-        client.raw.infer("adder", inputs, outputs=[client.output_in("out", "sum", 15, 32)])
+    with pytest.raises(
+        InferenceServerException, match=r"\[request id: 7\] .* is 15 bytes in region 'out', should be"
+    ):
+        client.raw.infer("adder", inputs, outputs=[client.output_in("out", "sum", 15, 32)], request_id="7")
     with pytest.raises(InferenceServerException, match="Invalid offset"):
         client.raw.infer("adder", inputs, outputs=[client.output_in("out", "sum", 16, 49)])
     np.testing.assert_array_equal(floats(key), before)
