@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from server.body_memory import BodyMemory
 from server.dataplane import DataPlane
@@ -11,7 +12,8 @@ from server.http_control import ControlApi
 from server.http_errors import json_errors
 from server.metrics import Metrics
 from server.operate.access import OPEN, Access, Permission
-from server.operate.guards import Handler, guarded
+from server.operate.guards import guarded
+from server.operate.tracing import following
 from server.prometheus import CONTENT_TYPE
 
 Route = tuple[str, str, Handler]
@@ -27,7 +29,7 @@ def make_app(plane: DataPlane, max_body_bytes: int, memory_bytes: int, access: A
         Permission.HEALTH: _health(api),
         Permission.CONTROL: _control(control),
     }
-    return _application(routes, access)
+    return _application(routes, access, following(plane.tracer))
 
 
 def make_metrics_app(metrics: Metrics, access: Access = OPEN) -> web.Application:
@@ -37,8 +39,10 @@ def make_metrics_app(metrics: Metrics, access: Access = OPEN) -> web.Application
     return _application({Permission.METRICS: [("GET", "/metrics", answer)]}, access)
 
 
-def _application(routes: Mapping[Permission, Iterable[Route]], access: Access) -> web.Application:
-    app = web.Application(middlewares=[json_errors])
+def _application(
+    routes: Mapping[Permission, Iterable[Route]], access: Access, *around: Middleware
+) -> web.Application:
+    app = web.Application(middlewares=[*around, json_errors])
     for permission, permitted in routes.items():
         for method, path, handler in permitted:
             app.router.add_route(method, path, guarded(handler, access, permission))

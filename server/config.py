@@ -66,6 +66,10 @@ class ServeConfig:
     """Tokens of which calls must show one; without any, whoever reaches a port may use it."""
     control_token_files: tuple[Path, ...] = ()
     """Tokens that also permit to load, unload and change settings."""
+    trace_file: Path | None = None
+    """Where spans of requests are written; None traces nothing."""
+    trace_rate: int = 1000
+    """Every how many requests of a model one is traced, until a client changes it."""
     health_access: PortAccess = "open"
     metrics_access: PortAccess = "token"
 
@@ -156,6 +160,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="on SIGTERM, how long to wait for requests in flight (default: %(default)s)",
     )
     http.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="(default: %(default)s)")
+    http.add_argument(
+        "--trace-file",
+        metavar="FILE",
+        help="write the spans of some requests, as JSON that Perfetto and chrome://tracing open",
+    )
+    http.add_argument(
+        "--trace-rate",
+        default="1000",
+        metavar="N",
+        help="with --trace-file, trace every N-th request of a model (default: %(default)s)",
+    )
     _add_access_flags(parser.add_argument_group("access"))
 
 
@@ -277,6 +292,8 @@ def config_of(options: argparse.Namespace) -> ServeConfig:
         exit_timeout_s=read("--exit-timeout-secs", options.exit_timeout_secs, _seconds),
         model_rates=dict(read("--model-rate", text, _rate) for text in options.model_rate),
         log_format=options.log_format,
+        trace_file=None if options.trace_file is None else Path(options.trace_file),
+        trace_rate=read("--trace-rate", options.trace_rate, integer(1, 999_999_999)),
         token_files=tuple(Path(name) for name in options.token_file),
         control_token_files=tuple(Path(name) for name in options.control_token_file),
         health_access=options.health_access,

@@ -10,6 +10,7 @@ from server.engine import Engine
 from server.errors import InvalidRequest, ModelNotFound, RequestError, ShuttingDown, Unsupported
 from server.model import ModelInfo
 from server.model_config import ModelConfig, config_of
+from server.operate.tracing import Tracer
 from server.registry import Entry, Registry, State
 from server.request import InferRequest, InferResponse, respond
 from server.settings import LogSettings, TraceControl, log_changes
@@ -24,13 +25,19 @@ _QUICK_CLASSIFICATION_BYTES = 64 << 10
 class DataPlane:
     """One per server, whatever ports it listens on. Belongs to the event loop's thread."""
 
-    def __init__(self, registry: Registry, engine: Engine, control: Control, regions: Regions) -> None:
+    def __init__(
+        self, registry: Registry, engine: Engine, control: Control, regions: Regions, tracer: Tracer | None = None
+    ) -> None:
         self.registry = registry
         self.regions = regions
-        self.traces = TraceControl()
+        self.tracer = tracer or Tracer(TraceControl())
         self.log_settings = LogSettings()
         self._engine = engine
         self.control = control
+
+    @property
+    def traces(self) -> TraceControl:
+        return self.tracer.control
 
     def not_ready(self) -> str | None:
         """Say why the server is not ready, or None if it is."""
@@ -78,6 +85,7 @@ class DataPlane:
 
     async def infer(self, request: InferRequest, info: ModelInfo) -> InferResponse:
         """Queue and execute a request. Raises RequestError, with the client's id in front."""
+        request = self.tracer.attach(request)
         try:
             outputs = (await self._engine.infer(request)).outputs
             if (
@@ -88,6 +96,8 @@ class DataPlane:
             return respond(request, info, outputs)
         except RequestError as error:
             self.registry.rejected(request.model, error)
+            if request.trace is not None:
+                request.trace.error = type(error).__name__
             error.of_request(request.id)
             raise
 

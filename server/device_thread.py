@@ -171,7 +171,9 @@ class DeviceThread:
         except RequestError as error:
             return [error] * len(tickets)
         except Exception as error:
-            _log.exception("execution failed", extra={"fields": {"model": name, "request": requests[0].id}})
+            trace = requests[0].trace
+            fields = {"model": name, "request": requests[0].id, **(trace.fields if trace is not None else {})}
+            _log.exception("execution failed", extra={"fields": fields})
             return [ExecutionFailed(name, f"{type(error).__name__}: {error}")] * len(tickets)
         if swap.nbytes > 0:
             swapped_bytes = execution.swapped_bytes + swap.nbytes
@@ -184,9 +186,12 @@ class DeviceThread:
     ) -> None:
         busy_s, wall_ms = self._clock() - started_s, round(time.time() * 1e3)
         self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
-        statistics.executed(sum(t.request.batch for t in tickets), execution)
+        rows = sum(t.request.batch for t in tickets)
+        statistics.executed(rows, execution)
         for ticket in tickets:
             queue_s = started_s - ticket.arrived_s
+            if (trace := ticket.request.trace) is not None:
+                trace.executed(ticket.arrived_s, started_s, busy_s, execution, rows)
             statistics.succeeded(ticket.request.batch, queue_s, busy_s, execution.compute_s, wall_ms)
 
     def _tell_next(self) -> None:

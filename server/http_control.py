@@ -105,7 +105,7 @@ class ControlApi:
         model = None if name is None else self._plane.traced_model(name)
         if request.method == "POST":
             self._plane.traces.update(await read_json(request, dict[str, Any]), model)
-        return json_response(self._plane.traces.settings(model).to_wire())
+        return json_response(self._plane.traces.to_wire(model))
 
     async def log_settings(self, request: web.Request) -> web.Response:
         """Change settings, if this is a POST, and return them all."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from server.config import LogFormat
+from server.request_trace import CURRENT
 from server.settings import LogSettings
 
 _ROOT = "cohabit"
@@ -89,4 +90,5 @@ class _JsonFormatter(logging.Formatter):
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields: dict[str, Any] = getattr(record, "fields", {})
-    return fields
+    trace = CURRENT.get()
+    return fields if trace is None else {**fields, **trace.fields}

@@ -8,6 +8,7 @@ from server.classification import classify
 from server.datatypes import BYTES
 from server.errors import ExecutionFailed
 from server.model import Array, ModelInfo, TensorSpec
+from server.request_trace import RequestTrace
 from server.shared_memory import Window
 
 
@@ -35,6 +36,8 @@ class InferRequest(msgspec.Struct, frozen=True, eq=False):
     """As the client gave it: 1 is the most urgent, None leaves it to the model."""
     timeout_s: float | None = None
     """How long the request may wait in the queue."""
+    trace: RequestTrace | None = None
+    """Where its times are noted, if somebody follows it."""
 
 
 class OutputTensor(msgspec.Struct, frozen=True, eq=False):

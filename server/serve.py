@@ -21,10 +21,13 @@ from server.metrics import Metrics
 from server.model import Device, DeviceUse, Footprint, Servable
 from server.operate.access import Access, open_access
 from server.operate.machine import Machine
+from server.operate.trace_file import TraceFile
+from server.operate.tracing import Tracer
 from server.polling import Poller
 from server.registry import Registry, State
 from server.repository import ModelSource, Unloadable
 from server.scheduler import Scheduler
+from server.settings import TraceControl, TraceSettings
 from server.shared_memory import Regions, no_system
 from server.shared_memory_files import open_region
 
@@ -87,7 +90,9 @@ class Server:
         self._engine = Engine(Scheduler(config.queue_limit, config.queue_bytes), prefetch=config.prefetch)
         self._lifecycle = Lifecycle(config, self.registry, self._engine)
         regions = Regions(open_region if config.takes_client_shm else no_system)
-        self.plane = DataPlane(self.registry, self._engine, self._lifecycle, regions)
+        self._trace_file = TraceFile(config.trace_file) if config.trace_file is not None else None
+        tracer = Tracer(_trace_control(config), self._trace_file)
+        self.plane = DataPlane(self.registry, self._engine, self._lifecycle, regions, tracer)
         self._http: list[HttpServer] = []
         self._grpc: GrpcServer | None = None
         self._loaded: Loaded | None = None
@@ -152,6 +157,9 @@ class Server:
             await self._grpc.stop(_ANSWERS_WRITTEN_S)
         for server in self._http:
             await server.stop()
+        if self._trace_file is not None:
+            self._trace_file.close()
+            self._trace_file = None
         if ended and self._loaded is not None:
             self._loaded.close()
             self._loaded = None
@@ -201,6 +209,12 @@ class Server:
         server = HttpServer(app, self._config.max_connections)
         self._http.append(server)
         return await server.start(self._config.host, port, flag)
+
+
+def _trace_control(config: ServeConfig) -> TraceControl:
+    if config.trace_file is None:
+        return TraceControl()
+    return TraceControl(str(config.trace_file), TraceSettings("TIMESTAMPS", config.trace_rate))
 
 
 async def _in_daemon_thread(function: Callable[[], _T]) -> _T:

@@ -1,5 +1,6 @@
 """What clients may change while the server runs: which requests are traced, and what is logged."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,6 +10,8 @@ from server.errors import InvalidRequest, Unsupported
 
 TraceLevel = Literal["OFF", "TIMESTAMPS"]
 LogTimes = Literal["default", "ISO8601"]
+
+_log = logging.getLogger("cohabit.trace")
 
 _MOST = 2**31 - 1
 _UNLIMITED = -1
@@ -22,12 +25,12 @@ class TraceSettings(msgspec.Struct, frozen=True):
     count: int | None = None
     """How many requests are still to be traced; None for no limit."""
     log_frequency: int = 0
-    """After how many traces they are written; 0 for when tracing ends."""
+    """After how many traces they are written; 0 for when there are many, or the server ends."""
 
-    def to_wire(self) -> dict[str, str | list[str]]:
+    def to_wire(self, file: str = "") -> dict[str, str | list[str]]:
         """All values are strings, as in Triton."""
         return {
-            "trace_file": "",
+            "trace_file": file,
             "trace_level": [self.level],
             "trace_rate": str(self.rate),
             "trace_count": str(_UNLIMITED if self.count is None else self.count),
@@ -58,8 +61,10 @@ class LogSettings(msgspec.Struct, frozen=True):
 class TraceControl:
     """The trace settings of the server and its models, and who is traced by them. Event loop's thread only."""
 
-    def __init__(self) -> None:
-        self._server = TraceSettings()
+    def __init__(self, file: str = "", defaults: TraceSettings | None = None) -> None:
+        self.file = file
+        self._defaults = defaults or TraceSettings()
+        self._server = self._defaults
         self._models: dict[str, dict[str, Any]] = {}
         self._seen: dict[str, int] = {}
         self._left: dict[str, int] = {}
@@ -74,18 +79,26 @@ class TraceControl:
         """What holds for a model: its own settings, the server's where it has none."""
         return msgspec.structs.replace(self._server, **self._models.get(model or "", {}))
 
+    def to_wire(self, model: str | None = None) -> dict[str, str | list[str]]:
+        """What holds for a model, or for the server."""
+        return self.settings(model).to_wire(self.file)
+
     def update(self, changes: Mapping[str, Any], model: str | None = None) -> None:
         """Change settings as the client names them; a value of None clears one. Raises InvalidRequest, Unsupported."""
         read = dict(_trace_change(key, value) for key, value in changes.items())
         if model is None:
-            defaults = TraceSettings()
-            new = {field: getattr(defaults, field) if value is _CLEARED else value for field, value in read.items()}
+            start = self._defaults
+            new = {field: getattr(start, field) if value is _CLEARED else value for field, value in read.items()}
             self._server = msgspec.structs.replace(self._server, **new)
         else:
             kept = self._models.get(model, {}) | read
             self._models[model] = {field: value for field, value in kept.items() if value is not _CLEARED}
         if "count" in read:
             self._left.clear()
+        if self.on and not self.file:
+            _log.warning(
+                "requests are to be traced, and there is no file for it; start the server with --trace-file"
+            )
 
     def wanted(self, model: str) -> bool:
         """Say whether this request is one to trace, and count it."""

@@ -5,12 +5,11 @@ from typing import Any
 
 import grpc
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from server.errors import RequestError
 from server.grpc_errors import code_of, message_of
 from server.operate.access import Access, Permission
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HEALTH_CALLS = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
 _CONTROL_CALLS = frozenset(

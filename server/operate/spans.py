@@ -1,0 +1,75 @@
+"""A followed request as events of Chrome's trace format, which Perfetto opens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from server.request_trace import RequestTrace
+
+REQUESTS, DEVICE = 1, 2
+"""The processes of the picture: a track per request, and the device's compute lane."""
+
+Event = dict[str, Any]
+
+
+def header_events() -> list[Event]:
+    """Names of the tracks."""
+    return [
+        _meta("process_name", REQUESTS, "requests"),
+        _meta("process_name", DEVICE, "device"),
+        _meta("thread_name", DEVICE, "compute lane"),
+    ]
+
+
+def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
+    """A request's spans. What its execution waited for parameters is drawn in one piece, at its beginning."""
+    label = {"model": trace.model, "request": trace.request_id, **trace.fields}
+    if trace.context.parent_id is not None:
+        label["parent_id"] = trace.context.parent_id
+    if trace.error is not None:
+        label["error"] = trace.error
+    events = list(_pair(trace, trace.model, trace.began_s, ended_s, label))
+    for name, start_s, end_s in _stages(trace, ended_s):
+        events += _pair(trace, name, start_s, end_s)
+    if trace.started_s is not None:
+        numbers = {"rows": trace.rows, "stall_ms": trace.stall_s * 1e3, "swapped_bytes": trace.swapped_bytes}
+        events.append(
+            {
+                "ph": "X",
+                "pid": DEVICE,
+                "tid": 0,
+                "name": trace.model,
+                "ts": trace.started_s * 1e6,
+                "dur": trace.busy_s * 1e6,
+                "args": numbers | {"trace_id": trace.context.trace_id},
+            }
+        )
+    return events
+
+
+def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:
+    """Names, starts and ends, one behind the other."""
+    if trace.arrived_s is None or trace.started_s is None:
+        return
+    computed_s = trace.started_s + trace.busy_s
+    compute_s = computed_s - min(trace.compute_s, trace.busy_s)
+    stalled_s = compute_s + min(trace.stall_s, computed_s - compute_s)
+    yield "decode", trace.began_s, trace.arrived_s
+    yield "queue", trace.arrived_s, trace.started_s
+    yield "prepare", trace.started_s, compute_s
+    if stalled_s > compute_s:
+        yield "swap stall", compute_s, stalled_s
+    yield "compute", stalled_s, computed_s
+    yield "encode", computed_s, ended_s
+
+
+def _pair(
+    trace: RequestTrace, name: str, start_s: float, end_s: float, label: dict[str, Any] | None = None
+) -> Iterator[Event]:
+    """An event that may overlap with others: Chrome's nestable asynchronous ones."""
+    common = {"cat": "request", "id": trace.context.span_id, "pid": REQUESTS, "tid": 0, "name": name}
+    yield {**common, "ph": "b", "ts": start_s * 1e6, "args": label or {}}
+    yield {**common, "ph": "e", "ts": max(end_s, start_s) * 1e6}
+
+
+def _meta(kind: str, process: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": 0, "args": {"name": name}}

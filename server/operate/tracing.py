@@ -1,0 +1,83 @@
+"""Follows requests that somebody wants to follow, and writes the spans of those that the trace settings pick."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from server.operate.spans import events_of
+from server.operate.trace_file import TraceFile
+from server.request import InferRequest
+from server.request_trace import CURRENT, HEADER, RequestTrace, new_context
+from server.settings import TraceControl
+
+_log = logging.getLogger("cohabit.trace")
+
+
+class Tracer:
+    """Belongs to the event loop's thread. Without a file, requests are followed for their callers' sake only."""
+
+    def __init__(self, control: TraceControl, file: TraceFile | None = None) -> None:
+        self.control = control
+        self._file = file
+
+    @property
+    def follows_all(self) -> bool:
+        """Whether a request is followed even if its caller does not trace it."""
+        return self._file is not None and self.control.on
+
+    @contextmanager
+    def request(self, traceparent: str | None) -> Iterator[RequestTrace]:
+        """Follow one request, from its headers to its answer."""
+        trace = RequestTrace(new_context(traceparent), time.monotonic())
+        token = CURRENT.set(trace)
+        try:
+            yield trace
+        finally:
+            CURRENT.reset(token)
+            self._end(trace)
+
+    def attach(self, request: InferRequest) -> InferRequest:
+        """Let the engine note when the request ran, if it is followed."""
+        trace = CURRENT.get()
+        if trace is None:
+            return request
+        trace.model, trace.request_id = request.model, request.id
+        trace.wanted = self._file is not None and self.control.wanted(request.model)
+        return msgspec.structs.replace(request, trace=trace)
+
+    def _end(self, trace: RequestTrace) -> None:
+        ended_s = time.monotonic()
+        if trace.model and _log.isEnabledFor(logging.DEBUG):
+            fields = {
+                "model": trace.model,
+                "request": trace.request_id,
+                **trace.fields,
+                "ms": round((ended_s - trace.began_s) * 1e3, 3),
+                **({"error": trace.error} if trace.error else {}),
+            }
+            _log.debug("request", extra={"fields": fields})
+        if trace.wanted and self._file is not None:
+            frequency = self.control.settings(trace.model).log_frequency
+            self._file.write(events_of(trace, ended_s), flush_every=frequency)
+
+
+def following(tracer: Tracer) -> Middleware:
+    """HTTP's part: the caller's traceparent is read, and its answer has ours. Nothing else is done for others."""
+
+    @web.middleware
+    async def follow(request: web.Request, handler: Handler) -> web.StreamResponse:
+        traceparent = request.headers.get(HEADER)
+        if traceparent is None and not tracer.follows_all:
+            return await handler(request)
+        with tracer.request(traceparent) as trace:
+            response = await handler(request)
+        if traceparent is not None and not response.prepared:
+            response.headers[HEADER] = trace.context.header
+        return response
+
+    return follow
