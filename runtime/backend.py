@@ -105,6 +105,10 @@ class Executor(Protocol):
         """Put a program's initial residents in place and wait for them. Returns the seconds. Raises DeviceError."""
         ...
 
+    def dismiss(self, program: "Program") -> None:
+        """Give back what a program holds that will not be run any more."""
+        ...
+
     def expect(self, program: "Program | None") -> None:
         """Say what runs behind the next run, so that its leading copies may start beside that one."""
         ...

@@ -186,6 +186,9 @@ class Executor:
         self._stale.discard(program.name)
         return seconds
 
+    def dismiss(self, program: Program) -> None:
+        """A program holds nothing of a CPU."""
+
     def copy(self, steps: Sequence[SwapInStep]) -> float:
         """Do prepared copies on the swap-in lane alone and wait. Returns the seconds. Raises DeviceError."""
         run = self._begin(None)

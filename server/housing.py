@@ -7,6 +7,7 @@ from typing import Protocol
 
 from planner.errors import CohabitError, InfeasibleBudget
 from planner.fitting import Room
+from runtime.program import Program
 from server.engine import Engine
 from server.house import House, Plans, Programs, Tenant
 from server.moves import Leave, moves, packed
@@ -112,8 +113,15 @@ class Housing:
             return
         if forget:
             self._engine.remove(tenant.name)
-        await self._engine.between(self.house.backend.executor.settle)
+        await self._engine.between(lambda: self._dismiss(tenant.servable.programs))
         self.house.leave(tenant.holder)
+
+    def _dismiss(self, programs: Mapping[int, Program]) -> None:
+        """Let the lanes finish, and give back what the programs hold. On the engine's thread."""
+        executor = self.house.backend.executor
+        executor.settle()
+        for program in programs.values():
+            executor.dismiss(program)
 
     async def _make_room(self, prepared: Prepared, old: Tenant | None, stand_aside: StandAside) -> Room:
         """Share the memory out anew, and move whoever gets less. Raises CohabitError if the memory is too small."""
@@ -229,7 +237,9 @@ class Housing:
             extent = self.house.partitions.held[tenant.holder]
             programs = await asyncio.to_thread(self.house.bind, tenant.prepared, plans, extent, gently=True)
             if plans[min(plans)].residents == plan.residents:
+                old = tenant.servable.programs
                 await self._engine.between(lambda: tenant.servable.switch(programs))
+                await self._engine.between(lambda: self._dismiss(old))
                 self._switched(tenant, plans)
             else:
                 await self._move(tenant, plans, programs)

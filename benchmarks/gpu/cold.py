@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None, seconds: float = 60.0) -> int:
     try:
         model = resnet(backend, [1])
         rows += _ours(backend, model)
-        torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = (
-            "ieee"  # as ours has it
-        )
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # as ours has it
         for name, measure in (
             ("eager PyTorch, resident", _eager),
             ("CUDA graph of eager PyTorch, resident", _graphed),

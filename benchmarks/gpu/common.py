@@ -86,7 +86,7 @@ def loaded(backend: CudaBackend, model: Measured, plan: Plan, batch: int) -> Ite
     try:
         yield program
     finally:
-        backend.dismiss(program)
+        backend.executor.dismiss(program)
         arena.close()
 
 

@@ -117,7 +117,7 @@ def _placed(backend: CudaBackend, model: Measured, name: str, memory_bytes: int)
         yield Layout(programs, bring if name == "time_shared" else lambda number: None, name == "partitioned")
     finally:
         for program in programs:
-            backend.dismiss(program)
+            backend.executor.dismiss(program)
         arena.close()
 
 

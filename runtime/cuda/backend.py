@@ -37,7 +37,6 @@ class CudaBackend:
         self._ring = Ring(driver, self.pinned)
         self._executor = CudaExecutor(self.lanes)
         self._executor.start()
-        self._programs: list[CudaProgram] = []
 
     @property
     def executor(self) -> CudaExecutor:
@@ -84,23 +83,14 @@ class CudaBackend:
         store: Source[torch.Tensor],
     ) -> CudaProgram:
         """Check a plan and bind it; for any thread. The executor admits it to the device when it is first loaded."""
-        program = prepare(self.driver, self.pinned, lowered, plan, profile, arena, bases, store)
-        self._programs.append(program)
-        return program
-
-    def dismiss(self, program: CudaProgram) -> None:
-        """Forget a program: its graphs, its pool and its buffers are given back."""
-        self._executor.dismiss(program)
-        self._programs = [p for p in self._programs if p is not program]
+        return prepare(self.driver, self.pinned, lowered, plan, profile, arena, bases, store)
 
     def close(self) -> None:
+        """Dismiss every program, and take the pins off what is still pinned."""
         self._executor.close()
-        if self._executor.lost is not None:
-            return  # nothing can be given back to a device that does not answer: it ends with the process
-        for program in self._programs:
-            program.close()
-        self._programs = []
-        self._ring.close()
+        if self._executor.lost is None:
+            self._ring.close()
+            self.pinned.close()
 
 
 def _default_limit_bytes() -> int:

@@ -171,15 +171,16 @@ class CudaDriver:
 
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:
-        modules = (_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn)
-        before = [module.fp32_precision for module in modules]
+        # These switches set what the newer ones, an op each, set too; the newer alone leave the two in contradiction.
+        modules = (_backends.cuda.matmul, _backends.cudnn)
+        before = [module.allow_tf32 for module in modules]
         for module in modules:
-            module.fp32_precision = "tf32" if allowed else "ieee"
+            module.allow_tf32 = allowed
         try:
             yield
         finally:
-            for module, precision in zip(modules, before, strict=True):
-                module.fp32_precision = precision
+            for module, allowed_before in zip(modules, before, strict=True):
+                module.allow_tf32 = allowed_before
 
 
 class CudaGraph:

@@ -53,6 +53,7 @@ class CudaExecutor:
         self._epilogue: CudaProgram | None = None
         """The program whose epilogue is put off until the next inference has been issued."""
         self._lost: str | None = None
+        self._admitted: list[CudaProgram] = []
 
     def __enter__(self) -> "CudaExecutor":
         self.start()
@@ -67,7 +68,9 @@ class CudaExecutor:
         self._driver.adopt_thread(self._lanes.compute)
 
     def close(self) -> None:
-        """Let the lanes finish and end."""
+        """Let the lanes finish and end; programs that were admitted are dismissed."""
+        for program in self._admitted:
+            self.dismiss(program)
         if self._lost is None:
             self.settle()
         self._feeder.close()
@@ -217,6 +220,7 @@ class CudaExecutor:
             program.ready.pool = None
             pool.close()
             raise
+        self._admitted.append(program)
         capture(self._lanes, program)
         if program.ready.whole is not None:
             self.run(program, program.examples())
@@ -239,12 +243,14 @@ class CudaExecutor:
                 " after an inference; what a library keeps must not lie there"
             )
 
-    def dismiss(self, program: CudaProgram) -> None:
-        """Forget a program, which will not be run any more, and give back what it holds."""
+    def dismiss(self, program: Program) -> None:
+        """Give back the graphs, the pool and the buffers of a program that will not be run any more."""
+        assert isinstance(program, CudaProgram)
+        if self._lost is not None:
+            return  # nothing can be given back to a device that does not answer: it ends with the process
         self.settle()
-        self._transfers.take(program.name)
-        self._stale.discard(program.name)
         self._ahead = self._expected = None
+        self._admitted = [p for p in self._admitted if p is not program]
         program.close()
 
     @contextmanager

@@ -4,6 +4,7 @@ A model whose parameters are pinned is copied from where they lie. Any other sto
 ring's slots in turn, by the thread that issues the copies: the link then waits for the host, not for a page fault.
 """
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +23,14 @@ RING_SLOTS = 3
 
 
 class Pinned:
-    """Pinned host memory with a cap on its sum."""
+    """Pinned host memory with a cap on its sum. For any thread."""
 
     def __init__(self, driver: Driver, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._driver = driver
+        self._held: dict[int, HostBytes] = {}
+        self._lock = threading.Lock()
 
     def fits(self, nbytes: int) -> bool:
         return self.used_bytes + nbytes <= self.limit_bytes
@@ -42,14 +45,23 @@ class Pinned:
         host = np.frombuffer(anonymous_memory(nbytes), np.uint8, count=nbytes)
         if nbytes:
             self._driver.pin(host)
-        self.used_bytes += nbytes
+            with self._lock:
+                self._held[host.ctypes.data] = host
+                self.used_bytes += nbytes
         return host
 
     def give(self, host: HostBytes) -> None:
-        """Take the pin off. No copy may be under way."""
-        if host.nbytes:
+        """Take the pin off, unless it is off. No copy may be under way."""
+        with self._lock:
+            held = self._held.pop(host.ctypes.data, None)
+            self.used_bytes -= host.nbytes if held is not None else 0
+        if held is not None:
             self._driver.unpin(host)
-        self.used_bytes -= host.nbytes
+
+    def close(self) -> None:
+        """Take off every pin."""
+        for host in list(self._held.values()):
+            self.give(host)
 
 
 class PinnedStore:

@@ -118,7 +118,7 @@ class _Resident:
         return self._program
 
     def __exit__(self, *_: Any) -> None:
-        self._backend.dismiss(self._program)
+        self._backend.executor.dismiss(self._program)
         self._arena.close()
 
 

@@ -155,7 +155,7 @@ def test_a_dismissed_program_gives_everything_back(bench: Bench) -> None:
     pool, graph = program.ready.pool, program.ready.whole
     assert driver.pinned_bytes > pinned_bytes
     assert isinstance(bench.backend, CudaBackend)
-    bench.backend.dismiss(program)
+    bench.backend.executor.dismiss(program)
     assert driver.pinned_bytes == pinned_bytes
     assert pool.closed  # type: ignore[union-attr]
     assert graph.closed  # type: ignore[union-attr]
