@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING
 
 from planner.errors import CohabitError
@@ -32,6 +32,7 @@ class Lifecycle:
         self._opened = asyncio.Event()
         self._serving: dict[str, Tenant] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._orders: set[asyncio.Task[None]] = set()
 
     def open(self, housing: "Housing", tenants: Mapping[str, "Tenant"]) -> None:
         """Begin, with what was loaded at start."""
@@ -47,6 +48,9 @@ class Lifecycle:
         """End what is under way; models stay as they are."""
         if self._housing is not None:
             await self._housing.close()
+        for order in self._orders:
+            order.cancel()
+        await asyncio.gather(*self._orders, return_exceptions=True)
 
     async def load(self, model: str, config: str | None = None) -> None:
         self._require_explicit()
@@ -64,6 +68,25 @@ class Lifecycle:
 
     async def load_source(self, source: ModelSource) -> None:
         """Load a version of a model, and serve it in place of the one so far. Raises LoadFailed."""
+        await self._to_the_end(self._load_source(source))
+
+    async def unload_model(self, model: str) -> None:
+        """Answer what a model has been asked already, and give its memory back."""
+        await self._to_the_end(self._unload_model(model))
+
+    async def _to_the_end(self, order: Coroutine[None, None, None]) -> None:
+        """A client that leaves does not stop what it has ordered: models would be left half moved."""
+        task = asyncio.create_task(order)
+        self._orders.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.shield(task)
+
+    def _ended(self, order: asyncio.Task[None]) -> None:
+        self._orders.discard(order)
+        if not order.cancelled():
+            order.exception()  # it was logged; perhaps nobody waits to hear of it
+
+    async def _load_source(self, source: ModelSource) -> None:
         housing = await self._ready_housing()
         async with self._lock(source.name):
             if source.name not in self._serving:
@@ -80,8 +103,7 @@ class Lifecycle:
                 self._failed(source, "loading was cancelled")
                 raise
 
-    async def unload_model(self, model: str) -> None:
-        """Answer what a model has been asked already, and give its memory back."""
+    async def _unload_model(self, model: str) -> None:
         housing = await self._ready_housing()
         async with self._lock(model):
             tenant = self._serving.pop(model, None)

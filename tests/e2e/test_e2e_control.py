@@ -1,6 +1,7 @@
 """Models come, change and go while others are asked: nobody gets a wrong answer, and nobody is forgotten."""
 
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -228,6 +229,19 @@ def test_what_is_not_there_or_broken_is_refused_with_the_reason(
         client.load_model("a", config='{"max_batch_size": 2}')
         assert client.get_model_config("a")["max_batch_size"] == 2
         assert is_answer_of(0, answer(server, "a"))
+
+
+def test_client_that_leaves_does_not_stop_what_it_has_ordered(stacks: Stacks, plans: Path, tmp_path: Path) -> None:
+    for number, name in enumerate("abc"):
+        stacks.put(tmp_path, name, number)
+    with controlled(tmp_path, "9MiB", plans, load_models=("a", "b")) as (server, client):
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port))) as impatient:
+            impatient.sendall(b"POST /v2/repository/models/c/load HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            eventually(lambda: repository_index(server.address)["c"].get("state") in ("LOADING", "READY"))
+        eventually(lambda: client.is_model_ready("c"))
+        for seed, name in enumerate("abc"):
+            assert is_answer_of(seed, answer(server, name))
 
 
 @pytest.mark.parametrize("memory", ["20MiB", "5MiB"])
