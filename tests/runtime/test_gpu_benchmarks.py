@@ -13,6 +13,7 @@ from runtime.options import DEFAULTS
 from tests.runtime.cuda_fake import FakeDriver
 
 MIB = 1 << 20
+slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,7 @@ def results(tmp_path: Path, name: str) -> str:
     return (tmp_path / "results" / f"{name}.md").read_text()
 
 
+@slow
 def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(table2, "BUDGETS_MB", {1: (0, 3, 4)})
     monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1,)),))
@@ -49,6 +51,7 @@ def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "float32, batch 1, 0 MB: resnet152" in written, "a budget that is too small is a note"
 
 
+@slow
 def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "INFERENCES", 3)
     monkeypatch.setattr(memory, "SHARES", (0.9,))
@@ -58,6 +61,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "| 90% |" in results(tmp_path, "gpu-memory")
 
 
+@slow
 def test_figure_8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(figure8, "MODELS", 2)
     monkeypatch.setattr(figure8, "SHARES", (0.9,))
@@ -70,6 +74,7 @@ def test_figure_8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert f"| {layout}, saturation |" in written
 
 
+@slow
 def test_a_cold_model_beside_its_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for peer in ("_eager", "_graphed", "_two_buffers"):
         monkeypatch.setattr(cold, peer, lambda: 0.25)
