@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import demo, memory, overload, parity, streaming
+from benchmarks.frontend import __main__ as frontend
 from benchmarks.planner import speed
 
 
@@ -15,11 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("streaming", streaming),
         ("memory", memory),
         ("parity", parity),
+        ("frontend", frontend),
         ("overload", overload),
         ("demo", demo),
     ):
         sys.argv[1:] = []
-        arguments = ["--record"] if run in (demo, overload) else []
+        arguments = ["--record"] if run in (demo, frontend, overload) else []
         if run.main(arguments):
             failed.append(name)
     if failed:
