@@ -104,16 +104,16 @@ def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> Mo
     versions = sorted(int(v.name) for v in folder.iterdir() if _VERSION.fullmatch(v.name) and v.is_dir())
     config_path = folder / "config.pbtxt"
     config = override
-    if override is None and config_path.exists():
-        config = read_config(_confine(config_path, root))
+    if override is None and (config_path.exists() or config_path.is_symlink()):
+        config = read_config(_regular(_confine(config_path, root)))
     if config is not None and config.name and config.name != folder.name:
         raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
     version = _served_version(versions, config)
     path = folder / str(version) / ((config and config.default_model_filename) or _PROGRAM)
-    if path.parent.parent != folder or not path.is_file():
+    if path.parent.parent != folder or not (path.exists() or path.is_symlink()):
         raise RepositoryError(f"version {version} has no file {path.name}")
     policy = policy_of(config) if config is not None else Policy()
-    return ModelSource(folder.name, version, _confine(path, root), config, policy)
+    return ModelSource(folder.name, version, _regular(_confine(path, root)), config, policy)
 
 
 def _served_version(versions: Sequence[int], config: ModelConfig | None) -> int:
@@ -129,9 +129,19 @@ def _served_version(versions: Sequence[int], config: ModelConfig | None) -> int:
     return allowed[-1]
 
 
+def _regular(path: Path) -> Path:
+    """Refuse folders, pipes and devices, which may never end when they are read."""
+    if not path.is_file():
+        raise RepositoryError(f"{path.name} is no regular file")
+    return path
+
+
 def _confine(path: Path, root: Path) -> Path:
-    """Follow links; refuse what leaves the repository."""
-    actual = path.resolve(strict=True)
+    """Follow links; refuse what leaves the repository, or leads nowhere."""
+    try:
+        actual = path.resolve(strict=True)
+    except (FileNotFoundError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
+        raise RepositoryError(f"{path.relative_to(root)} is a link that leads nowhere") from error
     if not actual.is_relative_to(root):
         raise RepositoryError(f"{path.relative_to(root)} is a link that leads out of the repository, to {actual}")
     return actual

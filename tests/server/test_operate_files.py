@@ -1,0 +1,121 @@
+"""What is shipped beside the server must fit it: the dashboard's metrics, the deployment's flags and ports."""
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from server_fakes import Running
+from test_server_metrics import FakeNvml, Samples, machine_samples, scrape
+
+from server.config import add_flags
+from server.model import DeviceUse
+from server.operate.gpus import Gpu
+from server.operate.layers import PREFIX, add_layer_flags, declare, settle
+
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD = json.loads((DOCS / "grafana" / "cohabit.json").read_text())
+METRIC = re.compile(r"\b(?:nv|cohabit)_\w+")
+SELECTOR = re.compile(r"\b((?:nv|cohabit)_\w+)\{([^}]*)\}")
+LABEL = re.compile(r'(\w+)=~?"')
+TARGET_LABELS = {"instance", "job"}
+"""What Prometheus adds to every sample."""
+
+
+def everything(server: Running) -> Samples:
+    """A live server's metrics, with those of a GPU and of pinned memory."""
+    nvml: Any = FakeNvml()
+    gpus = (Gpu("GPU-1", nvml, object()),)
+    return scrape(server) | machine_samples(DeviceUse(pinned_total_bytes=1, pinned_used_bytes=1), gpus)
+
+
+def queries() -> Iterator[str]:
+    for panel in DASHBOARD["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", []))
+    yield from (v["definition"] for v in DASHBOARD["templating"]["list"] if "definition" in v)
+
+
+def test_every_query_of_the_dashboard_names_metrics_and_labels_that_exist(server: Running) -> None:
+    samples = everything(server)
+    labels: dict[str, set[str]] = {}
+    for name, pairs in samples:
+        labels.setdefault(name, set()).update(key for key, _ in pairs)
+    for query in queries():
+        assert METRIC.search(query), query
+        for name in METRIC.findall(query):
+            assert name in labels, f"{query}: there is no metric {name}"
+        for name, selector in SELECTOR.findall(query):
+            assert set(LABEL.findall(selector)) <= labels[name] | TARGET_LABELS, query
+        for grouping in re.findall(r"by \(([^)]*)\)", query):
+            wanted = {label.strip() for label in grouping.split(",")}
+            assert all(wanted <= labels[name] for name in METRIC.findall(query)), query
+
+
+def test_panels_lie_side_by_side() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_the_deployment_starts_the_server_with_settings_that_exist() -> None:
+    documents = list(yaml.safe_load_all((DOCS / "kubernetes.yaml").read_text()))
+    (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser)
+    settings = declare(parser)
+    add_layer_flags(parser)
+    assert container["args"][0] == "serve"
+    environment = {e["name"]: e.get("value", "") for e in container.get("env", []) if e["name"].startswith(PREFIX)}
+    config = settle(settings, parser.parse_args(container["args"][1:]), environment).config
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": config.http_port, "grpc": config.grpc_port, "metrics": config.metrics_port}
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["port"] == "http"
+        assert container[probe]["httpGet"]["path"].startswith("/v2/health/")
+    assert config.health_access == "open", "probes carry no token"
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    paths = [config.repository, config.cache, *config.token_files, *config.control_token_files]
+    for path in paths:
+        assert any(Path(mount) in (path, *path.parents) for mount in mounts), path
+    assert pod["terminationGracePeriodSeconds"] > config.exit_timeout_s
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_every_command_of_the_operating_guide_parses() -> None:
+    from server.cli import _parser
+
+    text = (DOCS / "operating.md").read_text()
+    commands = [line.strip() for line in text.splitlines() if re.match(r"\s{4}cohabit ", line)]
+    assert len(commands) > 5
+    for command in commands:
+        _parser().parse_args(shlex.split(command, comments=True)[1:])
+
+
+def test_the_guides_settings_file_is_accepted(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", (DOCS / "operating.md").read_text(), re.DOTALL)
+    path = tmp_path / "cohabit.toml"
+    path.write_text(block)
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    settings = declare(parser)
+    add_layer_flags(parser)
+    config = settle(settings, parser.parse_args(["--config", str(path)]), {}).config
+    assert config.model_rates
+
+
+def test_every_metric_of_the_guide_exists(server: Running) -> None:
+    known = {name for name, _ in everything(server)}
+    known |= {name.removesuffix(part) for name in known for part in ("_bucket", "_sum", "_count")}
+    for name in METRIC.findall((DOCS / "operating.md").read_text()):
+        assert name in known or (name.endswith("_") and any(k.startswith(name) for k in known)), name
