@@ -1,8 +1,10 @@
 """What tritonclient's public examples show, over HTTP and gRPC, with the unchanged client."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.request import urlopen
 
 import ml_dtypes
 import numpy as np
@@ -90,6 +92,19 @@ async def test_many_requests_at_once(server: Running, module: Any) -> None:
         await asyncio.gather(*(ask(number) for number in range(32)))
 
 
+def until_nothing_waits(server: Running) -> None:
+    deadline_s = time.monotonic() + 10
+    while b'nv_inference_pending_request_count{model="gated",version="1"} 0\n' not in metrics(server):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def metrics(server: Running) -> bytes:
+    with urlopen(server.server.metrics_url) as answer:
+        text: bytes = answer.read()
+    return text
+
+
 def test_a_client_that_gives_up_leaves_the_queue() -> None:
     gate = Gate()
     with running(serving(FakeServable(identity("gated", "FP32").info, gate))) as server:
@@ -99,6 +114,7 @@ def test_a_client_that_gives_up_leaves_the_queue() -> None:
         assert gate.entered.wait(10)
         with pytest.raises(InferenceServerException, match=r"DEADLINE_EXCEEDED|Deadline Exceeded"):
             client.raw.infer("gated", inputs, client_timeout=0.2)
+        until_nothing_waits(server)
         gate.open.set()
         assert first is not None
         assert client.raw.infer("gated", inputs) is not None
