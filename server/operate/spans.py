@@ -27,9 +27,11 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
         label["parent_id"] = trace.context.parent_id
     if trace.error is not None:
         label["error"] = trace.error
-    events = list(_pair(trace, trace.model, trace.began_s, ended_s, label))
+    begin, end = _pair(trace, trace.model, trace.began_s, ended_s, label)
+    events = [begin]
     for name, start_s, end_s in _stages(trace, ended_s):
         events += _pair(trace, name, start_s, end_s)
+    events.append(end)
     if trace.started_s is not None:
         numbers = {"rows": trace.rows, "stall_ms": trace.stall_s * 1e3, "swapped_bytes": trace.swapped_bytes}
         events.append(
@@ -64,11 +66,11 @@ def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, f
 
 def _pair(
     trace: RequestTrace, name: str, start_s: float, end_s: float, label: dict[str, Any] | None = None
-) -> Iterator[Event]:
-    """An event that may overlap with others: Chrome's nestable asynchronous ones."""
+) -> tuple[Event, Event]:
+    """A span that may overlap with other requests': Chrome's nestable asynchronous events, in the order of time."""
     common = {"cat": "request", "id": trace.context.span_id, "pid": REQUESTS, "tid": 0, "name": name}
-    yield {**common, "ph": "b", "ts": start_s * 1e6, "args": label or {}}
-    yield {**common, "ph": "e", "ts": max(end_s, start_s) * 1e6}
+    begin = {**common, "ph": "b", "ts": start_s * 1e6, "args": label or {}}
+    return begin, {**common, "ph": "e", "ts": max(end_s, start_s) * 1e6}
 
 
 def _meta(kind: str, process: int, name: str) -> Event:

@@ -307,9 +307,11 @@ def test_the_prefix_of_the_next_model_is_copied_while_this_one_computes(bench: B
     bench.executor.expect(second)
     bench.run(first)
     bench.executor.settle()
-    timeline = bench.run(second, traced=True).timeline
-    assert timeline is not None
-    copied = [s.step for s in timeline.spans if s.lane == "swap_in"]
+    result = bench.run(second, traced=True)
+    assert result.prefetched
+    assert result.timeline is not None
+    copied = [s.step for s in result.timeline.spans if s.lane == "swap_in"]
+    assert not bench.run(second).prefetched
     assert copied == [s.step for s in second.swap_ins[2:]], "two copies were there already"
 
 

@@ -71,6 +71,24 @@ def test_a_traced_request_is_spans_one_behind_the_other(traced: tuple[Running, P
     assert stall_us == pytest.approx(0.25e6)  # what the fake says that it waited
 
 
+def test_spans_nest_in_the_order_of_the_file(traced: tuple[Running, Path]) -> None:
+    handle, path = traced
+    for _ in range(3):
+        assert infer(handle, "id", {"inputs": [x()]}).status == 200
+    open_spans: dict[str, list[str]] = {}
+    last_us: dict[str, float] = {}
+    for event in (e for e in written(handle, path) if e["ph"] in "be"):
+        stack = open_spans.setdefault(event["id"], [])
+        assert event["ts"] >= last_us.get(event["id"], 0.0)
+        last_us[event["id"]] = event["ts"]
+        if event["ph"] == "b":
+            stack.append(event["name"])
+        else:
+            assert stack.pop() == event["name"]
+    assert len(open_spans) == 3
+    assert not any(open_spans.values())
+
+
 def test_executions_are_on_the_devices_track(traced: tuple[Running, Path]) -> None:
     handle, path = traced
     assert infer(handle, "id", {"inputs": [x([0] * 8, shape=[2, 4])]}, {"traceparent": HEADER}).status == 200
