@@ -106,6 +106,7 @@ async def serving_app(app: web.Application) -> AsyncIterator[str]:
 async def _program(repository: Path, models: tuple[str, ...]) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    (repository.parent / "started").touch()
     async with serving(FakeKServe(models=models)) as address:
         print("metrics: none", flush=True)
         print(f"http: http://{address}", flush=True)

@@ -104,7 +104,8 @@ def test_an_interrupted_run_stops_its_server(repository: Path, tmp_path: Path, n
         try:
             assert run.stderr is not None
             assert b"of weights in" in run.stderr.readline()
-            time.sleep(1.0)  # whether it is starting the server or sending by now makes no difference
+            while not (tmp_path / "started").exists() and run.poll() is None:
+                time.sleep(0.01)
             run.send_signal(number)
             assert run.wait(60) == 130
             assert b"interrupted" in run.stderr.read()
