@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from transformers import (
     BertConfig,
@@ -42,7 +42,6 @@ from planner.serial import least_bytes
 from runtime.model import Model, from_program
 from runtime.rewrite import rewrite
 
-aten = torch.ops.aten
 SEQUENCE = 128
 LSTM_LAYERS, LSTM_WIDTH, LSTM_STEPS = 8, 1024, 25
 
@@ -105,7 +104,6 @@ def capture_inference(name: str, network: Network, batch: int) -> Captured:
         module, inputs = _built(network).eval(), network.inputs(batch)
         program = torch.export.export(module, inputs)
         model = from_program(name, program)
-        _own_changes(model.graph)
         rewrite(model)
     return _captured(model, batch, mode)
 
@@ -133,19 +131,6 @@ def _captured(model: Model, batch: int, mode: FakeTensorMode) -> Captured:
     found = trace(model.graph, values, model.tables)  # type: ignore[arg-type]
     outputs = [s for s in found.results if s is not None]
     return captured(model.name, batch, join_weights(found), outputs)
-
-
-_IN_PLACE = {aten.add_.Tensor: aten.add.Tensor, aten.relu_.default: aten.relu.default}
-
-
-def _own_changes(graph: fx.Graph) -> None:
-    """Write what a model changes in place as if it were new: whether that can be in place is the rewrite's to find.
-
-    The runtime leaves such changes alone, and then the ReLU after a residual addition makes new bytes.
-    """
-    for node in graph.nodes:
-        if node.target in _IN_PLACE and len(node.args[0].users) == 1:
-            node.target = _IN_PLACE[node.target]
 
 
 def row(name: str, batch: int, cache: Path | None) -> list[str]:
