@@ -136,17 +136,6 @@ def _clocks(graph: Graph, plan: Plan) -> tuple[list[Clock], list[str]]:
     return before, violations
 
 
-def _restored_unread(graph: Graph, plan: Plan) -> set[int]:
-    """Tensors that no op reads behind their last swap-in."""
-    found: set[int] = set()
-    for step in plan.steps:
-        if isinstance(step, SwapIn):
-            found.add(step.tensor)
-        elif isinstance(step, Compute):
-            found.difference_update(graph.ops[step.op].reads)
-    return found
-
-
 def _latest(a: Clock, b: Clock) -> Clock:
     return max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2])
 
@@ -204,8 +193,6 @@ class _Replay:
     """Inputs and activations that were swapped out, with the clock at which the last copy is complete."""
     unsaved: set[int] = field(default_factory=set)
     """State in memory that differs from its host copy."""
-    pending: set[int] = field(default_factory=set)
-    """Residents that the last inference's epilogue may still be copying: no step has touched them yet."""
     answered: Clock = _NEVER
     """Passed when the last op has ended."""
     issued: list[int] = field(default_factory=lambda: [0, 0, 0])
@@ -252,12 +239,10 @@ class _Replay:
                 self.found.append(f"input {tensor.name} has no address")
         for placement in (*self.plan.inputs, *self.plan.residents):
             self._bring("start", placement.tensor, placement.address, _NEVER, _NEVER)
-        self.pending = {p.tensor for p in self.plan.residents} & _restored_unread(self.graph, self.plan)
 
     def _compute(self, index: int, step: Compute) -> None:
         op, name, before = self.graph.ops[step.op], _name(self.graph, self.plan, index), self.clocks[index]
         ended = self._issue(0, before)
-        self.pending.difference_update(op.reads)
         for i in op.reads:
             self._read(name, i, before, ended)
         for i in op.mutates:
@@ -284,7 +269,6 @@ class _Replay:
                 self.found.append(f"{name}: the {tensor.kind} was never swapped out")
             elif not _passed(saved, before):
                 self.found.append(f"{name} does not wait for the swap-out of {tensor.name}")
-        self.pending.discard(step.tensor)
         self._bring(name, step.tensor, step.address, before, ended)
 
     def _swap_out(self, index: int, step: SwapOut) -> None:
@@ -296,10 +280,6 @@ class _Replay:
         ended = self._issue(2, before)
         if tensor.kind == "parameter":
             self.found.append(f"{name}: a parameter has a host copy at all times; drop it instead")
-        if step.tensor in self.pending:
-            self.found.append(
-                f"{name}: the last inference may not have brought it back yet, and nothing waits for that"
-            )
         self._read(name, step.tensor, before, ended)
         self.on_host[step.tensor] = ended
         self.unsaved.discard(step.tensor)

@@ -125,7 +125,7 @@ class _Walk:
         self.host = {t: None for t, kind in enumerate(kinds) if kind in ("parameter", "state")}
         inputs = [p["tensor"] for p in self.plan["inputs"]]
         _rule(3, sorted(inputs) == [t for t, kind in enumerate(kinds) if kind == "input"])
-        self.residents = residents = [p["tensor"] for p in self.plan["residents"]]
+        residents = [p["tensor"] for p in self.plan["residents"]]
         _rule(4, len(set(residents)) == len(residents))
         for p in self.plan["inputs"]:
             _rule(3, self.plan["workspace_bytes"] == 0 or p["address"]["region"] == "workspace")
@@ -164,25 +164,10 @@ class _Walk:
     def swap_out(self, i: int, step: Json) -> None:
         t = step["tensor"]
         _rule(9, self.tensors[t]["kind"] != "parameter", f"step {i}")
-        _rule(19, t not in self.residents or self.touched(t, i) or not self.restored_unread(t), f"step {i}")
         self.read(i, t)
         self.host[t] = i
         self.swap_outs.setdefault(t, []).append(i)
         self.unsaved.discard(t)
-
-    def uses(self, t: int) -> list[int]:
-        """Steps whose op reads a tensor."""
-        computes = [(i, s["op"]) for i, s in enumerate(self.plan["steps"]) if s["type"] == "compute"]
-        return [i for i, k in computes if t in self.ops[k]["reads"]]
-
-    def brought(self, t: int) -> list[int]:
-        return [i for i, s in enumerate(self.plan["steps"]) if s["type"] == "swap_in" and s["tensor"] == t]
-
-    def touched(self, t: int, before: int) -> bool:
-        return any(i < before for i in (*self.uses(t), *self.brought(t)))
-
-    def restored_unread(self, t: int) -> bool:
-        return any(self.brought(t)) and not any(i > self.brought(t)[-1] for i in self.uses(t))
 
     def drop(self, i: int, step: Json) -> None:
         _rule(8, step["tensor"] in self.here, f"step {i}")

@@ -262,28 +262,3 @@ def test_a_swap_out_waits_for_the_change_before_it() -> None:
         else:
             with pytest.raises(InvalidPlan, match="does not wait for A to arrive"):
                 check(in_place_graph(), None, replace(changed_first, steps=steps))
-
-
-def state_plan(*steps: Step) -> tuple[Graph, Plan]:
-    """One op changes the state S, which is a resident; the input X is the op's other operand."""
-    tensors = (Tensor("S", PAGE, "state", PAGE), Tensor("X", PAGE, "input"), Tensor("Y", PAGE, "activation"))
-    graph = Graph("g", 1, "w", tensors, (Op("op", "aten.add_", (0, 1), (2,), mutates=(0,)),), (2,))
-    graph.validate()
-    home = at("partition", 0)
-    inputs, residents = (Placement(1, at("partition", PAGE)),), (Placement(0, home),)
-    return graph, Plan(graph.fingerprint, "", 3 * PAGE, 0, inputs, residents, steps)
-
-
-def test_state_is_not_swapped_out_while_the_last_inference_may_be_bringing_it_back() -> None:
-    op, home = Compute(0, (at("partition", 2 * PAGE),)), at("partition", 0)
-    brought_back = (op, SwapOut(0, (0,)), Drop(0), SwapIn(0, home, (1,)))
-    check(*with_none(state_plan(*brought_back)))
-    too_early = (SwapOut(0), replace(op, after=(0,)), SwapOut(0, (1,)), Drop(0), SwapIn(0, home, (2,)))
-    with pytest.raises(InvalidPlan, match="may not have brought it back yet"):
-        check(*with_none(state_plan(*too_early)))
-    stays = (SwapOut(0), replace(op, after=(0,)))
-    check(*with_none(state_plan(*stays)))
-
-
-def with_none(made: tuple[Graph, Plan]) -> tuple[Graph, None, Plan]:
-    return made[0], None, made[1]
