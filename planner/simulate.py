@@ -44,8 +44,8 @@ class Lanes(NamedTuple):
     wait: Ints
     """`wait[lane, i, other]`: position on the other lane that must have ended, or NOTHING, [3, n, 3]."""
     carried: Ints
-    """Per compute step, the previous inference's swap-in that restored a resident it is the first to read, or to
-    write over, or NOTHING, [n]."""
+    """Per compute step, the previous inference's swap-in that restored a resident it reads, or writes over although
+    nobody has read it, or NOTHING, [n]."""
 
 
 def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
@@ -125,7 +125,7 @@ def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[Lanes, list[tu
 def _overwritten(graph: Graph, step: Compute, given_up: Mapping[int, Address]) -> Iterator[int]:
     """Which of these residents lay where an op writes: the last inference may still be bringing them back there."""
     op = graph.ops[step.op]
-    written = [(a, graph.tensors[i].nbytes) for a, i in zip(step.outputs, op.writes, strict=False)]
+    written = [(a, graph.tensors[i].nbytes) for a, i in zip(step.outputs, op.writes, strict=True)]
     if step.scratch is not None:
         written.append((step.scratch, op.scratch_bytes))
     for tensor, home in given_up.items():

@@ -14,10 +14,10 @@ from planner.errors import UnsupportedProblem
 from planner.gaps import Gaps
 from planner.no_wait import fit
 from planner.plan import Plan
-from planner.problem import UNFIT, Cost, Problem
+from planner.problem import Cost, Problem
+from planner.searchers.by_plan import ByPlan
 from planner.sequence import lay_out, write
 from planner.serial import least_bytes, require, serial
-from planner.simulate import simulate
 from planner.tensile.job import Axis, Job
 from planner.tensile.order import actions_of, fates_of
 from planner.tensile.passive import press_out
@@ -64,7 +64,7 @@ class Candidate:
     which uses, and transfers are as early as memory allows: where not all of them are hidden, that is better."""
 
 
-class Interval:
+class Interval(ByPlan[Candidate]):
     """Judges schedules for several maximum swapping rates and shares of the memory."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -86,18 +86,6 @@ class Interval:
 
     def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
         self._latency_s |= {c: cost.latency_s for c, cost in zip(candidates, costs, strict=False)}
-
-    def judge(self, candidate: Candidate, good_s: float) -> Cost:
-        plan = self._plan(candidate)
-        if plan is None:
-            return UNFIT
-        timeline = simulate(self.problem.graph, plan, self.problem.profile)
-        return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
-
-    def write(self, candidate: Candidate) -> Plan:
-        plan = self._plan(candidate)
-        assert plan is not None
-        return plan
 
     def _search(self) -> Iterator[Sequence[Candidate]]:
         """The paper's way in the largest shares that can be placed; then other ways in the best of these."""

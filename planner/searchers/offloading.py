@@ -20,7 +20,8 @@ from planner.offload import greedy
 from planner.offload_choices import BEST, Choice, Chooser, Keep, Offload
 from planner.plan import Plan
 from planner.prefetching import Line, best, eager
-from planner.problem import UNFIT, Cost, Problem
+from planner.problem import Cost, Problem
+from planner.searchers.by_plan import ByPlan
 from planner.sequence import lay_out, write
 from planner.serial import require, serial
 from planner.simulate import simulate
@@ -39,7 +40,7 @@ SERIAL: Final = "everything leaves after every op"
 Candidate = Choice | str
 
 
-class _Offloading:
+class _Offloading(ByPlan[Candidate]):
     """Judges the choices for each share of the memory; what needs the least memory comes last."""
 
     def __init__(self, name: str, problem: Problem, offload: Offload, keep: Keep) -> None:
@@ -62,18 +63,6 @@ class _Offloading:
 
     def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
         self._least_s = min((self._least_s, *(c.latency_s for c in costs)))
-
-    def judge(self, candidate: Candidate, good_s: float) -> Cost:
-        plan = self._plan(candidate)
-        if plan is None:
-            return UNFIT
-        timeline = simulate(self.problem.graph, plan, self.problem.profile)
-        return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
-
-    def write(self, candidate: Candidate) -> Plan:
-        plan = self._plan(candidate)
-        assert plan is not None
-        return plan
 
     def _search(self) -> Iterator[Sequence[Candidate]]:
         seen: set[Choice] = set()

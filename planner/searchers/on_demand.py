@@ -21,10 +21,10 @@ from planner.errors import UnsupportedProblem
 from planner.graph import Graph
 from planner.placement import SCRATCH_ALIGNMENT
 from planner.plan import Compute, Plan, SwapIn, SwapOut
-from planner.problem import UNFIT, Cost, Problem
+from planner.problem import Cost, Problem
+from planner.searchers.by_plan import ByPlan
 from planner.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
 from planner.serial import least_bytes, require, serial
-from planner.simulate import simulate
 
 SHARES: Final = (1.0, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the decisions assume to have; the rest is for fragmentation."""
@@ -39,7 +39,7 @@ class Candidate:
     share: float | None
 
 
-class OnDemand:
+class OnDemand(ByPlan[Candidate]):
     """Asks for the decisions at the largest shares of the memory whose tensors can be placed.
 
     Without `prefetch` no copy starts before the op that it is for is next: what the baseline's first iteration does.
@@ -66,18 +66,6 @@ class OnDemand:
 
     def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
         """Nothing to learn: the candidates do not build on one another."""
-
-    def judge(self, candidate: Candidate, good_s: float) -> Cost:
-        plan = self._plan(candidate)
-        if plan is None:
-            return UNFIT
-        timeline = simulate(self.problem.graph, plan, self.problem.profile)
-        return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
-
-    def write(self, candidate: Candidate) -> Plan:
-        plan = self._plan(candidate)
-        assert plan is not None
-        return plan
 
     def _make(self, candidate: Candidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes

@@ -30,10 +30,10 @@ from planner.home_cost import evaluate, seconds
 from planner.late import FATES, KEEP, SWAP, Codes, Ints, Tables, late, tables
 from planner.no_wait import FAR, fit
 from planner.plan import Plan
-from planner.problem import UNFIT, Cost, Problem
+from planner.problem import Cost, Problem
+from planner.searchers.by_plan import ByPlan
 from planner.sequence import lay_out, write
 from planner.serial import require, serial
-from planner.simulate import simulate
 
 PARTICLES: Final = 12
 ITERATIONS: Final = 8
@@ -67,7 +67,7 @@ class Candidate(NamedTuple):
     nodes: int = 0
 
 
-class ParticleSwarm:
+class ParticleSwarm(ByPlan[Candidate]):
     """Moves a swarm of fates; `particles` and `iterations` are the paper's m and iters."""
 
     def __init__(
@@ -98,18 +98,6 @@ class ParticleSwarm:
         for c, cost in zip(candidates, costs, strict=False):
             score_s = cost.latency_s + PERIOD * cost.period_s
             self._score_s[c.fates] = min(score_s, self._score_s.get(c.fates, math.inf))
-
-    def judge(self, candidate: Candidate, good_s: float) -> Cost:
-        plan = self._plan(candidate)
-        if plan is None:
-            return UNFIT
-        timeline = simulate(self.problem.graph, plan, self.problem.profile)
-        return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
-
-    def write(self, candidate: Candidate) -> Plan:
-        plan = self._plan(candidate)
-        assert plan is not None
-        return plan
 
     def _plan(self, candidate: Candidate) -> Plan | None:
         """Where all is swapped, there is always a plan: at worst, the serial one."""

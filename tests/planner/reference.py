@@ -82,7 +82,7 @@ def _overwritten(graph: Graph, plan: Plan, at: int) -> set[int]:
     step = plan.steps[at]
     assert isinstance(step, Compute)
     op = graph.ops[step.op]
-    writes = [(address, graph.tensors[t].nbytes) for t, address in zip(op.writes, step.outputs, strict=False)]
+    writes = [(address, graph.tensors[t].nbytes) for t, address in zip(op.writes, step.outputs, strict=True)]
     writes += [(step.scratch, op.scratch_bytes)] if step.scratch is not None else []
     found = set()
     for t, home in ((p.tensor, p.address) for p in plan.residents):

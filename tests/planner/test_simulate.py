@@ -72,8 +72,10 @@ def given_up_resident() -> tuple[Graph, Plan]:
 
 def test_an_op_that_writes_over_a_resident_waits_until_the_last_inference_has_brought_it_back() -> None:
     """
-    compute | op0 (2 s) | op1 |     | op0       | op1 |
-    swap_in | W1  |           | W1  |           W1 (to page 2) may start behind it
+    compute | op0 (2 s) | op1 |    | op0 (2 s) | op1 |
+    swap_in | W1  |           | W1 | W1 |
+
+    The first W1 of each inference goes to page 2, the second, which op0 waits for, back home.
     """
     graph, plan = given_up_resident()
     timeline = simulate(graph, plan, profile_of(graph, [2.0, 1.0]))
@@ -104,9 +106,11 @@ def random_steps(rng: random.Random, graph: Graph) -> tuple[Step, ...]:
         after = tuple(sorted(rng.sample(range(index), rng.randint(0, min(2, index)))))
         tensor = rng.randrange(3)
         steps.append(
-            rng.choice((Compute(tensor, after=after), SwapIn(tensor, address, after), SwapOut(tensor, after)))
+            rng.choice(
+                (Compute(tensor, (address,), after=after), SwapIn(tensor, address, after), SwapOut(tensor, after))
+            )
         )
-    return (*steps, Compute(0))
+    return (*steps, Compute(0, (address,)))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
