@@ -1,4 +1,4 @@
-"""What a device has to offer: memory, a host store that feeds it, an executor. `runtime.devices` opens one by its name.
+"""What a device has to offer: memory, host stores that feed it, an executor. `runtime.devices` opens one by its name.
 
 Everything else of the runtime (lowering, binding, plans) is the same for all devices.
 """
@@ -7,66 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import torch
 
 from planner.plan import Plan
 from planner.profile import Profile
 from planner.timeline import Timeline
+from runtime.lower import Lowered
+from runtime.memory import Memory, Source, StoreKind
+from runtime.program import Bases, Program
+from runtime.weights import Manifest
 
-if TYPE_CHECKING:
-    from runtime.lower import Lowered
-    from runtime.program import Bases, Program
-    from runtime.weights import Manifest
-
-StoreKind = Literal["ram", "file"]
-Copy = Callable[[], None]
 OnProgress = Callable[[str], None]
-
-Room = TypeVar("Room")
-"""What a copy fills: a numpy array on the CPU, a tensor on CUDA."""
-Room_co = TypeVar("Room_co", covariant=True)
-Room_contra = TypeVar("Room_contra", contravariant=True)
-
-
-class Memory(Protocol[Room_co]):
-    """The arena: all device memory that models may use, taken once."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def bytes(self, offset: int, nbytes: int) -> Room_co:
-        """The given bytes, for a copy to fill. Raises MemoryExceeded outside of the arena."""
-        ...
-
-    def tensor(
-        self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
-    ) -> torch.Tensor:
-        """A dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Source(Protocol[Room_contra]):
-    """One model's host copy."""
-
-    @property
-    def kind(self) -> StoreKind: ...
-
-    def copy(self, segment: int, destination: Room_contra) -> Copy:
-        """Prepare to fill the destination from a segment's start on. Whoever issues copies makes the call."""
-        ...
-
-    def table(self, name: str) -> torch.Tensor:
-        """An embedding table, to be read in place by the device."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -101,15 +54,15 @@ class Executor(Protocol):
         """Why nothing can run any more, or None while the device is well."""
         ...
 
-    def load(self, program: "Program") -> float:
+    def load(self, program: Program) -> float:
         """Put a program's initial residents in place and wait for them. Returns the seconds. Raises DeviceError."""
         ...
 
-    def dismiss(self, program: "Program") -> None:
+    def dismiss(self, program: Program) -> None:
         """Give back what a program holds that will not be run any more."""
         ...
 
-    def expect(self, program: "Program | None") -> None:
+    def expect(self, program: Program | None) -> None:
         """Say what runs behind the next run, so that its leading copies may start beside that one."""
         ...
 
@@ -118,7 +71,7 @@ class Executor(Protocol):
         ...
 
     def run(
-        self, program: "Program", inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
+        self, program: Program, inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
     ) -> Result:
         """Run one inference on CPU tensors of the program's exact shapes, which may be changed.
 
@@ -140,7 +93,7 @@ class Backend(Protocol):
         """Take this much device memory. Raises MemoryExceeded."""
         ...
 
-    def open_store(self, kind: StoreKind, path: Path, manifest: "Manifest") -> Source[Any]:
+    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> Source[Any]:
         """A model's parameters in host memory, or in their file."""
         ...
 
@@ -148,21 +101,21 @@ class Backend(Protocol):
     def executor(self) -> Executor: ...
 
     def measure(
-        self, lowered: "Lowered", store: Source[Any], cache: Path | None, on_progress: OnProgress
-    ) -> "tuple[Lowered, dict[int, Profile]]":
+        self, lowered: Lowered, store: Source[Any], cache: Path | None, on_progress: OnProgress
+    ) -> tuple[Lowered, dict[int, Profile]]:
         """What the model needs and takes on this device: its graphs with the scratch that kernels take here,
         and profiles by batch size. From the cache where that was measured before."""
         ...
 
     def build(
         self,
-        lowered: "Lowered",
+        lowered: Lowered,
         plan: Plan,
         profile: Profile | None,
         arena: Memory[Any],
-        bases: "Bases",
+        bases: Bases,
         store: Source[Any],
-    ) -> "Program":
+    ) -> Program:
         """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan."""
         ...
 

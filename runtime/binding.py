@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.backend import Memory
+from runtime.memory import Memory
 from runtime.specialize import Instruction, Slot, Trace
 from runtime.weights import Manifest, dtype_of
 

@@ -7,9 +7,10 @@ import torch
 from planner.plan import Plan
 from planner.profile import Profile
 from runtime.arena import Arena, Bytes
-from runtime.backend import Memory, OnProgress, Source, StoreKind
+from runtime.backend import OnProgress
 from runtime.executor import Executor
 from runtime.lower import Lowered
+from runtime.memory import Memory, Source, StoreKind
 from runtime.profile import device_name, profile
 from runtime.program import Bases, Program, build
 from runtime.store import LimitedStore, open_store

@@ -10,10 +10,10 @@ from planner.check import check
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 from planner.profile import Profile
-from runtime.backend import Copy, Memory, Room, Source
 from runtime.binding import Call, Statics, bind, frees, on_device
 from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
+from runtime.memory import Copy, Memory, Room, Source
 from runtime.rewrite import host_gather
 from runtime.specialize import Instruction
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from runtime.arena import Bytes, anonymous_memory
-from runtime.backend import Copy, Source, StoreKind
+from runtime.memory import Copy, Source, StoreKind
 from runtime.weights import Manifest, Table, dtype_of
 
 Store = Source[Bytes]

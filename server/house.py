@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from planner.fitting import Room, fit, workspaces_for
 from planner.plan import Plan
-from runtime.backend import Backend, Memory
+from runtime.backend import Backend
+from runtime.memory import Memory
 from runtime.program import Bases, Program
 from server.arrival import Arrival
 from server.model import DeviceUse, Footprint

@@ -12,10 +12,11 @@ from planner.graph import fingerprint
 from planner.profile import Profile
 from planner.sizing import ModelDemand
 from runtime import archive
-from runtime.backend import Backend, Source
+from runtime.backend import Backend
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
 from runtime.lower import Lowered, lower
+from runtime.memory import Source
 from server.config import ServeConfig
 from server.model_config import ModelConfig, config_mismatch
 from server.repository import ModelSource

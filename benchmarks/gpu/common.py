@@ -13,12 +13,12 @@ from planner.plan import Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.search import search
-from runtime.backend import Source
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.driver import CudaDriver
 from runtime.cuda.measure import ample_plan
 from runtime.cuda.program import CudaProgram
 from runtime.lower import Lowered, lower
+from runtime.memory import Source
 from runtime.options import DEFAULTS, Options
 from runtime.program import Bases
 

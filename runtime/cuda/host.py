@@ -13,9 +13,9 @@ import torch
 
 from planner.errors import format_bytes
 from runtime.arena import anonymous_memory
-from runtime.backend import Copy, Source, StoreKind
 from runtime.cuda.surface import Driver, Event, HostBytes
 from runtime.errors import MemoryExceeded
+from runtime.memory import Copy, Source, StoreKind
 from runtime.store import find_table, read_fully, table_view
 from runtime.weights import Manifest
 

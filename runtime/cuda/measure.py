@@ -6,7 +6,7 @@ While it is measured, a model's weights and activations are on the device at onc
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -15,17 +15,16 @@ from planner.errors import FormatError
 from planner.graph import Graph, decode_as, fingerprint
 from planner.plan import Plan
 from planner.profile import Link, Profile
-from runtime.backend import OnProgress, Source
+from runtime.backend import OnProgress
+from runtime.cuda.device import CudaDevice
 from runtime.cuda.link import LinkBench
+from runtime.cuda.program import CudaProgram
 from runtime.cuda.scratch import kernel_scratch, live_peak_bytes, wasted_bytes, with_scratch
 from runtime.lower import Lowered
+from runtime.memory import Source
 from runtime.profile import resident_plan
 from runtime.program import Bases
 from runtime.weights import replace_file
-
-if TYPE_CHECKING:
-    from runtime.cuda.backend import CudaBackend
-    from runtime.cuda.program import CudaProgram
 
 FORMAT_VERSION = 1
 _ROUNDS = 9
@@ -44,7 +43,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def measured(
-    backend: "CudaBackend",
+    device: CudaDevice,
     lowered: Lowered,
     store: Source[torch.Tensor],
     cache: Path | None,
@@ -56,11 +55,11 @@ def measured(
     """
     graphs = [lowered.graphs[b].fingerprint for b in lowered.batches]
     staged = bool(getattr(store, "staged", False))
-    key = fingerprint([*graphs, backend.name, store.kind, staged, lowered.options.tf32])
+    key = fingerprint([*graphs, device.name, store.kind, staged, lowered.options.tf32])
     path = None if cache is None else cache / f"cuda-{key[:32]}.json"
     known = None if path is None else _read(path)
     if known is None:
-        known = _measure(backend, lowered, store, on_progress)
+        known = _measure(device, lowered, store, on_progress)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, msgspec.json.encode(known))
@@ -77,27 +76,27 @@ def _read(path: Path) -> Measurement | None:
 
 
 def _measure(
-    backend: "CudaBackend", lowered: Lowered, store: Source[torch.Tensor], on_progress: OnProgress
+    device: CudaDevice, lowered: Lowered, store: Source[torch.Tensor], on_progress: OnProgress
 ) -> Measurement:
     scratch: dict[int, tuple[int, ...]] = {}
     profiles: dict[int, Profile] = {}
-    bench = LinkBench(backend.lanes, backend.pinned)
+    bench = LinkBench(device.lanes, device.pinned)
     try:
         figures = bench.figures()
         for batch in lowered.batches:
             on_progress(f"{lowered.name}: measuring batch {batch}")
             graph, examples = lowered.graphs[batch], lowered.examples(batch)
-            with _Resident(backend, lowered, store, graph) as program:
-                beyond = kernel_scratch(backend.lanes, program, graph, examples)
-                seconds = _op_seconds(backend, program, examples)
-                slowdowns = _slowdowns(backend, program, examples, bench, figures.swap_in)
-                swap_in = _staged_link(backend, program, figures.swap_in) if program.staged else figures.swap_in
+            with _Resident(device, lowered, store, graph) as program:
+                beyond = kernel_scratch(device.lanes, program, graph, examples)
+                seconds = _op_seconds(device, program, examples)
+                slowdowns = _slowdowns(device, program, examples, bench, figures.swap_in)
+                swap_in = _staged_link(device, program, figures.swap_in) if program.staged else figures.swap_in
             lowered = with_scratch(lowered, batch, beyond)
-            waste = wasted_bytes(backend.lanes, lowered.graphs[batch])
+            waste = wasted_bytes(device.lanes, lowered.graphs[batch])
             scratch[batch] = tuple(nbytes + waste for nbytes in beyond)
             lowered = with_scratch(lowered, batch, scratch[batch])
             profiles[batch] = Profile(
-                lowered.graphs[batch].fingerprint, backend.name, seconds, swap_in, figures.swap_out, *slowdowns
+                lowered.graphs[batch].fingerprint, device.name, seconds, swap_in, figures.swap_out, *slowdowns
             )
     finally:
         bench.close()
@@ -107,18 +106,18 @@ def _measure(
 class _Resident:
     """A program with everything resident and ample room, while it is measured."""
 
-    def __init__(self, backend: "CudaBackend", lowered: Lowered, store: Source[torch.Tensor], graph: Graph) -> None:
+    def __init__(self, device: CudaDevice, lowered: Lowered, store: Source[torch.Tensor], graph: Graph) -> None:
         plan = ample_plan(graph)
-        self._backend = backend
-        self._arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
-        self._program = backend.build(lowered, plan, None, self._arena, Bases(0, plan.partition_bytes), store)
+        self._device = device
+        self._arena = device.arena(plan.partition_bytes + plan.workspace_bytes)
+        self._program = device.build(lowered, plan, None, self._arena, Bases(0, plan.partition_bytes), store)
 
-    def __enter__(self) -> "CudaProgram":
-        self._backend.executor.load(self._program)
+    def __enter__(self) -> CudaProgram:
+        self._device.executor.load(self._program)
         return self._program
 
     def __exit__(self, *_: Any) -> None:
-        self._backend.executor.dismiss(self._program)
+        self._device.executor.dismiss(self._program)
         self._arena.close()
 
 
@@ -129,50 +128,48 @@ def ample_plan(graph: Graph) -> Plan:
     return msgspec.structs.replace(plan, workspace_bytes=max(plan.workspace_bytes, room))
 
 
-def _op_seconds(
-    backend: "CudaBackend", program: "CudaProgram", examples: Sequence[torch.Tensor]
-) -> tuple[float, ...]:
+def _op_seconds(device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor]) -> tuple[float, ...]:
     """An inference's time as it is served, divided among the ops by the times that the device says."""
     columns: list[list[float]] = [[] for _ in program.computes]
     for _ in range(_ROUNDS):
-        with backend.driver.on(backend.lanes.compute):
-            backend.driver.hold(_QUEUE_S)
-        timeline = backend.executor.run(program, examples, traced=True).timeline
+        with device.driver.on(device.lanes.compute):
+            device.driver.hold(_QUEUE_S)
+        timeline = device.executor.run(program, examples, traced=True).timeline
         assert timeline is not None
         for column, span in zip(columns, timeline.spans, strict=True):
             column.append(span.end_s - span.start_s)
     medians = [statistics.median(column) for column in columns]
-    scale = _latency_s(backend, program, examples) / (sum(medians) or 1.0)
+    scale = _latency_s(device, program, examples) / (sum(medians) or 1.0)
     return tuple(m * scale for m in medians)
 
 
-def _latency_s(backend: "CudaBackend", program: "CudaProgram", examples: Sequence[torch.Tensor]) -> float:
-    runs = [backend.executor.run(program, examples).latency_s for _ in range(3 * _ROUNDS)]
+def _latency_s(device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor]) -> float:
+    runs = [device.executor.run(program, examples).latency_s for _ in range(3 * _ROUNDS)]
     return statistics.median(runs[_ROUNDS:])
 
 
 def _slowdowns(
-    backend: "CudaBackend", program: "CudaProgram", examples: Sequence[torch.Tensor], bench: LinkBench, link: Link
+    device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor], bench: LinkBench, link: Link
 ) -> tuple[float, float]:
     """Factors by which ops take longer beside copies, and copies beside ops; both at least 1."""
-    alone_s = _latency_s(backend, program, examples)
+    alone_s = _latency_s(device, program, examples)
     beside: list[float] = []
     copying: list[float] = []
     for _ in range(_ROUNDS):
         wait = bench.busy(3 * alone_s, link)
-        beside.append(backend.executor.run(program, examples).latency_s)
+        beside.append(device.executor.run(program, examples).latency_s)
         wait()
         alone = bench.busy(0.8 * alone_s, link)()
         wait = bench.busy(0.8 * alone_s, link)
-        backend.executor.run(program, examples)
+        device.executor.run(program, examples)
         copying.append(wait() / alone)
     return max(1.0, statistics.median(beside) / alone_s), max(1.0, statistics.median(copying))
 
 
-def _staged_link(backend: "CudaBackend", program: "CudaProgram", link: Link) -> Link:
+def _staged_link(device: CudaDevice, program: CudaProgram, link: Link) -> Link:
     """The link as the staging ring leaves it."""
     nbytes = sum(step.nbytes for step in program.residents)
     if not nbytes:
         return link
-    seconds = statistics.median(backend.executor.load(program) for _ in range(3))
+    seconds = statistics.median(device.executor.load(program) for _ in range(3))
     return Link(link.latency_s, nbytes / seconds)

@@ -10,7 +10,6 @@ from torch._ops import HigherOrderOperator
 from planner.graph import Graph as GraphOfOps
 from planner.plan import Plan
 from planner.profile import Profile
-from runtime.backend import Memory, Source
 from runtime.binding import Frame
 from runtime.cuda.buffers import Buffers
 from runtime.cuda.host import Pinned
@@ -19,6 +18,7 @@ from runtime.cuda.lower import Copy, Kernels, Schedule, schedule
 from runtime.cuda.surface import Driver, Event, Graph, Pool
 from runtime.cuda.zone import zone_of
 from runtime.lower import Lowered
+from runtime.memory import Memory, Source
 from runtime.program import Bases, Program, build
 from runtime.specialize import Trace
 

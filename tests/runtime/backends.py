@@ -12,10 +12,11 @@ from msgspec import structs
 
 from planner.graph import Graph
 from planner.plan import Plan
-from runtime.backend import Backend, Executor, Memory, Result, Source, StoreKind
+from runtime.backend import Backend, Executor, Result
 from runtime.cpu import CpuBackend
 from runtime.cuda.backend import CudaBackend
 from runtime.lower import Lowered
+from runtime.memory import Memory, Source, StoreKind
 from runtime.program import Bases, Program
 from runtime.store import open_store
 from runtime.weights import Manifest

@@ -17,10 +17,11 @@ from planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from planner.problem import Problem
 from planner.search import search
 from runtime.arena import Arena
-from runtime.backend import Backend, Source
+from runtime.backend import Backend
 from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
 from runtime.executor import Executor
 from runtime.lower import Lowered, lower
+from runtime.memory import Source
 from runtime.profile import resident_plan
 from runtime.program import Bases, Program, require_supported
 from runtime.store import LimitedStore, RamStore, Store, open_store
