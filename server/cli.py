@@ -25,7 +25,7 @@ from server.remote.commands import add_flags as add_remote_flags
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from server.repository import ModelSource
+    from server.models.repository import ModelSource
     from server.serve import Load, Loaded, OnProgress, Server
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -117,7 +117,7 @@ def _stdout() -> Console:
 
 async def serve_until_stopped(config: ServeConfig, load: "Load", console: Console) -> int:
     """Listen, load, and serve until SIGTERM or SIGINT; returns the exit status."""
-    from server.repository import scan
+    from server.models.repository import scan
     from server.serve import Server
 
     models = scan(config.repository, may_be_empty=config.model_control != "none")
@@ -174,7 +174,7 @@ def _serve(config: ServeConfig, console: Console) -> int:
 
 def _load(sources: "Sequence[ModelSource]", config: ServeConfig, on_progress: "OnProgress") -> "Loaded":
     """Called in the loading thread, so that the seconds that torch takes to import do not delay listening."""
-    from server.loader import load
+    from server.lifecycle.loader import load
 
     return load(sources, config, on_progress)
 

@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import Iterable, Mapping
 
 from server import log
-from server.control import Control
 from server.descriptions import extensions
-from server.engine import Engine
+from server.engine.engine import Engine
 from server.errors import InvalidRequest, ModelNotFound, RequestError, ShuttingDown, Unsupported
+from server.lifecycle.control import Control
 from server.model import ModelInfo
-from server.model_config import ModelConfig, config_of
+from server.models.registry import Entry, Registry, State
 from server.operate.tracing import Tracer
-from server.registry import Entry, Registry, State
+from server.protocol.model_config import ModelConfig, config_of
+from server.protocol.shared_memory import Regions
 from server.request import InferRequest, InferResponse, respond
 from server.settings import LogSettings, TraceControl, log_changes
-from server.shared_memory import Regions
 
 ControlParameters = Mapping[str, bool | int | float | str | bytes]
 """What a client adds to an order to load or unload."""

@@ -4,9 +4,9 @@ from collections.abc import Container, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from server.engine.statistics import ModelStatistics, Total
 from server.model import ModelInfo, TensorSpec
-from server.registry import Entry
-from server.statistics import ModelStatistics, Total
+from server.models.registry import Entry
 
 _EXTENSIONS = (
     "classification",

@@ -1,4 +1,4 @@
-"""The server's errors. They know no HTTP: `server.http_errors` maps them to status codes.
+"""The server's errors. They know no HTTP: `server.http.errors` maps them to status codes.
 
 CohabitError
 ├── ConfigError              a setting that cannot be; the server does not start

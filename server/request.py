@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from server.classification import classify
-from server.datatypes import BYTES
 from server.errors import ExecutionFailed
 from server.model import Array, ModelInfo, TensorSpec
+from server.protocol.classification import classify
+from server.protocol.datatypes import BYTES
+from server.protocol.shared_memory import Window
 from server.request_trace import RequestTrace
-from server.shared_memory import Window
 
 
 class RequestedOutput(msgspec.Struct, frozen=True, eq=False):

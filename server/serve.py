@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from aiohttp import web
 
-from server.app import make_app, make_metrics_app
 from server.config import LOOPBACK, ServeConfig
 from server.dataplane import DataPlane
-from server.engine import Engine
+from server.engine.engine import Engine
 from server.errors import ConfigError, StartFailed
-from server.grpc_server import GrpcServer
-from server.http_server import HttpServer
-from server.lifecycle import Lifecycle
-from server.metrics import Metrics
+from server.grpc.port import GrpcServer
+from server.http.app import make_app, make_metrics_app
+from server.http.port import HttpServer
+from server.lifecycle.lifecycle import Lifecycle
+from server.lifecycle.polling import Poller
+from server.metrics.page import Metrics
 from server.model import Device, DeviceUse, Footprint, Servable
+from server.models.registry import Registry, State
+from server.models.repository import ModelSource, Unloadable
 from server.operate.access import Access, open_access
 from server.operate.machine import Machine
 from server.operate.trace_file import TraceFile
 from server.operate.tracing import Tracer
-from server.polling import Poller
-from server.registry import Registry, State
-from server.repository import ModelSource, Unloadable
-from server.scheduler import Scheduler
+from server.protocol.shared_memory import Regions, no_system
+from server.protocol.shared_memory_files import open_region
+from server.scheduling.scheduler import Scheduler
 from server.settings import TraceControl, TraceSettings
-from server.shared_memory import Regions, no_system
-from server.shared_memory_files import open_region
 
 if TYPE_CHECKING:
-    from server.house import Tenant
-    from server.housing import Housing
+    from server.memory.house import Tenant
+    from server.memory.housing import Housing
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.serve")

@@ -1,6 +1,7 @@
 """Who may import whom, as docs/architecture.md says: one table, checked against every import statement."""
 
 import ast
+import graphlib
 import sys
 from pathlib import Path
 
@@ -54,6 +55,23 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 
+FOLDERS_OF_SERVER: dict[str, set[str]] = {
+    # folder of server/: what others it may import; files beside them are the words that all share, or put all together
+    "protocol": set(),
+    "scheduling": {"protocol"},
+    "engine": {"scheduling"},
+    "models": {"engine", "protocol", "scheduling"},
+    "memory": {"engine", "models"},
+    "lifecycle": {"engine", "memory", "models"},
+    "metrics": {"engine", "models"},
+    "operate": {"metrics"},
+    "http": {"metrics", "operate", "protocol"},
+    "grpc": {"operate", "protocol"},
+    "plans": {"models"},
+    "remote": set(),
+}
+PUT_TOGETHER = {"server.cli", "server.serve"}
+
 
 def modules() -> list[Path]:
     return sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
@@ -90,6 +108,24 @@ def test_imports_go_the_way_of_the_table(path: Path) -> None:
             assert any(name == allowed or name.startswith(f"{allowed}.") for allowed in ours), f"{module}: {name}"
         elif top not in sys.stdlib_module_names:
             assert top in third_parties, f"{module} imports {name}"
+
+
+def folders_of_server() -> list[str]:
+    return sorted(path.parent.name for path in (ROOT / "server").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("folder", folders_of_server())
+def test_arrows_between_the_folders_of_the_server_run_one_way(folder: str) -> None:
+    allowed = FOLDERS_OF_SERVER[folder] | {folder}
+    for path in (ROOT / "server" / folder).glob("*.py"):
+        for name in imports_of(path):
+            assert name not in PUT_TOGETHER, f"{path}: {name}"
+            if name.startswith("server.") and name.split(".")[1] in FOLDERS_OF_SERVER:
+                assert name.split(".")[1] in allowed, f"{path}: {name}"
+
+
+def test_the_table_of_folders_has_no_cycle() -> None:
+    graphlib.TopologicalSorter(FOLDERS_OF_SERVER).prepare()
 
 
 def test_importing_a_package_does_nothing_but_define() -> None:

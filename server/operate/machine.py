@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
+from server.metrics.prometheus import Family, Kind, Sample
 from server.model import DeviceUse
 from server.operate.access import Access
 from server.operate.gpus import Gpu, open_gpus
-from server.prometheus import Family, Kind, Sample
 
 
 class Machine:

@@ -56,11 +56,11 @@ def _from_files(graph_path: Path, profile_path: Path, batches: tuple[int, ...] |
 
 
 def _from_model(model: Path, subject: Subject, on_progress: Callable[[str], None]) -> list[Instance]:
-    from server.repository import find
+    from server.models.repository import find
 
     source = replace(find(model), config=None)
     on_progress(f"{source.name}: starting torch")
-    from server.prepared import open_backend, prepare
+    from server.models.prepared import open_backend, prepare
 
     backend = open_backend(subject.config)
     prepared = prepare(source, subject.config, backend, lambda name, stage: on_progress(f"{name}: {stage}"))

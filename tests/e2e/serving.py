@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from tritonclient.utils import np_to_triton_dtype
 
 from server.config import ServeConfig
-from server.loader import Loaded, load
-from server.repository import scan
+from server.lifecycle.loader import Loaded, load
+from server.models.repository import scan
 from server.serve import Server
 from server.sizes import parse_memory
 

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.cpu
-import server.loader
 from planner.check import live_bytes, peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.plan import Compute, Drop, Plan, SwapIn
@@ -26,9 +25,10 @@ from runtime.lower import Lowered
 from runtime.program import Program
 from runtime.store import Copy, RamStore
 from server.config import ServeConfig
-from server.partitions import Extent
-from server.repository import scan
-from server.servable import ProgramServable
+from server.engine.servable import ProgramServable
+from server.lifecycle import loader
+from server.memory.partitions import Extent
+from server.models.repository import scan
 from server.sizes import parse_memory
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
@@ -69,7 +69,7 @@ class Deployed:
 def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iterator[Deployed]:
     """Load a repository as the server does, and look into what was made of it."""
     config = ServeConfig(repository, parse_memory(memory), cache=cache, batch_sizes=(1, 4), **changes)
-    loaded = server.loader.load(scan(repository), config, lambda *_: None)
+    loaded = loader.load(scan(repository), config, lambda *_: None)
     try:
         assert not loaded.failures
         assert isinstance(loaded.house.arena, Arena)

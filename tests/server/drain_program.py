@@ -12,7 +12,7 @@ from server_fakes import FakeLoaded, FakeServable, config, identity, serving
 from server.cli import serve_until_stopped
 from server.config import ServeConfig
 from server.model import Array
-from server.repository import ModelSource
+from server.models.repository import ModelSource
 
 
 def sleepy(x: Array) -> dict[str, Array]:

@@ -15,7 +15,7 @@ import uvloop
 from server.config import ServeConfig
 from server.errors import InvalidRequest
 from server.model import Array, Device, DeviceUse, Execution, Footprint, ModelInfo, Readiness, Servable, TensorSpec
-from server.repository import ModelSource
+from server.models.repository import ModelSource
 from server.serve import Server
 from server.sizes import FixedSize
 

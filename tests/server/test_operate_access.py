@@ -115,7 +115,7 @@ def test_health_is_open(client: Client) -> None:
 
 
 def test_no_route_is_left_without_a_guard(guarded: Running) -> None:
-    from server.app import make_app
+    from server.http.app import make_app
 
     for route in make_app(guarded.server.plane, 1, 1).router.routes():
         assert route.resource is not None

@@ -12,7 +12,7 @@ from server_http import ask
 
 from runtime.archive import read
 from runtime.errors import ArchiveError
-from server.repository import ModelSource, Unloadable, scan, source_of
+from server.models.repository import ModelSource, Unloadable, scan, source_of
 
 NAMES_THAT_LEAVE = ["..", ".", "../other", "/etc", "a/b", "a\\b", "", "-x", ".hidden", "a\x00b", "a\n", "x" * 256]
 

@@ -16,9 +16,9 @@ from planner.check import check
 from planner.errors import UnsupportedProblem
 from server.cli import main
 from server.errors import ConfigError, RepositoryError
+from server.models.repository import find
 from server.plans.options import SEARCHER_NAMES, Memory
 from server.plans.progress import Watch, gap, milliseconds, percent, round_time
-from server.repository import find
 from server.sizes import FixedSize, ShareOfWeights
 from tests.planner.graphs import PAGE, chain, profile_of
 

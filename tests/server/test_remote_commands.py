@@ -12,9 +12,9 @@ from server_fakes import FakeLoaded, Running, adder, identity, running, serving
 from server_http import infer, x
 
 from server.cli import main
-from server.histogram import Histogram
+from server.engine.histogram import Histogram
+from server.metrics.prometheus import Family, written
 from server.model import Footprint
-from server.prometheus import Family, written
 from server.remote import tables
 from server.remote.client import Remote
 from server.remote.rows import snapshot

@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 from server_fakes import Running
 from server_http import infer, x
 
-from server.classification import classify
 from server.model import TensorSpec
+from server.protocol.classification import classify
 
 
 def texts(array: np.ndarray[Any, Any]) -> list[str]:

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from server.codec import decode_request, encode_response, parse_header_length
-from server.datatypes import BINARY_ONLY, DTYPES
 from server.errors import InvalidRequest, RequestError, Unsupported
+from server.http.codec import decode_request, encode_response, parse_header_length
 from server.model import Array, ModelInfo, TensorSpec
+from server.protocol.datatypes import BINARY_ONLY, DTYPES
+from server.protocol.shared_memory import Regions
 from server.request import InferRequest, respond
-from server.shared_memory import Regions
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -13,8 +13,8 @@ from server_fakes import Running, identity, running, serving
 from server_http import ask
 from tritonclient.utils import InferenceServerException
 
-from server.control import ControlMode
 from server.errors import LoadFailed, NotInRepository
+from server.lifecycle.control import ControlMode
 from server.settings import TraceControl
 
 

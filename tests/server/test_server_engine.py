@@ -5,12 +5,12 @@ import asyncio
 import numpy as np
 from server_fakes import FakeServable, Gate, identity
 
-from server.engine import Engine
+from server.engine.engine import Engine
+from server.engine.statistics import ModelStatistics
 from server.errors import InvalidRequest
 from server.model import Array, Device, Execution, Swap
 from server.request import InferRequest
-from server.scheduler import Scheduler
-from server.statistics import ModelStatistics
+from server.scheduling.scheduler import Scheduler
 
 
 def request(model: str, batch: int) -> InferRequest:

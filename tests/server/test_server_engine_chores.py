@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from server_fakes import FakeServable, Gate, identity
 
-from server.engine import Engine
+from server.engine.engine import Engine
+from server.engine.statistics import ModelStatistics
 from server.errors import DeviceLost, ModelNotFound, RequestTimedOut, ShuttingDown
 from server.model import Array
 from server.request import InferRequest
-from server.scheduler import Scheduler
-from server.statistics import ModelStatistics
+from server.scheduling.scheduler import Scheduler
 
 
 def request(model: str = "m", value: float = 0.0, timeout_s: float | None = None) -> InferRequest:

@@ -17,7 +17,7 @@ from server_http import HEADER_LENGTH, ask, infer
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from server.errors import RepositoryError
-from server.model_config import read_config
+from server.protocol.model_config import read_config
 
 ROUNDS = 400
 FORESEEN = {

@@ -14,8 +14,8 @@ import pytest
 from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from server_http import HEADER_LENGTH, Answer, ask, infer, x
 
+from server.engine.statistics import FailureReason
 from server.model import Swap
-from server.statistics import FailureReason
 
 
 def eventually(condition: Callable[[], bool], patience_s: float = 10.0) -> None:

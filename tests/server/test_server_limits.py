@@ -17,14 +17,14 @@ from server_fakes import Running, identity, running, serving
 from server_http import ask, infer, x
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from server.body import read_body
-from server.body_memory import BodyMemory
 from server.errors import ClientTooSlow, ConfigError, InvalidRequest, PayloadTooLarge, RequestError
-from server.grpc_errors import CODES
-from server.grpc_server import GrpcServer
-from server.grpc_wire import parse
-from server.http_errors import STATUS, json_errors
-from server.json_numbers import decode, encode
+from server.grpc.errors import CODES
+from server.grpc.port import GrpcServer
+from server.grpc.wire import parse
+from server.http.body import read_body
+from server.http.body_memory import BodyMemory
+from server.http.errors import STATUS, json_errors
+from server.protocol.json_numbers import decode, encode
 
 MIB = 1 << 20
 

@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_fakes import Gate, Running, identity, running, serving
 from server_http import ask, infer, x
 
-from server.histogram import SECONDS, Histogram
+from server.engine.histogram import SECONDS, Histogram
+from server.metrics.prometheus import Family, written
 from server.model import DeviceUse
 from server.operate.access import OPEN
 from server.operate.gpus import Gpu
 from server.operate.machine import Machine
-from server.prometheus import Family, written
 
 TRITONS = {
     "nv_inference_request_success",

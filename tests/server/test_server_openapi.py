@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from server_fakes import Running, identity, running, serving
 from server_http import ask
 
-from server.openapi import document
+from server.http.openapi import document
 
 DOCUMENT = document("0")
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
@@ -119,7 +119,7 @@ def test_the_document_is_served_and_is_openapi(own: Running) -> None:
 
 
 def test_every_route_is_in_the_document(own: Running) -> None:
-    from server.app import make_app
+    from server.http.app import make_app
 
     app = make_app(own.server.plane, 1, 1)
     routes = {

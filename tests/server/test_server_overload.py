@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from server.errors import QueueFull, RequestTimedOut
-from server.queues import Ticket
 from server.request import InferRequest
-from server.scheduler import Scheduler
+from server.scheduling.queues import Ticket
+from server.scheduling.scheduler import Scheduler
 
 NAMES = ("a", "b", "c", "d")
 SWAP_BOUND = {1: 8e-3, 2: 9e-3, 4: 11e-3, 8: 15e-3}

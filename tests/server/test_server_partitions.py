@@ -5,8 +5,8 @@ import random
 import pytest
 
 from planner.fitting import Room
-from server.moves import Leave, Move, moves, packed
-from server.partitions import Extent, Partitions
+from server.memory.moves import Leave, Move, moves, packed
+from server.memory.partitions import Extent, Partitions
 
 
 def no_overlap(extents: list[Extent], workspace_bytes: int, arena_bytes: int) -> bool:

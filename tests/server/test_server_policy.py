@@ -4,9 +4,9 @@ import pytest
 from google.protobuf import text_format
 
 from server.errors import RepositoryError
-from server.model_config import ModelConfig
-from server.policy import LevelPolicy, Policy
-from server.policy_config import policy_of
+from server.protocol.model_config import ModelConfig
+from server.scheduling.policy import LevelPolicy, Policy
+from server.scheduling.policy_config import policy_of
 
 
 def policy(text: str) -> Policy:

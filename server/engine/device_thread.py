@@ -1,0 +1,208 @@
+"""The thread that owns the device: executes what the scheduler chooses, and a piece of a chore in between."""
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from server.engine.rows import joined, parted
+from server.engine.statistics import FailureReason, ModelStatistics
+from server.errors import ExecutionFailed, RequestError
+from server.model import Device, Execution, Servable, Swap
+from server.scheduling.queues import Ticket
+from server.scheduling.scheduler import Scheduler, Work
+
+_log = logging.getLogger("cohabit.engine")
+
+Outcome = Execution | RequestError
+
+
+class Chore(Protocol):
+    """Work on the device that is done a piece at a time, so that no request waits for all of it."""
+
+    def advance(self) -> bool:
+        """Do a piece, which should take less time than an inference; True when nothing is left. Engine's thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A chore, and how to say that it has ended."""
+
+    chore: Chore
+    settle: Callable[[BaseException | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What executes a model's requests, and what counts them."""
+
+    servable: Servable
+    statistics: ModelStatistics
+
+
+class Listener(Protocol):
+    """Hears what has happened. Called on the event loop's thread."""
+
+    def answered(self, ticket: Ticket, execution: Execution, ended_s: float) -> None: ...
+    def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None: ...
+    def too_late(self, tickets: Sequence[Ticket]) -> None: ...
+    def device_lost(self, reason: str) -> None: ...
+
+
+class DeviceThread:
+    """`changed` guards the scheduler, `orders` and `stopped`, and is notified when one of them has changed."""
+
+    def __init__(
+        self, scheduler: Scheduler, listener: Listener, clock: Callable[[], float], prefetch: bool
+    ) -> None:
+        self.changed = threading.Condition()
+        self.scheduler = scheduler
+        self.orders: deque[Order] = deque()
+        self.stopped = False
+        self.models: dict[tuple[str, int], Model] = {}
+        """By name and generation."""
+        self.computed_s = 0.0
+        """How long the compute lane has worked."""
+        self.device: Device | None = None
+        self._listener = listener
+        self._clock = clock
+        self._prefetch = prefetch
+        self._chore_is_next = False
+        """Whether an inference ran since the last piece of a chore."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended, if it was started."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (pick := self._take()) is not None:
+                if isinstance(pick, Work):
+                    self._work(pick)
+                else:
+                    self._advance(pick)
+        except BaseException as error:  # a fault of ours: nobody must wait for an answer that never comes
+            _log.exception("the engine has failed")
+            self._tell(self._listener.device_lost, f"the engine has failed: {type(error).__name__}: {error}")
+
+    def _take(self) -> Work | Order | None:
+        """Wait for the next thing to do: inferences and chores take turns; None to stop."""
+        with self.changed:
+            while not self.stopped:
+                now_s = self._clock()
+                if self.orders and self._chore_is_next:
+                    self._chore_is_next = False
+                    return self.orders[0]
+                work = self.scheduler.next(now_s)
+                if work is not None:
+                    self._chore_is_next = True
+                    hopeless = self.scheduler.shed(now_s)
+                    if hopeless:
+                        self._tell(self._listener.too_late, hopeless)
+                    return work
+                if self.orders:
+                    return self.orders[0]
+                wake_s = self.scheduler.wake_s(now_s)
+                self.changed.wait(None if wake_s == math.inf else max(wake_s - now_s, 0.0))
+        return None
+
+    def _advance(self, order: Order) -> None:
+        error: BaseException | None = None
+        try:
+            ended = order.chore.advance()
+        except Exception as raised:
+            ended, error = True, raised
+        if ended:
+            with self.changed:
+                if order in self.orders:
+                    self.orders.remove(order)
+            self._tell(order.settle, error)
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function on the event loop."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop has closed: nobody waits any more
+            _log.debug("the event loop has closed")
+
+    def _work(self, work: Work) -> None:
+        """Execute requests together; should that fail, one by one, so that each fails for itself alone."""
+        model, tickets = self.models[work.model, work.tickets[0].generation], work.tickets
+        started_s = self._clock()
+        outcomes = self._execute(model, tickets)
+        failed = any(isinstance(outcome, RequestError) for outcome in outcomes)
+        with self.changed:
+            now_s = self._clock()
+            self.scheduler.finished(work, now_s, None if failed else now_s - started_s)
+        if failed and len(tickets) > 1:
+            outcomes = [outcome for ticket in tickets for outcome in self._execute(model, [ticket])]
+        for ticket, outcome in zip(tickets, outcomes, strict=True):
+            if isinstance(outcome, RequestError):
+                self._tell(self._listener.refused, ticket, outcome, _reason(outcome))
+            else:
+                self._tell(self._listener.answered, ticket, outcome, self._clock())
+        if model.servable.lost is not None:
+            self._tell(self._listener.device_lost, model.servable.lost)
+
+    def _execute(self, model: Model, tickets: Sequence[Ticket]) -> list[Outcome]:
+        """Execute requests as one batch; either all are answered and counted, or there is one error for each."""
+        requests, started_s = [ticket.request for ticket in tickets], self._clock()
+        name, rows = requests[0].model, sum(request.batch for request in requests)
+        try:
+            swap = self.device.prepare(name) if self.device is not None else Swap()
+            self._tell_next()
+            execution = model.servable.execute(joined(requests), rows)
+        except RequestError as error:
+            return [error] * len(tickets)
+        except Exception as error:
+            trace = requests[0].trace
+            fields = {"model": name, "request": requests[0].id, **(trace.fields if trace is not None else {})}
+            _log.exception("execution failed", extra={"fields": fields})
+            return [ExecutionFailed(name, f"{type(error).__name__}: {error}")] * len(tickets)
+        if swap.nbytes > 0:
+            swapped_bytes = execution.swapped_bytes + swap.nbytes
+            execution = replace(execution, stall_s=execution.stall_s + swap.seconds, swapped_bytes=swapped_bytes)
+        self._count(model.statistics, tickets, execution, started_s)
+        return list(parted(requests, execution))
+
+    def _count(
+        self, statistics: ModelStatistics, tickets: Sequence[Ticket], execution: Execution, started_s: float
+    ) -> None:
+        busy_s, wall_ms = self._clock() - started_s, round(time.time() * 1e3)
+        self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
+        rows = sum(t.request.batch for t in tickets)
+        statistics.executed(rows, execution)
+        for ticket in tickets:
+            queue_s = started_s - ticket.arrived_s
+            if (trace := ticket.request.trace) is not None:
+                trace.executed(ticket.arrived_s, started_s, busy_s, execution, rows)
+            statistics.succeeded(ticket.request.batch, queue_s, busy_s, execution.compute_s, wall_ms)
+
+    def _tell_next(self) -> None:
+        """Let the next request's model begin its copies; one region for all (`Device`) has no room for that."""
+        if self.device is None and self._prefetch:
+            with self.changed:
+                ahead = self.scheduler.ahead(self._clock())
+            model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
+            if ahead is not None and model is not None:
+                model.servable.expect(ahead.rows)
+
+
+def _reason(error: RequestError) -> FailureReason:
+    return "BACKEND" if isinstance(error, ExecutionFailed) else "OTHER"

@@ -1,0 +1,291 @@
+"""What the event loop knows of the device: requests in by queue, results out by future, other orders in between."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from server.engine.device_thread import Chore, DeviceThread, Model, Order
+from server.engine.statistics import FailureReason, ModelStatistics
+from server.errors import DeviceLost, ModelNotFound, RequestError, RequestTimedOut, ShuttingDown
+from server.model import Device, Execution, Servable
+from server.request import InferRequest
+from server.scheduling.policy import Policy
+from server.scheduling.queues import Ticket
+from server.scheduling.scheduler import Scheduler
+
+_T = TypeVar("_T")
+
+
+class Engine:
+    """Every method belongs to the event loop's thread; the device belongs to `DeviceThread`."""
+
+    def __init__(
+        self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic, prefetch: bool = True
+    ) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._device = DeviceThread(scheduler, self, clock, prefetch)
+        self._current: dict[str, int] = {}
+        """Each model's generation: what requests that come now are for."""
+        self._lost: str | None = None
+        self._waiting: dict[Ticket, asyncio.Future[Execution]] = {}
+        """By request; one whose client has left stays until its execution has ended."""
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_s = math.inf
+        self._draining = False
+        self._answered = asyncio.Event()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can be executed any more, or None while the device is well."""
+        return self._lost
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds that the compute lane has worked since the start."""
+        return self._device.computed_s
+
+    def pending(self, model: str) -> int:
+        """How many requests wait in this model's queue."""
+        return self._scheduler.pending(model)
+
+    def correction(self, model: str) -> float:
+        """Measured over predicted time of this model's executions; 1 if it is not there."""
+        return self._scheduler.correction(model) if model in self._current else 1.0
+
+    def add(self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None) -> None:
+        """Execute requests for a model, or execute those that come from now on by another servable."""
+        info, seconds_by_batch = servable.info, servable.seconds_by_batch
+        most_rows = info.max_batch_size if seconds_by_batch else 0  # nobody knows whether more would pay
+        with self._device.changed:
+            generation = self._scheduler.add(info.name, seconds_by_batch, policy, most_rows, servable.readiness)
+            self._current[info.name] = generation
+            self._device.models[info.name, generation] = Model(servable, statistics)
+
+    def replan(self, servable: Servable) -> None:
+        """Hear that a servable has other plans now."""
+        with self._device.changed:
+            self._scheduler.replan(servable.info.name, servable.seconds_by_batch, servable.readiness)
+
+    def remove(self, model: str) -> None:
+        """Forget a model; what still waits for it is refused."""
+        with self._device.changed:
+            forgotten = self._scheduler.remove(model)
+        self._current.pop(model, None)
+        for key in [key for key in self._device.models if key[0] == model]:
+            del self._device.models[key]
+        for ticket in forgotten:
+            self._settle(ticket, ModelNotFound(model, reason="unloaded"))
+
+    def hold(self, model: str, held: bool) -> None:
+        """Keep a model's requests waiting while its memory is being changed, or let them go on."""
+        with self._device.changed:
+            self._scheduler.hold(model, held)
+            self._device.changed.notify()
+
+    def use_device(self, device: Device | None) -> None:
+        """Prepare this device for a model before each of its executions."""
+        self._device.device = device
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._device.start(self._loop)
+
+    def require_room(self, model: str) -> None:
+        """Refuse a request before its body is read, if its queue is full. Raises QueueFull."""
+        with self._device.changed:
+            self._scheduler.require_room(model, self._clock())
+
+    async def infer(self, request: InferRequest) -> Execution:
+        """Execute a request. Cancelling this takes it out of the queue, if it has not started.
+
+        Raises Overloaded, RequestTimedOut, ShuttingDown, DeviceLost, ModelNotFound, ExecutionFailed, or what the
+        servable refuses with.
+        """
+        self._refuse_if_over()
+        try:
+            with self._device.changed:
+                ticket = self._scheduler.submit(self._clock(), request)
+                self._device.changed.notify()
+        except RequestTimedOut:
+            self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
+            raise
+        future: asyncio.Future[Execution] = self._loop.create_future()
+        self._waiting[ticket] = future
+        self._watch_deadlines()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(ticket)
+            raise
+
+    async def between(self, action: Callable[[], _T]) -> _T:
+        """Call a function on the engine's thread between two inferences. It should take less time than one."""
+        results: list[_T] = []
+
+        class Once:
+            def advance(self) -> bool:
+                results.append(action())
+                return True
+
+        await self.perform(Once())
+        return results[0]
+
+    async def perform(self, chore: Chore) -> None:
+        """Do a chore, a piece between every two inferences. Raises what it raises, or ShuttingDown."""
+        self._refuse_if_over()
+        future: asyncio.Future[None] = self._loop.create_future()
+
+        def end(error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        with self._device.changed:
+            self._device.orders.append(Order(chore, end))
+            self._device.changed.notify()
+        await future
+
+    async def finish(self, model: str, timeout_s: float, older_only: bool = False) -> bool:
+        """Wait until a model's requests are answered; False if that took too long.
+
+        With `older_only`, those for the servable that has been replaced; what is left of them then is refused.
+        """
+        newest = self._current.get(model) if older_only else None
+
+        def is_idle() -> bool:
+            return not any(t.request.model == model and t.generation != newest for t in self._waiting)
+
+        if not await self._until(is_idle, timeout_s):
+            if newest is not None:
+                self._drop_older(model)
+            return False
+        for key in [key for key in self._device.models if key[0] == model and key[1] != self._current.get(model)]:
+            del self._device.models[key]
+        return True
+
+    def _drop_older(self, model: str) -> None:
+        with self._device.changed:
+            older = self._scheduler.drop_older(model)
+        for ticket in older:
+            self.refused(ticket, ModelNotFound(model, ticket.request.version, "replaced"), "OTHER")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the others to be answered; False if that took too long."""
+        self._draining = True
+        return await self._until(lambda: not self._waiting, timeout_s)
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Look at a condition whenever a request was answered; False if it took too long to come true."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._answered.clear()
+                    await self._answered.wait()
+        except TimeoutError:
+            return condition()
+        return True
+
+    async def stop(self, timeout_s: float = 5.0) -> bool:
+        """Refuse whatever is not answered yet and end the thread; False if it is still busy after `timeout_s`."""
+        self._draining = True
+        with self._device.changed:
+            self._scheduler.clear()
+            self._device.stopped = True
+            orders = list(self._device.orders)
+            self._device.orders.clear()
+            self._device.changed.notify()
+        for order in orders:
+            order.settle(ShuttingDown())
+        if self._alarm is not None:
+            self._alarm.cancel()
+        for ticket in list(self._waiting):
+            self._settle(ticket, ShuttingDown())
+        if self._device.is_running:
+            await asyncio.to_thread(self._device.join, timeout_s)
+        return not self._device.is_running
+
+    def _refuse_if_over(self) -> None:
+        if self._draining:
+            raise ShuttingDown
+        if self._lost is not None:
+            raise DeviceLost(self._lost)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        """Take a request out of the queue; one that runs already is executed, counted and not sent."""
+        with self._device.changed:
+            never_ran = self._scheduler.cancel(ticket)
+        if never_ran:
+            self._device.models[ticket.request.model, ticket.generation].statistics.cancelled()
+            self._waiting.pop(ticket, None)
+            self._answered.set()
+
+    def _settle(self, ticket: Ticket, outcome: Execution | RequestError) -> None:
+        future = self._waiting.pop(ticket, None)
+        if future is not None and not future.done():
+            if isinstance(outcome, RequestError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+        self._answered.set()
+
+    def answered(self, ticket: Ticket, execution: Execution, ended_s: float) -> None:
+        self._settle(ticket, execution)
+        with self._device.changed:
+            self._scheduler.answered(self._clock() - ended_s)
+
+    def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
+        """Answer with an error and count it."""
+        waited_s = self._clock() - ticket.arrived_s
+        self._count_failure(ticket.request.model, ticket.generation, reason, waited_s)
+        self._settle(ticket, error)
+
+    def _count_failure(self, model: str, generation: int, reason: FailureReason, seconds: float) -> None:
+        known = self._device.models.get((model, generation))
+        if known is not None:
+            known.statistics.failed(reason, seconds)
+
+    def _watch_deadlines(self) -> None:
+        """Look again when the next request becomes hopeless, even if the engine is busy then."""
+        with self._device.changed:
+            expiry_s = self._scheduler.expiry_s()
+        if expiry_s >= self._alarm_s:
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_s = expiry_s
+        self._alarm = self._loop.call_later(max(expiry_s - self._clock(), 0.0), self._shed)
+
+    def _shed(self) -> None:
+        self._alarm_s = math.inf
+        with self._device.changed:
+            hopeless = self._scheduler.shed(self._clock())
+        self.too_late(hopeless)
+        self._watch_deadlines()
+
+    def too_late(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self.refused(ticket, RequestTimedOut(ticket.request.model, ticket.timeout_s or 0.0), "REJECTED")
+
+    def device_lost(self, reason: str) -> None:
+        """Refuse everything from now on: the device is gone."""
+        if self._lost is not None:
+            return
+        self._lost = reason
+        with self._device.changed:
+            self._scheduler.clear()
+            orders = list(self._device.orders)
+            self._device.orders.clear()
+        for order in orders:
+            order.settle(DeviceLost(reason))
+        for ticket in list(self._waiting):
+            self.refused(ticket, DeviceLost(reason), "BACKEND")

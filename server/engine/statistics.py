@@ -1,0 +1,101 @@
+"""Counts and durations per model, as Triton's statistics and metrics report them.
+
+Each counter is written by one thread: `cancelled` and `rejected` by the event loop, the others by the engine. A reader
+may see a request half counted, which the next reading mends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from server import errors
+from server.engine.histogram import Histogram
+from server.model import Execution
+
+FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
+
+REJECTIONS: Mapping[type[errors.RequestError], str] = {
+    errors.QueueFull: "queue_full",
+    errors.RateLimited: "rate_limited",
+    errors.RequestTimedOut: "deadline",
+    errors.ShuttingDown: "draining",
+    errors.DeviceLost: "device_lost",
+}
+"""Why a request is refused that could be answered at another time."""
+
+_RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
+"""Triton's."""
+
+
+@dataclass(slots=True)
+class Total:
+    """How often something happened, and how long it took in all."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.ns += round(seconds * 1e9)
+
+
+@dataclass(slots=True)
+class ModelStatistics:
+    success: Total = field(default_factory=Total)
+    fail: Total = field(default_factory=Total)
+    queue: Total = field(default_factory=Total)
+    prepare: Total = field(default_factory=Total)
+    """From leaving the queue until the model computes: Triton's compute_input."""
+    compute: Total = field(default_factory=Total)
+    batches: dict[int, Total] = field(default_factory=dict)
+    """Executions by batch size."""
+    execution_count: int = 0
+    inference_count: int = 0
+    """Samples: a request of batch 8 counts 8."""
+    last_inference_ms: int = 0
+    """Milliseconds since the epoch; 0 before the first."""
+    stall_s: float = 0.0
+    swapped_bytes: int = 0
+    prefetch_hits: int = 0
+    queue_s: Histogram = field(default_factory=Histogram)
+    compute_s: Histogram = field(default_factory=Histogram)
+    """Of executions, whatever number of requests they answer."""
+    response_ms: Histogram = field(default_factory=lambda: Histogram(_RESPONSE_BOUNDS_MS))
+    failures: dict[FailureReason, int] = field(
+        default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
+    )
+
+    rejections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
+
+    def executed(self, batch: int, execution: Execution) -> None:
+        """Count an execution, whatever number of requests it answers."""
+        self.execution_count += 1
+        self.batches.setdefault(batch, Total()).add(execution.compute_s)
+        self.stall_s += execution.stall_s
+        self.swapped_bytes += execution.swapped_bytes
+        self.prefetch_hits += execution.prefetched
+        self.compute_s.add(execution.compute_s)
+
+    def succeeded(self, batch: int, queue_s: float, busy_s: float, compute_s: float, wall_ms: int) -> None:
+        """Count an answer: its request waited `queue_s`, then its execution kept the device busy for `busy_s`."""
+        self.success.add(queue_s + busy_s)
+        self.queue.add(queue_s)
+        self.queue_s.add(queue_s)
+        self.response_ms.add((queue_s + busy_s) * 1e3)
+        self.prepare.add(max(0.0, busy_s - compute_s))
+        self.compute.add(compute_s)
+        self.inference_count += batch
+        self.last_inference_ms = wall_ms
+
+    def failed(self, reason: FailureReason, seconds: float) -> None:
+        self.fail.add(seconds)
+        self.failures[reason] += 1
+
+    def rejected(self, error: errors.RequestError) -> None:
+        """Count a request that was refused, if it was for a reason that passes. Event loop's thread."""
+        reason = REJECTIONS.get(type(error))
+        if reason is not None:
+            self.rejections[reason] += 1
+
+    def cancelled(self) -> None:
+        self.failures["CANCELED"] += 1

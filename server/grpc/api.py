@@ -1,0 +1,236 @@
+"""The calls of Triton's GRPCInferenceService, each a few lines around the data plane."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from msgspec.structs import replace
+from tritonclient.grpc import service_pb2 as pb
+
+from server import descriptions
+from server.dataplane import DataPlane
+from server.errors import InvalidRequest, RequestError, Unsupported
+from server.grpc.codec import decode_request, encode_response
+from server.grpc.errors import message_of, unforeseen
+from server.grpc.wire import parse
+from server.protocol.shared_memory import CudaRequest, SystemRequest
+from server.request import InferResponse
+from server.request_trace import HEADER
+
+_QUICK_BYTES = 64 << 10
+"""Messages up to this, raw tensors aside, are decoded on the event loop."""
+_QUICK_TENSOR_BYTES = 4 << 20
+_FINAL = "triton_final_response"
+_STREAM_AHEAD = 64
+"""Requests of one stream that may be under way together."""
+
+
+class Api:
+    """Every method belongs to the event loop's thread, and is named as its call."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+
+    async def server_live(self, request: Any, context: Any) -> Any:
+        return pb.ServerLiveResponse(live=True)
+
+    async def server_ready(self, request: Any, context: Any) -> Any:
+        return pb.ServerReadyResponse(ready=self._plane.not_ready() is None)
+
+    async def model_ready(self, request: Any, context: Any) -> Any:
+        return pb.ModelReadyResponse(ready=self._plane.is_ready(*_which(request)))
+
+    async def server_metadata(self, request: Any, context: Any) -> Any:
+        return _message(descriptions.server_metadata(self._plane.extensions), pb.ServerMetadataResponse())
+
+    async def model_metadata(self, request: Any, context: Any) -> Any:
+        info = self._plane.registry.find(*_which(request)).info
+        return _message(descriptions.model_metadata(info), pb.ModelMetadataResponse())
+
+    async def model_config(self, request: Any, context: Any) -> Any:
+        return pb.ModelConfigResponse(config=self._plane.config(*_which(request)))
+
+    async def model_statistics(self, request: Any, context: Any) -> Any:
+        entries = self._plane.registry.listed(request.name or None, request.version or None)
+        return _message(descriptions.statistics(entries), pb.ModelStatisticsResponse())
+
+    async def repository_index(self, request: Any, context: Any) -> Any:
+        _refuse_repository(request)
+        index = descriptions.repository_index(self._plane.index(request.ready))
+        return _message({"models": index}, pb.RepositoryIndexResponse())
+
+    async def repository_model_load(self, request: Any, context: Any) -> Any:
+        _refuse_repository(request)
+        await self._plane.load(request.model_name, _values(request.parameters))
+        return pb.RepositoryModelLoadResponse()
+
+    async def repository_model_unload(self, request: Any, context: Any) -> Any:
+        _refuse_repository(request)
+        await self._plane.unload(request.model_name, _values(request.parameters))
+        return pb.RepositoryModelUnloadResponse()
+
+    async def system_shared_memory_status(self, request: Any, context: Any) -> Any:
+        response = pb.SystemSharedMemoryStatusResponse()
+        for region in self._plane.regions.system(request.name or None):
+            status = response.regions[region.name]
+            status.name, status.key = region.name, region.key
+            status.offset, status.byte_size = region.offset, region.nbytes
+        return response
+
+    async def system_shared_memory_register(self, request: Any, context: Any) -> Any:
+        region = SystemRequest(request.name, request.key, request.offset, request.byte_size)
+        self._plane.regions.register_system(region)
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    async def system_shared_memory_unregister(self, request: Any, context: Any) -> Any:
+        self._plane.regions.unregister("system", request.name or None)
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    async def cuda_shared_memory_status(self, request: Any, context: Any) -> Any:
+        response = pb.CudaSharedMemoryStatusResponse()
+        for region in self._plane.regions.cuda(request.name or None):
+            status = response.regions[region.name]
+            status.name, status.device_id, status.byte_size = region.name, region.device, region.nbytes
+        return response
+
+    async def cuda_shared_memory_register(self, request: Any, context: Any) -> Any:
+        region = CudaRequest(request.name, request.raw_handle, request.device_id, request.byte_size)
+        self._plane.regions.register_cuda(region)
+        return pb.CudaSharedMemoryRegisterResponse()
+
+    async def cuda_shared_memory_unregister(self, request: Any, context: Any) -> Any:
+        self._plane.regions.unregister("cuda", request.name or None)
+        return pb.CudaSharedMemoryUnregisterResponse()
+
+    async def trace_setting(self, request: Any, context: Any) -> Any:
+        model = self._plane.traced_model(request.model_name) if request.model_name else None
+        changes = {key: list(setting.value) for key, setting in request.settings.items()}
+        self._plane.traces.update(changes, model)
+        response = pb.TraceSettingResponse()
+        for key, value in self._plane.traces.to_wire(model).items():
+            response.settings[key].value.extend([value] if isinstance(value, str) else value)
+        return response
+
+    async def log_settings(self, request: Any, context: Any) -> Any:
+        self._plane.change_log(_values(request.settings))
+        response = pb.LogSettingsResponse()
+        fields = {bool: "bool_param", int: "uint32_param", str: "string_param"}
+        for key, value in self._plane.log_settings.to_wire().items():
+            setattr(response.settings[key], fields[type(value)], value)
+        return response
+
+    async def model_infer(self, request: bytes, context: Any) -> Any:
+        traceparent = traceparent_of(context)
+        if traceparent is None and not self._plane.tracer.follows_all:
+            return await self._infer(*parse(request), context.time_remaining())
+        with self._plane.tracer.request(traceparent) as trace:
+            if traceparent is not None:
+                await context.send_initial_metadata(((HEADER, trace.context.header),))
+            return await self._infer(*parse(request), context.time_remaining())
+
+    async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        """Answer each request of a stream, in order; several are under way together.
+
+        An error is an answer like any other: the stream stays open.
+        """
+        traceparent = traceparent_of(context)
+        answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
+        room = asyncio.Semaphore(_STREAM_AHEAD)
+
+        async def read() -> None:
+            try:
+                async for request in requests:
+                    await room.acquire()
+                    answers.put_nowait(asyncio.create_task(self._answer(request, traceparent)))
+            finally:
+                answers.put_nowait(None)
+
+        reader = asyncio.create_task(read())
+        try:
+            while (answer := await answers.get()) is not None:
+                yield await answer
+                room.release()
+            await reader
+        finally:
+            reader.cancel()
+            while not answers.empty():
+                if (unsent := answers.get_nowait()) is not None:
+                    unsent.cancel()
+
+    async def _answer(self, request: bytes, traceparent: str | None) -> Any:
+        """Answer one request of a stream, whatever becomes of it."""
+        if traceparent is None and not self._plane.tracer.follows_all:
+            return await self._answer_unfollowed(request)
+        with self._plane.tracer.request(traceparent):
+            return await self._answer_unfollowed(request)
+
+    async def _answer_unfollowed(self, request: bytes) -> Any:
+        message = None
+        try:
+            message, raw = parse(request)
+            response = await self._infer(message, raw, None)
+        except RequestError as error:
+            return _failed(message_of(error), message)
+        except Exception:
+            return _failed(unforeseen("ModelStreamInfer"), message)
+        response.parameters[_FINAL].bool_param = True
+        return pb.ModelStreamInferResponse(infer_response=response)
+
+    async def _infer(self, message: Any, raw: Sequence[memoryview], left_s: float | None) -> Any:
+        """Answer a request; `left_s` is the call's own deadline, beyond which nobody waits for it."""
+        info = self._plane.servable(message.model_name, message.model_version or None)
+        if message.ByteSize() <= _QUICK_BYTES and not self._plane.regions.slow:
+            request = decode_request(message, raw, info, self._plane.regions)
+        else:
+            request = await asyncio.to_thread(decode_request, message, raw, info, self._plane.regions)
+        if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
+            request = replace(request, timeout_s=left_s)
+        return await _encode(await self._plane.infer(request, info))
+
+
+async def _encode(response: InferResponse) -> Any:
+    try:
+        if sum(output.array.nbytes for output in response.outputs) <= _QUICK_TENSOR_BYTES:
+            return encode_response(response)
+        return await asyncio.to_thread(encode_response, response)
+    except RequestError as error:
+        error.of_request(response.id)
+        raise
+
+
+def traceparent_of(context: Any) -> str | None:
+    """The header of a caller that traces."""
+    return next((value for key, value in context.invocation_metadata() or () if key == HEADER), None)
+
+
+def _failed(text: str, message: Any) -> Any:
+    response = pb.ModelStreamInferResponse(error_message=text)
+    response.infer_response.id = message.id if message is not None else ""
+    response.infer_response.parameters[_FINAL].bool_param = True
+    return response
+
+
+def _which(request: Any) -> tuple[str, str | None]:
+    return request.name, request.version or None
+
+
+def _message(written: Mapping[str, Any], message: Message) -> Message:
+    """The JSON forms have the messages' fields under the same names."""
+    return json_format.ParseDict(written, message)
+
+
+def _refuse_repository(request: Any) -> None:
+    if request.repository_name:
+        raise Unsupported("'repository_name' specification is not supported: this server has one repository")
+
+
+def _values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
+    for key, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidRequest(f"parameter '{key[:80]}' has no value of a type that this server knows")
+        values[key] = getattr(parameter, choice)
+    return values

@@ -1,0 +1,170 @@
+"""KServe v2 inference over gRPC: protobuf messages, to and from requests and responses."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc.service_pb2 import ModelInferResponse
+
+from server.errors import InvalidRequest, RequestError
+from server.model import Array, ModelInfo
+from server.protocol import strings
+from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
+from server.protocol.matching import check_size, fit, window_of
+from server.protocol.shared_memory import Regions
+from server.protocol.tensors import from_binary, to_binary
+from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
+from server.request import InferRequest, InferResponse, OutputTensor
+
+_CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
+}
+_EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
+_CHUNK = 1 << 14
+"""Typed values are converted this many at a time: in between, another thread gets its turn."""
+
+
+def decode_request(message: Any, raw: Sequence[memoryview], info: ModelInfo, regions: Regions) -> InferRequest:
+    """Turn a ModelInferRequest into tensors that fit the model; `raw` is what it has as raw_input_contents.
+
+    Raises RequestError, with the client's id in front.
+    """
+    try:
+        request = RequestBody(
+            inputs=[
+                InputBody(t.name, t.datatype, list(t.shape), parameters=_parameters(t.parameters))
+                for t in message.inputs
+            ],
+            id=message.id,
+            outputs=[WantedBody(t.name, _parameters(t.parameters)) for t in message.outputs],
+            parameters=_parameters(message.parameters),
+        )
+        request.parameters.pop(_EMPTY_FINAL_RESPONSE, None)  # each request has one response here, and that is final
+        return fit(request, info, regions, _Contents(message, raw, info, regions).read, binary=True)
+    except RequestError as error:
+        error.of_request(message.id)
+        raise
+
+
+def encode_response(response: InferResponse) -> Any:
+    """Make a ModelInferResponse; what goes to shared memory is written there, and leaves an empty entry here."""
+    message = ModelInferResponse(
+        model_name=response.model, model_version=str(response.version), id=response.id or ""
+    )
+    for output in response.outputs:
+        binary = to_binary(output.array, output.tensor.datatype)
+        described = message.outputs.add(name=output.tensor.name, datatype=output.tensor.datatype)
+        described.shape.extend(output.array.shape)
+        message.raw_output_contents.append(_placed(output, binary, described))
+    return message
+
+
+def _placed(output: OutputTensor, binary: bytes, described: Any) -> bytes:
+    """Put a tensor where the client wants it; returns what travels in the message."""
+    window = output.window
+    if window is None:
+        return binary
+    window.write(memoryview(binary))
+    described.parameters["shared_memory_region"].string_param = window.region.name
+    described.parameters["shared_memory_byte_size"].int64_param = window.nbytes
+    if window.offset:
+        described.parameters["shared_memory_offset"].int64_param = window.offset
+    return b""
+
+
+def _parameters(parameters: Mapping[str, Any]) -> Parameters:
+    return {key: _value(key, parameter) for key, parameter in parameters.items()} if parameters else {}
+
+
+def _value(key: str, parameter: Any) -> bool | int | float | str:
+    choice = parameter.WhichOneof("parameter_choice")
+    if choice is None:
+        raise InvalidRequest(f"parameter '{key[:80]}' has no value of a type that this server knows")
+    value: bool | int | float | str = getattr(parameter, choice)
+    return value
+
+
+class _Contents:
+    """Where the inputs' values are: raw entries in the order of the inputs, typed ones, or shared memory."""
+
+    def __init__(self, message: Any, raw: Sequence[memoryview], info: ModelInfo, regions: Regions) -> None:
+        self._model = info.name
+        self._raw = raw
+        self._taken = 0
+        self._typed = {t.name: t.contents for t in message.inputs if t.HasField("contents")}
+        self._regions = regions
+
+    def read(self, body: InputBody) -> Array:
+        window = window_of(body.parameters, self._regions, f"input '{body.name}'") if body.parameters else None
+        typed = self._typed.get(body.name)
+        if typed is not None and self._raw:
+            raise InvalidRequest(
+                f"contents field must not be specified when using raw_input_contents for '{body.name}' for model"
+                f" '{self._model}'"
+            )
+        if window is not None:
+            if typed is not None:
+                raise InvalidRequest(f"input '{body.name}' is in shared memory, and must not have contents as well")
+            check_size(body, window.nbytes)
+            return from_binary(window.read(), body.name, body.datatype, body.shape)
+        if typed is not None:
+            return _from_typed(typed, body)
+        return from_binary(self._next(body), body.name, body.datatype, body.shape)
+
+    def _next(self, body: InputBody) -> memoryview:
+        """Take the next raw entry."""
+        if self._taken == len(self._raw):
+            raise InvalidRequest(
+                f"unable to find data for inference input '{body.name}' for model '{self._model}': it has no contents,"
+                f" and raw_input_contents has {len(self._raw)} entries"
+            )
+        raw = self._raw[self._taken]
+        self._taken += 1
+        return raw
+
+
+def _from_typed(contents: Any, body: InputBody) -> Array:
+    """Read the one field that belongs to the datatype. Raises InvalidRequest for values that do not fit."""
+    if body.datatype in BINARY_ONLY:
+        raise InvalidRequest(
+            f"{body.datatype} data of input '{body.name}' must be in raw_input_contents: protobuf has no such type"
+        )
+    field = _CONTENTS[body.datatype]
+    others = [descriptor.name for descriptor, _ in contents.ListFields() if descriptor.name != field]
+    if others:
+        raise InvalidRequest(
+            f"input '{body.name}' is {body.datatype}, whose values go into {field}, not {others[0]}"
+        )
+    values = getattr(contents, field)
+    if body.datatype == BYTES:
+        return strings.shaped(list(values), body.name, body.shape)
+    dtype = DTYPES[body.datatype]
+    check_size(body, len(values) * dtype.itemsize)
+    array = np.empty(len(values), dtype)
+    for start in range(0, len(values), _CHUNK):
+        array[start : start + _CHUNK] = _narrowed(values[start : start + _CHUNK], body)
+    return array.reshape(body.shape)
+
+
+def _narrowed(values: list[Any], body: InputBody) -> Array:
+    dtype = DTYPES[body.datatype]
+    if dtype.kind in "iu" and dtype.itemsize < 4:
+        limits = np.iinfo(dtype)
+        if not limits.min <= min(values) <= max(values) <= limits.max:
+            raise InvalidRequest(
+                f"data of input '{body.name}' does not fit {body.datatype}: it has {min(values)} and {max(values)},"
+                f" the limits are {limits.min} and {limits.max}"
+            )
+    narrowed: Array = np.array(values, dtype)
+    return narrowed

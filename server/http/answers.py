@@ -1,0 +1,34 @@
+"""What HTTP's endpoints share: JSON answers, small JSON bodies, and which model a path means."""
+
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from server.errors import InvalidRequest
+from server.http.body import read_body
+from server.http.body_memory import BodyMemory
+
+_T = TypeVar("_T")
+_SMALL_BODY_BYTES = 1 << 20
+
+
+def json_response(body: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def which(request: web.Request) -> tuple[str, str | None]:
+    """Return the model and version that a path names."""
+    return request.match_info["model"], request.match_info.get("version")
+
+
+async def read_json(request: web.Request, of_type: type[_T]) -> _T:
+    """Read a body as JSON of this form; an empty one is `{}`. Raises InvalidRequest or PayloadTooLarge."""
+    with BodyMemory(2 * _SMALL_BODY_BYTES).share() as share:
+        body = await read_body(request, _SMALL_BODY_BYTES, share)
+    try:
+        return msgspec.json.decode(body or b"{}", type=of_type)
+    except RecursionError as error:
+        raise InvalidRequest("failed to parse the request JSON: it is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"failed to parse the request JSON: {error}") from error

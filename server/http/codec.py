@@ -1,0 +1,202 @@
+"""KServe v2 inference over HTTP: JSON with the binary tensor extension, to and from requests and responses."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from server.errors import InvalidRequest, RequestError
+from server.model import Array, ModelInfo
+from server.protocol.datatypes import BYTES, DTYPES
+from server.protocol.matching import check_size, fit, unsigned, window_of
+from server.protocol.shared_memory import Regions
+from server.protocol.tensors import from_binary, from_json, to_binary, to_json
+from server.protocol.wire import InputBody, OutputBody, RequestBody, ResponseBody, encoder, request_decoder
+from server.request import InferRequest, InferResponse, OutputTensor
+
+_DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
+_EXPLAINED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedResponse:
+    """A body. `header_length` is the JSON's length where binary tensors follow it."""
+
+    body: bytes
+    header_length: int | None
+
+
+def parse_header_length(text: str | None) -> int | None:
+    """Read Inference-Header-Content-Length. Raises InvalidRequest for anything but a number of bytes."""
+    if text is None:
+        return None
+    if not _DIGITS.fullmatch(text.strip()):
+        raise InvalidRequest(f"Inference-Header-Content-Length '{text[:40]}' is not a number of bytes")
+    return int(text)
+
+
+def decode_request(body: memoryview, header_length: int | None, info: ModelInfo, regions: Regions) -> InferRequest:
+    """Turn a request's body into tensors that fit the model; binary ones are views of `body`.
+
+    Raises RequestError, with the client's id in front.
+    """
+    if not body:
+        raise InvalidRequest(f"the request for model '{info.name}' has an empty body")
+    if header_length == 0:
+        return _raw_request(body, info, regions)
+    if header_length is not None and header_length > len(body):
+        raise InvalidRequest(
+            f"Inference-Header-Content-Length is {header_length}, but the body has only {len(body)} bytes"
+        )
+    json_length = len(body) if header_length is None else header_length
+    message = _parse(body[:json_length])
+    tail = _Tail(body[json_length:], regions)
+    try:
+        request = fit(message, info, regions, tail.read)
+        tail.check_end(info)
+    except RequestError as error:
+        error.of_request(message.id)
+        raise
+    return request
+
+
+def encode_response(response: InferResponse) -> EncodedResponse:
+    """Write JSON, followed by the binary tensors if there are any; what goes to shared memory is written there."""
+    described: list[OutputBody] = []
+    tail: list[bytes] = []
+    for output in response.outputs:
+        binary = to_binary(output.array, output.tensor.datatype) if output.binary or output.window else None
+        described.append(_output_body(output, binary))
+        if output.window is not None and binary is not None:
+            output.window.write(memoryview(binary))
+        elif binary is not None:
+            tail.append(binary)
+    header = encoder.encode(
+        ResponseBody(
+            id=response.id or msgspec.UNSET,
+            model_name=response.model,
+            model_version=str(response.version),
+            outputs=described,
+        )
+    )
+    return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
+
+
+def _output_body(output: OutputTensor, binary: bytes | None) -> OutputBody:
+    body = OutputBody(output.tensor.name, output.tensor.datatype, output.array.shape)
+    if output.window is not None:
+        window = output.window
+        body.parameters = {"shared_memory_region": window.region.name, "shared_memory_byte_size": window.nbytes}
+        if window.offset:
+            body.parameters["shared_memory_offset"] = window.offset
+    elif binary is not None:
+        body.parameters = {"binary_data_size": len(binary)}
+    else:
+        body.data = to_json(output.array)
+    return body
+
+
+class _Tail:
+    """The bytes behind the JSON: binary inputs, one after the other."""
+
+    def __init__(self, binary: memoryview, regions: Regions) -> None:
+        self._binary = binary
+        self._regions = regions
+        self._offset = 0
+
+    def read(self, body: InputBody) -> Array:
+        """Read one input from where its description says that it is."""
+        where = f"input '{body.name}'"
+        size = unsigned(body.parameters, "binary_data_size", where) if body.parameters else None
+        window = window_of(body.parameters, self._regions, where) if body.parameters else None
+        has_data = len(memoryview(body.data)) > 0
+        if has_data + (size is not None) + (window is not None) != 1:
+            raise InvalidRequest(
+                "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters',"
+                f" 'shared_memory_region' in 'parameters'; {where} sets"
+                f" {'two' if has_data or window or size is not None else 'none'}"
+            )
+        if window is not None:
+            check_size(body, window.nbytes)
+            return from_binary(window.read(), body.name, body.datatype, body.shape)
+        if size is not None:
+            return from_binary(self._next(body, size), body.name, body.datatype, body.shape)
+        return from_json(body.data, body.name, body.datatype, body.shape)
+
+    def check_end(self, info: ModelInfo) -> None:
+        left = len(self._binary) - self._offset
+        if left:
+            raise InvalidRequest(
+                f"unexpected additional input data for model '{info.name}': {left} bytes follow the last binary input"
+            )
+
+    def _next(self, body: InputBody, size: int) -> memoryview:
+        start, left = self._offset, len(self._binary) - self._offset
+        if size > left:
+            raise InvalidRequest(
+                f"input '{body.name}' has binary_data_size {size}, but only {left} bytes of binary data are left"
+                " after the JSON; is Inference-Header-Content-Length the length of the JSON?"
+            )
+        self._offset += size
+        return self._binary[start : start + size]
+
+
+def _parse(header: memoryview) -> RequestBody:
+    try:
+        return request_decoder.decode(header)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the request's JSON has the wrong form: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("failed to parse the request JSON: it is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        culprit = _input_with_constant(header)
+        if culprit is not None:
+            raise InvalidRequest(
+                f"data of input '{culprit}' has NaN or Infinity, which JSON cannot express; send it as binary"
+            ) from error
+        raise InvalidRequest(f"failed to parse the request JSON: {error}") from error
+
+
+def _input_with_constant(header: memoryview) -> str | None:
+    """Name the input whose data has a bare NaN or Infinity; such JSON does not parse, so it is read leniently."""
+    if len(header) > _EXPLAINED_BYTES:
+        return None
+    constant = object()
+    try:
+        message = json.loads(bytes(header), parse_constant=lambda _: constant)
+        return next((str(i["name"]) for i in message["inputs"] if _contains(i.get("data"), constant)), None)
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _contains(data: Any, wanted: object) -> bool:
+    return data is wanted or (isinstance(data, list) and any(_contains(d, wanted) for d in data))
+
+
+def _raw_request(body: memoryview, info: ModelInfo, regions: Regions) -> InferRequest:
+    """A body that is nothing but the only input's bytes; its batch follows from its size."""
+    if len(info.inputs) != 1:
+        raise InvalidRequest(
+            f"a raw binary request (Inference-Header-Content-Length: 0) needs a model with one input; model"
+            f" '{info.name}' has {len(info.inputs)}"
+        )
+    (tensor,) = info.inputs
+    if tensor.datatype == BYTES:
+        raise InvalidRequest(f"raw binary input '{tensor.name}' is BYTES, whose shape cannot be deduced")
+    shape = info.wire_shape(tensor)
+    item_bytes = math.prod(d for d in shape if d >= 0) * DTYPES[tensor.datatype].itemsize
+    free = sum(d < 0 for d in shape)
+    if free > 1 or (free and (item_bytes == 0 or len(body) % item_bytes)):
+        raise InvalidRequest(
+            f"the shape of raw binary input '{tensor.name}' of {len(body)} bytes cannot be deduced:"
+            f" {tensor.datatype} {list(shape)} takes {item_bytes} bytes at a time"
+        )
+    described = InputBody(tensor.name, tensor.datatype, [len(body) // item_bytes if d < 0 else d for d in shape])
+
+    def read(_: InputBody) -> Array:
+        return from_binary(body, described.name, described.datatype, described.shape)
+
+    return fit(RequestBody([described]), info, regions, read, binary=True)

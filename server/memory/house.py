@@ -1,0 +1,129 @@
+"""The device's memory, and the models that live in it: each in a partition of its own, beside one workspace."""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.fitting import Room, fit, workspaces_for
+from runtime.backend import Backend
+from runtime.memory import Memory
+from runtime.program import Bases, Program
+from server.engine.servable import ProgramServable, describe
+from server.memory.arrival import Arrival
+from server.memory.partitions import Extent, Partitions
+from server.model import DeviceUse, Footprint
+from server.models.prepared import Plans, Prepared
+
+Programs = dict[int, Program]
+
+
+@dataclass(slots=True)
+class Tenant:
+    """A model in its partition."""
+
+    holder: str
+    """Its name in `Partitions`: versions of one model may live beside each other for a while."""
+    prepared: Prepared
+    plans: Plans
+    servable: ProgramServable
+
+    @property
+    def name(self) -> str:
+        return self.prepared.source.name
+
+    @property
+    def footprint(self) -> Footprint:
+        plan = self.plans[min(self.plans)]
+        tensors = self.prepared.lowered.graphs[min(self.plans)].tensors
+        return Footprint(
+            partition_bytes=plan.partition_bytes,
+            parameter_bytes=self.prepared.parameter_bytes,
+            resident_bytes=sum(tensors[p.tensor].nbytes for p in plan.residents),
+            predicted_s={b: p.provenance.latency_s for b, p in self.plans.items() if p.provenance is not None},
+            bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
+        )
+
+
+class House:
+    """Binding is for any thread; chores are for the engine's, and bookkeeping for the event loop's."""
+
+    def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int) -> None:
+        self.backend = backend
+        self.memory_bytes = memory_bytes
+        self.partitions = Partitions(arena_bytes)
+        self.arena: Memory[object] = backend.arena(arena_bytes)
+        self.tenants: dict[str, Tenant] = {}
+        self._admitted = 0
+
+    def new_holder(self, name: str) -> str:
+        """A name for the bytes of one version of a model."""
+        self._admitted += 1
+        return f"{name}#{self._admitted}"
+
+    def room_for(self, prepared: Prepared, without: str | None = None) -> Room | None:
+        """The workspace and partition that a model should take of what is free; None if it does not fit.
+
+        With `without`, of what would be free if that holder had left.
+        """
+        partitions = copy.deepcopy(self.partitions)
+        if without is not None:
+            partitions.give_back(without)
+        return fit(prepared.demand, partitions.rooms(workspaces_for(prepared.demand, partitions.arena_bytes)))
+
+    def bind(self, prepared: Prepared, plans: Plans, extent: Extent, gently: bool = False) -> Programs:
+        """Make programs of plans for a partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
+
+        Binding holds the interpreter; `gently` leaves it to those who serve for half of the time.
+        """
+        bases = Bases(partition=extent.offset, workspace=0)
+        programs: Programs = {}
+        for batch, plan in plans.items():
+            start_s = time.perf_counter()
+            profile = prepared.profiles[batch]
+            programs[batch] = self.backend.build(prepared.lowered, plan, profile, self.arena, bases, prepared.store)
+            if gently:
+                time.sleep(time.perf_counter() - start_s)
+        return programs
+
+    def tenant(self, holder: str, prepared: Prepared, plans: Plans, programs: Programs) -> Tenant:
+        """A model that has arrived."""
+        lowered, config = prepared.lowered, prepared.source.config
+        most = max(programs)
+        if config is not None and config.max_batch_size:
+            most = min(most, config.max_batch_size)
+        info = describe(lowered, prepared.source.version, most)
+        servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, self.backend.executor)
+        self.tenants[holder] = tenant = Tenant(holder, prepared, plans, servable)
+        return tenant
+
+    def arrival(self, programs: Programs, then: Callable[[], None] = lambda: None) -> Arrival:
+        """Bring the residents in; all batch sizes have the same ones."""
+        return Arrival(self.backend.executor, [programs[batch] for batch in sorted(programs)], then)
+
+    def leave(self, holder: str) -> None:
+        """Give a tenant's bytes back. Nothing of it may be on the lanes any more."""
+        self.partitions.give_back(holder)
+        tenant = self.tenants.pop(holder, None)
+        if tenant is not None:
+            tenant.prepared.store.close()
+
+    def use(self) -> DeviceUse:
+        """What the memory is used for now, and how long the swap-in lane has worked, where the device tells."""
+        pinned = getattr(self.backend, "pinned", None)
+        busy_s = getattr(self.backend.executor, "swap_busy_s", None)
+        return DeviceUse(
+            workspace_bytes=self.partitions.workspace_bytes,
+            partition_bytes=sum(extent.nbytes for extent in self.partitions.held.values()),
+            free_bytes=self.partitions.free_bytes,
+            lane_busy_s={} if busy_s is None else {"swap_in": busy_s},
+            pinned_total_bytes=None if pinned is None else pinned.limit_bytes,
+            pinned_used_bytes=0 if pinned is None else pinned.used_bytes,
+        )
+
+    def close(self) -> None:
+        """Give everything back. The engine must have stopped."""
+        self.backend.close()
+        self.arena.close()
+        for tenant in self.tenants.values():
+            tenant.prepared.store.close()

@@ -1,0 +1,127 @@
+"""A model made ready for a place in memory: lowered, measured, its parameters in the host store."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner.graph import fingerprint
+from planner.plan import Plan
+from planner.profile import Profile
+from planner.sizing import ModelDemand
+from runtime import archive
+from runtime.backend import Backend
+from runtime.devices import open_device
+from runtime.errors import UnsupportedModel
+from runtime.lower import Lowered, lower
+from runtime.memory import Source
+from server.config import ServeConfig
+from server.engine.servable import describe
+from server.models.repository import ModelSource
+from server.protocol.model_config import ModelConfig, config_mismatch
+
+OnProgress = Callable[[str, str], None]
+Plans = Mapping[int, Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that waits for its partition. Its store is the owner's to close."""
+
+    source: ModelSource
+    lowered: Lowered
+    store: Source[Any]
+    profiles: dict[int, Profile]
+    rate_per_s: float = 1.0
+
+    @property
+    def weight_bytes(self) -> int:
+        """All parameters, tables in host memory too."""
+        return self.lowered.manifest.segment_bytes + self.lowered.manifest.table_bytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.lowered.graphs[min(self.lowered.graphs)].parameter_bytes
+
+    @property
+    def demand(self) -> ModelDemand:
+        return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s)
+
+
+def open_backend(config: ServeConfig) -> Backend:
+    """The device that models run on; sets torch's threads. Raises DeviceError where there is none of that name."""
+    torch.set_num_threads(config.threads or default_threads())
+    return open_device(config.device, config.link_bandwidth_bytes_per_s)
+
+
+def default_threads() -> int:
+    """One core is left to the swap-in lane and the front end, where there is more than one."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def cache_of(config: ServeConfig) -> Path:
+    return config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit"
+
+
+def prepare(source: ModelSource, config: ServeConfig, backend: Backend, on_progress: OnProgress) -> Prepared:
+    """Lower and measure one model, as far as the cache does not have it. Raises CohabitError."""
+
+    def progress(text: str) -> None:
+        on_progress(source.name, text.removeprefix(f"{source.name}: "))
+
+    cache = cache_of(config)
+    lowered = lower(source.path, source.name, wanted_batches(source, config), cache / "weights", progress)
+    info = describe(lowered, source.version, max(lowered.batches))
+    if source.config is not None and (reason := config_mismatch(source.config, info)) is not None:
+        raise UnsupportedModel(reason)
+    store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
+    try:
+        lowered, profiles = backend.measure(lowered, store, cache / "profiles", progress)
+    except BaseException:
+        store.close()
+        raise
+    return Prepared(source, lowered, store, profiles, _rate(source.name, config))
+
+
+def prepare_apart(source: ModelSource, model_config: bytes | None, config: ServeConfig) -> None:
+    """Fill the cache with what `prepare` needs, in a process of its own, which a ModelConfig reaches as bytes."""
+    if model_config is not None:
+        source = replace(source, config=ModelConfig.FromString(model_config))
+    backend = open_backend(config)
+    try:
+        prepare(source, config, backend, lambda *_: None).store.close()
+    finally:
+        backend.close()
+    marker = _marker(source, config)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
+def is_prepared(source: ModelSource, config: ServeConfig) -> bool:
+    """Whether `prepare_apart` has been there, so that preparing takes no time of the interpreter's to speak of."""
+    return _marker(source, config).exists()
+
+
+def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
+    """The configured sizes; a config.pbtxt caps them, and adds its own maximum and what it prefers."""
+    most = source.config.max_batch_size if source.config is not None else 0
+    preferred = source.policy.preferred_batches
+    if most <= 0:
+        return sorted({*config.batch_sizes, *preferred})
+    return sorted({b for b in (*config.batch_sizes, *preferred) if b < most} | {most})
+
+
+def _marker(source: ModelSource, config: ServeConfig) -> Path:
+    threads = config.threads or default_threads()
+    made = (archive.fingerprint(source.path), wanted_batches(source, config), threads, str(torch.__version__))
+    link = (config.device, config.store, config.link_bandwidth_bytes_per_s)
+    return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
+
+
+def _rate(name: str, config: ServeConfig) -> float:
+    """Expected requests per second; models without a rate of their own share the mean of those that have one."""
+    given = config.model_rates
+    return given.get(name, sum(given.values()) / len(given) if given else 1.0)

@@ -1,0 +1,147 @@
+"""A model repository in Triton's layout: `NAME/VERSION/model.pt2`, beside an optional `NAME/config.pbtxt`."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from server.errors import RepositoryError
+from server.protocol.model_config import ModelConfig, parse_config, read_config
+from server.scheduling.policy import Policy
+from server.scheduling.policy_config import policy_of
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}", re.ASCII)
+_VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
+_PROGRAM = "model.pt2"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that can be tried: the file to load, and what its config.pbtxt says, if it has one."""
+
+    name: str
+    version: int
+    path: Path
+    config: ModelConfig | None = None
+    policy: Policy = field(default_factory=Policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Unloadable:
+    """A folder that should be a model, and why it is not."""
+
+    name: str
+    reason: str
+
+
+def scan(repository: Path, may_be_empty: bool = False) -> list[ModelSource | Unloadable]:
+    """Find the models in a repository, by name. Raises RepositoryError if there is none to be found at all."""
+    try:
+        root = repository.resolve(strict=True)
+        folders = sorted(entry for entry in root.iterdir() if not entry.name.startswith("."))
+    except FileNotFoundError as error:
+        raise RepositoryError(f"model repository {repository} does not exist") from error
+    except OSError as error:
+        raise RepositoryError(f"model repository {repository} cannot be read: {error}") from error
+    models = list(_models(folders, root))
+    if not models and not may_be_empty:
+        raise RepositoryError(f"model repository {repository} is empty; put models there as NAME/1/{_PROGRAM}")
+    return models
+
+
+def find(path: Path) -> ModelSource:
+    """Find the one model at a path: its folder, or the program itself. Raises RepositoryError."""
+    if path.is_file():
+        in_repository = _VERSION.fullmatch(path.parent.name) is not None
+        name = path.resolve().parent.parent.name if in_repository else path.stem
+        return ModelSource(name, int(path.parent.name) if in_repository else 1, path)
+    if not path.is_dir():
+        raise RepositoryError(f"model {path} does not exist; give its folder or a .pt2 file")
+    folder = path.resolve()
+    try:
+        return _source(folder, folder.parent)
+    except RepositoryError as error:
+        models = sorted(child.name for child in folder.iterdir() if any(child.glob(f"*/{_PROGRAM}")))
+        if not models:
+            raise RepositoryError(f"{path} is no model: {error}") from error
+        raise RepositoryError(
+            f"{path} is a repository; give one of its models, such as {path / models[0]}"
+        ) from error
+
+
+def source_of(repository: Path, name: str, config: str | None = None) -> ModelSource | None:
+    """Find one model, with a ModelConfig in JSON in place of its config.pbtxt; None if there is no such folder.
+
+    Raises RepositoryError.
+    """
+    if not _NAME.fullmatch(name):
+        return None
+    try:
+        root = repository.resolve(strict=True)
+        folder = root / name
+        return (
+            _source(folder, root, parse_config(config) if config is not None else None) if folder.is_dir() else None
+        )
+    except OSError as error:
+        raise RepositoryError(f"model '{name}' of {repository} cannot be read: {error}") from error
+
+
+def _models(folders: Sequence[Path], root: Path) -> Iterator[ModelSource | Unloadable]:
+    for folder in folders:
+        try:
+            if folder.is_dir() or folder.is_symlink():
+                yield _source(folder, root)
+        except (RepositoryError, OSError) as error:
+            yield Unloadable(folder.name, str(error))
+
+
+def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> ModelSource:
+    if not _NAME.fullmatch(folder.name):
+        raise RepositoryError(
+            f"model name {folder.name!r} is not usable; take letters, digits, '_', '-' and '.', 255 at most"
+        )
+    _confine(folder, root)
+    versions = sorted(int(v.name) for v in folder.iterdir() if _VERSION.fullmatch(v.name) and v.is_dir())
+    config_path = folder / "config.pbtxt"
+    config = override
+    if override is None and (config_path.exists() or config_path.is_symlink()):
+        config = read_config(_regular(_confine(config_path, root)))
+    if config is not None and config.name and config.name != folder.name:
+        raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
+    version = _served_version(versions, config)
+    path = folder / str(version) / ((config and config.default_model_filename) or _PROGRAM)
+    if path.parent.parent != folder or not (path.exists() or path.is_symlink()):
+        raise RepositoryError(f"version {version} has no file {path.name}")
+    policy = policy_of(config) if config is not None else Policy()
+    return ModelSource(folder.name, version, _regular(_confine(path, root)), config, policy)
+
+
+def _served_version(versions: Sequence[int], config: ModelConfig | None) -> int:
+    """Return the highest version that the policy allows; one version of a model is served at a time."""
+    if not versions:
+        raise RepositoryError("it has no version folder; put the program at NAME/1/" + _PROGRAM)
+    if config is None or not config.version_policy.specific.versions:
+        return versions[-1]
+    wanted = sorted(set(config.version_policy.specific.versions))
+    allowed = [version for version in versions if version in wanted]
+    if not allowed:
+        raise RepositoryError(f"version_policy asks for {wanted}, the versions are {list(versions)}")
+    return allowed[-1]
+
+
+def _regular(path: Path) -> Path:
+    """Refuse folders, pipes and devices, which may never end when they are read."""
+    if not path.is_file():
+        raise RepositoryError(f"{path.name} is no regular file")
+    return path
+
+
+def _confine(path: Path, root: Path) -> Path:
+    """Follow links; refuse what leaves the repository, or leads nowhere."""
+    try:
+        actual = path.resolve(strict=True)
+    except (FileNotFoundError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
+        raise RepositoryError(f"{path.relative_to(root)} is a link that leads nowhere") from error
+    if not actual.is_relative_to(root):
+        raise RepositoryError(f"{path.relative_to(root)} is a link that leads out of the repository, to {actual}")
+    return actual

@@ -1,0 +1,64 @@
+"""Prepares and plans models beside the serving path: in another process what takes long, in a thread the rest."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner import fitting, sizing
+from planner.fitting import Room
+from planner.library import Library
+from runtime.backend import Backend
+from server.config import ServeConfig
+from server.models.apart import Apart
+from server.models.prepared import Plans, Prepared, cache_of, is_prepared, prepare, prepare_apart
+from server.models.repository import ModelSource
+
+
+class Workshop:
+    """All methods block, and may be called by any thread but the event loop's and the engine's."""
+
+    def __init__(self, config: ServeConfig, backend: Backend) -> None:
+        self._config = config
+        self._backend = backend
+        self._library = Library(cache_of(config))
+        self._apart, self._background = Apart(), Apart()
+
+    def prepare(self, source: ModelSource) -> Prepared:
+        """Lower and measure a model that is not in the cache apart, then open it. Raises CohabitError."""
+        if not is_prepared(source, self._config):
+            model_config = source.config.SerializeToString() if source.config is not None else None
+            self._apart.call(prepare_apart, replace(source, config=None), model_config, self._config)
+        return prepare(source, self._config, self._backend, lambda *_: None)
+
+    def known_plans(self, prepared: Prepared, room: Room) -> Plans | None:
+        """The best plans for a room, if they were made before."""
+        return fitting.known_plans(prepared.demand, room, self._library)
+
+    def quick_plans(self, prepared: Prepared, room: Room) -> Plans:
+        """Plans to begin with: what the library has, or else the first that work."""
+        return self.known_plans(prepared, room) or self._apart.call(
+            fitting.plan_model, prepared.demand, room, None, quick=True
+        )
+
+    def best_plans(self, prepared: Prepared, room: Room) -> Plans:
+        """The plans that the library keeps; whoever waits for `quick_plans` does not wait for these."""
+        return self.known_plans(prepared, room) or self._background.call(
+            fitting.plan_model, prepared.demand, room, self._library
+        )
+
+    def shares(
+        self, models: Sequence[Prepared], memory_bytes: int, least_workspace_bytes: int
+    ) -> tuple[int, list[int]]:
+        """The workspace and the partitions that models should have. Raises ApartFailed if the memory is too small."""
+        demands = [model.demand for model in models]
+        return self._apart.call(sizing.shares, demands, memory_bytes, least_workspace_bytes)
+
+    def close(self) -> None:
+        """End the other processes."""
+        self._apart.close()
+        self._background.close()
+
+
+def is_better(plans: Plans, than: Plans) -> bool:
+    """Whether some plans promise less time than others at any batch."""
+    pairs = [(plans[batch].provenance, than[batch].provenance) for batch in plans]
+    return any(new is not None and old is not None and new.latency_s < old.latency_s for new, old in pairs)

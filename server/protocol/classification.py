@@ -1,0 +1,34 @@
+"""Triton's classification extension: the largest values of an output, as strings with their indices."""
+
+import numpy as np
+
+from server.model import Array, TensorSpec
+from server.protocol.datatypes import BF16, float32_of_bf16
+
+
+def classify(array: Array, tensor: TensorSpec, classes: int, batched: bool) -> Array:
+    """Return `value:index` of the largest values, a row of bytes objects per sample.
+
+    A sample's values are numbered as they lie in memory; of equal ones the lower index stands first.
+    """
+    values = float32_of_bf16(array) if tensor.datatype == BF16 else array
+    rows = values.reshape(values.shape[0], -1) if batched else values.reshape(1, -1)
+    count = min(classes, rows.shape[1])
+    labels = np.empty((rows.shape[0], count), object)
+    form = "%f:%d" if rows.dtype.kind == "f" else "%d:%d"
+    for row, texts in zip(rows, labels, strict=True):
+        texts[:] = [(form % (row[index], index)).encode() for index in _largest(row, count)]
+    return labels if batched else labels.reshape(count)
+
+
+def _largest(row: Array, count: int) -> Array:
+    """Return the indices of the largest values, descending; NaN counts as the smallest."""
+    if count == 0:
+        return np.empty(0, np.intp)
+    keys = np.where(np.isnan(row), -np.inf, row) if row.dtype.kind == "f" else row
+    threshold = np.partition(keys, -count)[-count]
+    backwards = np.flatnonzero(keys >= threshold)[
+        ::-1
+    ]  # so that a stable sort, reversed, keeps equal values in order
+    ascending = np.argsort(keys[backwards], kind="stable")
+    return backwards[ascending[::-1]][:count]

@@ -1,0 +1,208 @@
+"""Whether a request fits its model: names, datatypes, shapes, batch, outputs and parameters, in every protocol."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from server.errors import InvalidRequest, Unsupported
+from server.model import Array, ModelInfo, TensorSpec
+from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
+from server.protocol.shared_memory import Regions, Window
+from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
+from server.request import InferRequest, RequestedOutput
+
+Read = Callable[[InputBody], Array]
+"""Returns an input's values, wherever the protocol has put them; its name, datatype and shape fit already."""
+
+
+def fit(message: RequestBody, info: ModelInfo, regions: Regions, read: Read, binary: bool = False) -> InferRequest:
+    """Check a request against its model, then read its tensors. Raises InvalidRequest, or Unsupported.
+
+    `binary` says how outputs travel that the client says nothing about.
+    """
+    _check_parameters(message.parameters)
+    _match_inputs(message.inputs, info)
+    batch = _batch(message.inputs, info)
+    return InferRequest(
+        model=info.name,
+        version=info.version,
+        inputs={body.name: read(body) for body in message.inputs},
+        batch=batch,
+        outputs=_outputs(message, info, regions, _flag(message.parameters, "binary_data_output", binary)),
+        id=message.id or None,
+        priority=unsigned(message.parameters, "priority", "the request") or None,
+        timeout_s=_seconds(unsigned(message.parameters, "timeout", "the request")),
+    )
+
+
+def window_of(parameters: Parameters, regions: Regions, where: str) -> Window | None:
+    """Find the shared memory that a tensor's parameters name, or None if they name none."""
+    region = parameters.get("shared_memory_region")
+    if region is None:
+        return None
+    if not isinstance(region, str):
+        raise InvalidRequest(
+            f"parameter 'shared_memory_region' of {where} must be a string, got {str(region)[:40]}"
+        )
+    size = unsigned(parameters, "shared_memory_byte_size", where)
+    if size is None:
+        raise InvalidRequest(f"'shared_memory_byte_size' is missing beside 'shared_memory_region' of {where}")
+    return regions.window(region, unsigned(parameters, "shared_memory_offset", where) or 0, size)
+
+
+def unsigned(parameters: Mapping[str, object], key: str, where: str) -> int | None:
+    value = parameters.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidRequest(f"parameter '{key}' of {where} must be an unsigned integer, got {str(value)[:40]}")
+    return value
+
+
+def check_size(body: InputBody, nbytes: int) -> None:
+    """Raise InvalidRequest if this many bytes cannot be the input; the length of BYTES follows from their contents."""
+    if body.datatype == BYTES:
+        return
+    expected = math.prod(body.shape) * DTYPES[body.datatype].itemsize
+    if expected != nbytes:
+        raise InvalidRequest(
+            f"input byte size mismatch for input '{body.name}': {body.datatype} {list(body.shape)} takes {expected}"
+            f" bytes, got {nbytes}"
+        )
+
+
+def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
+    """Check names, datatypes and shapes; values come later."""
+    if [body.name for body in bodies] == [tensor.name for tensor in info.inputs]:
+        for body, tensor in zip(bodies, info.inputs, strict=True):
+            _match_input(body, tensor, info)
+        return
+    specs = {tensor.name: tensor for tensor in info.inputs}
+    seen: set[str] = set()
+    for body in bodies:
+        if body.name not in specs:
+            raise InvalidRequest(
+                f"unexpected inference input '{body.name}' for model '{info.name}', whose inputs are {sorted(specs)}"
+            )
+        if body.name in seen:
+            raise InvalidRequest(f"input '{body.name}' already exists in request")
+        seen.add(body.name)
+        _match_input(body, specs[body.name], info)
+    missing = [name for name in specs if name not in seen]
+    if missing:
+        raise InvalidRequest(
+            f"expected {len(specs)} inputs but got {len(bodies)} inputs for model '{info.name}'. Got input(s)"
+            f" {sorted(seen)}, but missing required input(s) {missing}. Please provide all required input(s)."
+        )
+
+
+def _match_input(body: InputBody, tensor: TensorSpec, info: ModelInfo) -> None:
+    if body.datatype != tensor.datatype:
+        hint = "; PyTorch models have no string tensors" if body.datatype == BYTES else ""
+        raise InvalidRequest(
+            f"inference input '{body.name}' data-type is '{body.datatype}', but model '{info.name}' expects"
+            f" '{tensor.datatype}'{hint}"
+        )
+    expected = info.wire_shape(tensor)
+    if not _fits(expected, body.shape):
+        note = (
+            ". NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be"
+            " prepended to each input shape."
+            if info.max_batch_size > 0
+            else ""
+        )
+        raise InvalidRequest(
+            f"unexpected shape for input '{body.name}' for model '{info.name}'. Expected {list(expected)}, got"
+            f" {body.shape}{note}"
+        )
+
+
+def _fits(expected: Sequence[int], shape: Sequence[int]) -> bool:
+    if len(expected) != len(shape):
+        return False
+    for wanted, given in zip(expected, shape, strict=True):
+        if wanted != given and (wanted >= 0 or given < 0):
+            return False
+    return True
+
+
+def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
+    if info.max_batch_size == 0:
+        return 1
+    batch = bodies[0].shape[0] if bodies else 1
+    for body in bodies:
+        if body.shape[0] != batch:
+            raise InvalidRequest(
+                f"input '{body.name}' batch size does not match other inputs for '{info.name}': {body.shape[0]},"
+                f" and {batch} in '{bodies[0].name}'"
+            )
+    if not 1 <= batch <= info.max_batch_size:
+        raise InvalidRequest(
+            f"inference request batch-size must be <= {info.max_batch_size} for '{info.name}' and at least 1,"
+            f" got {batch}"
+        )
+    return batch
+
+
+def _outputs(message: RequestBody, info: ModelInfo, regions: Regions, binary: bool) -> tuple[RequestedOutput, ...]:
+    """What the client wants, in the model's order; all outputs if it names none."""
+    if not message.outputs:
+        return tuple(_output(tensor, {}, regions, binary) for tensor in info.outputs)
+    wanted: dict[str, WantedBody] = {}
+    known = [tensor.name for tensor in info.outputs]
+    for body in message.outputs:
+        if body.name not in known:
+            raise InvalidRequest(
+                f"unexpected inference output '{body.name}' for model '{info.name}', whose outputs are {known}"
+            )
+        if body.name in wanted:
+            raise InvalidRequest(f"output '{body.name}' already exists in request")
+        wanted[body.name] = body
+    return tuple(_output(t, wanted[t.name].parameters, regions, binary) for t in info.outputs if t.name in wanted)
+
+
+def _output(tensor: TensorSpec, parameters: Parameters, regions: Regions, default: bool) -> RequestedOutput:
+    if not parameters and (default or tensor.datatype not in BINARY_ONLY):
+        return RequestedOutput(tensor, default)
+    where = f"output '{tensor.name}'"
+    classes = unsigned(parameters, "classification", where) or 0
+    binary = _flag(parameters, "binary_data", default)
+    window = window_of(parameters, regions, where)
+    if window is not None and classes:
+        raise InvalidRequest(f"shared memory can't be set on {where} that is to be classified")
+    if window is not None and parameters.get("binary_data"):
+        raise InvalidRequest(f"'binary_data' and 'shared_memory_region' can't both be set on {where}")
+    if classes and tensor.datatype == BYTES:
+        raise InvalidRequest(f"{where} is BYTES, which cannot be classified")
+    if tensor.datatype in BINARY_ONLY and not (binary or classes or window):
+        raise InvalidRequest(
+            f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data"
+            f" format for output '{tensor.name}'"
+        )
+    return RequestedOutput(tensor, binary, classes, window)
+
+
+def _check_parameters(parameters: Parameters) -> None:
+    """Custom parameters pass; a model made of tensors has no use for them."""
+    if not parameters:
+        return
+    for key in parameters:
+        if key.startswith("triton_"):
+            raise InvalidRequest(
+                f"parameter keys starting with 'triton_' are reserved for Triton usage, got '{key}'"
+            )
+    if parameters.get("sequence_id") or parameters.get("sequence_start") or parameters.get("sequence_end"):
+        raise Unsupported(
+            "sequence_id is set, but models here keep no state between requests; send requests without a sequence"
+        )
+
+
+def _flag(parameters: Mapping[str, object], key: str, default: bool) -> bool:
+    value = parameters.get(key, default)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"parameter '{key}' must be true or false, got {str(value)[:40]}")
+    return value
+
+
+def _seconds(microseconds: int | None) -> float | None:
+    """A timeout of 0 is none."""
+    return microseconds / 1e6 if microseconds else None

@@ -1,0 +1,109 @@
+"""Triton's ModelConfig: read from config.pbtxt, made from a model, written as JSON, compared with a model."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format, text_format
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
+
+from server.errors import RepositoryError
+from server.model import ModelInfo, TensorSpec
+from server.protocol.datatypes import config_type
+
+__all__ = ["ModelConfig", "config_as_json", "config_mismatch", "config_of", "parse_config", "read_config"]
+
+_LARGEST_FILE_BYTES = 1 << 20
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Parse a config.pbtxt. Raises RepositoryError with the line that is wrong."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE_BYTES:
+            raise RepositoryError(f"{path.name} is over {_LARGEST_FILE_BYTES} bytes")
+        return text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
+    except (OSError, UnicodeDecodeError) as error:
+        raise RepositoryError(f"{path.name} cannot be read: {error}") from error
+    except (text_format.ParseError, RecursionError) as error:
+        raise RepositoryError(f"{path.name} is not a ModelConfig: {error}") from error
+
+
+def parse_config(text: str) -> ModelConfig:
+    """Read a ModelConfig from the JSON that a client sends. Raises RepositoryError."""
+    try:
+        return json_format.Parse(text, ModelConfig())
+    except (json_format.ParseError, RecursionError, ValueError) as error:
+        raise RepositoryError(f"the configuration is not a ModelConfig in JSON: {error}") from error
+
+
+def config_of(info: ModelInfo, given: ModelConfig | None = None) -> ModelConfig:
+    """Complete a config.pbtxt, which may leave anything out, with what the model itself says."""
+    config = ModelConfig()
+    if given is not None:
+        config.CopyFrom(given)
+    config.name = info.name
+    config.platform = config.platform or info.platform
+    config.backend = config.backend or "pytorch"
+    config.max_batch_size = info.max_batch_size
+    if not config.HasField("version_policy"):
+        config.version_policy.latest.num_versions = 1
+    if not config.input:
+        config.input.extend(ModelInput(**_fields(tensor)) for tensor in info.inputs)
+    if not config.output:
+        config.output.extend(ModelOutput(**_fields(tensor)) for tensor in info.outputs)
+    return config
+
+
+def config_as_json(config: ModelConfig) -> dict[str, Any]:
+    """Write every field, defaults too, under its proto name, as Triton does."""
+    written: dict[str, Any] = json_format.MessageToDict(
+        config, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    for tensor in (*written["input"], *written["output"]):
+        tensor["dims"] = [int(dim) for dim in tensor["dims"]]  # protobuf writes 64-bit integers as strings
+    return written
+
+
+def config_mismatch(config: ModelConfig, info: ModelInfo) -> str | None:
+    """Say how a config.pbtxt disagrees with the model, or None if it does not. What it leaves out agrees."""
+    if config.name and config.name != info.name:
+        return f"config.pbtxt names the model '{config.name}', its folder '{info.name}'"
+    if config.max_batch_size > info.max_batch_size:
+        return (
+            f"config.pbtxt has max_batch_size {config.max_batch_size}, the program takes at most"
+            f" {info.max_batch_size}"
+        )
+    batch_in_dims = config.max_batch_size == 0 and info.max_batch_size > 0
+    return _tensors_mismatch("input", config.input, info.inputs, batch_in_dims) or _tensors_mismatch(
+        "output", config.output, info.outputs, batch_in_dims
+    )
+
+
+def _tensors_mismatch(
+    kind: str, given: Sequence[Any], actual: Iterable[TensorSpec], batch_in_dims: bool
+) -> str | None:
+    tensors = {tensor.name: tensor for tensor in actual}
+    for entry in given:
+        tensor = tensors.get(entry.name)
+        if tensor is None:
+            return f"config.pbtxt has {kind} '{entry.name}', the program has {', '.join(tensors)}"
+        datatype = DataType.Name(entry.data_type)
+        if datatype != config_type(tensor.datatype):
+            return f"config.pbtxt says {datatype} for {kind} '{entry.name}', the program {config_type(tensor.datatype)}"
+        shape = (-1, *tensor.shape) if batch_in_dims else tensor.shape
+        if not _dims_agree(entry.dims, shape):
+            return f"config.pbtxt says dims {list(entry.dims)} for {kind} '{entry.name}', the program {list(shape)}"
+    missing = [name for name in tensors if given and name not in {entry.name for entry in given}]
+    return f"config.pbtxt leaves out {kind} '{missing[0]}' of the program" if missing else None
+
+
+def _dims_agree(given: Sequence[int], actual: Sequence[int]) -> bool:
+    return len(given) == len(actual) and all(g in (-1, a) or a == -1 for g, a in zip(given, actual, strict=True))
+
+
+def _fields(tensor: TensorSpec) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "data_type": DataType.Value(config_type(tensor.datatype)),
+        "dims": tensor.shape,
+    }

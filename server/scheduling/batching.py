@@ -1,0 +1,91 @@
+"""Which of a model's waiting requests are executed together, and whether it pays to wait for more."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from server.scheduling.estimates import Estimate
+from server.scheduling.policy import Policy
+from server.scheduling.queues import Ticket
+
+_GAIN = 0.9
+"""A larger batch is worth it if a row takes at most this part of its time in a smaller one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests of one model, to be executed together."""
+
+    tickets: tuple[Ticket, ...]
+    rows: int
+    keep_until_s: float = -math.inf
+    """Until then others may join."""
+
+
+def batch_of(
+    first: Ticket, waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, most_rows: int, now_s: float
+) -> Batch:
+    """Choose how many of the requests behind `first` go with it.
+
+    A batch may be padded: five requests of a model bound by its swaps run as eight, whose parameters are copied once.
+    One that is bound by arithmetic gains nothing, and then its requests do not wait for each other.
+    """
+    taken: list[Ticket] = []
+    rows, best_s, paying, preferred, deadline_s = 0, math.inf, 1, 0, math.inf
+    full = False
+    for ticket in _in_order(first, waiting):
+        more = rows + ticket.request.batch
+        deadline_s = min(deadline_s, math.inf if ticket.deadline_s is None else ticket.deadline_s)
+        too_late = now_s + estimate.careful_s(more, now_s) > deadline_s
+        if taken and (more > most_rows or ticket.generation != first.generation or too_late):
+            full = True
+            break
+        taken.append(ticket)
+        rows = more
+        if estimate.predicted_s(rows) / rows <= _GAIN * best_s:
+            best_s, paying = estimate.predicted_s(rows) / rows, len(taken)
+        if rows in policy.preferred_batches:
+            preferred = len(taken)
+    waits = policy.batch_delay_s > 0.0 and not full and not preferred and rows < most_rows
+    keep_until_s = _keep_until(taken, policy, deadline_s - estimate.careful_s(rows, now_s)) if waits else -math.inf
+    tickets = tuple(taken[: preferred or paying])
+    return Batch(tickets, sum(t.request.batch for t in tickets), keep_until_s)
+
+
+def best_rate_batch(
+    waiting: Iterable[Ticket], usual: Batch, estimate: Estimate, most_rows: int, now_s: float
+) -> Batch:
+    """Where not everything can be answered in time: the batch that answers most per second.
+
+    A request whose deadline is too near for a large batch would make a small one of it, and the next one, too.
+    """
+    generation = usual.tickets[0].generation
+    best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
+    tickets = [ticket for ticket in waiting if ticket.generation == generation]
+    for rows in estimate.planned(most_rows):
+        chosen = tuple(_fitting(tickets, rows, now_s + estimate.careful_s(rows, now_s)))
+        filled = sum(ticket.request.batch for ticket in chosen)
+        if chosen and filled / estimate.seconds(filled) > best_per_s:
+            best, best_per_s = Batch(chosen, filled), filled / estimate.seconds(filled)
+    return best
+
+
+def _fitting(tickets: Iterable[Ticket], most_rows: int, end_s: float) -> Iterator[Ticket]:
+    """In order, so many as fit into a batch that ends then and are still in time."""
+    rows = 0
+    for ticket in tickets:
+        if ticket.deadline_s is None or ticket.deadline_s >= end_s:
+            rows += ticket.request.batch
+            if rows > most_rows:
+                return
+            yield ticket
+
+
+def _in_order(first: Ticket, waiting: Iterable[Ticket]) -> Iterator[Ticket]:
+    yield first
+    yield from (ticket for ticket in waiting if ticket is not first)
+
+
+def _keep_until(tickets: Iterable[Ticket], policy: Policy, latest_start_s: float) -> float:
+    """When the first of the requests has waited long enough, or must begin for a deadline's sake."""
+    return min(min(t.arrived_s for t in tickets) + policy.batch_delay_s, latest_start_s)

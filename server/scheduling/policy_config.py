@@ -1,0 +1,129 @@
+"""Reads a model's queueing policy out of its ModelConfig, and refuses what makes no sense here."""
+
+from tritonclient.grpc.model_config_pb2 import ModelDynamicBatching, ModelQueuePolicy
+
+from server.config import integer, positive
+from server.errors import RepositoryError
+from server.protocol.model_config import ModelConfig
+from server.scheduling.policy import LevelPolicy, Policy
+
+CONCURRENCY, RATE, BURST = "max_concurrency", "max_requests_per_second", "max_burst"
+"""Keys of `parameters` in a ModelConfig, which has no fields for these."""
+
+_MOST_LEVELS = 1024
+
+
+def policy_of(config: ModelConfig) -> Policy:
+    """Read a policy. Raises RepositoryError, which names the field."""
+    _refuse_other_schedulers(config)
+    _refuse_rate_limiter(config)
+    batching = config.dynamic_batching
+    levels, default_level = _levels(batching)
+    default = _level_policy(batching.default_queue_policy)
+    rate_per_s = _rate(config)
+    return Policy(
+        levels=levels,
+        default_level=default_level,
+        default=default,
+        by_level=_by_level(batching, levels),
+        preferred_batches=_preferred(batching, config.max_batch_size),
+        batch_delay_s=batching.max_queue_delay_microseconds / 1e6,
+        concurrency=_whole(config, CONCURRENCY),
+        rate_per_s=rate_per_s,
+        burst=_whole(config, BURST) or max(1, round(rate_per_s or 0.0)),
+    )
+
+
+def _refuse_other_schedulers(config: ModelConfig) -> None:
+    choice = config.WhichOneof("scheduling_choice")
+    if choice not in (None, "dynamic_batching"):
+        raise RepositoryError(
+            f"config.pbtxt: {choice} is not supported; models here keep no state between requests"
+        )
+    if config.model_transaction_policy.decoupled:
+        raise RepositoryError(
+            "config.pbtxt: decoupled models are not supported; a request has exactly one response"
+        )
+
+
+def _refuse_rate_limiter(config: ModelConfig) -> None:
+    for group in config.instance_group:
+        if group.rate_limiter.resources or group.rate_limiter.priority:
+            raise RepositoryError(
+                "config.pbtxt: instance_group.rate_limiter is not supported, because one inference at a time has the"
+                f" device; limit requests with parameters '{RATE}' and '{CONCURRENCY}'"
+            )
+
+
+def _levels(batching: ModelDynamicBatching) -> tuple[int, int]:
+    levels, default = batching.priority_levels, batching.default_priority_level
+    if levels > _MOST_LEVELS:
+        raise RepositoryError(f"config.pbtxt: priority_levels is {levels}, the most is {_MOST_LEVELS}")
+    if levels == 0:
+        if default or batching.priority_queue_policy:
+            raise RepositoryError(
+                "config.pbtxt: there are priorities, but priority_levels is 0; say how many there are"
+            )
+        return 1, 1
+    if not 1 <= default <= levels:
+        raise RepositoryError(f"config.pbtxt: default_priority_level is {default}, it must be from 1 to {levels}")
+    if batching.preserve_ordering and levels > 1:
+        raise RepositoryError("config.pbtxt: preserve_ordering leaves nothing for priority_levels to do; drop one")
+    return levels, default
+
+
+def _by_level(batching: ModelDynamicBatching, levels: int) -> dict[int, LevelPolicy]:
+    policies = {level: _level_policy(policy) for level, policy in batching.priority_queue_policy.items()}
+    for level in policies:
+        if not 1 <= level <= levels:
+            raise RepositoryError(
+                f"config.pbtxt: priority_queue_policy has level {level}, the last one is {levels}"
+            )
+    delays = any(p.delays_late for p in (*policies.values(), _level_policy(batching.default_queue_policy)))
+    if batching.preserve_ordering and delays:
+        raise RepositoryError("config.pbtxt: timeout_action DELAY changes the order that preserve_ordering keeps")
+    return policies
+
+
+def _level_policy(policy: ModelQueuePolicy) -> LevelPolicy:
+    timeout_us = policy.default_timeout_microseconds
+    return LevelPolicy(
+        limit=policy.max_queue_size or None,
+        timeout_s=timeout_us / 1e6 if timeout_us else None,
+        timeout_may_shorten=policy.allow_timeout_override or not timeout_us,
+        delays_late=policy.timeout_action == ModelQueuePolicy.DELAY,
+    )
+
+
+def _preferred(batching: ModelDynamicBatching, max_batch: int) -> tuple[int, ...]:
+    sizes = tuple(sorted(set(batching.preferred_batch_size)))
+    for size in sizes:
+        if size < 1 or (max_batch and size > max_batch):
+            raise RepositoryError(
+                f"config.pbtxt: preferred_batch_size has {size}, it must be from 1 to max_batch_size {max_batch}"
+            )
+    return sizes
+
+
+def _rate(config: ModelConfig) -> float | None:
+    text = _parameter(config, RATE)
+    if text is None:
+        return None
+    try:
+        return positive(text, "a rate in requests per second")
+    except ValueError as error:
+        raise RepositoryError(f"config.pbtxt: parameter '{RATE}': {error}") from error
+
+
+def _whole(config: ModelConfig, key: str) -> int | None:
+    text = _parameter(config, key)
+    if text is None:
+        return None
+    try:
+        return integer(1, 1 << 20)(text)
+    except ValueError as error:
+        raise RepositoryError(f"config.pbtxt: parameter '{key}': {error}") from error
+
+
+def _parameter(config: ModelConfig, key: str) -> str | None:
+    return config.parameters[key].string_value if key in config.parameters else None

@@ -1,0 +1,348 @@
+"""What runs next: requests queue per model and are chosen by deadline, age and readiness. Pure; the clock is passed in.
+
+Requests that cannot be answered within their timeout are refused as soon as that is known. Whatever the order
+prefers, at most `BYPASSES` executions in a row leave the oldest request of all behind.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from server.errors import ModelNotFound, QueueFull, RequestTimedOut
+from server.model import Readiness
+from server.request import InferRequest
+from server.scheduling.batching import Batch, batch_of, best_rate_batch
+from server.scheduling.deadlines import Deadlines
+from server.scheduling.estimates import Delay, Estimate
+from server.scheduling.limits import Admission
+from server.scheduling.policy import Policy
+from server.scheduling.queues import ModelQueue, Ticket
+
+BYPASSES = 8
+PATIENCE_S = 1.0
+"""A request without a deadline is as urgent as one that must start within this time."""
+
+_STRAINED_S = 1.0
+"""So long after something could not be answered in time, answering most comes before answering the nearest deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the device does next: requests for one model, executed together."""
+
+    model: str
+    tickets: tuple[Ticket, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(ticket.request.batch for ticket in self.tickets)
+
+
+class _Model:
+    """A model's queue, and what is known of its executions."""
+
+    def __init__(self, generation: int) -> None:
+        self.first_generation = self.generation = generation
+        self.queue = ModelQueue()
+        self.policy = Policy()
+        self.admission = Admission(self.policy)
+        self.estimate = Estimate({})
+        self.most_rows = 0
+        self.readiness = Readiness()
+        self.held = False
+
+
+class Scheduler:
+    """Not thread-safe: the engine calls it under its lock."""
+
+    def __init__(self, queue_limit: int, queue_bytes: int | None = None) -> None:
+        self._queue_limit = queue_limit
+        self._queue_bytes = queue_bytes
+        self._models: dict[str, _Model] = {}
+        self._waiting_bytes = 0
+        self._arrivals = 0
+        self._generations = 0
+        self._busy_until_s = -math.inf
+        self._refused_s = -math.inf
+        """When something could last not be answered in time."""
+        self._answering = Delay()
+        """From the end of an execution until its answer is on its way."""
+        self._last: str | None = None
+        self._announced: str | None = None
+        self._bypassed: tuple[int, int] = (0, 0)
+        """The number of the oldest request, and how many executions have left it behind."""
+        self._deadlines = Deadlines()
+        self._live: set[Ticket] = set()
+        """All that wait."""
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the inputs that wait."""
+        return self._waiting_bytes
+
+    def pending(self, model: str) -> int:
+        return len(self._models[model].queue) if model in self._models else 0
+
+    def correction(self, model: str) -> float:
+        """Measured over predicted time of a model's executions."""
+        return self._models[model].estimate.correction
+
+    def add(
+        self,
+        model: str,
+        seconds_by_batch: Mapping[int, float] | None = None,
+        policy: Policy | None = None,
+        most_rows: int = 0,
+        readiness: Readiness | None = None,
+    ) -> int:
+        """Know a model, or what has replaced it; returns the generation that its tickets carry from now on.
+
+        Requests are put together up to `most_rows`; those of different generations never are.
+        """
+        self._generations += 1
+        known = self._models.setdefault(model, _Model(self._generations))
+        known.generation = self._generations
+        known.policy = known.admission.policy = policy or Policy()
+        known.estimate = Estimate(seconds_by_batch or {})
+        known.most_rows = most_rows
+        known.readiness = readiness or Readiness()
+        return known.generation
+
+    def replan(self, model: str, seconds_by_batch: Mapping[int, float], readiness: Readiness) -> None:
+        """Hear that a model has other plans now."""
+        known = self._models[model]
+        known.estimate.replan(seconds_by_batch)
+        known.readiness = readiness
+
+    def remove(self, model: str) -> list[Ticket]:
+        """Forget a model; returns the requests that still waited for it."""
+        forgotten = self._models.pop(model, None)
+        tickets = list(forgotten.queue) if forgotten is not None else []
+        for ticket in tickets:
+            self._left(ticket)
+        return tickets
+
+    def drop_older(self, model: str) -> list[Ticket]:
+        """Take out what waits for versions of a model that have been replaced."""
+        known = self._models[model]
+        older = [ticket for ticket in known.queue if ticket.generation != known.generation]
+        for ticket in older:
+            self.cancel(ticket)
+        return older
+
+    def hold(self, model: str, held: bool) -> None:
+        """Keep a model's requests waiting while its memory is being changed, or let them go on."""
+        self._models[model].held = held
+
+    def require_room(self, model: str, now_s: float) -> None:
+        """Refuse what no request of the model could pass now. Raises QueueFull."""
+        known = self._models.get(model)
+        if known is not None and len(known.queue) >= self._queue_limit:
+            raise QueueFull.of_model(model, self._queue_limit, self._backlog_s(now_s))
+
+    def submit(self, now_s: float, request: InferRequest) -> Ticket:
+        """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it came too late."""
+        known = self._models.get(request.model)
+        if known is None:
+            raise ModelNotFound(request.model)
+        ticket = self._ticket(request, known, now_s)
+        self._require_room(known, ticket, now_s)
+        if ticket.deadline_s is not None:
+            needed_s = self._start_s(ticket, known, now_s) + self._careful_s(ticket, now_s) - now_s
+            if now_s + needed_s > ticket.deadline_s:
+                self._refused_s = now_s
+                raise RequestTimedOut(request.model, ticket.timeout_s or 0.0, needed_s)
+        known.admission.enter(request.model, now_s, self._backlog_s(now_s))
+        self._arrivals += 1
+        self._waiting_bytes += ticket.nbytes
+        self._live.add(ticket)
+        known.queue.push(ticket)
+        self._watch(ticket, now_s)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Take a request out of its queue; False if it has left it already."""
+        if ticket not in self._live:
+            return False
+        known = self._models[ticket.request.model]
+        known.queue.remove(ticket)
+        known.admission.leave()
+        self._left(ticket)
+        return True
+
+    def shed(self, now_s: float) -> list[Ticket]:
+        """Take out what can no longer be answered in time, even if it were next."""
+        hopeless = []
+        start_s = max(now_s, self._busy_until_s)
+        while (ticket := self._deadlines.pop_before(start_s)) is not None:
+            if self._latest_start_s(ticket, now_s) >= start_s:  # the model has become faster meanwhile
+                self._watch(ticket, now_s)
+            elif ticket.late_s is not None:
+                self._models[ticket.request.model].queue.put_behind(ticket)
+            elif self.cancel(ticket):
+                self._refused_s = now_s
+                hopeless.append(ticket)
+        return hopeless
+
+    def next(self, now_s: float) -> Work | None:
+        """Take the next requests to execute, or None if none waits, or all are kept back."""
+        chosen = self._choose(now_s)
+        if chosen is None:
+            return None
+        model, batch = chosen
+        known = self._models[model]
+        for ticket in batch.tickets:
+            known.queue.remove(ticket)
+            self._left(ticket)
+        self._count_bypass(batch)
+        self._last, self._announced = model, None
+        self._busy_until_s = now_s + known.estimate.seconds(batch.rows)
+        return Work(model, batch.tickets)
+
+    def finished(self, work: Work, now_s: float, seconds: float | None) -> None:
+        """Hear that work has ended, after `seconds`; None if they say nothing about the next time."""
+        self._busy_until_s = -math.inf
+        known = self._models.get(work.model)
+        if known is None or work.tickets[0].generation < known.first_generation:
+            return  # the model was removed meanwhile
+        known.admission.leave(len(work.tickets))
+        if seconds is not None and work.tickets[0].generation == known.generation:
+            known.estimate.measured(work.rows, seconds, now_s)
+
+    def answered(self, seconds: float) -> None:
+        """Hear how long after the end of its execution an answer was on its way."""
+        self._answering.measured(seconds)
+
+    def ahead(self, now_s: float) -> Work | None:
+        """Look at what `next` would take, as far as is known now; its model may begin its copies."""
+        chosen = self._choose(max(now_s, self._busy_until_s))
+        if chosen is None:
+            return None
+        self._announced = chosen[0]
+        return Work(chosen[0], chosen[1].tickets)
+
+    def wake_s(self, now_s: float) -> float:
+        """When `next` may find something that it does not find now, though nothing arrives; infinite for never."""
+        return min((self._kept_until_s(known, now_s) for _, known in self._candidates()), default=math.inf)
+
+    def expiry_s(self) -> float:
+        """When `shed` may find something next; infinite for never."""
+        return self._deadlines.earliest_s
+
+    def clear(self) -> None:
+        """Forget every request that waits."""
+        for ticket in list(self._live):
+            self.cancel(ticket)
+
+    def _left(self, ticket: Ticket) -> None:
+        """Forget a request that waits no more, and its inputs with it."""
+        self._live.remove(ticket)
+        self._waiting_bytes -= ticket.nbytes
+        self._deadlines.forget(ticket)
+
+    def _choose(self, now_s: float) -> tuple[str, Batch] | None:
+        """The most urgent of what may start; the oldest, if it has been bypassed often enough."""
+        ready = [(name, known) for name, known in self._candidates() if self._kept_until_s(known, now_s) <= now_s]
+        if not ready:
+            return None
+        number, name, first = min((t.number, name, t) for name, known in ready if (t := known.queue.oldest()))
+        if self._bypassed[0] == number and self._bypassed[1] >= BYPASSES:
+            return name, self._batch(self._models[name], first, now_s)
+        name, known = min(ready, key=lambda r: (self._urgency_s(*r), (r[1].queue.first() or first).number))
+        batch = self._batch(known, known.queue.first() or first, now_s)
+        if now_s - self._refused_s < _STRAINED_S:
+            batch = best_rate_batch(known.queue, batch, known.estimate, known.most_rows, now_s)
+        return name, batch
+
+    def _candidates(self) -> Iterator[tuple[str, _Model]]:
+        return ((name, known) for name, known in self._models.items() if len(known.queue) and not known.held)
+
+    def _kept_until_s(self, known: _Model, now_s: float) -> float:
+        first = known.queue.first()
+        if first is None or known.policy.batch_delay_s == 0.0:
+            return -math.inf
+        return self._batch(known, first, now_s).keep_until_s
+
+    def _batch(self, known: _Model, first: Ticket, now_s: float) -> Batch:
+        return batch_of(first, known.queue, known.policy, known.estimate, known.most_rows, now_s)
+
+    def _urgency_s(self, name: str, known: _Model) -> float:
+        """When a model's next batch is due, moved by what its copies save or cost right now."""
+        due_s = known.queue.due_s(known.most_rows)
+        if name == self._last:
+            return due_s + known.readiness.recovery_s
+        return due_s - known.readiness.prefix_s if name == self._announced else due_s
+
+    def _ticket(self, request: InferRequest, known: _Model, now_s: float) -> Ticket:
+        level = known.policy.level_of(request.priority)
+        policy = known.policy.of_level(level)
+        timeout_s = known.policy.timeout_s(request)
+        # The event loop is as busy when a request arrives, unseen, as when its answer leaves.
+        end_s = None if timeout_s is None else now_s + timeout_s - 2.0 * self._answering.careful_s
+        deadline_s, late_s = (None, end_s) if policy.delays_late else (end_s, None)
+        latest_s = math.inf if deadline_s is None else deadline_s - known.estimate.careful_s(request.batch, now_s)
+        due_s = min(now_s + PATIENCE_S, latest_s)
+        nbytes = sum(array.nbytes for array in request.inputs.values())
+        return Ticket(
+            request,
+            self._arrivals + 1,
+            known.generation,
+            now_s,
+            deadline_s,
+            timeout_s,
+            late_s,
+            due_s,
+            level,
+            nbytes,
+        )
+
+    def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
+        """When a request must start, or, if its policy says so, be put behind the others."""
+        if ticket.deadline_s is not None:
+            return ticket.deadline_s - self._careful_s(ticket, now_s)
+        return math.inf if ticket.late_s is None else ticket.late_s
+
+    def _careful_s(self, ticket: Ticket, now_s: float) -> float:
+        return self._models[ticket.request.model].estimate.careful_s(ticket.request.batch, now_s)
+
+    def _watch(self, ticket: Ticket, now_s: float) -> None:
+        if ticket.deadline_s is not None or ticket.late_s is not None:
+            self._deadlines.watch(ticket, self._latest_start_s(ticket, now_s))
+
+    def _count_bypass(self, batch: Batch) -> None:
+        waiting = (t for k in self._models.values() if not k.held and (t := k.queue.oldest()) is not None)
+        oldest = min((ticket.number for ticket in waiting), default=None)
+        if oldest is None or oldest > min(ticket.number for ticket in batch.tickets):
+            self._bypassed = (0, 0)
+        else:
+            count = self._bypassed[1] if self._bypassed[0] == oldest else 0
+            self._bypassed = (oldest, count + 1)
+
+    def _start_s(self, ticket: Ticket, own: _Model, now_s: float) -> float:
+        """When a request would start that arrives now: behind what runs, and what would be chosen before it."""
+        ahead_s = 0.0
+        for _, known in self._candidates():
+            if known is own:
+                rows = sum(known.queue.waiting(level) for level in range(1, ticket.level + 1))
+                whole = max(own.most_rows, 1)
+                ahead_s += known.estimate.drain_s(rows // whole * whole)
+            elif known.queue.due_s(known.most_rows) <= ticket.due_s:
+                ahead_s += known.estimate.drain_s(known.queue.rows)
+        return max(now_s, self._busy_until_s) + ahead_s
+
+    def _backlog_s(self, now_s: float) -> float:
+        """The time to expect until all that waits now is answered."""
+        running_s = max(self._busy_until_s - now_s, 0.0)
+        return running_s + sum(k.estimate.drain_s(k.queue.rows) for k in self._models.values())
+
+    def _require_room(self, known: _Model, ticket: Ticket, now_s: float) -> None:
+        model = ticket.request.model
+        limit = known.policy.of_level(ticket.level).limit
+        if limit is not None and known.queue.waiting(ticket.level) >= limit:
+            raise QueueFull.of_model(model, limit, self._backlog_s(now_s))
+        self.require_room(model, now_s)
+        if self._queue_bytes is not None and self._waiting_bytes + ticket.nbytes > self._queue_bytes:
+            raise QueueFull.of_bytes(model, self._queue_bytes, self._backlog_s(now_s))
