@@ -128,7 +128,11 @@ def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
     }
     blocks = [*tensors.values(), *scratch.values()]
     if low:
-        layout = min(layouts(blocks), key=lambda made: (made.peak_bytes, sum(_tops(graph, blocks, made))))
+        nbytes, _, first, end, *_ = _arrays(blocks) if blocks else np.zeros((4, 0), np.int64)
+        layout = min(
+            layouts(blocks),
+            key=lambda made: (made.peak_bytes, _sum_of_tops(nbytes, first, end, np.array(made.offsets, np.int64))),
+        )
     else:
         layout = place(blocks)
     return ActivationLayout(
@@ -138,12 +142,14 @@ def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
     )
 
 
-def _tops(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[int, ...]:
-    tops = [0] * max(len(graph.ops), 1)
-    for block, offset in zip(blocks, layout.offsets, strict=True):
-        for k in range(block.span.first, block.span.end):
-            tops[k] = max(tops[k], offset + block.nbytes)
-    return tuple(tops)
+@compiled
+def _sum_of_tops(nbytes: Ints, first: Ints, end: Ints, offsets: Ints) -> int:
+    """The end of the highest byte in use, over all ops."""
+    tops = np.zeros(end.max() if len(end) else 0, dtype=np.int64)
+    for i in range(len(nbytes)):
+        for k in range(first[i], end[i]):
+            tops[k] = max(tops[k], offsets[i] + nbytes[i])
+    return int(tops.sum())
 
 
 def _busy(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[tuple[Stretch, ...], ...]:

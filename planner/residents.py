@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.compiled import compiled
 from planner.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -82,18 +83,23 @@ def paced(work: Workload, pages: int) -> Choice:
 
     With factor 1 nothing ever waits. Where the link is the bottleneck, the factor spreads the waiting evenly.
     """
-    size = work.arrays.size
+    arrays = work.arrays
+    start_s = arrays.op_start_s[arrays.first_use]
+
+    def late(factor: float) -> Ints:
+        return _late(start_s * factor, arrays.swap_s, arrays.size)
+
     low, high = 0.0, 1.0
-    while size[list(_late(work, high))].sum() > pages and high < 1e6:
+    while arrays.size[late(high)].sum() > pages and high < 1e6:
         low, high = high, high * 2
     for _ in range(30):
         middle = (low + high) / 2
-        if size[list(_late(work, middle))].sum() <= pages:
+        if arrays.size[late(middle)].sum() <= pages:
             high = middle
         else:
             low = middle
-    late = _late(work, high)
-    return fill(work, late if size[list(late)].sum() <= pages else (), pages)
+    kept = late(high)
+    return fill(work, tuple(kept.tolist()) if arrays.size[kept].sum() <= pages else (), pages)
 
 
 def by_share(work: Workload, shares: Floats, pages: int) -> Choice:
@@ -117,15 +123,15 @@ def _take(work: Workload, residents: Choice, order: Ints, pages: int) -> Choice:
     return tuple(sorted(taken))
 
 
-def _late(work: Workload, factor: float) -> Choice:
+@compiled
+def _late(deadline_s: Floats, swap_s: Floats, size: Ints) -> Ints:
     """Parameters whose copy would end after their op should start, if these were not copied at all."""
-    arrays = work.arrays
-    deadline = (arrays.op_start_s[arrays.first_use] * factor).tolist()
-    late = []
-    link_s = 0.0
-    for p, swap_s in enumerate(arrays.swap_s.tolist()):
-        if link_s + swap_s <= deadline[p]:
-            link_s += swap_s
-        elif arrays.size[p]:
-            late.append(p)
-    return tuple(late)
+    late = np.empty(len(size), dtype=np.int64)
+    count, link_s = 0, 0.0
+    for p in range(len(size)):
+        if link_s + swap_s[p] <= deadline_s[p]:
+            link_s += swap_s[p]
+        elif size[p]:
+            late[count] = p
+            count += 1
+    return late[:count]

@@ -16,7 +16,8 @@ from planner.errors import FormatError
 from planner.graph import decode_as
 from runtime import rewrite
 from runtime.model import Port
-from runtime.specialize import Instruction, Slot, Storage, Trace, TracedOp
+from runtime.slots import Slot
+from runtime.specialize import Instruction, Storage, Trace, TracedOp
 from runtime.weights import dtype_name, dtype_of
 
 FORMAT_VERSION = 1

@@ -16,9 +16,9 @@ import torch
 
 from planner.timeline import Span, Timeline
 from runtime.backend import Result
-from runtime.binding import Frame
 from runtime.errors import DeviceError
 from runtime.program import Program, SwapInStep
+from runtime.slots import Frame
 
 _SWITCH_INTERVAL_S = 1e-4
 

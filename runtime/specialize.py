@@ -6,7 +6,7 @@ old bytes differently (a view) is an instruction that costs nothing there.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import msgspec
@@ -19,6 +19,7 @@ from runtime.allocations import measuring_allocations
 from runtime.errors import UnsupportedModel
 from runtime.model import Model
 from runtime.rewrite import host_gather
+from runtime.slots import Slot, slots_of
 from runtime.weights import Manifest
 
 _OP = "cohabit op "
@@ -26,13 +27,6 @@ _OP = "cohabit op "
 
 # Operators that reach outside the process.
 _FORBIDDEN = frozenset({"aten::from_file", "aten::_print", "aten::save"})
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A value that an instruction takes from the frame."""
-
-    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +39,10 @@ class Instruction:
     kwargs: dict[str, Any]
     out: int
     op: int | None
+    reads: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return tuple(a.index for a in pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_slot) if _is_slot(a))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", tuple(slots_of((self.args, self.kwargs))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +92,6 @@ class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mutates: tuple[Storage, ...]
     scratch_bytes: int = 0
     """What torch's allocator gave the op at once beyond its results: repacked weights, im2col buffers."""
-
-
-def _is_slot(value: Any) -> bool:
-    return isinstance(value, Slot)
 
 
 def specialize(

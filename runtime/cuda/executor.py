@@ -20,7 +20,6 @@ import torch
 from planner.errors import CohabitError, format_bytes
 from planner.plan import Compute
 from runtime.backend import Result
-from runtime.binding import Frame
 from runtime.cuda.capture import capture
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Lanes
@@ -32,6 +31,8 @@ from runtime.cuda.surface import Event, Graph
 from runtime.cuda.transfers import Feeder, Transfer, Transfers
 from runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from runtime.program import Program
+from runtime.slots import Frame
+from runtime.slots import Frame
 
 _log = logging.getLogger("cohabit.cuda")
 

@@ -10,7 +10,6 @@ from torch._ops import HigherOrderOperator
 from planner.graph import Graph as GraphOfOps
 from planner.plan import Plan
 from planner.profile import Profile
-from runtime.binding import Frame
 from runtime.cuda.buffers import Buffers
 from runtime.cuda.host import Pinned
 from runtime.cuda.issue import Perform
@@ -20,6 +19,7 @@ from runtime.cuda.zone import zone_of
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source
 from runtime.program import Bases, Program, build
+from runtime.slots import Frame
 from runtime.specialize import Trace
 
 _READS_ON_HOST = ("item", "_local_scalar_dense")

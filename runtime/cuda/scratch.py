@@ -12,7 +12,6 @@ import msgspec
 import torch
 
 from planner.graph import Graph
-from runtime.binding import Frame
 from runtime.cuda.arena import CudaArena
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Lanes
@@ -22,6 +21,7 @@ from runtime.cuda.rehearsal import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitti
 from runtime.cuda.zone import ALIGNMENT_BYTES
 from runtime.errors import MemoryExceeded
 from runtime.lower import Lowered
+from runtime.slots import Frame
 
 
 def with_scratch(lowered: Lowered, batch: int, scratch: Sequence[int]) -> Lowered:
