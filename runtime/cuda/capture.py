@@ -7,7 +7,6 @@ from runtime.cuda.program import CudaProgram
 from runtime.cuda.surface import Graph
 from runtime.errors import CaptureFailed
 from runtime.slots import Frame
-from runtime.slots import Frame
 
 
 def capture(lanes: Lanes, program: CudaProgram) -> None:

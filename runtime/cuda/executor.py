@@ -32,7 +32,6 @@ from runtime.cuda.transfers import Feeder, Transfer, Transfers
 from runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from runtime.program import Program
 from runtime.slots import Frame
-from runtime.slots import Frame
 
 _log = logging.getLogger("cohabit.cuda")
 
