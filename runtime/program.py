@@ -94,11 +94,12 @@ def build(
 
     A plan that was built before from the same `lowered` is neither checked nor drafted again.
     """
-    blueprint = _blueprint(lowered, plan, profile, arena.device)
+    blueprint = blueprint_of(lowered, plan, profile, arena.device)
     return _Builder(blueprint, arena, bases, store).build(lowered.name)
 
 
-def _blueprint(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Blueprint:
+def blueprint_of(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Blueprint:
+    """Check a plan and draft it, unless it was the last one. Raises as `build` does."""
     batches = {graph.fingerprint: batch for batch, graph in lowered.graphs.items()}
     batch = batches.get(plan.graph, lowered.batches[0])
     known = lowered.blueprints.get(batch)

@@ -58,6 +58,8 @@ class CudaProgram(Program):
     """Time of the kernels alone, where there is a profile."""
     tf32: bool
     ready: Readiness
+    borrows: bool = False
+    """Its buffers are those of another program of its model."""
 
     @property
     def pool(self) -> Pool:
@@ -89,7 +91,8 @@ class CudaProgram(Program):
         if ready.pool is not None:
             ready.pool.close()
         ready.whole = ready.rest = ready.pool = None
-        self.buffers.close()
+        if not self.borrows:
+            self.buffers.close()
 
     def performing(self, driver: Driver, frame: Frame) -> Perform:
         """How commands are carried out for one inference."""
@@ -115,15 +118,29 @@ def prepare(
 ) -> CudaProgram:
     """Check a plan and bind it. For any thread; nothing runs. Raises what `runtime.program.build` raises."""
     program = build(lowered, plan, profile, arena, bases, store)
+    return equip(driver, pinned, lowered, program, profile, arena, bases, store)
+
+
+def equip(
+    driver: Driver,
+    pinned: Pinned,
+    lowered: Lowered,
+    program: Program,
+    profile: Profile | None,
+    arena: Memory[torch.Tensor],
+    bases: Bases,
+    store: Source[torch.Tensor],
+) -> CudaProgram:
+    """Give a bound program what it needs to be issued. Raises UnsupportedPlan, and MemoryExceeded for its buffers."""
     graph = lowered.graphs[program.batch]
     staged = bool(getattr(store, "staged", False))
     lowered_to = schedule(program, join=not staged)
-    zone = zone_of(graph, plan)
+    zone = zone_of(graph, program.plan)
     own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program)}
     return CudaProgram(
         **own,
         schedule=lowered_to,
-        copies=_prepared(program, lowered_to, arena, store),
+        copies=prepared_copies(lowered_to, arena, store),
         buffers=Buffers(program.name, lowered.inputs, lowered.outputs, program.batch, pinned),
         graph=graph,
         zone=arena.bytes(bases.offset(zone.address), zone.nbytes),
@@ -149,9 +166,10 @@ def obstacle(trace: Trace, *, staged: bool) -> str | None:
     return None
 
 
-def _prepared(
-    program: Program, lowered_to: Schedule, arena: Memory[torch.Tensor], store: Source[torch.Tensor]
+def prepared_copies(
+    lowered_to: Schedule, arena: Memory[torch.Tensor], store: Source[torch.Tensor]
 ) -> dict[Copy, Callable[[], None]]:
+    """Every copy of a schedule, ready to be issued."""
     parts = (lowered_to.prefix, lowered_to.epilogue, lowered_to.residents)
     copies = {c for part in parts for c in part}
     for commands in (lowered_to.whole, lowered_to.rest):

@@ -1,0 +1,290 @@
+"""A plan drafted: every call, view and copy of one inference, with addresses that still count from the regions' starts.
+
+Drafting walks the plan once. Where the model lies in the arena comes later, and may come again: a model that moves, or
+is loaded again, is bound from the same blueprint.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from planner.graph import Graph
+from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
+from planner.profile import Profile
+from runtime.binding import Form, form_of
+from runtime.errors import UnsupportedPlan
+from runtime.specialize import Instruction, Trace
+from runtime.weights import Manifest, Piece
+
+Statics = tuple[tuple[int, int], ...]
+"""Slots whose values are known as soon as addresses are, with their places in `Blueprint.statics`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter, whose segment is at an address."""
+
+    piece: Piece
+    segment: Address
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A view of parameters alone."""
+
+    form: Form
+    statics: Statics
+
+
+@dataclass(frozen=True, slots=True)
+class CallDraft:
+    """A call, and the slots that die with it."""
+
+    form: Form
+    statics: Statics
+    frees: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDraft:
+    step: int
+    calls: tuple[CallDraft, ...]
+    swap_ins_before: int
+    first_reads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapInDraft:
+    step: int
+    segment: int
+    address: Address
+    nbytes: int
+    computes_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What `runtime.program.Program` has, before the model has a place."""
+
+    plan: Plan
+    profile: Profile | None
+    """What the plan was checked against."""
+    device: torch.device
+    trace: Trace
+    statics: tuple[Weight | View, ...]
+    """Each is made of earlier ones alone."""
+    computes: tuple[ComputeDraft, ...]
+    swap_ins: tuple[SwapInDraft, ...]
+    residents: tuple[SwapInDraft, ...]
+    final_calls: tuple[CallDraft, ...]
+    constants: Statics
+    prefix: int
+    epilogue: int
+
+
+def draft(
+    graph: Graph, trace: Trace, manifest: Manifest, plan: Plan, profile: Profile | None, device: torch.device
+) -> Blueprint:
+    """Draft a checked plan. Raises UnsupportedPlan."""
+    return _Drafter(graph, trace, manifest, plan, device).draft(profile)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A compute step whose calls wait for the last use of each slot to be known."""
+
+    step: int
+    instructions: list[Instruction]
+    statics: list[Statics]
+    swap_ins_before: int
+    first_reads: tuple[int, ...]
+
+
+class _Drafter:
+    """Walks a plan once, with the addresses as they are at each step."""
+
+    def __init__(self, graph: Graph, trace: Trace, manifest: Manifest, plan: Plan, device: torch.device) -> None:
+        self.graph, self.trace, self.manifest, self.plan, self.device = graph, trace, manifest, plan, device
+        self.op_instructions = {i.op: i for i in trace.instructions if i.op is not None}
+        self.views = {i.out: i for i in trace.instructions if i.op is None}
+        self.statics = _StaticValues(trace, manifest, device)
+        self.made: set[int] = set()
+        self.addresses = {p.tensor: p.address for p in plan.residents}
+        self.unread = set(self.addresses)
+        self.computes: list[_Pending] = []
+        self.swap_ins: list[SwapInDraft] = []
+        self.position: dict[int, int] = {}
+        """Index in its lane of each step that has one."""
+
+    def draft(self, profile: Profile | None) -> Blueprint:
+        final, final_statics, constants = self._walk()
+        dying = _frees([*(p.instructions for p in self.computes), final], self.trace.output_slots)
+        return Blueprint(
+            plan=self.plan,
+            profile=profile,
+            device=self.device,
+            trace=self.trace,
+            computes=tuple(
+                ComputeDraft(
+                    p.step, self._calls(p.instructions, p.statics, dying), p.swap_ins_before, p.first_reads
+                )
+                for p in self.computes
+            ),
+            swap_ins=tuple(self.swap_ins),
+            residents=tuple(self._swap_in(-1, p.tensor, p.address, 0) for p in self.plan.residents),
+            final_calls=self._calls(final, final_statics, {}),
+            constants=constants,
+            prefix=self._prefix(),
+            epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
+            statics=tuple(self.statics.values),
+        )
+
+    def _walk(self) -> tuple[list[Instruction], list[Statics], Statics]:
+        """Returns the views that belong to no op, and the outputs that are parameters, as they are at the answer."""
+        answer: tuple[list[Instruction], list[Statics], Statics] | None = None
+        for index, step in enumerate(self.plan.steps):
+            if index == self.plan.epilogue_start and self.computes:
+                answer = self._answer()
+            match step:
+                case SwapIn():
+                    self._add_swap_in(index, step)
+                case Compute():
+                    self._add_compute(index, step)
+                case Drop():
+                    self.addresses.pop(step.tensor, None)
+                    self.unread.discard(step.tensor)
+                case SwapOut():
+                    raise UnsupportedPlan(
+                        f"{self.graph.name}: the plan swaps {self.graph.tensors[step.tensor].name} out; this"
+                        " runtime keeps activations in memory, so plan without activation swaps"
+                    )
+        return self._answer() if answer is None else answer
+
+    def _answer(self) -> tuple[list[Instruction], list[Statics], Statics]:
+        final = self._final_views()
+        constants = self.statics.of(self.trace.output_slots, self.addresses)
+        return final, [self.statics.of(i.reads, self.addresses) for i in final], constants
+
+    def _add_swap_in(self, index: int, step: SwapIn) -> None:
+        before = self._finished(step.after, Compute)
+        self.position[index] = len(self.swap_ins)
+        self.swap_ins.append(self._swap_in(index, step.tensor, step.address, before))
+        self.addresses[step.tensor] = step.address
+
+    def _add_compute(self, index: int, step: Compute) -> None:
+        before = self._finished(step.after, SwapIn)
+        self.position[index] = len(self.computes)
+        instructions = self._needed_by(self.op_instructions[step.op])
+        statics = [self.statics.of(i.reads, self.addresses) for i in instructions]
+        first = self.unread.intersection(self.graph.ops[step.op].reads)
+        self.unread -= first
+        self.computes.append(_Pending(index, instructions, statics, before, tuple(sorted(first))))
+
+    def _finished(self, after: Sequence[int], kind: type[Compute] | type[SwapIn]) -> int:
+        """How many steps of the other lane must have finished, which is in order."""
+        return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
+
+    def _calls(
+        self,
+        instructions: Iterable[Instruction],
+        statics: Iterable[Statics],
+        dying: Mapping[int, tuple[int, ...]],
+    ) -> tuple[CallDraft, ...]:
+        return tuple(
+            CallDraft(form_of(i, self.device), known, dying.get(id(i), ()))
+            for i, known in zip(instructions, statics, strict=True)
+        )
+
+    def _swap_in(self, index: int, segment: int, address: Address, computes_before: int) -> SwapInDraft:
+        return SwapInDraft(index, segment, address, self.manifest.segments[segment].nbytes, computes_before)
+
+    def _prefix(self) -> int:
+        count = 0
+        for swap in self.swap_ins:
+            if swap.address.region != "partition" or swap.computes_before:
+                break
+            count += 1
+        return count
+
+    def _needed_by(self, instruction: Instruction) -> list[Instruction]:
+        """The views that an op needs and that nothing made yet, in order, and the op itself."""
+        needed: list[Instruction] = []
+        pending = [(slot, False) for slot in reversed(instruction.reads)]
+        while pending:
+            slot, ready = pending.pop()
+            view = self.views.get(slot)
+            if view is None or slot in self.made or self.statics.has(slot):
+                continue
+            if ready:
+                self.made.add(slot)
+                needed.append(view)
+            else:
+                pending.append((slot, True))
+                pending.extend((s, False) for s in reversed(view.reads))
+        if instruction.op is not None:
+            needed.append(instruction)
+        return needed
+
+    def _final_views(self) -> list[Instruction]:
+        """Views that are outputs and belong to no op."""
+        final: list[Instruction] = []
+        for slot in self.trace.output_slots:
+            if slot in self.views and slot not in self.made and not self.statics.has(slot):
+                final += [*self._needed_by(self.views[slot]), self.views[slot]]
+                self.made.add(slot)
+        return final
+
+
+class _StaticValues:
+    """Parameters and views of parameters alone, each once for every address that it has in a plan."""
+
+    def __init__(self, trace: Trace, manifest: Manifest, device: torch.device) -> None:
+        self.values: list[Weight | View] = []
+        self._device = device
+        self._views = {i.out: i for i in trace.instructions if i.op is None}
+        self._pieces = {p.name: (n, p) for n, s in enumerate(manifest.segments) for p in s.pieces}
+        self._weights = trace.weight_slots
+        self._segments = {slot: frozenset({self._pieces[w][0]}) for slot, w in trace.weight_slots.items()}
+        """The segments behind each static slot."""
+        for i in trace.instructions:
+            if i.op is None and i.reads and all(r in self._segments for r in i.reads):
+                self._segments[i.out] = frozenset().union(*(self._segments[r] for r in i.reads))
+        self._known: dict[tuple[int, tuple[Address, ...]], int] = {}
+
+    def has(self, slot: int) -> bool:
+        return slot in self._segments
+
+    def of(self, slots: Iterable[int], addresses: Mapping[int, Address]) -> Statics:
+        """Those of some slots that are static, with segments at these addresses."""
+        return tuple((slot, self._index(slot, addresses)) for slot in slots if slot in self._segments)
+
+    def _index(self, slot: int, addresses: Mapping[int, Address]) -> int:
+        key = (slot, tuple(addresses[s] for s in sorted(self._segments[slot])))
+        if key not in self._known:
+            value = self._make(slot, addresses)
+            self._known[key] = len(self.values)
+            self.values.append(value)
+        return self._known[key]
+
+    def _make(self, slot: int, addresses: Mapping[int, Address]) -> Weight | View:
+        if slot in self._weights:
+            segment, piece = self._pieces[self._weights[slot]]
+            return Weight(piece, addresses[segment])
+        view = self._views[slot]
+        return View(form_of(view, self._device), self.of(view.reads, addresses))
+
+
+def _frees(steps: Sequence[Sequence[Instruction]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """For each instruction (by identity) the slots that die with it, in the order in which the plan runs them."""
+    last: dict[int, Instruction] = {}
+    for step in steps:
+        for instruction in step:
+            last[instruction.out] = instruction
+            for slot in instruction.reads:
+                last[slot] = instruction
+    frees: dict[int, list[int]] = {}
+    for slot, instruction in last.items():
+        if slot not in kept:
+            frees.setdefault(id(instruction), []).append(slot)
+    return {key: tuple(slots) for key, slots in frees.items()}
