@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.demand import Demand, ModelDemand, workspaces
-from planner.entries import EntryPlanner
 from planner.errors import InfeasibleBudget
-from planner.feasible import PAGE_BYTES, Footprint
 from planner.graph import Graph
 from planner.library import Library
+from planner.offsets.feasible import PAGE_BYTES, Footprint
 from planner.plan import Placement, Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.searchers.streaming import quick_latency_s
+from planner.sharing.demand import Demand, ModelDemand, workspaces
+from planner.sharing.entries import EntryPlanner
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from planner.bound import latency_bound
+from planner.bounds.bound import latency_bound
 from planner.graph import Graph
 from planner.plan import Placement
 from planner.profile import Profile

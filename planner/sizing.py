@@ -9,12 +9,12 @@ from typing import Literal
 
 import msgspec
 
-from planner.curves import Curve, LatencyCurves
-from planner.demand import Demand, ModelDemand, workspaces
-from planner.entries import Entry, EntryPlanner, Progress
 from planner.errors import InfeasibleBudget
-from planner.feasible import PAGE_BYTES
 from planner.library import Library
+from planner.offsets.feasible import PAGE_BYTES
+from planner.sharing.curves import Curve, LatencyCurves
+from planner.sharing.demand import Demand, ModelDemand, workspaces
+from planner.sharing.entries import Entry, EntryPlanner, Progress
 
 __all__ = ["Deployment", "Entry", "LayoutName", "ModelDemand", "Progress", "deploy", "shares"]
 

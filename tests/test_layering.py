@@ -55,22 +55,39 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 
-FOLDERS_OF_SERVER: dict[str, set[str]] = {
-    # folder of server/: what others it may import; files beside them are the words that all share, or put all together
-    "protocol": set(),
-    "scheduling": {"protocol"},
-    "engine": {"scheduling"},
-    "models": {"engine", "protocol", "scheduling"},
-    "memory": {"engine", "models"},
-    "lifecycle": {"engine", "memory", "models"},
-    "metrics": {"engine", "models"},
-    "operate": {"metrics"},
-    "http": {"metrics", "operate", "protocol"},
-    "grpc": {"operate", "protocol"},
-    "plans": {"models"},
-    "remote": set(),
+FOLDERS: dict[str, dict[str, set[str]]] = {
+    # folder: what others of its package it may import; files beside the folders are the words that all of them share,
+    # or put all together
+    "server": {
+        "protocol": set(),
+        "scheduling": {"protocol"},
+        "engine": {"scheduling"},
+        "models": {"engine", "protocol", "scheduling"},
+        "memory": {"engine", "models"},
+        "lifecycle": {"engine", "memory", "models"},
+        "metrics": {"engine", "models"},
+        "operate": {"metrics"},
+        "http": {"metrics", "operate", "protocol"},
+        "grpc": {"operate", "protocol"},
+        "plans": {"models"},
+        "remote": set(),
+    },
+    "planner": {
+        "offsets": set(),
+        "bounds": set(),
+        "sequences": {"offsets"},
+        "streaming": {"offsets", "sequences"},
+        "swapadvisor": {"offsets", "sequences"},
+        "beaumont": {"offsets", "sequences"},
+        "home": {"sequences"},
+        "tensile": {"offsets", "sequences"},
+        "searchers": {
+            *("beaumont", "bounds", "home", "offsets", "sequences", "streaming", "swapadvisor", "tensile"),
+        },
+        "sharing": {"offsets", "searchers"},
+    },
 }
-PUT_TOGETHER = {"server.cli", "server.serve"}
+PUT_TOGETHER = {"server": {"cli", "serve"}, "planner": {"sizing", "fitting"}}
 
 
 def modules() -> list[Path]:
@@ -110,22 +127,22 @@ def test_imports_go_the_way_of_the_table(path: Path) -> None:
             assert top in third_parties, f"{module} imports {name}"
 
 
-def folders_of_server() -> list[str]:
-    return sorted(path.parent.name for path in (ROOT / "server").glob("*/__init__.py"))
+def folders() -> list[tuple[str, str]]:
+    return sorted((p, path.parent.name) for p in FOLDERS for path in (ROOT / p).glob("*/__init__.py"))
 
 
-@pytest.mark.parametrize("folder", folders_of_server())
-def test_arrows_between_the_folders_of_the_server_run_one_way(folder: str) -> None:
-    allowed = FOLDERS_OF_SERVER[folder] | {folder}
-    for path in (ROOT / "server" / folder).glob("*.py"):
+@pytest.mark.parametrize(("package", "folder"), folders())
+def test_arrows_between_the_folders_of_a_package_run_one_way(package: str, folder: str) -> None:
+    others = FOLDERS[package].keys() - FOLDERS[package][folder] - {folder} | PUT_TOGETHER[package]
+    for path in (ROOT / package / folder).glob("*.py"):
         for name in imports_of(path):
-            assert name not in PUT_TOGETHER, f"{path}: {name}"
-            if name.startswith("server.") and name.split(".")[1] in FOLDERS_OF_SERVER:
-                assert name.split(".")[1] in allowed, f"{path}: {name}"
+            if name.startswith(f"{package}."):
+                assert name.split(".")[1] not in others, f"{path}: {name}"
 
 
-def test_the_table_of_folders_has_no_cycle() -> None:
-    graphlib.TopologicalSorter(FOLDERS_OF_SERVER).prepare()
+@pytest.mark.parametrize("package", FOLDERS)
+def test_the_table_of_folders_has_no_cycle(package: str) -> None:
+    graphlib.TopologicalSorter(FOLDERS[package]).prepare()
 
 
 def test_importing_a_package_does_nothing_but_define() -> None:

@@ -37,8 +37,8 @@ from benchmarks.planner.recurrent import Lstm
 from benchmarks.record import markdown_table
 from loadgen.zoo.text import Encoder, Prefill
 from loadgen.zoo.vision import ImageClassifier
-from planner.liveness import peak_activation_bytes
-from planner.serial import least_bytes
+from planner.offsets.liveness import peak_activation_bytes
+from planner.sequences.serial import least_bytes
 from runtime.model import Model, from_program
 from runtime.rewrite import rewrite
 

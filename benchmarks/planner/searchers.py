@@ -21,7 +21,7 @@ from benchmarks.planner.models import NETWORKS, inference_graph
 from benchmarks.planner.profiles import cpu_file, h100_pcie5, v100_pcie3
 from benchmarks.record import markdown_table, record
 from planner.errors import CohabitError
-from planner.feasible import page_aligned
+from planner.offsets.feasible import page_aligned
 from planner.plan import SwapIn, SwapOut
 from planner.problem import Limit, Problem
 from planner.registry import SEARCHERS

@@ -13,9 +13,9 @@ from benchmarks.record import markdown_table, record
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
 from planner.errors import format_bytes
-from planner.feasible import page_aligned
 from planner.fitting import split_budget
 from planner.graph import Graph, Op, Tensor
+from planner.offsets.feasible import page_aligned
 from planner.problem import Problem
 from planner.profile import Link, Profile
 from planner.search import search

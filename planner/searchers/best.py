@@ -15,7 +15,7 @@ from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.registry import maker
 from planner.searcher import AnySearcher
-from planner.serial import require
+from planner.sequences.serial import require
 
 OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "particle_swarm", "dynprog")
 """Quick ones first."""

@@ -1,6 +1,6 @@
 """SwapAdvisor (ASPLOS'20; thesis, chapter 4): a genetic algorithm over schedules and memory pools.
 
-A candidate is an order of the ops and a pool; the swap planner (`planner.pool_swaps`) makes a plan of the two, the
+A candidate is an order of the ops and a pool; the swap planner (`pool_swaps`) makes a plan of the two, the
 simulator judges it. The paper leaves open, and here it is so:
 
 - The first generation has the graph's own order beside random ones, and pools that ops can run in: random mappings of
@@ -20,16 +20,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planner import pool_lanes
-from planner.allocations import Allocation, Space
 from planner.errors import UnsupportedProblem
 from planner.plan import Plan
-from planner.pools import Pool, pool_of, uses_of
 from planner.problem import UNFIT, Cost, Problem
-from planner.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
-from planner.sequence import write as write_sequence
-from planner.serial import lay_out_serial, require, serial
+from planner.sequences.sequence import write as write_sequence
+from planner.sequences.serial import lay_out_serial, require, serial
 from planner.simulate import simulate
+from planner.swapadvisor import pool_lanes
+from planner.swapadvisor.allocations import Allocation, Space
+from planner.swapadvisor.pools import Pool, pool_of, uses_of
+from planner.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
 
 Ints = NDArray[np.int64]
 
@@ -37,7 +37,7 @@ POPULATION: Final = 48
 MUTATION: Final = 0.1
 GENERATIONS: Final = 20
 THRESHOLD: Final = 1.0
-"""Of the time that the two copies of a displacement take; see `planner.pool_swaps`."""
+"""Of the time that the two copies of a displacement take; see `planner.swapadvisor.pool_swaps`."""
 OWN_ORDER: Final = 4
 """Of so many in the first generation, one has the graph's own order."""
 

@@ -11,13 +11,13 @@ from itertools import islice
 from typing import Final
 
 from planner.errors import UnsupportedProblem
-from planner.gaps import Gaps
-from planner.no_wait import fit
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.searchers.by_plan import ByPlan
-from planner.sequence import lay_out, write
-from planner.serial import least_bytes, require, serial
+from planner.sequences.gaps import Gaps
+from planner.sequences.no_wait import fit
+from planner.sequences.sequence import lay_out, write
+from planner.sequences.serial import least_bytes, require, serial
 from planner.tensile.job import Axis, Job
 from planner.tensile.order import actions_of, fates_of
 from planner.tensile.passive import press_out

@@ -1,6 +1,6 @@
 """Beaumont et al.'s GREEDY and DYNPROG: offload activations of a chain of virtual layers, and bring them back.
 
-Both choose a set of activations in a relaxation of the problem (planner.offload, planner.dynprog); the plan is the
+Both choose a set of activations in a relaxation of the problem (`planner.beaumont`); the plan is the
 no-wait schedule that offloads just these (sections 4 and 5.3). The relaxations know nothing of fragmentation, so the
 choice is made for falling shares of the memory, until the plans get no better.
 """
@@ -10,20 +10,20 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Final
 
-from planner.departures import by_the_clock
-from planner.dynprog import optima
+from planner.beaumont.dynprog import optima
+from planner.beaumont.layers import Chain
+from planner.beaumont.offload import greedy
+from planner.beaumont.offload_choices import BEST, Choice, Chooser, Keep, Offload
+from planner.beaumont.prefetching import Line, best, eager
 from planner.errors import UnsupportedProblem
-from planner.gaps import Gaps
-from planner.layers import Chain
-from planner.no_wait import fit, lean, no_wait
-from planner.offload import greedy
-from planner.offload_choices import BEST, Choice, Chooser, Keep, Offload
 from planner.plan import Plan
-from planner.prefetching import Line, best, eager
 from planner.problem import Cost, Problem
 from planner.searchers.by_plan import ByPlan
-from planner.sequence import lay_out, write
-from planner.serial import require, serial
+from planner.sequences.departures import by_the_clock
+from planner.sequences.gaps import Gaps
+from planner.sequences.no_wait import fit, lean, no_wait
+from planner.sequences.sequence import lay_out, write
+from planner.sequences.serial import require, serial
 from planner.simulate import simulate
 
 SHARES: Final = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)

@@ -19,12 +19,12 @@ from msgspec.structs import replace
 
 from planner.errors import UnsupportedProblem
 from planner.graph import Graph
-from planner.placement import SCRATCH_ALIGNMENT
+from planner.offsets.placement import SCRATCH_ALIGNMENT
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Cost, Problem
 from planner.searchers.by_plan import ByPlan
-from planner.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
-from planner.serial import least_bytes, require, serial
+from planner.sequences.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
+from planner.sequences.serial import least_bytes, require, serial
 
 SHARES: Final = (1.0, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the decisions assume to have; the rest is for fragmentation."""

@@ -2,7 +2,7 @@
 
 A particle is a fate per gap (section 3.3: a placement action per feature map). The swarm moves by Algorithm 3: each
 tensor's action becomes that of the last iteration's best particle or of the particle's own best one, whichever
-Algorithm 2 (`planner.home_cost`) finds less costly. Where the paper says nothing, or would not do here:
+Algorithm 2 (`planner.home.cost`) finds less costly. Where the paper says nothing, or would not do here:
 
 - HOME decides about the feature maps of a training step, and all else stays. Here whatever has a gap is decided
   about: inference has little but weights. They cannot be recomputed, but they can be restored (`Fate.RESTORE`).
@@ -25,15 +25,15 @@ import numpy as np
 
 from planner.compiled import compiled
 from planner.errors import UnsupportedProblem
-from planner.gaps import Gaps
-from planner.home_cost import evaluate, seconds
-from planner.late import FATES, KEEP, SWAP, Codes, Ints, Tables, late, tables
-from planner.no_wait import FAR, fit
+from planner.home.cost import evaluate, seconds
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.searchers.by_plan import ByPlan
-from planner.sequence import lay_out, write
-from planner.serial import require, serial
+from planner.sequences.gaps import Gaps
+from planner.sequences.late import FATES, KEEP, SWAP, Codes, Ints, Tables, late, tables
+from planner.sequences.no_wait import FAR, fit
+from planner.sequences.sequence import lay_out, write
+from planner.sequences.serial import require, serial
 
 PARTICLES: Final = 12
 ITERATIONS: Final = 8

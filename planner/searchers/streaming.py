@@ -12,20 +12,20 @@ from itertools import chain, repeat
 import numpy as np
 from msgspec.structs import replace
 
-from planner import stream
-from planner.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
-from planner.emit import emit, placements
+from planner.bounds.relaxation import relax
 from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.feasible import PAGE_BYTES, Footprint
-from planner.memory import NOWHERE
+from planner.offsets.feasible import PAGE_BYTES, Footprint
 from planner.order import by_memory, by_parameters, has_reuse, reordered
 from planner.plan import Compute, Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
-from planner.relaxation import relax
-from planner.residents import by_share, capacities, guesses
-from planner.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, play
-from planner.workload import Workload
+from planner.streaming import stream
+from planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
+from planner.streaming.emit import emit, placements
+from planner.streaming.memory import NOWHERE
+from planner.streaming.residents import by_share, capacities, guesses
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, play
+from planner.streaming.workload import Workload
 
 WIDENED = 6
 """Guesses that are tried in every way."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final
 
 from planner.graph import Graph, TensorKind
-from planner.placement import SCRATCH_ALIGNMENT
+from planner.offsets.placement import SCRATCH_ALIGNMENT
 from planner.profile import Link, Profile
 from planner.tensile.channel import Span
 

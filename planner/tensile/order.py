@@ -7,8 +7,8 @@ memory holds at every action what the schedule says for that time.
 from collections.abc import Iterator
 from enum import IntEnum
 
-from planner.gaps import START, Fate, Gaps
-from planner.sequence import Action, compute, drop, swap_in, swap_out
+from planner.sequences.gaps import START, Fate, Gaps
+from planner.sequences.sequence import Action, compute, drop, swap_in, swap_out
 from planner.tensile.job import Axis, Track
 
 

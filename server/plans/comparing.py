@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from planner.bound import latency_bound
+from planner.bounds.bound import latency_bound
 from planner.errors import CohabitError, format_bytes
 from planner.plan import Plan
 from planner.registry import SEARCHERS

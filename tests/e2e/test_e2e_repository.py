@@ -12,7 +12,7 @@ import pytest
 import tritonclient.http as triton
 
 from planner.errors import InfeasibleBudget
-from planner.feasible import PAGE_BYTES
+from planner.offsets.feasible import PAGE_BYTES
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
 

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.bound import latency_bound
+from planner.bounds.bound import latency_bound
+from planner.bounds.relaxation import relax
 from planner.check import check
-from planner.feasible import Footprint
 from planner.graph import Graph, Op, Tensor
+from planner.offsets.feasible import Footprint
 from planner.order import predecessors
 from planner.plan import Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.relaxation import relax
 from planner.search import search
-from planner.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
-from planner.serial import least_bytes, serial
+from planner.sequences.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
+from planner.sequences.serial import least_bytes, serial
 from planner.simulate import simulate
 from tests.planner.graphs import (
     PAGE,

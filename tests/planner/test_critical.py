@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from planner.critical import critical
-from planner.feasible import Footprint
-from planner.stream import RELEASED, STREAMED, Decisions, homes
-from planner.workload import Workload
+from planner.offsets.feasible import Footprint
+from planner.streaming.critical import critical
+from planner.streaming.stream import RELEASED, STREAMED, Decisions, homes
+from planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of
 
 

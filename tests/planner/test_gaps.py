@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.check import check
-from planner.gaps import START, Fate, Gap, Gaps
 from planner.graph import Graph, Op, Tensor
-from planner.no_wait import fit, lean, no_wait
 from planner.problem import Problem
-from planner.sequence import compute, drop, peak_bytes, swap_in, swap_out
-from planner.serial import least_bytes
+from planner.sequences.gaps import START, Fate, Gap, Gaps
+from planner.sequences.no_wait import fit, lean, no_wait
+from planner.sequences.sequence import compute, drop, peak_bytes, swap_in, swap_out
+from planner.sequences.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import (
     PAGE,

@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.allocations import Allocation, Space, raised, shrink
 from planner.check import check
 from planner.errors import InvalidPlan
 from planner.graph import Graph, Op, Tensor
 from planner.plan import Compute, SwapIn, SwapOut
-from planner.pool_lanes import judge, write
-from planner.pools import object_bytes, pool_of, uses_of
 from planner.problem import UNFIT, Limit, Problem
 from planner.profile import Profile
-from planner.schedules import cross_schedules, is_schedule, mutate_schedule, precedence, random_schedule
 from planner.search import search
 from planner.searchers.genetic import SERIAL, Candidate, Genetic
-from planner.sequence import write as write_sequence
-from planner.serial import lay_out_serial, least_bytes, serial
+from planner.sequences.sequence import write as write_sequence
+from planner.sequences.serial import lay_out_serial, least_bytes, serial
 from planner.simulate import simulate
+from planner.swapadvisor.allocations import Allocation, Space, raised, shrink
+from planner.swapadvisor.pool_lanes import judge, write
+from planner.swapadvisor.pools import object_bytes, pool_of, uses_of
+from planner.swapadvisor.schedules import cross_schedules, is_schedule, mutate_schedule, precedence, random_schedule
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
 seeds = st.integers(0, 10**6)

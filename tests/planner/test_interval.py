@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.check import check
-from planner.gaps import Fate, Gaps
 from planner.graph import Graph, Op, Tensor
-from planner.no_wait import no_wait
 from planner.plan import Compute
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search import search
 from planner.searchers.interval import Candidate, Interval, Schedule
-from planner.sequence import Verb, lay_out, peak_bytes, swap_in, swap_out, write
-from planner.serial import least_bytes
+from planner.sequences.gaps import Fate, Gaps
+from planner.sequences.no_wait import no_wait
+from planner.sequences.sequence import Verb, lay_out, peak_bytes, swap_in, swap_out, write
+from planner.sequences.serial import least_bytes
 from planner.simulate import simulate
 from planner.tensile.channel import Channel, Span
 from planner.tensile.job import NS_PER_S, Axis, Job

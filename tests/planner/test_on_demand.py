@@ -23,8 +23,8 @@ from planner.searchers.on_demand import (
     prefetched,
     steady,
 )
-from planner.sequence import Verb, compute, drop, peak_bytes, swap_in, swap_out
-from planner.serial import least_bytes
+from planner.sequences.sequence import Verb, compute, drop, peak_bytes, swap_in, swap_out
+from planner.sequences.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import (
     PAGE,

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from planner.check import check
-from planner.gaps import Fate, Gaps
 from planner.graph import Graph, Op, Tensor
-from planner.home_cost import TOO_MUCH_S, Overhead, evaluate, overhead, seconds
-from planner.late import FATES, KEEP, RECOMPUTE, SWAP, Codes, codes, late, tables
-from planner.no_wait import FAR, fit, hastened, no_wait
+from planner.home.cost import TOO_MUCH_S, Overhead, evaluate, overhead, seconds
 from planner.plan import Compute, Plan
 from planner.problem import Problem
 from planner.profile import Link, Profile
 from planner.searchers.particle_swarm import Candidate, ParticleSwarm, Start, updated
-from planner.serial import least_bytes
+from planner.sequences.gaps import Fate, Gaps
+from planner.sequences.late import FATES, KEEP, RECOMPUTE, SWAP, Codes, codes, late, tables
+from planner.sequences.no_wait import FAR, fit, hastened, no_wait
+from planner.sequences.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
 

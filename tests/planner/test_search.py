@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.bound import latency_bound
+from planner.bounds.bound import latency_bound
 from planner.check import check
 from planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan
-from planner.feasible import Footprint
 from planner.graph import Graph, Op, Tensor
+from planner.offsets.feasible import Footprint
 from planner.order import by_parameters, reordered
 from planner.plan import Address, Compute, Drop, Placement, SwapIn
 from planner.problem import Limit, Problem

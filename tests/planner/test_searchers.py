@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.bound import latency_bound
+from planner.bounds.bound import latency_bound
 from planner.check import check
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.problem import TIE, Limit, Problem
 from planner.search import search
-from planner.serial import least_bytes
+from planner.sequences.serial import least_bytes
 from planner.simulate import MOST_INFERENCES, simulate
 from tests.planner.graphs import PAGE, random_graph, random_profile, random_training_graph
 from tests.planner.reference import simulate_exactly

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from planner.allocations import Allocation, Space, average, extend, raised, shrink
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
 from planner.plan import Compute, Plan, SwapIn, SwapOut
-from planner.pool_lanes import write
-from planner.pools import Sizes, pool_of, uses_of
 from planner.profile import Profile
-from planner.schedules import cross_schedules
 from planner.searchers.genetic import THRESHOLD, survival
 from planner.simulate import simulate
+from planner.swapadvisor.allocations import Allocation, Space, average, extend, raised, shrink
+from planner.swapadvisor.pool_lanes import write
+from planner.swapadvisor.pools import Sizes, pool_of, uses_of
+from planner.swapadvisor.schedules import cross_schedules
 from tests.planner.graphs import profile_of
 
 MB = 2**20

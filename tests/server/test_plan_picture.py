@@ -18,9 +18,9 @@ from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search import search
-from planner.sequence import lay_out, write
-from planner.serial import least_bytes, serial
-from planner.writer import Writer
+from planner.sequences.sequence import lay_out, write
+from planner.sequences.serial import least_bytes, serial
+from planner.sequences.writer import Writer
 from server.plans.page import page
 from server.plans.picture import Picture, base_of, held, nice_ticks, peak_bytes, picture, shortened
 from server.plans.terminal import draw

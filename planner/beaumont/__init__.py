@@ -1,0 +1,1 @@
+"""Beaumont et al.: chains of layers, and which activations to offload."""

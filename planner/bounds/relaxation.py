@@ -1,0 +1,310 @@
+"""A linear relaxation of all plans: every tensor may be kept, copied and computed again in parts.
+
+Time is cut at the moments of a chain (`chain`). Per stretch of a tensor between two uses the program chooses
+what share of it is kept, computed again, or copied in. Of the copies under way only their link time ahead of need is
+a variable; the bytes that this puts in memory are at least what lines through the densities of the tensors (bytes per
+link second) say. So the program grows with the ops, not with ops times tensors.
+
+Every plan gives a solution that takes no longer. A copy of what is to be used next counts between the last op that
+used the tensor and the next one; a plan that starts it earlier, while an op still reads an older copy, could as well
+keep that one. Where bytes lie does not count, nor do slowdowns, copies out, and what computing again needs in memory.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.bounds.chain import Chain, Stretch, exclusions, follow
+from planner.bounds.linear import Program
+from planner.bounds.rooms import largest_sum, parted_at, room_beside
+from planner.graph import Graph
+from planner.profile import Profile
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MOST_OPS: Final = 200
+"""Of a longer chain only some ops count; that costs less than a thousandth of the bound."""
+MANY_LOOSE: Final = 0.2
+"""Share of the time of ops beside the chain above which another chain is worth trying."""
+DENSITIES: Final = 4
+"""How many lines bound the bytes in memory of what is copied ahead of need."""
+MOST_BETWEEN: Final = 10
+"""Terms, per stretch, that are spent on copies that must lie between two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """The best that the relaxation can do."""
+
+    latency_s: float
+    """Lower bound of every plan's latency."""
+    resident: dict[int, float]
+    """Share of each parameter and state that it keeps in memory from the start to its first use."""
+
+
+@lru_cache(maxsize=4)  # a search asks twice: for its bound and for where to begin
+def relax(
+    graph: Graph, profile: Profile, partition_bytes: int, workspace_bytes: int, most_ops: int = MOST_OPS
+) -> Relaxed | None:
+    """Solve the relaxation; None where it has no solution (then no plan has) or the solver finds none."""
+    memory = partition_bytes + workspace_bytes
+    inputs = sum(t.nbytes for t in graph.tensors if t.kind == "input")
+    resident_bytes = min(partition_bytes, memory - inputs)
+    chains = [follow(graph, profile, most_ops)]
+    if sum(op_s for _, _, op_s in chains[0].loose) > MANY_LOOSE * profile.compute_s:
+        chains.append(follow(graph, profile, most_ops, latest=False))
+    apart = list(exclusions(graph, profile, memory))
+    solved = [_relax(chain, apart, memory, resident_bytes) for chain in chains]
+    return max((r for r in solved if r is not None), key=lambda r: r.latency_s, default=None)
+
+
+def _relax(
+    chain: Chain, apart: Sequence[tuple[float, set[int]]], memory_bytes: int, resident_bytes: int
+) -> Relaxed | None:
+    if resident_bytes < 0 or max(chain.needed_bytes) > memory_bytes:
+        return None
+    rooms = room_beside(chain, memory_bytes)
+    stored = [s.nbytes for s in chain.stretches if s.first]
+    relaxation = _Relaxation(chain, rooms, largest_sum(stored, resident_bytes), memory_bytes)
+    for ops_s, tensors in apart:
+        relaxation.keep_apart(ops_s, tensors)
+    solved = relaxation.program.solve()
+    if solved is None:
+        return None
+    latency_s, values = solved
+    shares = {s.tensor: float(values[i]) for i, s in enumerate(chain.stretches) if s.first}
+    return Relaxed(latency_s, shares)
+
+
+class _Relaxation:
+    """Variables in seconds, and in shares of the memory."""
+
+    def __init__(self, chain: Chain, rooms: Sequence[int], resident_bytes: int, memory_bytes: int) -> None:
+        self._chain = chain
+        self._room = np.array(rooms[1:]) / max(memory_bytes, 1)
+        stretches, last = chain.stretches, chain.moments
+        self._copy_s = _column(stretches, "copy_s")
+        self._share = _column(stretches, "nbytes") / max(memory_bytes, 1)
+        self._until = _column(stretches, "until").astype(np.int64)
+        self._kept_from = np.maximum(_column(stretches, "kept_from").astype(np.int64), 1)
+        parted = [parted_at(s, rooms) for s in stretches]
+        cannot_stay = [at is not None and at >= s.kept_from for s, at in zip(stretches, parted, strict=True)]
+        self._arrives_from = np.array(
+            [max(s.arrives_from, at + 1 if at is not None else 0) for s, at in zip(stretches, parted, strict=True)],
+            dtype=np.int64,
+        )
+        self._due = _column(stretches, "due").astype(np.int64)
+        self._again_s = np.array([s.again_s or 0.0 for s in stretches])
+        self._most_s = sum(chain.op_s) + sum(s for _, _, s in chain.loose) + float(self._copy_s.sum())
+        p = self.program = Program(self._most_s)
+        self._kept = p.variables(
+            len(stretches), 0, 1 - np.array(cannot_stay, dtype=np.float64)
+        )  # the first, so that they are found again
+        self._again = self._shares_again()
+        self._wait_s = p.variables(last, 0, self._most_s, cost=1)  # of window i, beyond its ops
+        self._ahead_s = self._spent_ahead()
+        p.fixed_cost = sum(chain.op_s)
+        self._residents(resident_bytes / max(memory_bytes, 1))
+        self._link()
+        self._memory_rows()
+        self._between()
+        self._loose_ops(self._compute_again())
+
+    def _shares_again(self) -> Ints:
+        """Shares that are computed again; those that cannot be have a variable that is zero."""
+        most = np.array([0.0 if s.again_s is None else 1.0 for s in self._chain.stretches])
+        again = self.program.variables(len(most), 0, most)
+        some = np.flatnonzero(most)
+        rows = self.program.at_most(np.ones(len(some)))
+        self.program.put(rows, self._kept[some], 1)
+        self.program.put(rows, again[some], 1)
+        return again
+
+    def _spent_ahead(self) -> Ints:
+        """Link time spent by each moment, less what uses that may have passed by then can have taken."""
+        total = float(self._copy_s.sum())
+        most = np.full(self._chain.moments + 1, total)
+        least = np.zeros(self._chain.moments + 1)
+        most[[0, -1]] = 0.0
+        for s in self._chain.stretches:
+            least[s.until + 1 : s.due] -= s.copy_s  # may be still to come
+        return self.program.variables(len(most), least, most)
+
+    def _put_copied(self, rows: Ints, stretches: Ints, factor: Floats) -> None:
+        """Add `factor` times the shares of these stretches that are copied."""
+        self.program.put(rows, self._kept[stretches], -factor)
+        self.program.put(rows, self._again[stretches], -factor)
+        self.program.add_constant(rows, factor)
+
+    def _residents(self, room: float) -> None:
+        first = np.array([i for i, s in enumerate(self._chain.stretches) if s.first], dtype=np.int64)
+        row = np.repeat(self.program.at_most(np.array([room])), len(first))
+        self.program.put(row, self._kept[first], self._share[first])
+
+    def _link(self) -> None:
+        """Copies take no more time than passes, are there when their use comes, and not before the last use."""
+        p, every = self.program, np.arange(len(self._copy_s))
+        op_s, last_s = np.array(self._chain.op_s[1:]), np.array(self._chain.last_s[1:])
+        before, now = self._ahead_s[:-1], self._ahead_s[1:]
+        busy = p.at_most(op_s)
+        p.put(busy, now, 1)
+        p.put(busy, before, -1)
+        p.put(busy, self._wait_s, -1)
+        self._put_copied(busy[self._until], every, self._copy_s)
+        onward = p.at_most(np.zeros(len(op_s)))
+        p.put(onward, before, 1)
+        p.put(onward, now, -1)
+        self._put_copied(onward[self._until], every, -self._copy_s)
+        in_time = p.at_most(op_s - last_s)
+        p.put(in_time, before, -1)
+        p.put(in_time, self._wait_s, -1)
+        self._put_copied(in_time[self._until], every, self._copy_s)
+        for i in np.flatnonzero(self._until + 1 < self._due).tolist():
+            late = np.arange(self._until[i] + 1, self._due[i])
+            stretches = np.repeat(i, len(late))
+            self._put_copied(in_time[late - 1], stretches, np.repeat(-self._copy_s[i], len(late)))
+
+    def _memory_rows(self) -> None:
+        p = self.program
+        kept = self._sum_over(self._kept_from, self._share, self._kept)
+        plain = p.at_most(self._room)
+        p.put(plain, kept, 1)
+        density = self._share / self._copy_s
+        for dense in _densities(density, self._copy_s):
+            light = self._copied_over(np.maximum(dense - density, 0) * self._copy_s)
+            rows = p.at_most(self._room)
+            p.put(rows, kept, 1)
+            p.put(rows, self._ahead_s[1:], dense)
+            p.put(rows, light, -1)
+        rows = p.at_most(np.zeros(len(self._room)))
+        p.put(rows, self._ahead_s[1:], 1)
+        p.put(rows, self._copied_over(self._copy_s), -1)
+
+    def _sum_over(self, since: Ints, weight: Floats, shares: Ints) -> Ints:
+        """Per moment from 1 on, a variable: weight times share of all stretches from `since` to `until`."""
+        p, last = self.program, self._chain.moments
+        inside = np.flatnonzero((since <= self._until) & (weight != 0))
+        sums = p.variables(last, 0, float(weight[inside].sum()))
+        rows = p.equal(np.zeros(last))
+        p.put(rows, sums, 1)
+        p.put(rows[1:], sums[:-1], -1)
+        p.put(rows[since[inside] - 1], shares[inside], -weight[inside])
+        ends = inside[self._until[inside] < last]
+        p.put(rows[self._until[ends]], shares[ends], weight[ends])
+        return sums
+
+    def _copied_over(self, weight: Floats) -> Ints:
+        """The same for the shares that are copied, from the moment at which they can have arrived."""
+        p, last, since = self.program, self._chain.moments, self._arrives_from
+        inside = np.flatnonzero((since <= self._until) & (weight != 0))
+        sums = p.variables(last, 0, float(weight[inside].sum()))
+        rows = p.equal(np.zeros(last))
+        p.put(rows, sums, 1)
+        p.put(rows[1:], sums[:-1], -1)
+        self._put_copied(rows[since[inside] - 1], inside, -weight[inside])
+        ends = inside[self._until[inside] < last]
+        self._put_copied(rows[self._until[ends]], ends, weight[ends])
+        return sums
+
+    def _between(self) -> None:
+        """What can neither be copied or computed again before some moment nor after another fits between the two."""
+        p, chain, since = self.program, self._chain, self._arrives_from - 1
+        pairs = {(a, d) for a, d in zip(since.tolist(), self._due.tolist(), strict=True) if a > 0}
+        if not pairs:
+            return
+        waited = p.variables(chain.moments + 1, 0, np.array([0.0, *[self._most_s * chain.moments] * chain.moments]))
+        rows = p.equal(np.zeros(chain.moments))
+        p.put(rows, waited[1:], 1)
+        p.put(rows, waited[:-1], -1)
+        p.put(rows, self._wait_s, -1)
+        passed_s = np.cumsum(chain.op_s)
+        left = MOST_BETWEEN * len(since)
+        for a, d in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair)):
+            inside = np.flatnonzero((since >= a) & (self._due <= d))
+            left -= len(inside)
+            if left < 0:
+                return
+            ops_s = passed_s[d] - passed_s[a] - chain.last_s[d]
+            row = self._wait_between(waited, a, d, ops_s)
+            self._put_copied(np.repeat(row, len(inside)), inside, self._copy_s[inside])
+            again = inside[self._again_s[inside] > 0]
+            row = self._wait_between(waited, a, d, 0.0)
+            p.put(np.repeat(row, len(again)), self._again[again], self._again_s[again])
+            for i in again[(since[again] == a) & (self._due[again] == d)].tolist():  # one of both, not half of each
+                row = self._wait_between(waited, a, d, 0.0)
+                self._put_copied(row, np.array([i]), np.maximum(self._copy_s[[i]] - ops_s, 0.0))
+                p.put(row, self._again[[i]], self._again_s[i])
+
+    def keep_apart(self, ops_s: float, tensors: Collection[int]) -> None:
+        """First copies of these tensors take their time beside these ops, one after the other."""
+        copied = np.array(
+            [i for i, s in enumerate(self._chain.stretches) if s.first and s.tensor in tensors], dtype=np.int64
+        )
+        row = self.program.at_most(np.array([sum(self._chain.op_s) - ops_s]))
+        self.program.put(np.repeat(row, len(self._wait_s)), self._wait_s, -1)
+        self._put_copied(np.repeat(row, len(copied)), copied, self._copy_s[copied])
+
+    def _wait_between(self, waited: Ints, after: int, by: int, ops_s: float) -> Ints:
+        """A row: what is put into it takes no more than the waits between two moments and these ops."""
+        row = self.program.at_most(np.array([ops_s]))
+        self.program.put(row, waited[[by]], -1)
+        self.program.put(row, waited[[after]], 1)
+        return row
+
+    def _compute_again(self) -> Ints | None:
+        """What is computed again between two uses takes its time; per window, a variable says how much of it."""
+        p, chain = self.program, self._chain
+        some = np.flatnonzero(self._again_s)
+        if not len(some):
+            return None
+        spent = p.variables(chain.moments, 0, self._most_s)
+        ahead = p.variables(chain.moments + 1, 0, np.array([0.0, *[self._most_s] * chain.moments]))
+        rows = p.at_most(np.zeros(chain.moments))  # what is done by a moment, less what is due
+        p.put(rows, ahead[1:], 1)
+        p.put(rows, ahead[:-1], -1)
+        p.put(rows, spent, -1)
+        p.put(rows[self._due[some] - 1], self._again[some], self._again_s[some])
+        rows = p.at_most(np.zeros(chain.moments))
+        p.put(rows, spent, 1)
+        p.put(rows, self._wait_s, -1)
+        return spent
+
+    def _loose_ops(self, again: Ints | None) -> None:
+        """All ops that certainly run before a moment, or after it, take their time beside what is computed again."""
+        chain, p = self._chain, self.program
+        if not chain.loose:
+            return
+        before, behind = np.zeros(chain.moments + 1), np.zeros(chain.moments + 1)
+        for after, by, op_s in chain.loose:
+            before[by:] += op_s
+            behind[: after + 1] += op_s
+        passed = p.variables(chain.moments, 0, self._most_s * chain.moments)
+        rows = p.equal(np.zeros(chain.moments))
+        p.put(rows, passed, 1)
+        p.put(rows[1:], passed[:-1], -1)
+        p.put(rows, self._wait_s, -1)
+        if again is not None:
+            p.put(rows, again, 1)
+        p.put(p.at_most(-before[1:]), passed, -1)
+        rows = p.at_most(-behind[:-1])
+        p.put(rows, np.repeat(passed[-1], len(rows)), -1)
+        p.put(rows[1:], passed[:-1], 1)
+
+
+def _column(stretches: Sequence[Stretch], name: str) -> Floats:
+    return np.array([getattr(s, name) for s in stretches], dtype=np.float64)
+
+
+def _densities(density: Floats, copy_s: Floats) -> Floats:
+    """Some densities, from least to most, between which there is about as much to copy."""
+    if not len(density):
+        return density
+    order = np.argsort(density)
+    passed = np.cumsum(copy_s[order]) / copy_s.sum()
+    at = np.searchsorted(passed, np.arange(DENSITIES) / DENSITIES).clip(max=len(order) - 1)
+    return np.unique([*density[order][at], density.max()])

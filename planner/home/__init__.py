@@ -1,0 +1,1 @@
+"""HOME (He et al.): what a fate per tensor costs."""

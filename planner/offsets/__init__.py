@@ -1,0 +1,1 @@
+"""Where bytes lie: lifespans, placements, and the least memory that they need."""

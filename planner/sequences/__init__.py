@@ -1,0 +1,1 @@
+"""Plans without addresses: what happens in which order, and how that becomes a plan."""

@@ -1,0 +1,1 @@
+"""Ours: what `planner.searchers.streaming` plays, anneals and writes."""

@@ -1,0 +1,135 @@
+"""Simulated annealing over what streams, what stays and what comes back in the epilogue."""
+
+from typing import Final
+
+import numpy as np
+
+from planner.compiled import compiled
+from planner.streaming.critical import critical
+from planner.streaming.memory import NO_MORE
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, judge
+from planner.streaming.workload import Arrays
+
+LINK_WEIGHT: Final = 0.002
+"""How much a second of the link counts beside one of latency: it decides between what is otherwise alike."""
+
+GUIDED: Final = 0.5
+"""Share of the changes that begin with a parameter whose copy is waited for."""
+ALONE: Final = 0.3
+"""Share of the changes that move one parameter alone."""
+FAR: Final = 0.3
+"""Share of the others that look for a partner anywhere; the rest within so many parameters:"""
+NEAR: Final = 8
+RUN: Final = 64
+"""Parameters that are looked at for partners."""
+
+FITS: Final = 3
+"""How many rules there are for choosing a hole."""
+
+
+@compiled
+def anneal(
+    work: Arrays, start: Decisions, home: Ints, fixed: bool, most_pages: int, steps: int, heat: float, seed: int
+) -> Decisions:
+    """Walk from some decisions to better ones; return the best seen.
+
+    A step that costs more by a share d of the cost is taken with probability exp(-d / heat); the heat falls to
+    nothing at the last step. With `fixed` residents their homes are `home`, and only whether they are kept is open.
+    """
+    np.random.seed(seed)
+    now = _copy(start)
+    best = _copy(start)
+    now_cost = _cost(work, now, home, fixed)
+    best_cost = now_cost
+    urgent = critical(work, home if fixed else homes(work, now.fate), now)
+    for step in range(steps):
+        tried = _changed(work, now, fixed, most_pages, urgent)
+        cost = _cost(work, tried, home, fixed)
+        left = heat * (1 - step / steps)
+        if cost <= now_cost or np.random.random() < np.exp((now_cost - cost) / (left * best_cost + 1e-30)):
+            now, now_cost = tried, cost
+            urgent = critical(work, home if fixed else homes(work, now.fate), now)
+        if cost < best_cost:
+            best, best_cost = tried, cost
+    return best
+
+
+@compiled
+def _cost(work: Arrays, decisions: Decisions, home: Ints, fixed: bool) -> float:
+    latency_s, _, link_pages = judge(work, home if fixed else homes(work, decisions.fate), decisions, 0.0)
+    return latency_s + LINK_WEIGHT * link_pages * work.page_s
+
+
+@compiled
+def _changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, urgent: Ints) -> Decisions:
+    """Change one decision, or exchange some; often one of what is waited for."""
+    fate, hold, fit = decisions.fate.copy(), decisions.hold.copy(), decisions.fit
+    count = len(fate)
+    kind = np.random.random()
+    if kind < 0.04:
+        fit = np.random.randint(FITS)
+    elif kind < 0.25 and len(work.reused) > 0:
+        j = work.reused[np.random.randint(len(work.reused))]
+        hold[j] = not hold[j]
+    else:
+        p = np.random.randint(count)
+        if len(urgent) > 0 and np.random.random() < GUIDED:
+            p = urgent[np.random.randint(len(urgent))]
+        if fate[p] != STREAMED and (fixed or kind < 0.4):
+            fate[p] = KEPT + RELEASED - fate[p]
+        elif not fixed:
+            _exchange(work, fate, p, most_pages)
+    return Decisions(fate, hold, fit)
+
+
+@compiled
+def _exchange(work: Arrays, fate: Ints, p: int, most_pages: int) -> None:
+    """Turn a resident into a streamed parameter or the other way round, mostly with others going the other way.
+
+    These follow one another in the order of use, from near the first or from anywhere, and have about its size.
+    """
+    count = len(fate)
+    comes = fate[p] == STREAMED
+    fate[p] = np.random.randint(RELEASED, KEPT + 1) if comes else STREAMED
+    pages = work.size[p]
+    if np.random.random() >= ALONE:
+        reach = count if np.random.random() < FAR else NEAR
+        q = p + np.random.randint(-reach, reach + 1)
+        for i in range(q, q + RUN):
+            r = i % count
+            if r == p or work.size[r] == 0 or (fate[r] == STREAMED) == comes:
+                continue
+            if comes:
+                fate[r] = STREAMED
+            elif work.size[r] <= pages:
+                fate[r] = np.random.randint(RELEASED, KEPT + 1)
+            else:
+                continue
+            pages -= work.size[r]
+            if pages <= 0:
+                break
+    pages = work.size[fate != STREAMED].sum()
+    while pages > most_pages:
+        q = np.random.randint(count)
+        if fate[q] != STREAMED and q != p:
+            fate[q] = STREAMED
+            pages -= work.size[q]
+        elif pages == work.size[p]:
+            fate[p] = STREAMED
+            break
+
+
+@compiled
+def _copy(decisions: Decisions) -> Decisions:
+    return Decisions(decisions.fate.copy(), decisions.hold.copy(), decisions.fit)
+
+
+@compiled
+def holds_up_to(work: Arrays, seconds: float) -> np.ndarray:
+    """Per use, whether the next use of the same parameter comes within so much compute time."""
+    hold = np.zeros(len(work.use_parameter), np.bool_)
+    for k in range(len(work.op_s)):
+        for j in range(work.use_start[k], work.use_start[k + 1]):
+            if work.use_next[j] < NO_MORE:
+                hold[j] = work.op_start_s[work.use_next[j]] - work.op_start_s[k + 1] <= seconds
+    return hold

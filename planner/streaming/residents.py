@@ -1,0 +1,137 @@
+"""Which parameters to keep in memory between inferences: quick guesses, for the simulator to judge.
+
+All work on parameters in the order of first use, and return numbers in that order.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.compiled import compiled
+from planner.streaming.workload import Workload
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Choice = tuple[int, ...]
+
+
+def capacities(work: Workload) -> list[int]:
+    """Pages of residents worth trying.
+
+    A partition is there to be filled. In a single budget whatever residents take, the window lacks: it is left
+    some multiple of what an op's own parameters need beside the activations of the moment.
+    """
+    arrays = work.arrays
+    if not arrays.single:
+        return [work.resident_pages]
+    own = np.array(work.footprint.op_pages)
+    needed = [arrays.zone + factor * own for factor in (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+    left = [arrays.workspace_pages - int(n.max()) for n in needed]
+    left += [_released_in_time(work, arrays.workspace_pages - n) for n in needed]
+    return sorted({max(min(pages, work.resident_pages), 0) for pages in left}, reverse=True)
+
+
+def _released_in_time(work: Workload, room: Floats) -> int:
+    """Pages of the parameters used first that fit if each op's room has to hold only those not used by then."""
+    arrays = work.arrays
+    used = np.zeros(len(arrays.op_s) + 1)
+    np.add.at(used, arrays.last_use + 1, arrays.size)
+    pages = float(work.resident_pages)
+    for passed, left in zip(np.cumsum(used), room, strict=False):
+        if passed < pages:
+            pages = min(pages, passed + left)
+    return int(pages)
+
+
+def guesses(work: Workload) -> Iterator[Choice]:
+    """Some sets of residents that fit, without repeats."""
+    made = (
+        choice
+        for pages in capacities(work)
+        for choice in (paced(work, pages), prefix(work, pages), spread(work, pages), largest_first(work, pages))
+    )
+    yield from dict.fromkeys(made)
+
+
+def prefix(work: Workload, pages: int) -> Choice:
+    """Those used first, so that copies of the others get ahead of the ops."""
+    return fill(work, (), pages)
+
+
+def largest_first(work: Workload, pages: int) -> Choice:
+    """The largest, so that few copies are left."""
+    return _take(work, (), np.argsort(-work.arrays.size, kind="stable"), pages)
+
+
+def spread(work: Workload, pages: int) -> Choice:
+    """A constant share of the bytes, so that the link keeps pace with the ops all along."""
+    size = work.arrays.size
+    share = pages / max(int(size.sum()), 1)
+    kept: list[int] = []
+    kept_pages = passed_pages = 0
+    for p in range(len(size)):
+        passed_pages += int(size[p])
+        if kept_pages + size[p] <= share * passed_pages:
+            kept.append(p)
+            kept_pages += int(size[p])
+    return fill(work, tuple(kept), pages)
+
+
+def paced(work: Workload, pages: int) -> Choice:
+    """Those that would arrive late, were all ops slower by the least factor at which these fit.
+
+    With factor 1 nothing ever waits. Where the link is the bottleneck, the factor spreads the waiting evenly.
+    """
+    arrays = work.arrays
+    start_s = arrays.op_start_s[arrays.first_use]
+
+    def late(factor: float) -> Ints:
+        return _late(start_s * factor, arrays.swap_s, arrays.size)
+
+    low, high = 0.0, 1.0
+    while arrays.size[late(high)].sum() > pages and high < 1e6:
+        low, high = high, high * 2
+    for _ in range(30):
+        middle = (low + high) / 2
+        if arrays.size[late(middle)].sum() <= pages:
+            high = middle
+        else:
+            low = middle
+    kept = late(high)
+    return fill(work, tuple(kept.tolist()) if arrays.size[kept].sum() <= pages else (), pages)
+
+
+def by_share(work: Workload, shares: Floats, pages: int) -> Choice:
+    """Those of which a relaxation keeps the largest shares."""
+    return _take(work, (), np.argsort(-shares, kind="stable"), pages)
+
+
+def fill(work: Workload, residents: Choice, pages: int) -> Choice:
+    """Use what is left for more parameters, those used first before others."""
+    return _take(work, residents, np.arange(len(work.arrays.size)), pages)
+
+
+def _take(work: Workload, residents: Choice, order: Ints, pages: int) -> Choice:
+    size = work.arrays.size.tolist()
+    left = pages - sum(size[p] for p in residents)
+    taken = set(residents)
+    for p in order.tolist():
+        if p not in taken and 0 < size[p] <= left:
+            taken.add(p)
+            left -= size[p]
+    return tuple(sorted(taken))
+
+
+@compiled
+def _late(deadline_s: Floats, swap_s: Floats, size: Ints) -> Ints:
+    """Parameters whose copy would end after their op should start, if these were not copied at all."""
+    late = np.empty(len(size), dtype=np.int64)
+    count, link_s = 0, 0.0
+    for p in range(len(size)):
+        if link_s + swap_s[p] <= deadline_s[p]:
+            link_s += swap_s[p]
+        elif size[p]:
+            late[count] = p
+            count += 1
+    return late[:count]
