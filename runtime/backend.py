@@ -16,6 +16,7 @@ from planner.profile import Profile
 from planner.timeline import Timeline
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source, StoreKind
+from runtime.moving import Movable
 from runtime.program import Bases, Program
 from runtime.weights import Manifest
 
@@ -117,6 +118,18 @@ class Backend(Protocol):
         store: Source[Any],
     ) -> Program:
         """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan."""
+        ...
+
+    def movable(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: Memory[Any],
+        bases: Bases,
+        store: Source[Any],
+    ) -> Movable:
+        """Check a plan that keeps every parameter, and bind it to no place of the partition. Raises as `build`."""
         ...
 
     def close(self) -> None: ...

@@ -11,6 +11,7 @@ from runtime.backend import OnProgress
 from runtime.executor import Executor
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source, StoreKind
+from runtime.moving import Movable
 from runtime.profile import device_name, profile
 from runtime.program import Bases, Program, build
 from runtime.store import LimitedStore, open_store
@@ -59,6 +60,17 @@ class CpuBackend:
         store: Source[Bytes],
     ) -> Program:
         return build(lowered, plan, profile, arena, bases, store)
+
+    def movable(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: Memory[Bytes],
+        bases: Bases,
+        store: Source[Bytes],
+    ) -> Movable:
+        return Movable(lowered, plan, profile, arena, store)
 
     def close(self) -> None:
         if self._started:

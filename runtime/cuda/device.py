@@ -12,6 +12,7 @@ from runtime.cuda.arena import CudaArena
 from runtime.cuda.executor import CudaExecutor
 from runtime.cuda.host import Pinned, PinnedStore, Ring, StagedStore
 from runtime.cuda.issue import Lanes
+from runtime.cuda.moving import CudaMovable
 from runtime.cuda.program import CudaProgram, prepare
 from runtime.cuda.surface import Driver, HostBytes
 from runtime.lower import Lowered
@@ -78,6 +79,18 @@ class CudaDevice:
     ) -> CudaProgram:
         """Check a plan and bind it; for any thread. The executor admits it to the device when it is first loaded."""
         return prepare(self.driver, self.pinned, lowered, plan, profile, arena, bases, store)
+
+    def movable(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: Memory[torch.Tensor],
+        bases: Bases,
+        store: Source[torch.Tensor],
+    ) -> CudaMovable:
+        """Check a plan that keeps every parameter, and bind it to no place; for any thread."""
+        return CudaMovable(self.driver, self.pinned, lowered, plan, profile, arena, bases, store)
 
     def close(self) -> None:
         """Dismiss every program, and take the pins off what is still pinned."""

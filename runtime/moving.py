@@ -1,0 +1,171 @@
+"""A program whose parameters lie wherever there is room: drafted and bound once, given their places at every visit.
+
+Its calls take parameters (and views of them) from the frame. Right before the step that first reads one, and again
+where it has moved since, the frame is told where it is.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from planner.plan import Compute, Drop, Plan, SwapIn
+from planner.profile import Profile
+from runtime.binding import Call, apply, bind
+from runtime.blueprint import Blueprint, CallDraft, View, Weight
+from runtime.errors import UnsupportedPlan
+from runtime.lower import Lowered
+from runtime.memory import Memory, Source
+from runtime.program import ComputeStep, Program, SwapInStep, blueprint_of
+from runtime.region import Uses, Visit
+from runtime.slots import Frame
+from runtime.weights import Manifest, dtype_of
+
+
+class Movable:
+    """One model at one batch size. `home` is the program without any place: it cannot be run as it is."""
+
+    def __init__(
+        self, lowered: Lowered, plan: Plan, profile: Profile | None, arena: Memory[Any], store: Source[Any]
+    ) -> None:
+        """Check a plan that keeps every parameter, and bind it. Raises what `runtime.program.build` raises."""
+        if any(isinstance(step, SwapIn | Drop) for step in plan.steps):
+            raise UnsupportedPlan(f"{lowered.name}: only a program whose plan keeps every parameter can move")
+        blueprint = blueprint_of(lowered, plan, profile, arena.device)
+        trace = blueprint.trace
+        graph = lowered.graphs[trace.batch]
+        self._values = _Values(blueprint, lowered.manifest, arena)
+        self._arena = arena
+        self._store = store
+        calls = [c.calls for c in blueprint.computes]
+        self._statics = [_statics(step) for step in calls] or [{}]
+        self._statics[-1] |= _statics(blueprint.final_calls)
+        self._constants = dict(blueprint.constants)
+        self.home = Program(
+            name=lowered.name,
+            batch=trace.batch,
+            plan=plan,
+            frame_slots=trace.slots,
+            computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0, ()) for c in blueprint.computes),
+            swap_ins=(),
+            prefix=0,
+            epilogue=0,
+            final_calls=self._bound(blueprint.final_calls),
+            residents=(),
+            restored={},
+            input_slots=trace.input_slots,
+            output_slots=trace.output_slots,
+            constants={},
+            link_bytes=0,
+        )
+        kinds = [t.kind for t in graph.tensors]
+        ops = [graph.ops[s.op].reads for s in plan.steps if isinstance(s, Compute)] or [()]
+        ops[-1] = (*ops[-1], *graph.outputs)
+        steps = tuple(tuple(dict.fromkeys(t for t in op if kinds[t] == "parameter")) for op in ops)
+        used = sorted({t for step in steps for t in step})
+        self.uses = Uses(lowered.name, {t: lowered.manifest.segments[t].nbytes for t in used}, steps)
+
+    def placed(self, visit: Visit, *, blocking: bool, lasting: bool) -> Program:
+        """The program for a visit. With `blocking`, loading it brings everything and a run nothing.
+
+        `lasting` says that visits like this one will come again, so that it pays to prepare much.
+        """
+        return replace(self.home, **self._changes(visit, blocking))
+
+    def _changes(self, visit: Visit, blocking: bool) -> dict[str, Any]:
+        """What differs between visits, by the names that `Program` has for it."""
+        addresses = dict(visit.places)
+        coming: dict[int, list[tuple[int, int]]] = {}
+        for fetch in visit.fetches:
+            coming.setdefault(fetch.needed_by, []).append((fetch.segment, fetch.offset))
+        computes: list[ComputeStep] = []
+        put: dict[int, Any] = {}
+        fetched = 0
+        for index, statics in enumerate(self._statics):
+            addresses.update(coming.get(index, ()))
+            fetched += len(coming.get(index, ()))
+            new = {}
+            for slot, static in statics.items():
+                value = self._values.at(static, addresses)
+                if put.get(slot) is not value:
+                    new[slot] = put[slot] = value
+            if index < len(self.home.computes):
+                step = self.home.computes[index]
+                calls = (_putting(new), *step.calls) if new else step.calls
+                computes.append(ComputeStep(2 * index + 1, calls, 0 if blocking else fetched, ()))
+        final_calls = self.home.final_calls if computes else (_putting(put), *self.home.final_calls)
+        swap_ins = () if blocking else self._fetches(visit)
+        return {
+            "computes": tuple(computes),
+            "final_calls": final_calls,
+            "swap_ins": swap_ins,
+            "epilogue": len(swap_ins),
+            "residents": tuple(self._copy(-1, s, at, 0) for s, at in sorted(addresses.items())) if blocking else (),
+            "constants": {slot: self._values.at(static, addresses) for slot, static in self._constants.items()},
+            "link_bytes": sum(step.nbytes for step in swap_ins),
+        }
+
+    def _fetches(self, visit: Visit) -> tuple[SwapInStep, ...]:
+        """Copies in the order of need, numbered to stand right behind the step that they wait for."""
+        steps: list[SwapInStep] = []
+        behind = 0
+        for fetch in visit.fetches:
+            behind = max(behind, fetch.behind)
+            steps.append(self._copy(2 * behind, fetch.segment, fetch.offset, fetch.behind))
+        return tuple(steps)
+
+    def _copy(self, step: int, segment: int, offset: int, behind: int) -> SwapInStep:
+        nbytes = self.uses.nbytes[segment]
+        copy = self._store.copy(segment, self._arena.bytes(offset, nbytes))
+        return SwapInStep(step, segment, copy, nbytes, behind, offset)
+
+    def _bound(self, calls: tuple[CallDraft, ...]) -> tuple[Call, ...]:
+        return tuple(
+            bind(c.form, {}, c.frees, None if c.form.table is None else self._store.table(c.form.table))
+            for c in calls
+        )
+
+
+class _Values:
+    """The tensors of a blueprint's statics, where their segments are now. The last value of each is kept."""
+
+    def __init__(self, blueprint: Blueprint, manifest: Manifest, arena: Memory[Any]) -> None:
+        self._statics = blueprint.statics
+        self._arena = arena
+        by_name = {p.name: n for n, segment in enumerate(manifest.segments) for p in segment.pieces}
+        self._segments: list[tuple[int, ...]] = []
+        for static in self._statics:
+            if isinstance(static, Weight):
+                self._segments.append((by_name[static.piece.name],))
+            else:
+                behind = {s for _, index in static.statics for s in self._segments[index]}
+                self._segments.append(tuple(sorted(behind)))
+        self._last: list[tuple[tuple[int, ...], Any] | None] = [None] * len(self._statics)
+
+    def at(self, index: int, addresses: Mapping[int, int]) -> Any:
+        key = tuple(addresses[s] for s in self._segments[index])
+        last = self._last[index]
+        if last is not None and last[0] == key:
+            return last[1]
+        value = self._made(self._statics[index], key, addresses)
+        self._last[index] = (key, value)
+        return value
+
+    def _made(self, static: Weight | View, key: tuple[int, ...], addresses: Mapping[int, int]) -> Any:
+        if isinstance(static, Weight):
+            piece = static.piece
+            return self._arena.tensor(key[0] + piece.offset, dtype_of(piece.dtype), piece.shape, piece.stride)
+        return apply(static.form, {slot: self.at(index, addresses) for slot, index in static.statics})
+
+
+def _statics(calls: tuple[CallDraft, ...]) -> dict[int, int]:
+    return {slot: index for call in calls for slot, index in call.statics}
+
+
+def _putting(values: Mapping[int, Any]) -> Callable[[Frame], None]:
+    pairs = tuple(values.items())
+
+    def put(frame: Frame) -> None:
+        for slot, value in pairs:
+            frame[slot] = value
+
+    return put

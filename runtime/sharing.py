@@ -1,0 +1,137 @@
+"""Models that share one region: what stays there between runs, and how parameters come. The published systems, as data.
+
+time_shared   one model at a time, copied in whole and waited for        SwapAdvisor's baseline
+pipelined     one model at a time, layer by layer beside its computing   PipeSwitch
+lru           whole models, the least recently used ones leave           Clockwork, Ray's multiplexing
+on_demand     parameters, the least recently used ones leave             SwapAdvisor's ODSwap
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from planner.plan import Plan
+from planner.profile import Profile
+from runtime.backend import Backend, Result
+from runtime.lower import Lowered
+from runtime.memory import Memory, Source
+from runtime.moving import Movable
+from runtime.program import Bases, Program
+from runtime.region import Keeps, Region, Visit
+
+PROGRAMS_KEPT = 8
+"""Visits of a program that stay prepared: on CUDA each has graphs of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How models share a region."""
+
+    keeps: Keeps
+    arrives: Literal["whole", "by layer", "on demand"]
+    """Before the run; or while it computes, each op waiting for its own; or so, but on a model's first run only when
+    an op is next, and prefetched once that run has shown the order."""
+
+    @property
+    def blocking(self) -> bool:
+        return self.arrives == "whole"
+
+
+SHARINGS = {
+    "time_shared": Sharing("one", "whole"),
+    "pipelined": Sharing("one", "by layer"),
+    "lru": Sharing("models", "whole"),
+    "on_demand": Sharing("tensors", "on demand"),
+}
+
+
+@dataclass(slots=True)
+class _Guest:
+    """One model at one batch size, and the visits that it was prepared for last."""
+
+    movable: Movable
+    programs: OrderedDict[Visit, Program] = field(default_factory=OrderedDict)
+
+
+class SharedRegion:
+    """Runs programs of models that share a region, by the backend's own executor. Belongs to the engine's thread.
+
+    To those who run programs it is an executor: each run first decides what has to be copied where.
+    """
+
+    def __init__(
+        self, backend: Backend, sharing: Sharing, arena: Memory[Any], workspace_bytes: int, region_bytes: int
+    ) -> None:
+        """The region lies behind the workspace, which begins with the arena."""
+        self.region = Region(workspace_bytes, region_bytes, sharing.keeps, whole=sharing.blocking)
+        self._backend = backend
+        self._executor = backend.executor
+        self._sharing = sharing
+        self._arena = arena
+        self._guests: dict[tuple[str, int], _Guest] = {}
+        self._known: set[str] = set()
+        """Models that have run."""
+
+    @property
+    def lost(self) -> str | None:
+        return self._executor.lost
+
+    def add(self, lowered: Lowered, plan: Plan, profile: Profile | None, store: Source[Any]) -> Program:
+        """Bind a plan that keeps every parameter, and make its program ready for visits.
+
+        Raises MemoryExceeded if it can never run here, and what binding raises.
+        """
+        movable = self._backend.movable(lowered, plan, profile, self._arena, Bases(0, 0), store)
+        self.region.require(movable.uses)
+        guest = self._guests[lowered.name, movable.home.batch] = _Guest(movable)
+        ready: Program | None = None
+        for _ in range(2):  # as it comes, and as it is found there afterwards
+            visit = self.region.visit(movable.uses)
+            program = self._program(guest, visit)
+            if program is not ready:
+                self._executor.load(program)
+            ready = program
+        self.region.forget(lowered.name)
+        return movable.home
+
+    def run(
+        self, program: Program, inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
+    ) -> Result:
+        """Run one inference of a program that `add` returned. See `runtime.backend.Executor`."""
+        guest = self._guests[program.name, program.batch]
+        prefetch = self._sharing.arrives != "on demand" or program.name in self._known
+        visit = self.region.visit(guest.movable.uses, prefetch=prefetch)
+        try:
+            visiting = self._program(guest, visit)
+            waited_s = self._executor.load(visiting) if self._sharing.blocking and visit.fetches else 0.0
+            result = self._executor.run(visiting, inputs, traced=traced, serial=serial)
+        except BaseException:
+            self.region.forget(program.name)
+            raise
+        self._known.add(program.name)
+        result.latency_s += waited_s
+        result.stall_s += waited_s
+        result.link_bytes = sum(guest.movable.uses.nbytes[fetch.segment] for fetch in visit.fetches)
+        return result
+
+    def expect(self, program: Program | None) -> None:
+        """There are no bytes of the next model's own in which its copies could begin."""
+
+    def _program(self, guest: _Guest, visit: Visit) -> Program:
+        """The program for a visit; with `blocking` it is the same whether its model was there or came."""
+        blocking, programs = self._sharing.blocking, guest.programs
+        if blocking:
+            found = {**dict(visit.places), **{f.segment: f.offset for f in visit.fetches}}
+            visit = Visit(tuple(sorted(found.items())), ())
+        lasting = self._sharing.keeps != "tensors"
+        if visit not in programs:
+            programs[visit] = guest.movable.placed(visit, blocking=blocking, lasting=lasting)
+            if len(programs) > PROGRAMS_KEPT:
+                _, oldest = programs.popitem(last=False)
+                if lasting:
+                    self._executor.dismiss(oldest)
+        programs.move_to_end(visit)
+        return programs[visit]

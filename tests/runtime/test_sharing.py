@@ -1,0 +1,245 @@
+"""Models that share a region give the resident run's bits, whatever leaves when, on every backend."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+from runtime.backend import Backend
+from runtime.errors import DeviceError, MemoryExceeded
+from runtime.lower import Lowered, lower
+from runtime.memory import Source
+from runtime.profile import resident_plan
+from runtime.program import Bases, Program
+from runtime.sharing import SHARINGS, SharedRegion
+from runtime.store import open_store
+from tests.runtime import models
+from tests.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
+
+WORKSPACE_BYTES = ROOM_BYTES + (1 << 20)
+FEW = 2.5
+"""Models that the region holds in most tests."""
+LAYOUTS = sorted(SHARINGS)
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory: pytest.TempPathFactory) -> list[Lowered]:
+    """Four models with weights of their own; one has outputs that are parameters, and views of them."""
+    folder = tmp_path_factory.mktemp("models")
+    made = []
+    for n in range(3):
+        torch.manual_seed(n)
+        models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / f"{n}.pt2")
+        made.append(lower(folder / f"{n}.pt2", f"wide{n}", [2], folder / "cache"))
+    torch.manual_seed(9)
+    models.export(models.Attention(), {"x": torch.zeros(3, 5, 32)}, folder / "attention.pt2")
+    return [*made, lower(folder / "attention.pt2", "attention", [2], folder / "cache")]
+
+
+class Shared:
+    """A region with models in it, and what each answers when it is resident."""
+
+    def __init__(self, backend: Backend, layout: str, lowered: list[Lowered], region_bytes: int) -> None:
+        self.backend, self.lowered = backend, lowered
+        self.arena = backend.arena(WORKSPACE_BYTES + region_bytes)
+        self.shared = SharedRegion(backend, SHARINGS[layout], self.arena, WORKSPACE_BYTES, region_bytes)
+        self.stores = [backend.open_store("ram", m.weights_path, m.manifest) for m in lowered]
+        self.expected = [resident_outputs(backend, m) for m in lowered]
+        self.programs: list[Program] = []
+
+    def add_all(self) -> "Shared":
+        for model, store in zip(self.lowered, self.stores, strict=True):
+            self.programs.append(self.add(model, store))
+        return self
+
+    def add(self, model: Lowered, store: Source[Any]) -> Program:
+        plan = resident_plan(model.graphs[2])
+        roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
+        return self.shared.add(model, roomy, None, store)
+
+    def run(self, n: int) -> int:
+        """Run a model, compare its answer, and return the bytes that were copied for it."""
+        result = self.shared.run(self.programs[n], self.lowered[n].examples(2))
+        for own, expected in zip(result.outputs, self.expected[n], strict=True):
+            assert torch.equal(own, expected)
+        return result.link_bytes
+
+    def close(self) -> None:
+        self.backend.close()
+        for store in self.stores:
+            store.close()
+        self.arena.close()
+
+
+def resident_outputs(backend: Backend, model: Lowered) -> list[torch.Tensor]:
+    plan = resident_plan(model.graphs[2])
+    plan = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
+    arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
+    store = backend.open_store("ram", model.weights_path, model.manifest)
+    program = backend.build(model, plan, None, arena, Bases(plan.workspace_bytes, 0), store)
+    backend.executor.load(program)
+    outputs = [t.clone() for t in backend.executor.run(program, model.examples(2)).outputs]
+    backend.executor.dismiss(program)
+    store.close()
+    return outputs
+
+
+def region_for(lowered: list[Lowered], count: float) -> int:
+    return int(count * lowered[0].manifest.segment_bytes) // 4096 * 4096
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    made: Backend = request.param()
+    return made
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_bits_of_the_resident_run(
+    backend: Backend, layout: str, lowered: list[Lowered]
+) -> None:
+    shared = Shared(backend, layout, lowered, region_for(lowered, FEW)).add_all()
+    rng = random.Random(layout)
+    try:
+        for _ in range(10):
+            shared.run(rng.randrange(len(lowered)))
+    finally:
+        shared.close()
+
+
+@pytest.mark.parametrize("layout", ["pipelined", "on_demand"])
+def test_a_model_larger_than_the_region_runs_through_it(
+    backend: Backend, layout: str, lowered: list[Lowered]
+) -> None:
+    shared = Shared(backend, layout, lowered, region_for(lowered, 0.5)).add_all()
+    try:
+        for n in (0, 0, 1, 3, 0, 0, 2, 2):
+            copied = shared.run(n)
+            assert copied > 0 or n == 3
+    finally:
+        shared.close()
+
+
+@pytest.mark.parametrize("layout", ["time_shared", "lru"])
+def test_a_model_larger_than_the_region_is_refused_with_the_numbers(layout: str, lowered: list[Lowered]) -> None:
+    shared = Shared(cpu(), layout, lowered, region_for(lowered, 0.5))
+    with pytest.raises(MemoryExceeded, match=r"wide0: its parameters take .* MiB, the region .* has .* MiB"):
+        shared.add_all()
+    shared.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_who_stays_is_what_the_layouts_differ_in(layout: str, lowered: list[Lowered]) -> None:
+    shared = Shared(cpu(), layout, lowered, region_for(lowered, FEW)).add_all()
+    whole = lowered[0].manifest.segment_bytes
+    in_turns = [whole, 0, whole, whole, whole, whole]
+    expected = {
+        "time_shared": in_turns,
+        "pipelined": in_turns,
+        "lru": [whole, 0, whole, 0, whole, whole],
+        # The second model had half of its parameters left, the last ones, which made room for the first ones.
+        "on_demand": [whole, 0, whole, 0, whole, whole],
+    }
+    assert [shared.run(n) for n in (0, 0, 1, 0, 2, 1)] == expected[layout]
+    shared.close()
+
+
+def test_only_copies_of_whole_models_are_waited_for_before_the_first_op(lowered: list[Lowered]) -> None:
+    for layout in LAYOUTS:
+        shared = Shared(cpu(), layout, lowered, region_for(lowered, FEW)).add_all()
+        shared.run(0)
+        result = shared.shared.run(shared.programs[1], lowered[1].examples(2), traced=True)
+        assert result.timeline is not None
+        beside = [span for span in result.timeline.spans if span.lane == "swap_in"]
+        assert len(beside) == (0 if SHARINGS[layout].blocking else 6), layout
+        assert result.stall_s > 0
+        assert result.latency_s >= result.stall_s
+        shared.close()
+
+
+def test_a_first_run_on_demand_copies_when_an_op_is_next_and_later_ones_ahead(lowered: list[Lowered]) -> None:
+    shared = Shared(cpu(), "on_demand", lowered, region_for(lowered, 1.0)).add_all()
+    waits = []
+    for n in (0, 1, 0):
+        shared.run(n)
+        last = next(reversed(shared.shared._guests[f"wide{n}", 2].programs.values()))
+        waits.append([step.computes_before for step in last.swap_ins])
+    first_reads = waits[0]
+    assert first_reads == sorted(set(first_reads)), "each copy waits for the op before its own"
+    assert waits[1] == first_reads
+    assert waits[2] == [0] * 6
+    shared.close()
+
+
+class FailingStore:
+    """Fails at one copy."""
+
+    def __init__(self, store: Source[Any]) -> None:
+        self._store, self.kind, self.fails = store, store.kind, False
+
+    def copy(self, segment: int, destination: Any) -> Any:
+        copy = self._store.copy(segment, destination)
+
+        def attempt() -> None:
+            if self.fails and segment == 3:
+                raise OSError("flash is gone")
+            copy()
+
+        return attempt
+
+    def table(self, name: str) -> torch.Tensor:
+        return self._store.table(name)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+@pytest.mark.parametrize("make", [cpu, fake_cuda])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_copy_that_fails_is_an_error_of_its_request_and_the_next_one_gets_the_right_bits(
+    make: Any, layout: str, lowered: list[Lowered]
+) -> None:
+    backend = make()
+    shared = Shared(backend, layout, lowered[:2], region_for(lowered, 1.5))
+    store = FailingStore(open_store("ram", lowered[0].weights_path, lowered[0].manifest))
+    shared.stores[0].close()
+    shared.stores[0] = backend.staged(store, lowered[0].manifest) if make is fake_cuda else store
+    shared.add_all()
+    shared.run(1)
+    store.fails = True
+    with pytest.raises(DeviceError, match="flash is gone"):
+        shared.run(0)
+    shared.run(1)
+    store.fails = False
+    for n in (0, 0, 1, 0):
+        shared.run(n)
+    shared.close()
+
+
+def test_on_cuda_places_that_come_again_have_graphs_and_others_say_why_not(lowered: list[Lowered]) -> None:
+    for layout in LAYOUTS:
+        shared = Shared(fake_cuda(), layout, lowered[:2], region_for(lowered, 1.5)).add_all()
+        for n in (0, 0, 1, 0):
+            shared.run(n)
+        prepared = [p for guest in shared.shared._guests.values() for p in guest.programs.values()]
+        reasons = {p.ready.refused for p in prepared}
+        if layout == "on_demand":
+            assert reasons == {"its parameters lie elsewhere at every run"}
+        else:
+            assert reasons == {None}
+            assert all(p.ready.whole is not None for p in prepared)
+        shared.close()
+
+
+def test_programs_prepared_for_places_are_given_back_beyond_the_last_few(
+    lowered: list[Lowered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.sharing.PROGRAMS_KEPT", 1)
+    shared = Shared(fake_cuda(), "pipelined", lowered[:2], region_for(lowered, 1.5)).add_all()
+    for n in (0, 0, 1, 1, 0, 0):
+        shared.run(n)
+    assert all(len(guest.programs) == 1 for guest in shared.shared._guests.values())
+    assert len(shared.backend.executor._admitted) == 2
+    shared.close()
