@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from planner.errors import InfeasibleBudget
 from planner.library import Library
@@ -18,7 +19,11 @@ from planner.sharing.entries import Entry, EntryPlanner, Progress
 
 __all__ = ["Deployment", "Entry", "LayoutName", "ModelDemand", "Progress", "deploy", "shares"]
 
-LayoutName = Literal["partitioned", "resident", "time_shared"]
+LayoutName = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
+WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")
+"""Layouts with one region, in which a model is there as a whole while it runs."""
+PARAMETERS: tuple[LayoutName, ...] = ("pipelined", "on_demand")
+"""Layouts with one region, in which each op's parameters must be there, and the model may be larger."""
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,13 +63,17 @@ def deploy(
     elif layout == "resident":
         workspace, partitions = _all_resident(demands, memory)
     else:
-        workspace, partitions = _time_share(demands, memory)
+        workspace, partitions = _one_region(demands, memory, layout)
     planner = EntryPlanner(library, seed, sum(len(d.model.graphs) for d in demands), on_progress)
     entries = []
     top = memory
     for demand, partition in zip(demands, partitions, strict=True):
+        if layout in (*WHOLE_MODELS, *PARAMETERS):
+            entry = planner.entry(demand, 0, demand.parameter_bytes, workspace)
+            entries.append(replace(entry, partition_offset=workspace, partition_bytes=partition))
+            continue
         entries.append(planner.entry(demand, top - partition, partition, workspace))
-        top -= 0 if layout == "time_shared" else partition
+        top -= partition
     return Deployment(layout, memory, workspace, tuple(entries))
 
 
@@ -156,11 +165,20 @@ def _all_resident(demands: Sequence[Demand], memory: int) -> tuple[int, list[int
     return workspace, partitions
 
 
-def _time_share(demands: Sequence[Demand], memory: int) -> tuple[int, list[int]]:
-    """One region, which holds one whole model at a time."""
+def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> tuple[int, list[int]]:
+    """One region for all. The plans keep every parameter: who is there when is decided as requests come."""
     workspace = max((d.activation_bytes for d in demands), default=0)
-    largest = max(demands, key=lambda d: d.parameter_bytes, default=None)
-    if largest is not None and largest.parameter_bytes + workspace > memory:
-        least = largest.parameter_bytes + workspace
-        raise InfeasibleBudget(largest.model.name, None, memory, least)
+    for least, op, name in sorted(((*_least(d, layout), d.model.name) for d in demands), key=lambda d: d[0])[-1:]:
+        if least + workspace > memory:
+            raise InfeasibleBudget(name, op, memory, least + workspace)
     return workspace, [memory - workspace] * len(demands)
+
+
+def _least(demand: Demand, layout: LayoutName) -> tuple[int, str | None]:
+    """What a model needs of a region that it shares, and the op that does where it is not the whole model."""
+    if layout in WHOLE_MODELS:
+        return demand.parameter_bytes, None
+    footprint = demand.neediest
+    op_pages = max(footprint.op_pages)
+    ops = footprint.graph.ops
+    return op_pages * PAGE_BYTES, ops[footprint.op_pages.index(op_pages)].name if ops else None

@@ -1,6 +1,7 @@
 """Sizing: every layout fits, models that gain more get more, and a refusal names the least that would do."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -29,7 +30,9 @@ def verify(models: list[ModelDemand], deployment: Deployment) -> None:
     memory = top = deployment.memory_bytes // PAGE * PAGE
     for demand, entry in zip(models, deployment.entries, strict=True):
         assert entry.name == demand.name
-        if deployment.layout == "time_shared":
+        one_region = deployment.layout not in ("partitioned", "resident")
+        if one_region:
+            assert entry.partition_offset == deployment.workspace_bytes
             assert entry.partition_offset + entry.partition_bytes == memory
         else:
             assert entry.partition_offset + entry.partition_bytes == top
@@ -42,7 +45,7 @@ def verify(models: list[ModelDemand], deployment: Deployment) -> None:
         assert entry.resident_bytes == sum(tensors[r.tensor].nbytes for r in residents.pop())
         assert entry.parameter_bytes == demand.graphs[1].parameter_bytes
         for batch, plan in entry.plans.items():
-            assert plan.partition_bytes == entry.partition_bytes
+            assert plan.partition_bytes == (entry.parameter_bytes if one_region else entry.partition_bytes)
             assert plan.workspace_bytes == deployment.workspace_bytes
             check(demand.graphs[batch], demand.profiles[batch], plan)
     assert deployment.workspace_bytes <= top
@@ -92,16 +95,26 @@ def test_resident_layout_keeps_everything_or_refuses() -> None:
     assert refusal.value.least_bytes == 34 * PAGE
 
 
-def test_time_shared_layout_has_one_region_that_holds_any_model() -> None:
-    deployment = deploy(MODELS, (14 + 8) * PAGE, "time_shared")
+@pytest.mark.parametrize("layout", ["time_shared", "lru"])
+def test_layouts_of_whole_models_have_one_region_that_holds_any_of_them(layout: LayoutName) -> None:
+    deployment = deploy(MODELS, (14 + 8) * PAGE, layout)
     verify(MODELS, deployment)
     assert all(e.resident_bytes == e.parameter_bytes for e in deployment.entries)
     with pytest.raises(InfeasibleBudget, match="large") as refusal:
-        deploy(MODELS, 21 * PAGE, "time_shared")
+        deploy(MODELS, 21 * PAGE, layout)
     assert refusal.value.least_bytes == 22 * PAGE
+    assert refusal.value.op is None
 
 
-@pytest.mark.parametrize("layout", ["partitioned", "resident", "time_shared"])
+@pytest.mark.parametrize("layout", ["pipelined", "on_demand"])
+def test_layouts_that_stream_have_one_region_that_holds_any_op(layout: LayoutName) -> None:
+    verify(MODELS, deploy(MODELS, (4 + 8) * PAGE, layout))
+    with pytest.raises(InfeasibleBudget, match="large: op op4") as refusal:
+        deploy(MODELS, 11 * PAGE, layout)
+    assert refusal.value.least_bytes == 12 * PAGE
+
+
+@pytest.mark.parametrize("layout", get_args(LayoutName))
 def test_no_models_need_no_memory(layout: LayoutName) -> None:
     assert deploy([], 0, layout).entries == ()
 
