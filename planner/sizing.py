@@ -17,13 +17,14 @@ from planner.sharing.curves import Curve, LatencyCurves
 from planner.sharing.demand import Demand, ModelDemand, workspaces
 from planner.sharing.entries import Entry, EntryPlanner, Progress
 
-__all__ = ["Deployment", "Entry", "LayoutName", "ModelDemand", "Progress", "deploy", "shares"]
+__all__ = ["ONE_REGION", "Deployment", "Entry", "LayoutName", "ModelDemand", "Progress", "deploy", "shares"]
 
 LayoutName = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")
 """Layouts with one region, in which a model is there as a whole while it runs."""
 PARAMETERS: tuple[LayoutName, ...] = ("pipelined", "on_demand")
 """Layouts with one region, in which each op's parameters must be there, and the model may be larger."""
+ONE_REGION: tuple[LayoutName, ...] = (*WHOLE_MODELS, *PARAMETERS)
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +69,7 @@ def deploy(
     entries = []
     top = memory
     for demand, partition in zip(demands, partitions, strict=True):
-        if layout in (*WHOLE_MODELS, *PARAMETERS):
+        if layout in ONE_REGION:
             entry = planner.entry(demand, 0, demand.parameter_bytes, workspace)
             entries.append(replace(entry, partition_offset=workspace, partition_bytes=partition))
             continue

@@ -36,8 +36,31 @@ class Result:
     """Whether the leading copies had begun beside the run before."""
 
 
-class Executor(Protocol):
+class Runner(Protocol):
     """Runs programs one at a time. Every method is called by the one thread that owns the device."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can run any more, or None while the device is well."""
+        ...
+
+    def expect(self, program: Program | None) -> None:
+        """Say what runs behind the next run, so that its leading copies may start beside that one."""
+        ...
+
+    def run(
+        self, program: Program, inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
+    ) -> Result:
+        """Run one inference on CPU tensors of the program's exact shapes, which may be changed.
+
+        `traced` measures the time of every step; `serial` lets no copy overlap with computation. Raises DeviceError
+        if a kernel or a copy fails: the program can be run again, unless the device is `lost`.
+        """
+        ...
+
+
+class Executor(Runner, Protocol):
+    """A device's own runner: it also brings residents in, and gives back what programs hold."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -50,11 +73,6 @@ class Executor(Protocol):
         """Let the lanes finish what they have, and end."""
         ...
 
-    @property
-    def lost(self) -> str | None:
-        """Why nothing can run any more, or None while the device is well."""
-        ...
-
     def load(self, program: Program) -> float:
         """Put a program's initial residents in place and wait for them. Returns the seconds. Raises DeviceError."""
         ...
@@ -63,22 +81,8 @@ class Executor(Protocol):
         """Give back what a program holds that will not be run any more."""
         ...
 
-    def expect(self, program: Program | None) -> None:
-        """Say what runs behind the next run, so that its leading copies may start beside that one."""
-        ...
-
     def settle(self) -> None:
         """Wait until the swap-in lane has nothing left to do."""
-        ...
-
-    def run(
-        self, program: Program, inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
-    ) -> Result:
-        """Run one inference on CPU tensors of the program's exact shapes, which may be changed.
-
-        `traced` measures the time of every step; `serial` lets no copy overlap with computation. Raises DeviceError
-        if a kernel or a copy fails: the program can be run again, unless the device is `lost`.
-        """
         ...
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.plan import Compute, Drop, Plan, SwapIn
+from planner.plan import Compute, Plan, SwapIn
 from planner.profile import Profile
 from runtime.binding import Call, apply, bind
 from runtime.blueprint import Blueprint, CallDraft, View, Weight
@@ -28,7 +28,7 @@ class Movable:
         self, lowered: Lowered, plan: Plan, profile: Profile | None, arena: Memory[Any], store: Source[Any]
     ) -> None:
         """Check a plan that keeps every parameter, and bind it. Raises what `runtime.program.build` raises."""
-        if any(isinstance(step, SwapIn | Drop) for step in plan.steps):
+        if any(isinstance(step, SwapIn) for step in plan.steps):
             raise UnsupportedPlan(f"{lowered.name}: only a program whose plan keeps every parameter can move")
         blueprint = blueprint_of(lowered, plan, profile, arena.device)
         trace = blueprint.trace

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from planner.errors import CohabitError, UnknownSearcher
-from server.config import ServeConfig, add_flags
+from server.config import ServeConfig
 from server.errors import ConfigError, RepositoryError
+from server.flags import add_flags
 from server.operate.layers import add_layer_flags, declare, settle
 from server.operate.printing import as_toml
 from server.plans.options import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags

@@ -102,22 +102,6 @@ class Servable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
-    """What it took to bring a model in; nothing if it was there."""
-
-    seconds: float = 0.0
-    nbytes: int = 0
-
-
-class Device(Protocol):
-    """A device whose models take turns in one region, so that each must be brought in before it runs."""
-
-    def prepare(self, model: str) -> Swap:
-        """Make `model` the one that can be executed; engine's thread only."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
 class Footprint:
     """The memory a loaded model holds, and what its plans promise: seconds per inference by batch size."""
 

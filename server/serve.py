@@ -19,7 +19,7 @@ from server.http.port import HttpServer
 from server.lifecycle.lifecycle import Lifecycle
 from server.lifecycle.polling import Poller
 from server.metrics.page import Metrics
-from server.model import Device, DeviceUse, Footprint, Servable
+from server.model import DeviceUse, Footprint, Servable
 from server.models.registry import Registry, State
 from server.models.repository import ModelSource, Unloadable
 from server.operate.access import Access, open_access
@@ -53,8 +53,6 @@ class Loaded(Protocol):
     def failures(self) -> Mapping[str, str]: ...
     @property
     def footprints(self) -> Mapping[str, Footprint]: ...
-    @property
-    def device(self) -> Device | None: ...
     @property
     def memory_map(self) -> str: ...
     @property
@@ -167,7 +165,6 @@ class Server:
 
     def _adopt(self, loaded: Loaded, sources: Sequence[ModelSource]) -> None:
         self._loaded = loaded
-        self._engine.use_device(loaded.device)
         for source in sources:
             name = source.name
             if name in loaded.servables:

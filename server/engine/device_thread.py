@@ -7,13 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from server.engine.rows import joined, parted
 from server.engine.statistics import FailureReason, ModelStatistics
 from server.errors import ExecutionFailed, RequestError
-from server.model import Device, Execution, Servable, Swap
+from server.model import Execution, Servable
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler, Work
 
@@ -69,7 +69,6 @@ class DeviceThread:
         """By name and generation."""
         self.computed_s = 0.0
         """How long the compute lane has worked."""
-        self.device: Device | None = None
         self._listener = listener
         self._clock = clock
         self._prefetch = prefetch
@@ -163,21 +162,21 @@ class DeviceThread:
     def _execute(self, model: Model, tickets: Sequence[Ticket]) -> list[Outcome]:
         """Execute requests as one batch; either all are answered and counted, or there is one error for each."""
         requests, started_s = [ticket.request for ticket in tickets], self._clock()
-        name, rows = requests[0].model, sum(request.batch for request in requests)
+        rows = sum(request.batch for request in requests)
         try:
-            swap = self.device.prepare(name) if self.device is not None else Swap()
             self._tell_next()
             execution = model.servable.execute(joined(requests), rows)
         except RequestError as error:
             return [error] * len(tickets)
         except Exception as error:
             trace = requests[0].trace
-            fields = {"model": name, "request": requests[0].id, **(trace.fields if trace is not None else {})}
+            fields = {
+                "model": requests[0].model,
+                "request": requests[0].id,
+                **(trace.fields if trace is not None else {}),
+            }
             _log.exception("execution failed", extra={"fields": fields})
-            return [ExecutionFailed(name, f"{type(error).__name__}: {error}")] * len(tickets)
-        if swap.nbytes > 0:
-            swapped_bytes = execution.swapped_bytes + swap.nbytes
-            execution = replace(execution, stall_s=execution.stall_s + swap.seconds, swapped_bytes=swapped_bytes)
+            return [ExecutionFailed(requests[0].model, f"{type(error).__name__}: {error}")] * len(tickets)
         self._count(model.statistics, tickets, execution, started_s)
         return list(parted(requests, execution))
 
@@ -195,8 +194,8 @@ class DeviceThread:
             statistics.succeeded(ticket.request.batch, queue_s, busy_s, execution.compute_s, wall_ms)
 
     def _tell_next(self) -> None:
-        """Let the next request's model begin its copies; one region for all (`Device`) has no room for that."""
-        if self.device is None and self._prefetch:
+        """Let the next request's model begin its copies."""
+        if self._prefetch:
             with self.changed:
                 ahead = self.scheduler.ahead(self._clock())
             model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None

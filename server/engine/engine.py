@@ -9,7 +9,7 @@ from typing import TypeVar
 from server.engine.device_thread import Chore, DeviceThread, Model, Order
 from server.engine.statistics import FailureReason, ModelStatistics
 from server.errors import DeviceLost, ModelNotFound, RequestError, RequestTimedOut, ShuttingDown
-from server.model import Device, Execution, Servable
+from server.model import Execution, Servable
 from server.request import InferRequest
 from server.scheduling.policy import Policy
 from server.scheduling.queues import Ticket
@@ -88,10 +88,6 @@ class Engine:
         with self._device.changed:
             self._scheduler.hold(model, held)
             self._device.changed.notify()
-
-    def use_device(self, device: Device | None) -> None:
-        """Prepare this device for a model before each of its executions."""
-        self._device.device = device
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()

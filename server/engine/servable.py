@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from runtime.backend import Executor
+from runtime.backend import Runner
 from runtime.errors import UnsupportedModel
 from runtime.lower import Lowered
 from runtime.model import Port
 from runtime.program import Program
-from server.model import Array, Execution, ModelInfo, Readiness, Swap, TensorSpec
+from server.model import Array, Execution, ModelInfo, Readiness, TensorSpec
 
 _DATATYPES = {
     torch.bool: "BOOL",
@@ -56,7 +56,7 @@ class ProgramServable:
     programs: Mapping[int, Program]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
-    executor: Executor
+    executor: Runner
 
     @property
     def seconds_by_batch(self) -> Mapping[int, float]:
@@ -124,22 +124,3 @@ def _array(tensor: torch.Tensor, rows: int | None) -> Array:
         own = own.contiguous().view(torch.uint16)
     array: Array = own.contiguous().numpy()
     return array
-
-
-class SharedRegion:
-    """The one region of the `time_shared` layout: a model is brought in whole, and waited for, when its turn comes."""
-
-    def __init__(self, executor: Executor, programs: Mapping[str, Program]) -> None:
-        self._executor = executor
-        self._programs = programs
-        self._owner: str | None = None
-
-    def prepare(self, model: str) -> Swap:
-        """Bring a model in unless it is there. On the engine's thread."""
-        if self._owner == model:
-            return Swap()
-        self._owner = None
-        program = self._programs[model]
-        seconds = self._executor.load(program)
-        self._owner = model
-        return Swap(seconds, sum(step.nbytes for step in program.residents))

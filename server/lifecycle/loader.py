@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from planner.errors import CohabitError
 from planner.library import Library
 from planner.sizing import Deployment, deploy
+from runtime.sharing import SHARINGS
 from server.config import ServeConfig
-from server.engine.servable import ProgramServable, SharedRegion
+from server.engine.servable import ProgramServable
 from server.memory.arrival import Arrival
 from server.memory.house import House, Tenant
 from server.memory.housing import Housing
@@ -30,7 +31,6 @@ class Loaded:
     deployment: Deployment
     housing: Housing | None = None
     failures: dict[str, str] = field(default_factory=dict)
-    device: SharedRegion | None = None
 
     @property
     def tenants(self) -> dict[str, Tenant]:
@@ -95,20 +95,19 @@ def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress
     house, deployment = loaded.house, loaded.deployment
     house.partitions.grow_workspace(deployment.workspace_bytes)
     unused = deployment.memory_bytes - house.partitions.arena_bytes
-    in_turns = deployment.layout == "time_shared"
+    if deployment.layout in SHARINGS and prepared:
+        house.share(SHARINGS[deployment.layout])
     for entry, model in zip(deployment.entries, prepared, strict=True):
         on_progress(entry.name, "bringing residents in")
         extent = Extent(entry.partition_offset - unused, entry.partition_bytes)
         holder = house.new_holder(entry.name)
-        if not in_turns:
-            house.partitions.put(holder, extent)
+        if house.shared is not None:
+            house.tenant(holder, model, entry.plans, house.bind_shared(model, entry.plans))
+            continue
+        house.partitions.put(holder, extent)
         programs = house.bind(model, entry.plans, extent)
         house.tenant(holder, model, entry.plans, programs)
-        if not in_turns:
-            _arrive(house.arrival(programs))
-    if in_turns:
-        programs_by_name = {t.name: t.servable.programs[min(t.plans)] for t in house.tenants.values()}
-        loaded.device = SharedRegion(house.backend.executor, programs_by_name)
+        _arrive(house.arrival(programs))
 
 
 def _arrive(arrival: Arrival) -> None:

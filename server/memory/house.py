@@ -9,6 +9,7 @@ from planner.fitting import Room, fit, workspaces_for
 from runtime.backend import Backend
 from runtime.memory import Memory
 from runtime.program import Bases, Program
+from runtime.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
 from server.memory.arrival import Arrival
 from server.memory.partitions import Extent, Partitions
@@ -27,6 +28,8 @@ class Tenant:
     prepared: Prepared
     plans: Plans
     servable: ProgramServable
+    shares: bool = False
+    """Whether it has no bytes of its own: what is there between its runs is whatever nobody else needed."""
 
     @property
     def name(self) -> str:
@@ -37,9 +40,9 @@ class Tenant:
         plan = self.plans[min(self.plans)]
         tensors = self.prepared.lowered.graphs[min(self.plans)].tensors
         return Footprint(
-            partition_bytes=plan.partition_bytes,
+            partition_bytes=0 if self.shares else plan.partition_bytes,
             parameter_bytes=self.prepared.parameter_bytes,
-            resident_bytes=sum(tensors[p.tensor].nbytes for p in plan.residents),
+            resident_bytes=0 if self.shares else sum(tensors[p.tensor].nbytes for p in plan.residents),
             predicted_s={b: p.provenance.latency_s for b, p in self.plans.items() if p.provenance is not None},
             bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
         )
@@ -54,7 +57,16 @@ class House:
         self.partitions = Partitions(arena_bytes)
         self.arena: Memory[object] = backend.arena(arena_bytes)
         self.tenants: dict[str, Tenant] = {}
+        self.shared: SharedRegion | None = None
+        """Where models share one region instead of having partitions."""
         self._admitted = 0
+
+    def share(self, sharing: Sharing) -> None:
+        """Make one region of all that is not the workspace."""
+        workspace_bytes = self.partitions.workspace_bytes
+        region_bytes = self.partitions.arena_bytes - workspace_bytes
+        self.partitions.put("(shared)", Extent(workspace_bytes, region_bytes))
+        self.shared = SharedRegion(self.backend, sharing, self.arena, workspace_bytes, region_bytes)
 
     def new_holder(self, name: str) -> str:
         """A name for the bytes of one version of a model."""
@@ -86,6 +98,12 @@ class House:
                 time.sleep(time.perf_counter() - start_s)
         return programs
 
+    def bind_shared(self, prepared: Prepared, plans: Plans) -> Programs:
+        """Make programs of plans that keep every parameter, for the region that all share. Raises as `bind` does."""
+        assert self.shared is not None
+        lowered, profiles, store = prepared.lowered, prepared.profiles, prepared.store
+        return {batch: self.shared.add(lowered, plan, profiles[batch], store) for batch, plan in plans.items()}
+
     def tenant(self, holder: str, prepared: Prepared, plans: Plans, programs: Programs) -> Tenant:
         """A model that has arrived."""
         lowered, config = prepared.lowered, prepared.source.config
@@ -93,8 +111,9 @@ class House:
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
         info = describe(lowered, prepared.source.version, most)
-        servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, self.backend.executor)
-        self.tenants[holder] = tenant = Tenant(holder, prepared, plans, servable)
+        runner = self.backend.executor if self.shared is None else self.shared
+        servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
+        self.tenants[holder] = tenant = Tenant(holder, prepared, plans, servable, self.shared is not None)
         return tenant
 
     def arrival(self, programs: Programs, then: Callable[[], None] = lambda: None) -> Arrival:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.errors import format_bytes
-from planner.sizing import Deployment, Entry
+from planner.sizing import ONE_REGION, Deployment, Entry
 
 _BAR_CELLS = 16
 
@@ -19,7 +19,7 @@ def draw(deployment: Deployment, weight_bytes: Mapping[str, int]) -> str:
     for name in ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run"):
         table.add_column(name, justify="left" if name in ("model", "") else "right")
     for entry in deployment.entries:
-        table.add_row(*_row(entry, weight_bytes[entry.name], in_turns=deployment.layout == "time_shared"))
+        table.add_row(*_row(entry, weight_bytes[entry.name], shared=deployment.layout in ONE_REGION))
     table.add_section()
     table.add_row("workspace", format_bytes(0), format_bytes(deployment.workspace_bytes), *[""] * 6)
     text = io.StringIO()
@@ -32,7 +32,7 @@ def _title(deployment: Deployment) -> str:
     return f"{deployment.layout} layout: {taken} of {memory} for {len(deployment.entries)} models"
 
 
-def _row(entry: Entry, weight_bytes: int, in_turns: bool) -> list[str]:
+def _row(entry: Entry, weight_bytes: int, shared: bool) -> list[str]:
     share = entry.resident_bytes / entry.parameter_bytes if entry.parameter_bytes else 1.0
     filled = round(share * _BAR_CELLS)
     plan = entry.plans[min(entry.plans)].provenance
@@ -42,8 +42,8 @@ def _row(entry: Entry, weight_bytes: int, in_turns: bool) -> list[str]:
         format_bytes(entry.partition_offset),
         format_bytes(entry.partition_bytes),
         format_bytes(weight_bytes),
-        "in turns" if in_turns else f"{share:.0%}",
-        "" if in_turns else "█" * filled + "░" * (_BAR_CELLS - filled),
+        "shared" if shared else f"{share:.0%}",
+        "" if shared else "█" * filled + "░" * (_BAR_CELLS - filled),
         *times,
     ]
 

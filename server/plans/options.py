@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.config import ServeConfig, add_device_flags, add_thread_flag, integer, optional, positive, read
+from server.config import ServeConfig, integer, optional, positive, read
 from server.errors import ConfigError
+from server.flags import add_device_flags, add_thread_flag
 from server.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory
 
 SEARCHER_NAMES = "best, streaming, genetic, particle_swarm, greedy, dynprog, interval, on_demand"

@@ -5,12 +5,13 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from server.config import Layout
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, metric, process, serving
 
@@ -52,8 +53,13 @@ def resident_answers(archives: Archives) -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("store", ["ram", "file"])
-@pytest.mark.parametrize("layout", ["partitioned", "time_shared"])
+@pytest.mark.parametrize(
+    ("layout", "store"),
+    [
+        *((layout, "ram") for layout in get_args(Layout) if layout != "resident"),
+        *((layout, "file") for layout in ("partitioned", "time_shared", "on_demand")),
+    ],
+)
 def test_layouts_and_stores_give_the_bits_of_resident_models(
     archives: Archives, resident_answers: list[Answer], layout: str, store: str
 ) -> None:

@@ -6,6 +6,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import tritonclient.http as triton
 
 from planner.errors import InfeasibleBudget
 from planner.offsets.feasible import PAGE_BYTES
+from server.config import Layout
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
 
@@ -101,7 +103,7 @@ def test_a_good_model_serves_beside_broken_ones(broken_and_good: Running, archiv
     np.testing.assert_allclose(output, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["partitioned", "resident", "time_shared"])
+@pytest.mark.parametrize("layout", get_args(Layout))
 def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archives, layout: str) -> None:
     names = ("ranker", "torchcrepe")
     repository = archives.repository(*names)

@@ -14,7 +14,7 @@ import uvloop
 
 from server.config import ServeConfig
 from server.errors import InvalidRequest
-from server.model import Array, Device, DeviceUse, Execution, Footprint, ModelInfo, Readiness, Servable, TensorSpec
+from server.model import Array, DeviceUse, Execution, Footprint, ModelInfo, Readiness, Servable, TensorSpec
 from server.models.repository import ModelSource
 from server.serve import Server
 from server.sizes import FixedSize
@@ -114,7 +114,6 @@ class FakeLoaded:
     servables: Mapping[str, Servable]
     failures: Mapping[str, str] = field(default_factory=dict)
     footprints: Mapping[str, Footprint] = field(default_factory=dict)
-    device: Device | None = None
     memory_map: str = ""
     housing: None = None
     tenants: Mapping[str, Any] = field(default_factory=dict)

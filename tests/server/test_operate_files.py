@@ -12,7 +12,7 @@ import yaml
 from server_fakes import Running
 from test_server_metrics import FakeNvml, Samples, machine_samples, scrape
 
-from server.config import add_flags
+from server.flags import add_flags
 from server.model import DeviceUse
 from server.operate.gpus import Gpu
 from server.operate.layers import PREFIX, add_layer_flags, declare, settle

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from server.cli import main
-from server.config import ServeConfig, add_flags
+from server.config import ServeConfig
 from server.errors import ConfigError
+from server.flags import add_flags
 from server.operate.layers import Effective, add_layer_flags, declare, settle
 from server.operate.printing import as_toml
 from server.sizes import FixedSize
@@ -88,7 +89,10 @@ def test_models_tables_say_what_is_loaded(tmp_path: Path) -> None:
         ("http_port = true", "http_port in FILE: it must be a text or a number"),
         ("prefetch = 1", "prefetch in FILE: it must be true or false"),
         ("load_model = 'a'", "load_model in FILE: it must be a list"),
-        ("layout = 'flat'", "layout in FILE: 'flat' is none of partitioned, resident, time_shared"),
+        (
+            "layout = 'flat'",
+            "layout in FILE: 'flat' is none of partitioned, resident, time_shared, pipelined, lru, on_demand",
+        ),
         ("[http]\nport = 1", "http in FILE: there is no such setting"),
         ("models = 3", "models in FILE: it must be a table of models"),
         ("[models]\na = 3", "[models.a] in FILE: it must be a table"),

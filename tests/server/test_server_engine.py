@@ -8,7 +8,7 @@ from server_fakes import FakeServable, Gate, identity
 from server.engine.engine import Engine
 from server.engine.statistics import ModelStatistics
 from server.errors import InvalidRequest
-from server.model import Array, Device, Execution, Swap
+from server.model import Array, Execution
 from server.request import InferRequest
 from server.scheduling.scheduler import Scheduler
 
@@ -17,14 +17,13 @@ def request(model: str, batch: int) -> InferRequest:
     return InferRequest(model, 1, {"x": np.zeros((batch, 4), np.float32)}, batch, ())
 
 
-async def run_three(device: Device | None = None) -> tuple[FakeServable, FakeServable]:
+async def run_three() -> tuple[FakeServable, FakeServable]:
     """A request for `first` waits at a gate until one for `second` and one more for `first` are queued."""
     gate = Gate()
     first, second = FakeServable(identity("first", "FP32").info, gate), identity("second", "FP32")
     engine = Engine(Scheduler(8))
     for servable in (first, second):
         engine.add(servable, ModelStatistics())
-    engine.use_device(device)
     engine.start()
     answers = [asyncio.ensure_future(engine.infer(request("first", 1)))]
     await asyncio.to_thread(gate.entered.wait, 10)
@@ -41,16 +40,6 @@ async def test_the_next_model_hears_of_its_turn_before_the_one_ahead_of_it_runs(
     first, second = await run_three()
     assert first.expected == [2], "while `second` ran"
     assert second.expected == [], "nothing was known when the first request began"
-
-
-class OneRegion:
-    def prepare(self, model: str) -> Swap:
-        return Swap()
-
-
-async def test_models_that_share_one_region_are_told_nothing() -> None:
-    first, second = await run_three(OneRegion())
-    assert first.expected == second.expected == []
 
 
 FASTER = {1: 1.0, 2: 1.1, 4: 1.2}

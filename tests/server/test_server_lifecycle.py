@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,6 @@ from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from server_http import HEADER_LENGTH, Answer, ask, infer, x
 
 from server.engine.statistics import FailureReason
-from server.model import Swap
 
 
 def eventually(condition: Callable[[], bool], patience_s: float = 10.0) -> None:
@@ -182,28 +180,6 @@ def test_drain_gives_up_on_a_device_that_hangs() -> None:
         stuck = [slow.occupy(), *slow.queue()]
         assert slow.server.stop() is False
         assert [answer.result().status for answer in stuck] == [503, 503]
-
-
-def test_device_is_prepared_before_every_execution() -> None:
-    class Turns:
-        def __init__(self) -> None:
-            self.models: list[str] = []
-
-        def prepare(self, model: str) -> Swap:
-            self.models.append(model)
-            assert threading.current_thread().name == "engine"
-            return Swap(0.5, 4096)
-
-    device = Turns()
-    loaded = serving(identity("a", "FP32"), identity("b", "FP32"))
-    loaded.device = device
-    with running(loaded) as server:
-        for model in "aba":
-            assert infer(server, model, {"inputs": [x()]}).status == 200
-        assert device.models == ["a", "b", "a"]
-        statistics = server.server.registry.find("a").statistics
-        assert statistics.stall_s == 2 * (0.25 + 0.5)
-        assert statistics.swapped_bytes == 2 * (1000 + 4096)
 
 
 def test_many_clients_get_their_own_answers(server: Running) -> None:
