@@ -14,7 +14,8 @@ from server.engine.servable import ProgramServable, describe
 from server.memory.arrival import Arrival
 from server.memory.partitions import Extent, Partitions
 from server.model import DeviceUse, Footprint
-from server.models.prepared import Plans, Prepared
+from server.models.prepared import Prepared
+from server.models.shelf import Plans
 
 Programs = dict[int, Program]
 

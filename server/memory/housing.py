@@ -3,16 +3,20 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from planner.errors import CohabitError, InfeasibleBudget
 from planner.fitting import Room
 from runtime.program import Program
 from server.engine.engine import Engine
+from server.errors import RequestError
 from server.memory.house import House, Programs, Tenant
 from server.memory.moves import Leave, moves, packed
 from server.memory.partitions import Extent
-from server.models.prepared import Plans, Prepared
+from server.models.prepared import Prepared
+from server.models.shelf import Plans
 from server.models.workshop import Workshop, is_better
 
 _log = logging.getLogger("cohabit.housing")
@@ -58,9 +62,9 @@ class Housing:
     async def place(self, prepared: Prepared, old: Tenant | None, stand_aside: StandAside) -> Tenant:
         """Bring a model in. Raises CohabitError, with the least memory that would do if there is too little."""
         async with self._places:
-            room = self._room(prepared, None)
+            room = await self._room(prepared, None)
             if room is None and old is not None:
-                room = self._room(prepared, old)
+                room = await self._room(prepared, old)
                 if room is not None:
                     await self._let_go(old, stand_aside)
             if room is None:
@@ -81,11 +85,21 @@ class Housing:
         async with self._places:
             await self._vacate(tenant, forget=False)
 
-    def _room(self, prepared: Prepared, without: Tenant | None) -> Room | None:
-        room = self.house.room_for(prepared, None if without is None else without.holder)
+    async def _room(self, prepared: Prepared, without: Tenant | None) -> Room | None:
+        holder = None if without is None else without.holder
+        room = await asyncio.to_thread(self._fitting, prepared, holder)
         if room is None or (self._keeps_all and room.partition_bytes < prepared.parameter_bytes):
             return None
         return room
+
+    def _fitting(self, prepared: Prepared, without: str | None) -> Room | None:
+        """What the model should have of what is free, by heart if it was asked for before. Nobody else moves now."""
+        partitions, rooms = self.house.partitions, prepared.known.rooms
+        held = tuple(sorted(extent for holder, extent in partitions.held.items() if holder != without))
+        free = (partitions.workspace_bytes if held else 0, held)
+        if free not in rooms:
+            rooms[free] = self.house.room_for(prepared, without)
+        return rooms[free]
 
     async def _settle(self, prepared: Prepared, room: Room, plans: Plans) -> Tenant:
         """Bring a model into a room that is free."""
@@ -95,11 +109,13 @@ class Housing:
         extent = house.partitions.take(holder, room.partition_bytes)
         assert grown
         assert extent is not None
+        programs: Programs = {}
         try:
             programs = await asyncio.to_thread(house.bind, prepared, plans, extent, gently=True)
             await self._engine.perform(house.arrival(programs))
             return house.tenant(holder, prepared, plans, programs)
         except BaseException:
+            await self._give_up(programs)
             house.partitions.give_back(holder)
             raise
 
@@ -198,15 +214,24 @@ class Housing:
     async def _move(self, tenant: Tenant, plans: Plans, programs: Programs) -> None:
         """Bring a model's residents to another place, or others to its own, while its requests wait."""
         self._engine.hold(tenant.name, True)
+        old = tenant.servable.programs
         try:
             await self._engine.perform(self.house.arrival(programs, lambda: tenant.servable.switch(programs)))
         except CohabitError as error:
             self._engine.remove(tenant.name)
+            await self._give_up(programs, old)
             self.house.leave(tenant.holder)
             self._watcher.lost(tenant, str(error))
             return
         self._switched(tenant, plans)
         self._engine.hold(tenant.name, False)
+        await self._give_up(old)
+
+    async def _give_up(self, *programs: Mapping[int, Program]) -> None:
+        """Give back what programs hold that nobody runs any more, unless the device has nothing to give."""
+        for some in programs:
+            with suppress(RequestError):
+                await self._engine.between(partial(self._dismiss, some))
 
     def _switched(self, tenant: Tenant, plans: Plans) -> None:
         tenant.plans = plans
@@ -239,7 +264,7 @@ class Housing:
             if plans[min(plans)].residents == plan.residents:
                 old = tenant.servable.programs
                 await self._engine.between(lambda: tenant.servable.switch(programs))
-                await self._engine.between(lambda: self._dismiss(old))
+                await self._give_up(old)
                 self._switched(tenant, plans)
             else:
                 await self._move(tenant, plans, programs)

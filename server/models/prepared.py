@@ -1,7 +1,7 @@
 """A model made ready for a place in memory: lowered, measured, its parameters in the host store."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from planner.graph import fingerprint
-from planner.plan import Plan
 from planner.profile import Profile
 from planner.sizing import ModelDemand
 from runtime import archive
@@ -21,10 +20,10 @@ from runtime.memory import Source
 from server.config import ServeConfig
 from server.engine.servable import describe
 from server.models.repository import ModelSource
+from server.models.shelf import FileState, Known
 from server.protocol.model_config import ModelConfig, config_mismatch
 
 OnProgress = Callable[[str, str], None]
-Plans = Mapping[int, Plan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,17 @@ class Prepared:
     """A model that waits for its partition. Its store is the owner's to close."""
 
     source: ModelSource
-    lowered: Lowered
+    known: Known
     store: Source[Any]
-    profiles: dict[int, Profile]
     rate_per_s: float = 1.0
+
+    @property
+    def lowered(self) -> Lowered:
+        return self.known.lowered
+
+    @property
+    def profiles(self) -> dict[int, Profile]:
+        return self.known.profiles
 
     @property
     def weight_bytes(self) -> int:
@@ -74,16 +80,28 @@ def prepare(source: ModelSource, config: ServeConfig, backend: Backend, on_progr
 
     cache = cache_of(config)
     lowered = lower(source.path, source.name, wanted_batches(source, config), cache / "weights", progress)
-    info = describe(lowered, source.version, max(lowered.batches))
-    if source.config is not None and (reason := config_mismatch(source.config, info)) is not None:
-        raise UnsupportedModel(reason)
+    weights = FileState.of(lowered.weights_path)
+    _refuse_mismatch(source, lowered)
     store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
     try:
         lowered, profiles = backend.measure(lowered, store, cache / "profiles", progress)
     except BaseException:
         store.close()
         raise
-    return Prepared(source, lowered, store, profiles, _rate(source.name, config))
+    return Prepared(source, Known(lowered, profiles, weights), store, _rate(source.name, config))
+
+
+def prepare_known(source: ModelSource, known: Known, config: ServeConfig, backend: Backend) -> Prepared:
+    """Open a model of which all but the parameters is in memory. Raises CohabitError."""
+    lowered = known.lowered
+    _refuse_mismatch(source, lowered)
+    store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
+    return Prepared(source, known, store, _rate(source.name, config))
+
+
+def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
+    """Differs for whatever is lowered to something else. Raises ArchiveError."""
+    return source.name, archive.fingerprint(source.path), tuple(wanted_batches(source, config))
 
 
 def prepare_apart(source: ModelSource, model_config: bytes | None, config: ServeConfig) -> None:
@@ -119,6 +137,12 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
     made = (archive.fingerprint(source.path), wanted_batches(source, config), threads, str(torch.__version__))
     link = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
+
+
+def _refuse_mismatch(source: ModelSource, lowered: Lowered) -> None:
+    info = describe(lowered, source.version, max(lowered.batches))
+    if source.config is not None and (reason := config_mismatch(source.config, info)) is not None:
+        raise UnsupportedModel(reason)
 
 
 def _rate(name: str, config: ServeConfig) -> float:

@@ -1,5 +1,6 @@
 """Prepares and plans models beside the serving path: in another process what takes long, in a thread the rest."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,8 +10,9 @@ from planner.library import Library
 from runtime.backend import Backend
 from server.config import ServeConfig
 from server.models.apart import Apart
-from server.models.prepared import Plans, Prepared, cache_of, is_prepared, prepare, prepare_apart
+from server.models.prepared import Prepared, cache_of, is_prepared, key_of, prepare, prepare_apart, prepare_known
 from server.models.repository import ModelSource
+from server.models.shelf import Plans, new_shelf
 
 
 class Workshop:
@@ -21,17 +23,37 @@ class Workshop:
         self._backend = backend
         self._library = Library(cache_of(config))
         self._apart, self._background = Apart(), Apart()
+        self._shelf = new_shelf()
+        self._lock = threading.Lock()
+        """For the shelf and what stands on it."""
 
     def prepare(self, source: ModelSource) -> Prepared:
-        """Lower and measure a model that is not in the cache apart, then open it. Raises CohabitError."""
+        """Open a model that was opened before; lower and measure one that is new apart. Raises CohabitError."""
+        key = key_of(source, self._config)
+        with self._lock:
+            known = self._shelf.get(key)
+        if known is not None and known.is_whole:
+            return prepare_known(source, known, self._config, self._backend)
         if not is_prepared(source, self._config):
             model_config = source.config.SerializeToString() if source.config is not None else None
             self._apart.call(prepare_apart, replace(source, config=None), model_config, self._config)
-        return prepare(source, self._config, self._backend, lambda *_: None)
+        prepared = prepare(source, self._config, self._backend, lambda *_: None)
+        with self._lock:
+            self._shelf[key] = prepared.known
+        return prepared
 
     def known_plans(self, prepared: Prepared, room: Room) -> Plans | None:
         """The best plans for a room, if they were made before."""
-        return fitting.known_plans(prepared.demand, room, self._library)
+        notes = prepared.known.plans
+        with self._lock:
+            known = notes.get(room)
+        if known is not None:
+            return known
+        plans = fitting.known_plans(prepared.demand, room, self._library)
+        if plans is not None:
+            with self._lock:
+                notes[room] = plans
+        return plans
 
     def quick_plans(self, prepared: Prepared, room: Room) -> Plans:
         """Plans to begin with: what the library has, or else the first that work."""

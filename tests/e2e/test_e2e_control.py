@@ -1,5 +1,6 @@
 """Models come, change and go while others are asked: nobody gets a wrong answer, and nobody is forgotten."""
 
+import os
 import shutil
 import socket
 import threading
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,10 @@ from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
 from loadgen.zoo.exporting import save_model
+from runtime.program import Program
+from server.models import workshop
+from server.models.prepared import Prepared
+from server.models.repository import ModelSource
 from tests.e2e.serving import Running, ask, infer, repository_index, serving
 
 WIDTH, LAYERS = 512, 4
@@ -192,6 +198,64 @@ def test_models_make_room_for_one_more_while_they_are_asked(stacks: Stacks, plan
         assert set(after) == {"a", "b", "c"}
         assert sum(after.values()) + server.loaded.house.partitions.workspace_bytes <= 9 << 20
         assert after["a"] + after["b"] < before["a"] + before["b"]
+
+
+def test_programs_of_models_that_have_moved_are_given_back(
+    stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate("abc"):
+        stacks.put(tmp_path, name, number)
+    with controlled(tmp_path, "9MiB", plans, load_models=("a", "b")) as (server, client):
+        house = server.loaded.house
+        bound: list[Program] = [p for t in house.tenants.values() for p in t.servable.programs.values()]
+        dismissed: list[Program] = []
+        monkeypatch.setattr(house.backend.executor, "dismiss", dismissed.append)
+        build = house.backend.build
+
+        def noted(*arguments: Any) -> Program:
+            bound.append(build(*arguments))
+            return bound[-1]
+
+        monkeypatch.setattr(house.backend, "build", noted)
+        client.load_model("c")
+        assert server.loaded.housing is not None
+        searches = server.loaded.housing._tasks
+        eventually(lambda: not searches)
+        running = {id(p) for t in house.tenants.values() for p in t.servable.programs.values()}
+        assert len(dismissed) >= 1, "a and b have moved, or have less"
+        assert len({id(p) for p in dismissed}) == len(dismissed)
+        assert {id(p) for p in bound} == running | {id(p) for p in dismissed}
+        assert not running & {id(p) for p in dismissed}
+
+
+def test_a_model_that_comes_back_is_opened_from_memory_unless_its_files_have_changed(
+    stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    prepare = workshop.prepare
+
+    def noted(source: ModelSource, *arguments: Any) -> Prepared:
+        opened.append(source.name)
+        return prepare(source, *arguments)
+
+    monkeypatch.setattr(workshop, "prepare", noted)
+    stacks.put(tmp_path, "a", 0)
+    with controlled(tmp_path, "9MiB", plans) as (server, client):
+        for _ in range(3):
+            client.load_model("a")
+            assert is_answer_of(0, answer(server, "a"))
+            client.unload_model("a")
+        assert opened == ["a"]
+        for path in plans.rglob("weights.bin"):
+            os.utime(path, ns=(0, 0))
+        client.load_model("a")
+        assert opened == ["a", "a"], "the weights file may have been written, so its checksum is verified again"
+        client.unload_model("a")
+        shutil.rmtree(tmp_path / "a")
+        stacks.put(tmp_path, "a", 1)
+        client.load_model("a")
+        assert is_answer_of(1, answer(server, "a"))
+        assert opened == ["a", "a", "a"]
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would_and_disturbs_nobody(
