@@ -54,6 +54,8 @@ class _Guest:
 
     movable: Movable
     programs: OrderedDict[Visit, Program] = field(default_factory=OrderedDict)
+    first: Program | None = None
+    """What was loaded first; on CUDA it holds the pool of those that are not prepared for good."""
 
 
 class SharedRegion:
@@ -93,7 +95,7 @@ class SharedRegion:
             program = self._program(guest, visit)
             if program is not ready:
                 self._executor.load(program)
-            ready = program
+            guest.first, ready = guest.first or program, program
         self.region.forget(lowered.name)
         return movable.home
 
@@ -119,6 +121,14 @@ class SharedRegion:
 
     def expect(self, program: Program | None) -> None:
         """There are no bytes of the next model's own in which its copies could begin."""
+
+    def close(self) -> None:
+        """Give back what the programs hold."""
+        for guest in self._guests.values():
+            for program in (guest.first, *guest.programs.values(), guest.movable.home):
+                if program is not None:
+                    self._executor.dismiss(program)
+        self._guests = {}
 
     def _program(self, guest: _Guest, visit: Visit) -> Program:
         """The program for a visit; with `blocking` it is the same whether its model was there or came."""

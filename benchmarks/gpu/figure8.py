@@ -9,41 +9,43 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
-from benchmarks.gpu.common import Clock, Measured, OutOfTime, open_gpu, planned, resnet
+from benchmarks.gpu.common import Clock, Measured, OutOfTime, open_gpu, resnet
 from benchmarks.record import markdown_table, record
 from planner.errors import InfeasibleBudget
-from planner.plan import Plan
-from planner.sizing import LayoutName, ModelDemand, deploy
+from planner.sizing import Deployment, LayoutName, ModelDemand, deploy
+from runtime.backend import Runner
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
 from runtime.errors import MemoryExceeded
-from runtime.program import Bases
+from runtime.memory import Memory
+from runtime.program import Bases, Program
+from runtime.sharing import SHARINGS, SharedRegion
 
 MODELS = 16
 SHARES = (0.25, 0.5, 1.0)
-LAYOUTS = ("partitioned", "time_shared", "pipelined")
+LAYOUTS = get_args(LayoutName)
 RATES = (100, 200, 300, 400)
 SATURATION = 100_000
-POINT_S = 2.0
+POINT_S = 1.5
+WARM_UP_ROUNDS = 3
+"""Every model in turn, in orders that differ: places in a shared region are prepared when they are first used."""
 PREPARE_S = 15.0
 """What it may take to place sixteen models."""
-
-Prepare = Callable[[int], None]
-"""Called with a model's number before its inference: what a layout without partitions does about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sixteen programs in one memory, and what has to happen before one of them runs."""
+    """Sixteen programs in one memory, and what runs them."""
 
-    programs: list[CudaProgram]
-    prepare: Prepare
+    programs: list[Program]
+    runner: Runner
     ahead: bool
     """Whether the next request's model may begin its copies."""
 
@@ -58,13 +60,13 @@ class Point:
     p99_s: float
 
 
-def main(argv: Sequence[str] | None = None, seconds: float = 200.0) -> int:
+def main(argv: Sequence[str] | None = None, seconds: float = 330.0) -> int:
     clock, backend = Clock.of(seconds), open_gpu()
     points: list[Point] = []
     notes: list[str] = []
     try:
         model = resnet(backend, [1])
-        for name, share in [("resident", 1.0), *((n, s) for s in SHARES for n in LAYOUTS)]:
+        for name, share in _cells():
             clock.check(PREPARE_S)
             memory = int(share * MODELS * model.graph(1).parameter_bytes)
             try:
@@ -80,10 +82,19 @@ def main(argv: Sequence[str] | None = None, seconds: float = 200.0) -> int:
     return 0 if points else 1
 
 
+def _cells() -> Iterator[tuple[LayoutName, float]]:
+    """What there is to measure, least memory first: that is where layouts differ most."""
+    yield "resident", 1.0
+    for share in SHARES:
+        for name in LAYOUTS:
+            if name != "resident":
+                yield name, share
+
+
 def _measure(
     backend: CudaBackend,
     model: Measured,
-    name: str,
+    name: LayoutName,
     share: float,
     memory_bytes: int,
     clock: Clock,
@@ -99,43 +110,71 @@ def _measure(
 
 
 @contextmanager
-def _placed(backend: CudaBackend, model: Measured, name: str, memory_bytes: int) -> Iterator[Layout]:
+def _placed(backend: CudaBackend, model: Measured, name: LayoutName, memory_bytes: int) -> Iterator[Layout]:
+    demands = [ModelDemand(f"resnet152-{n}", {1: model.graph(1)}, {1: model.profiles[1]}) for n in range(MODELS)]
+    deployment = deploy(demands, memory_bytes, name)
     arena = backend.arena(memory_bytes)
-    programs: list[CudaProgram] = []
-    owner: list[int] = []
-
-    def bring(number: int) -> None:
-        if owner != [number]:
-            backend.executor.load(programs[number])
-            owner[:] = [number]
-
+    place = _in_one_region if name in SHARINGS else _in_partitions
     try:
-        for n, (plan, bases) in enumerate(_plans(model, name, memory_bytes)):
-            own = replace(model.lowered, name=f"resnet152-{n}")
-            programs.append(backend.build(own, plan, model.profiles[1], arena, bases, model.store))
-            backend.executor.load(programs[-1])
-        yield Layout(programs, bring if name == "time_shared" else lambda number: None, name == "partitioned")
+        with place(backend, model, deployment, arena) as layout:
+            _warm_up(layout)
+            yield layout
     finally:
-        for program in programs:
-            backend.executor.dismiss(program)
         arena.close()
 
 
-def _plans(model: Measured, name: str, memory_bytes: int) -> list[tuple[Plan, Bases]]:
-    if name == "pipelined":  # nothing stays: every inference streams the whole model, overlapped layer by layer
-        plan = planned(model, 1, 0, memory_bytes // 4096 * 4096)
-        return [(plan, Bases(0, 0))] * MODELS
-    demands = [ModelDemand(f"resnet152-{n}", {1: model.graph(1)}, {1: model.profiles[1]}) for n in range(MODELS)]
-    layouts: dict[str, LayoutName] = {
-        "partitioned": "partitioned", "resident": "resident", "time_shared": "time_shared"
-    }  # fmt: skip
-    deployment = deploy(demands, memory_bytes, layouts[name])
-    return [(entry.plans[1], Bases(entry.partition_offset, 0)) for entry in deployment.entries]
+@contextmanager
+def _in_partitions(
+    backend: CudaBackend, model: Measured, deployment: Deployment, arena: Memory[torch.Tensor]
+) -> Iterator[Layout]:
+    programs: list[Program] = []
+    try:
+        for entry in deployment.entries:
+            bases = Bases(entry.partition_offset, 0)
+            own = replace(model.lowered, name=entry.name)
+            programs.append(backend.build(own, entry.plans[1], model.profiles[1], arena, bases, model.store))
+            backend.executor.load(programs[-1])
+        yield Layout(programs, backend.executor, deployment.layout == "partitioned")
+    finally:
+        for program in programs:
+            backend.executor.dismiss(program)
+
+
+@contextmanager
+def _in_one_region(
+    backend: CudaBackend, model: Measured, deployment: Deployment, arena: Memory[torch.Tensor]
+) -> Iterator[Layout]:
+    workspace_bytes = deployment.workspace_bytes
+    sharing = SHARINGS[deployment.layout]
+    shared = SharedRegion(backend, sharing, arena, workspace_bytes, arena.nbytes - workspace_bytes)
+    try:
+        programs = [
+            shared.add(replace(model.lowered, name=entry.name), entry.plans[1], model.profiles[1], model.store)
+            for entry in deployment.entries
+        ]
+        yield Layout(programs, shared, ahead=False)
+    finally:
+        shared.close()
+
+
+def _warm_up(layout: Layout) -> None:
+    order = list(layout.programs)
+    inputs = model_inputs(order[0])
+    rng = random.Random(0)
+    for _ in range(WARM_UP_ROUNDS):
+        rng.shuffle(order)
+        for program in order:
+            layout.runner.run(program, inputs)
+
+
+def model_inputs(program: Program) -> list[torch.Tensor]:
+    assert isinstance(program, CudaProgram)
+    return program.examples()
 
 
 def _serve(backend: CudaBackend, layout: Layout, name: str, share: float, rate: int) -> Point:
     arrivals = _arrivals(rate)
-    inputs = layout.programs[0].examples()
+    inputs = model_inputs(layout.programs[0])
     latencies: list[float] = []
     start_s = time.perf_counter()
     for n, (at_s, number) in enumerate(arrivals):
@@ -144,10 +183,9 @@ def _serve(backend: CudaBackend, layout: Layout, name: str, share: float, rate: 
             break
         if at_s > now_s:
             time.sleep(at_s - now_s)
-        layout.prepare(number)
         if layout.ahead and n + 1 < len(arrivals) and arrivals[n + 1][0] <= time.perf_counter() - start_s:
-            backend.executor.expect(layout.programs[arrivals[n + 1][1]])
-        backend.executor.run(layout.programs[number], inputs)
+            layout.runner.expect(layout.programs[arrivals[n + 1][1]])
+        layout.runner.run(layout.programs[number], inputs)
         latencies.append(time.perf_counter() - start_s - at_s)
     served_per_s = len(latencies) / (time.perf_counter() - start_s)
     backend.executor.settle()
@@ -181,8 +219,8 @@ def _sections(points: Sequence[Point], notes: Sequence[str]) -> list[str]:
     ]
     return [
         f"{torch.cuda.get_device_name()}. Float32, batch 1, {POINT_S:.0f} s per point. Memory is a share of the sixteen"
-        " models' weights; *resident* has a workspace on top. *Pipelined* streams the whole model for every request,"
-        " also when the one before was for the same model.\n",
+        " models' weights; *resident* has a workspace on top. What the layouts with one region do is said in"
+        " docs/architecture.md; *on_demand* is issued kernel by kernel, because its parameters move.\n",
         markdown_table(header, cells),
         *(f"{note}\n" for note in notes),
     ]
