@@ -6,22 +6,20 @@ Everything it makes lies in `.demo`; running it again uses what is there.
 import argparse
 import asyncio
 import io
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.request import urlopen
 
 import msgspec
 import numpy as np
 import tritonclient.http
-from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import record
+from benchmarks.scrape import by_model, free_port, get
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
 from loadgen.preparation import prepare_visibly
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _serve_and_load(
     folder: Path, layout: str, memory: str, options: argparse.Namespace, console: Console
 ) -> Outcome:
-    metrics_port = _free_port()
+    metrics_port = free_port()
     command = server_command("cohabit", folder / "repository", memory, layout)
     command += ["--cache", str(folder / "cache"), "--metrics-port", str(metrics_port)]
     metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
@@ -132,31 +130,9 @@ def _measure_alone(url: str, models: Sequence[str]) -> dict[str, float]:
 
 def _statistics(url: str) -> dict[str, tuple[int, float]]:
     """Inferences so far and the seconds that they took, by model."""
-    stats = msgspec.json.decode(_get(f"{url}/v2/models/stats"))["model_stats"]
+    stats = msgspec.json.decode(get(f"{url}/v2/models/stats"))["model_stats"]
     parts = {s["name"]: s["inference_stats"] for s in stats}
     return {name: (p["success"]["count"], p["compute_infer"]["ns"] / 1e9) for name, p in parts.items()}
-
-
-def by_model(metrics_url: str, name: str) -> dict[str, float]:
-    """Samples of one metric, by model; for batch 1 where there are several."""
-    samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(_get(metrics_url).decode()):
-        for sample in family.samples:
-            if sample.name.removesuffix("_total") == name and sample.labels.get("batch", "1") == "1":
-                samples[sample.labels["model"]] = sample.value
-    return samples
-
-
-def _get(url: str) -> bytes:
-    with urlopen(url, timeout=30) as answer:
-        body: bytes = answer.read()
-        return body
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _planned_against_measured(outcome: Outcome) -> Table:

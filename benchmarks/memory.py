@@ -17,8 +17,8 @@ import numpy as np
 import tritonclient.http
 from rich.console import Console
 
-from benchmarks.demo import by_model
 from benchmarks.record import markdown_table, record
+from benchmarks.scrape import by_model
 from loadgen.inputs import random_inputs
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes

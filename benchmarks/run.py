@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks import demo, memory, overload, parity, streaming
+from benchmarks import demo, figure8, memory, overload, parity, streaming
 from benchmarks.frontend import __main__ as frontend
 from benchmarks.planner import speed
 
@@ -19,9 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("frontend", frontend),
         ("overload", overload),
         ("demo", demo),
+        ("figure8", figure8),
     ):
         sys.argv[1:] = []
-        arguments = ["--record"] if run in (demo, frontend, overload) else []
+        arguments = ["--record"] if run in (demo, figure8, frontend, overload) else []
         if run.main(arguments):
             failed.append(name)
     if failed:

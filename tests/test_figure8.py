@@ -1,0 +1,56 @@
+"""The CPU's Figure 8: its table and its picture, of reports that are made up."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figure8, record
+from benchmarks.figure8 import Point
+from loadgen.errors import ServerFailed
+from loadgen.report import ModelReport, Report, Spread
+
+
+def point(layout: str, rate_per_s: float, p99_s: float | None) -> Point:
+    """Ten requests, of which eight are answered, six in time; none without a p99."""
+    completed = 0 if p99_s is None else 8
+    spread = None if p99_s is None else Spread(0.01, 0.01, p99_s, p99_s, p99_s, p99_s)
+    model = ModelReport("a", 10, completed, {}, min(completed, 6), spread)
+    report = Report(
+        url="", seed=0, batch=1, rate_per_s=rate_per_s, duration_s=1.0, warmup_s=0.0, slo_s=0.1, sent=10,
+        completed=completed, achieved_per_s=8.0, goodput_per_s=6.0, latency=spread, send_lag=None, errors={},
+        error_examples={}, models=(model,),
+    )  # fmt: skip
+    return Point(layout, report, 8 << 20)
+
+
+def test_each_point_stands_beside_the_resident_one_of_its_rate() -> None:
+    points = [
+        point("resident", 50, 0.02),
+        point("lru", 50, 0.05),
+        point("lru", 100, 0.5),
+        point("pipelined", 50, None),
+    ]
+    _, rows = figure8._table(points)
+    assert rows[1] == ["lru, 50", "80%", "60%", "10.0", "50.0", "2.50", "1.00"]
+    assert rows[2][5] == "-"
+    assert rows[3][:2] == ["pipelined, 50", "0%"]
+
+
+def test_a_layout_that_cannot_start_is_a_note_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def measure(layout: str, memory: str, *_: object) -> list[Point]:
+        if layout == "lru":
+            raise ServerFailed("the server exited\ncohabit: big: holding all parameters at once needs more")
+        assert memory == ("100%" if layout == "resident" else "25%")
+        return [point(layout, 50, 0.02)]
+
+    monkeypatch.setattr(figure8, "_measure", measure)
+    monkeypatch.setattr(figure8, "prepare_visibly", lambda *_, **__: [])
+    monkeypatch.setattr(figure8, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    assert figure8.main(["--record", "--folder", str(tmp_path)]) == 1
+    written = (tmp_path / "figure8.md").read_text()
+    assert "lru: cohabit: big: holding all parameters" in written
+    assert all(f"| {layout}, 50 |" in written for layout in figure8.LAYOUTS if layout != "lru")
+    assert (tmp_path / "figure8.png").stat().st_size > 1000
