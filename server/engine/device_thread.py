@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from server.engine.rows import joined, parted
-from server.engine.statistics import FailureReason, ModelStatistics
+from server.engine.statistics import ModelStatistics
 from server.errors import ExecutionFailed, RequestError
 from server.model import Execution, Servable
 from server.scheduling.queues import Ticket
@@ -49,8 +49,7 @@ class Model:
 class Listener(Protocol):
     """Hears what has happened. Called on the event loop's thread."""
 
-    def answered(self, ticket: Ticket, execution: Execution, ended_s: float) -> None: ...
-    def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None: ...
+    def executed(self, outcomes: Sequence[tuple[Ticket, Outcome]], ended_s: float) -> None: ...
     def too_late(self, tickets: Sequence[Ticket]) -> None: ...
     def device_lost(self, reason: str) -> None: ...
 
@@ -151,11 +150,7 @@ class DeviceThread:
             self.scheduler.finished(work, now_s, None if failed else now_s - started_s)
         if failed and len(tickets) > 1:
             outcomes = [outcome for ticket in tickets for outcome in self._execute(model, [ticket])]
-        for ticket, outcome in zip(tickets, outcomes, strict=True):
-            if isinstance(outcome, RequestError):
-                self._tell(self._listener.refused, ticket, outcome, _reason(outcome))
-            else:
-                self._tell(self._listener.answered, ticket, outcome, self._clock())
+        self._tell(self._listener.executed, tuple(zip(tickets, outcomes, strict=True)), self._clock())
         if model.servable.lost is not None:
             self._tell(self._listener.device_lost, model.servable.lost)
 
@@ -201,7 +196,3 @@ class DeviceThread:
             model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
             if ahead is not None and model is not None:
                 model.servable.expect(ahead.rows)
-
-
-def _reason(error: RequestError) -> FailureReason:
-    return "BACKEND" if isinstance(error, ExecutionFailed) else "OTHER"

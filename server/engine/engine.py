@@ -6,9 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from server.engine.device_thread import Chore, DeviceThread, Model, Order
+from server.engine.device_thread import Chore, DeviceThread, Model, Order, Outcome
 from server.engine.statistics import FailureReason, ModelStatistics
-from server.errors import DeviceLost, ModelNotFound, RequestError, RequestTimedOut, ShuttingDown
+from server.errors import (
+    DeviceLost,
+    ExecutionFailed,
+    ModelNotFound,
+    RequestError,
+    RequestTimedOut,
+    ShuttingDown,
+)
 from server.model import Execution, Servable
 from server.request import InferRequest
 from server.scheduling.policy import Policy
@@ -35,6 +42,7 @@ class Engine:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self._draining = False
+        self._waking = False
         self._answered = asyncio.Event()
 
     @property
@@ -95,8 +103,9 @@ class Engine:
 
     def require_room(self, model: str) -> None:
         """Refuse a request before its body is read, if its queue is full. Raises QueueFull."""
-        with self._device.changed:
-            self._scheduler.require_room(model, self._clock())
+        if self._scheduler.is_full(model):
+            with self._device.changed:
+                self._scheduler.require_room(model, self._clock())
 
     async def infer(self, request: InferRequest) -> Execution:
         """Execute a request. Cancelling this takes it out of the queue, if it has not started.
@@ -108,18 +117,30 @@ class Engine:
         try:
             with self._device.changed:
                 ticket = self._scheduler.submit(self._clock(), request)
-                self._device.changed.notify()
         except RequestTimedOut:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
             raise
+        self._wake_device()
         future: asyncio.Future[Execution] = self._loop.create_future()
         self._waiting[ticket] = future
-        self._watch_deadlines()
+        if ticket.expires:
+            self._watch_deadlines()
         try:
             return await future
         except asyncio.CancelledError:
             self._cancel(ticket)
             raise
+
+    def _wake_device(self) -> None:
+        """Let the device look at what has come, once for all that comes in one turn of the event loop."""
+        if not self._waking:
+            self._waking = True
+            self._loop.call_soon(self._notify)
+
+    def _notify(self) -> None:
+        self._waking = False
+        with self._device.changed:
+            self._device.changed.notify()
 
     async def between(self, action: Callable[[], _T]) -> _T:
         """Call a function on the engine's thread between two inferences. It should take less time than one."""
@@ -234,8 +255,13 @@ class Engine:
                 future.set_result(outcome)
         self._answered.set()
 
-    def answered(self, ticket: Ticket, execution: Execution, ended_s: float) -> None:
-        self._settle(ticket, execution)
+    def executed(self, outcomes: Sequence[tuple[Ticket, Outcome]], ended_s: float) -> None:
+        """Answer the requests of one execution."""
+        for ticket, outcome in outcomes:
+            if isinstance(outcome, RequestError):
+                self.refused(ticket, outcome, "BACKEND" if isinstance(outcome, ExecutionFailed) else "OTHER")
+            else:
+                self._settle(ticket, outcome)
         with self._device.changed:
             self._scheduler.answered(self._clock() - ended_s)
 

@@ -1,7 +1,6 @@
 """The memory that bodies take while they are received and decoded, of all connections together."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from planner.errors import format_bytes
 from server.errors import Overloaded
@@ -16,14 +15,12 @@ class BodyMemory:
         self._limit_bytes = limit_bytes
         self._taken_bytes = 0
 
-    @contextmanager
-    def share(self) -> "Iterator[Share]":
+    def share(self) -> "Share":
         """What one body takes; given back at the end, when its request is in a queue and counts there."""
-        share = Share(self)
-        try:
-            yield share
-        finally:
-            self._taken_bytes -= share.nbytes
+        return Share(self)
+
+    def give_back(self, nbytes: int) -> None:
+        self._taken_bytes -= nbytes
 
     def take(self, nbytes: int) -> None:
         if self._taken_bytes + nbytes > self._limit_bytes:
@@ -42,6 +39,14 @@ class Share:
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
         self.nbytes = 0
+
+    def __enter__(self) -> "Share":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._memory.give_back(self.nbytes)
 
     def take(self, nbytes: int) -> None:
         """Count more bytes. Raises Overloaded if there is no room for them."""

@@ -35,15 +35,17 @@ def batch_of(
     full = False
     for ticket in _in_order(first, waiting):
         more = rows + ticket.request.batch
-        deadline_s = min(deadline_s, math.inf if ticket.deadline_s is None else ticket.deadline_s)
-        too_late = now_s + estimate.careful_s(more, now_s) > deadline_s
+        if ticket.deadline_s is not None:
+            deadline_s = min(deadline_s, ticket.deadline_s)
+        too_late = deadline_s < math.inf and now_s + estimate.careful_s(more, now_s) > deadline_s
         if taken and (more > most_rows or ticket.generation != first.generation or too_late):
             full = True
             break
         taken.append(ticket)
         rows = more
-        if estimate.predicted_s(rows) / rows <= _GAIN * best_s:
-            best_s, paying = estimate.predicted_s(rows) / rows, len(taken)
+        per_row_s = estimate.predicted_s(rows) / rows
+        if per_row_s <= _GAIN * best_s:
+            best_s, paying = per_row_s, len(taken)
         if rows in policy.preferred_batches:
             preferred = len(taken)
     waits = policy.batch_delay_s > 0.0 and not full and not preferred and rows < most_rows

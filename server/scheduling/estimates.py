@@ -1,6 +1,7 @@
 """How long an execution will take: the plans' predictions, corrected by what is measured."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 
 _MEAN_STEP, _DEVIATION_STEP = 1 / 8, 1 / 4
@@ -45,6 +46,7 @@ class Estimate:
     def replan(self, seconds_by_batch: Mapping[int, float]) -> None:
         """Hear other predictions; what was learned about how true they are is kept."""
         self._predicted = {b: max(s, _LEAST_S) for b, s in sorted(seconds_by_batch.items())}
+        self._batches = list(self._predicted)
         self._known = bool(self._predicted)
 
     @property
@@ -56,10 +58,10 @@ class Estimate:
         """The plan's time for the batch that so many rows are padded to; 1 if there are no plans."""
         if not self._known:
             return 1.0
-        planned = min((b for b in self._predicted if b >= rows), default=None)
-        if planned is not None:
-            return self._predicted[planned]
-        most = max(self._predicted)
+        place = bisect_left(self._batches, rows)
+        if place < len(self._batches):
+            return self._predicted[self._batches[place]]
+        most = self._batches[-1]
         return self._predicted[most] * rows / most
 
     def planned(self, most_rows: int) -> list[int]:

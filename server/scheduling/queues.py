@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
+
+import msgspec
 
 from server.request import InferRequest
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ticket:
+class Ticket(msgspec.Struct, frozen=True, eq=False):
     """A request's place in a queue. Equal only to itself."""
 
     request: InferRequest
@@ -28,6 +28,11 @@ class Ticket:
     level: int
     """1 is the most urgent."""
     nbytes: int
+
+    @property
+    def expires(self) -> bool:
+        """Whether there is a time from which it is not treated as it was before."""
+        return self.deadline_s is not None or self.late_s is not None
 
 
 class ModelQueue:

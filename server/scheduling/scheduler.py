@@ -137,10 +137,14 @@ class Scheduler:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
         self._models[model].held = held
 
+    def is_full(self, model: str) -> bool:
+        """Whether no request of the model can be queued now. Needs no lock: by the next moment it may be otherwise."""
+        known = self._models.get(model)
+        return known is not None and len(known.queue) >= self._queue_limit
+
     def require_room(self, model: str, now_s: float) -> None:
         """Refuse what no request of the model could pass now. Raises QueueFull."""
-        known = self._models.get(model)
-        if known is not None and len(known.queue) >= self._queue_limit:
+        if self.is_full(model):
             raise QueueFull.of_model(model, self._queue_limit, self._backlog_s(now_s))
 
     def submit(self, now_s: float, request: InferRequest) -> Ticket:
@@ -251,7 +255,9 @@ class Scheduler:
         number, name, first = min((t.number, name, t) for name, known in ready if (t := known.queue.oldest()))
         if self._bypassed[0] == number and self._bypassed[1] >= BYPASSES:
             return name, self._batch(self._models[name], first, now_s)
-        name, known = min(ready, key=lambda r: (self._urgency_s(*r), (r[1].queue.first() or first).number))
+        name, known = ready[0]
+        if len(ready) > 1:
+            name, known = min(ready, key=lambda r: (self._urgency_s(*r), (r[1].queue.first() or first).number))
         batch = self._batch(known, known.queue.first() or first, now_s)
         if now_s - self._refused_s < _STRAINED_S:
             batch = best_rate_batch(known.queue, batch, known.estimate, known.most_rows, now_s)
