@@ -14,6 +14,7 @@ import torch
 from planner.plan import Plan
 from planner.profile import Profile
 from planner.timeline import Timeline
+from runtime.captures import Capture
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source, StoreKind
 from runtime.moving import Movable
@@ -56,6 +57,10 @@ class Runner(Protocol):
         `traced` measures the time of every step; `serial` lets no copy overlap with computation. Raises DeviceError
         if a kernel or a copy fails: the program can be run again, unless the device is `lost`.
         """
+        ...
+
+    def capture(self, program: Program) -> Capture | None:
+        """How a program is issued; None on devices without graphs, and before it is loaded. Any thread."""
         ...
 
 

@@ -16,6 +16,7 @@ import torch
 
 from planner.timeline import Span, Timeline
 from runtime.backend import Result
+from runtime.captures import Capture
 from runtime.errors import DeviceError
 from runtime.program import Program, SwapInStep
 from runtime.slots import Frame
@@ -188,6 +189,10 @@ class Executor:
 
     def dismiss(self, program: Program) -> None:
         """A program holds nothing of a CPU."""
+
+    def capture(self, program: Program) -> Capture | None:
+        """A CPU has no graphs."""
+        return None
 
     def copy(self, steps: Sequence[SwapInStep]) -> float:
         """Do prepared copies on the swap-in lane alone and wait. Returns the seconds. Raises DeviceError."""

@@ -16,6 +16,7 @@ import torch
 from planner.plan import Plan
 from planner.profile import Profile
 from runtime.backend import Backend, Result
+from runtime.captures import Capture, together
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source
 from runtime.moving import Movable
@@ -121,6 +122,16 @@ class SharedRegion:
 
     def expect(self, program: Program | None) -> None:
         """There are no bytes of the next model's own in which its copies could begin."""
+
+    def capture(self, program: Program) -> Capture | None:
+        """How a program's visits are issued. Any thread."""
+        guest = self._guests[program.name, program.batch]
+        programs = list(guest.programs.values())
+        if guest.first is not None and not any(p is guest.first for p in programs):
+            programs.append(guest.first)
+        if self._sharing.keeps == "tensors":  # they have one pool, and what it stands for
+            programs = programs[:1]
+        return together(self._executor.capture(p) for p in programs)
 
     def close(self) -> None:
         """Give back what the programs hold."""

@@ -65,7 +65,7 @@ class DataPlane:
 
     def config(self, model: str, version: str | None) -> ModelConfig:
         entry = self.registry.find(model, version)
-        return config_of(entry.info, entry.config)
+        return config_of(entry.info, entry.config, entry.require().captures)
 
     def servable(self, model: str, version: str | None) -> ModelInfo:
         """Find what a request for inference is for, before its tensors are read.

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from runtime.captures import Capture
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -79,6 +81,11 @@ class Servable(Protocol):
     @property
     def lost(self) -> str | None:
         """Why the device can execute nothing any more, or None while it is well."""
+        ...
+
+    @property
+    def captures(self) -> Mapping[int, Capture]:
+        """How executions are issued on a device that has graphs, by batch size. Any thread."""
         ...
 
     def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:

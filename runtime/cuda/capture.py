@@ -14,6 +14,7 @@ def capture(lanes: Lanes, program: CudaProgram) -> None:
     graphs = program.ready
     if graphs.refused is not None:
         return
+    taken_bytes = _taken_bytes(lanes)
     try:
         graphs.whole = _graph(lanes, program, program.schedule.whole)
         graphs.rest = graphs.whole
@@ -22,6 +23,13 @@ def capture(lanes: Lanes, program: CudaProgram) -> None:
     except CaptureFailed as error:
         graphs.whole = graphs.rest = None
         graphs.refused = str(error)
+    graphs.graph_bytes = max(0, _taken_bytes(lanes) - taken_bytes)
+
+
+def _taken_bytes(lanes: Lanes) -> int:
+    """Of the whole device: what another process takes at the same moment is counted, too."""
+    memory = lanes.driver.memory()
+    return memory.total_bytes - memory.free_bytes
 
 
 def _graph(lanes: Lanes, program: CudaProgram, commands: Commands) -> Graph:

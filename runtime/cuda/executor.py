@@ -20,6 +20,7 @@ import torch
 from planner.errors import CohabitError, format_bytes
 from planner.plan import Compute
 from runtime.backend import Result
+from runtime.captures import Capture
 from runtime.cuda.capture import capture
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Lanes
@@ -145,6 +146,15 @@ class CudaExecutor:
             self.settle()
             timeline = watch.timeline()
         return Result(outputs, latency_s, stall_s, program.link_bytes, timeline, prefetched)
+
+    def capture(self, program: Program) -> Capture | None:
+        """How a program is issued; None before it is loaded. Any thread."""
+        assert isinstance(program, CudaProgram)
+        ready = program.ready
+        if ready.pool is None:
+            return None
+        graphs = len({id(graph) for graph in (ready.whole, ready.rest) if graph is not None})
+        return Capture(graphs, ready.graph_bytes, ready.refused)
 
     def _issue(
         self, program: CudaProgram, inputs: Sequence[torch.Tensor], watch: Stopwatch | None, serial: bool

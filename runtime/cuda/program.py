@@ -36,6 +36,8 @@ class Readiness:
     """and the one that counts on it to be there."""
     refused: str | None = None
     """Why there are no graphs."""
+    graph_bytes: int = 0
+    """Device memory that the graphs have taken beside the arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class CudaProgram(Program):
         if ready.pool is not None:
             ready.pool.close()
         ready.whole = ready.rest = ready.pool = None
+        ready.graph_bytes = 0
         if not self.borrows:
             self.buffers.close()
 

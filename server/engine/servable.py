@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from runtime.backend import Runner
+from runtime.captures import Capture
 from runtime.errors import UnsupportedModel
 from runtime.lower import Lowered
 from runtime.model import Port
@@ -83,6 +84,11 @@ class ProgramServable:
     @property
     def lost(self) -> str | None:
         return self.executor.lost
+
+    @property
+    def captures(self) -> Mapping[int, Capture]:
+        found = {batch: self.executor.capture(program) for batch, program in self.programs.items()}
+        return {batch: capture for batch, capture in found.items() if capture is not None}
 
     def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
         """Run one inference; on the engine's thread."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.captures import Capture
 from server.engine.statistics import ModelStatistics
 from server.metrics.prometheus import Family, Kind, Sample, Value
 from server.models.registry import Entry
@@ -74,6 +75,10 @@ def _by_batch(seconds: Callable[[Entry], Mapping[int, float]]) -> Read:
 def _resident_share(entry: Entry) -> float:
     footprint = entry.footprint
     return footprint.resident_bytes / footprint.parameter_bytes if footprint.parameter_bytes else 1.0
+
+
+def _captures(entry: Entry) -> Mapping[int, Capture]:
+    return {} if entry.servable is None else entry.servable.captures
 
 
 def _gaps(entry: Entry) -> Mapping[int, float]:
@@ -180,6 +185,20 @@ _METRICS = (
         _by_batch(lambda entry: entry.footprint.bound_s),
     ),
     _Metric("cohabit_plan_gap", "gauge", "Predicted seconds over the lower bound, less 1", _by_batch(_gaps)),
+    _Metric(
+        "cohabit_captured",
+        "gauge",
+        "Whether an execution is launched as one graph, where the device has graphs",
+        _by_batch(lambda entry: {b: float(c.refused is None) for b, c in _captures(entry).items()}),
+    ),
+    _Metric(
+        "cohabit_graph_bytes",
+        "gauge",
+        "Device memory that captured graphs take beside the arena",
+        lambda view: (
+            [({}, float(sum(c.graph_bytes for c in found.values())))] if (found := _captures(view.entry)) else []
+        ),
+    ),
     _Metric(
         "cohabit_measured_over_predicted",
         "gauge",

@@ -1,12 +1,13 @@
 """Triton's ModelConfig: read from config.pbtxt, made from a model, written as JSON, compared with a model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
+from runtime.captures import Capture
 from server.errors import RepositoryError
 from server.model import ModelInfo, TensorSpec
 from server.protocol.datatypes import config_type
@@ -36,8 +37,13 @@ def parse_config(text: str) -> ModelConfig:
         raise RepositoryError(f"the configuration is not a ModelConfig in JSON: {error}") from error
 
 
-def config_of(info: ModelInfo, given: ModelConfig | None = None) -> ModelConfig:
-    """Complete a config.pbtxt, which may leave anything out, with what the model itself says."""
+def config_of(
+    info: ModelInfo, given: ModelConfig | None = None, captures: Mapping[int, Capture] | None = None
+) -> ModelConfig:
+    """Complete a config.pbtxt, which may leave anything out, with what the model itself says.
+
+    How it is issued, where the device has graphs, is a parameter: Triton's clients expect any there.
+    """
     config = ModelConfig()
     if given is not None:
         config.CopyFrom(given)
@@ -51,7 +57,17 @@ def config_of(info: ModelInfo, given: ModelConfig | None = None) -> ModelConfig:
         config.input.extend(ModelInput(**_fields(tensor)) for tensor in info.inputs)
     if not config.output:
         config.output.extend(ModelOutput(**_fields(tensor)) for tensor in info.outputs)
+    for batch, capture in sorted((captures or {}).items()):
+        parameter = config.parameters[f"cohabit.execution.batch_{batch}"]
+        parameter.string_value = execution_of(capture)
     return config
+
+
+def execution_of(capture: Capture) -> str:
+    """Say whether executions are launched as one graph, and if not, why."""
+    if capture.refused is not None:
+        return f"issued to the streams one by one: {capture.refused}"
+    return f"one graph; {capture.graphs} of them take {capture.graph_bytes} bytes"
 
 
 def config_as_json(config: ModelConfig) -> dict[str, Any]:

@@ -106,6 +106,10 @@ class FakeDriver:
         """Set to lose the device."""
         self.uncapturable: str | None = None
         """Set to make captures fail."""
+        self.graph_bytes = 0
+        """Device memory that a graph takes."""
+        self.graphs = 0
+        """That have been captured and not been closed."""
         self.skip_waits: set[int] = set()
         """Numbers of `wait` calls to leave out: mutations that tests must notice."""
         self.waits = 0
@@ -336,7 +340,7 @@ class FakeDriver:
         yield
 
     def memory(self) -> DeviceMemory:
-        used = sum(m.nbytes for m in self._device_memory)
+        used = sum(m.nbytes for m in self._device_memory) + self.graphs * self.graph_bytes
         return DeviceMemory(self._total_bytes, self._total_bytes - used, used)
 
     # Graphs
@@ -355,6 +359,7 @@ class FakeDriver:
             self._capture = None
             self._local.pool = None
         _refuse_unjoined(capture)
+        self.graphs += 1
         return FakeGraph(self, capture)
 
     def _replay(self, capture: Capture) -> None:
@@ -399,7 +404,9 @@ class FakeGraph:
         self._driver._replay(self._capture)
 
     def close(self) -> None:
+        assert not self.closed
         self.closed = True
+        self._driver.graphs -= 1
 
 
 def _refuse_unjoined(capture: Capture) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.captures import Capture
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
 from runtime.errors import DeviceError, DeviceLost
@@ -167,3 +168,16 @@ def test_stalls_are_what_an_inference_takes_beyond_its_kernels(bench: Bench) -> 
     assert bench.run(slow).stall_s == 0.0
     result = bench.run(replace(program, compute_s=1e-9))
     assert 0 < result.stall_s < result.latency_s
+
+
+def test_a_captured_program_says_what_its_graphs_take_and_another_why_there_are_none(bench: Bench) -> None:
+    driver = driver_of(bench)
+    driver.graph_bytes = 1000
+    two = beside(bench, prefix_plan(bench.graph), 0, "a")
+    assert bench.executor.capture(two) == Capture(2, 2000, None), "with its prefix, and without"
+    driver.uncapturable = "an op asks the host"
+    refused = beside(bench, resident_plan(bench.graph), 4 * MIB, "b")
+    assert bench.executor.capture(refused) == Capture(0, 0, "an op asks the host")
+    bench.executor.dismiss(two)
+    assert bench.executor.capture(two) is None
+    assert driver.graphs == 0

@@ -220,16 +220,22 @@ def test_a_copy_that_fails_is_an_error_of_its_request_and_the_next_one_gets_the_
 
 def test_on_cuda_places_that_come_again_have_graphs_and_others_say_why_not(lowered: list[Lowered]) -> None:
     for layout in LAYOUTS:
-        shared = Shared(fake_cuda(), layout, lowered[:2], region_for(lowered, 1.5)).add_all()
+        backend = fake_cuda()
+        backend.driver.graph_bytes = 1000
+        shared = Shared(backend, layout, lowered[:2], region_for(lowered, 1.5)).add_all()
         for n in (0, 0, 1, 0):
             shared.run(n)
-        prepared = [p for guest in shared.shared._guests.values() for p in guest.programs.values()]
-        reasons = {p.ready.refused for p in prepared}
+        captures = [shared.shared.capture(program) for program in shared.programs]
+        assert all(capture is not None for capture in captures)
+        found = {(c.graphs, c.graph_bytes, c.refused) for c in captures if c is not None}
         if layout == "on_demand":
-            assert reasons == {"its parameters lie elsewhere at every run"}
+            assert found == {(0, 0, "its parameters lie elsewhere at every run")}
+        elif layout == "pipelined":
+            assert found == {(2, 2000, None)}, "one that brings the model, one that finds it there"
         else:
-            assert reasons == {None}
-            assert all(p.ready.whole is not None for p in prepared)
+            assert found == {(1, 1000, None)}
+        shared.shared.close()
+        assert backend.driver.graphs == 0
         shared.close()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from runtime.captures import Capture
 from server.config import ServeConfig
 from server.errors import InvalidRequest
 from server.model import Array, DeviceUse, Execution, Footprint, ModelInfo, Readiness, Servable, TensorSpec
@@ -33,6 +34,7 @@ class FakeServable:
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
     readiness: Readiness = field(default_factory=Readiness)
     lost: str | None = None
+    captures: Mapping[int, Capture] = field(default_factory=lambda: {1: Capture(1, 4096, None)})
 
     def expect(self, batch: int) -> None:
         self.expected.append(batch)

@@ -38,6 +38,8 @@ TRITONS = {
 }
 OURS = {
     "cohabit_model_ready",
+    "cohabit_captured",
+    "cohabit_graph_bytes",
     "cohabit_partition_bytes",
     "cohabit_parameter_bytes",
     "cohabit_resident_bytes",

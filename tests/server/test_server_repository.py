@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
+from runtime.captures import Capture
 from server.errors import RepositoryError
 from server.model import ModelInfo, TensorSpec
 from server.models.repository import ModelSource, Unloadable, scan
@@ -213,3 +214,14 @@ def test_completed_config_is_tritons_json() -> None:
     assert written["output"][0]["dims"] == []
     assert written["parameters"] == {"a": {"string_value": "b"}}
     assert written["instance_group"] == []
+
+
+def test_the_configuration_says_how_each_batch_is_issued() -> None:
+    captures = {1: Capture(2, 4096, None), 8: Capture(0, 0, "op item reads a number on the host")}
+    written = config_as_json(config_of(INFO, captures=captures))
+    assert written["parameters"] == {
+        "cohabit.execution.batch_1": {"string_value": "one graph; 2 of them take 4096 bytes"},
+        "cohabit.execution.batch_8": {
+            "string_value": "issued to the streams one by one: op item reads a number on the host"
+        },
+    }
