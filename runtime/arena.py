@@ -5,18 +5,11 @@ import mmap
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from planner.errors import format_bytes
 from runtime.errors import MemoryExceeded
-
-Bytes = npt.NDArray[np.uint8]
-
-
-def anonymous_memory(nbytes: int) -> mmap.mmap:
-    """Private zeroed pages, at least one; they take memory once they are touched."""
-    return mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+from runtime.pages import Bytes, anonymous_memory
 
 
 class Arena:

@@ -6,13 +6,14 @@ is loaded again, is bound from the same blueprint.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 from planner.profile import Profile
-from runtime.binding import Form, form_of
+from runtime.binding import Call, Form, form_of
 from runtime.errors import UnsupportedPlan
 from runtime.specialize import Instruction, Trace
 from runtime.weights import Manifest, Piece
@@ -81,6 +82,20 @@ class Blueprint:
     constants: Statics
     prefix: int
     epilogue: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A blueprint's calls in one place: all but those that read a table of the store, which stand as None."""
+
+    blueprint: Blueprint
+    arena: object
+    place: tuple[int, int]
+    """Where partition and workspace begin."""
+    statics: list[Any]
+    """The values of `Blueprint.statics`: views of the arena."""
+    computes: tuple[tuple[Call | None, ...], ...]
+    final_calls: tuple[Call | None, ...]
 
 
 def draft(

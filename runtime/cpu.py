@@ -6,12 +6,13 @@ import torch
 
 from planner.plan import Plan
 from planner.profile import Profile
-from runtime.arena import Arena, Bytes
+from runtime.arena import Arena
 from runtime.backend import OnProgress
 from runtime.executor import Executor
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source, StoreKind
 from runtime.moving import Movable
+from runtime.pages import Bytes
 from runtime.profile import device_name, profile
 from runtime.program import Bases, Program, build
 from runtime.store import LimitedStore, open_store

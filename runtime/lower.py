@@ -11,7 +11,7 @@ import torch
 from planner.errors import FormatError
 from planner.graph import Graph
 from runtime import archive, artifact, weights
-from runtime.blueprint import Blueprint
+from runtime.blueprint import Blueprint, Bound
 from runtime.errors import UnsupportedModel
 from runtime.model import Model, Port, from_program
 from runtime.options import DEFAULTS, Options, apply
@@ -44,6 +44,11 @@ class Lowered:
     @cached_property
     def blueprints(self) -> dict[int, Blueprint]:
         """The newest of each batch size, so that a plan can be bound elsewhere without being drafted again."""
+        return {}
+
+    @cached_property
+    def bound(self) -> dict[int, Bound]:
+        """The newest of each batch size, so that a model that comes back to its place is not bound again."""
         return {}
 
     @property

@@ -11,7 +11,7 @@ from planner.graph import Graph
 from planner.plan import Address, Compute, Plan, SwapIn
 from planner.profile import Profile
 from runtime.binding import Call, apply, bind
-from runtime.blueprint import Blueprint, CallDraft, Statics, SwapInDraft, View, Weight, draft
+from runtime.blueprint import Blueprint, Bound, CallDraft, Statics, SwapInDraft, View, Weight, draft
 from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.memory import Copy, Memory, Room, Source
@@ -92,10 +92,11 @@ def build(
 ) -> Program:
     """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan.
 
-    A plan that was built before from the same `lowered` is neither checked nor drafted again.
+    A plan that was built before from the same `lowered` is neither checked nor drafted again, and in the same place
+    only its copies are new.
     """
     blueprint = blueprint_of(lowered, plan, profile, arena.device)
-    return _Builder(blueprint, arena, bases, store).build(lowered.name)
+    return _Builder(blueprint, arena, bases, store).build(lowered)
 
 
 def blueprint_of(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Blueprint:
@@ -149,25 +150,23 @@ class _Builder(Generic[Room]):
         self.bases = bases
         self.store = store
         self.statics: list[Any] = []
-        for static in blueprint.statics:
-            self.statics.append(self._static(static))
 
-    def build(self, name: str) -> Program:
-        drafted = self.blueprint
+    def build(self, lowered: Lowered) -> Program:
+        drafted, bound = self.blueprint, self._bound(lowered)
         initial = {p.tensor for p in drafted.plan.residents}
         return Program(
-            name=name,
+            name=lowered.name,
             batch=drafted.trace.batch,
             plan=drafted.plan,
             frame_slots=drafted.trace.slots,
             computes=tuple(
-                ComputeStep(c.step, self._calls(c.calls), c.swap_ins_before, c.first_reads)
-                for c in drafted.computes
+                ComputeStep(c.step, self._whole(c.calls, calls), c.swap_ins_before, c.first_reads)
+                for c, calls in zip(drafted.computes, bound.computes, strict=True)
             ),
             swap_ins=tuple(self._swap_in(s) for s in drafted.swap_ins),
             prefix=drafted.prefix,
             epilogue=drafted.epilogue,
-            final_calls=self._calls(drafted.final_calls),
+            final_calls=self._whole(drafted.final_calls, bound.final_calls),
             residents=tuple(self._swap_in(s) for s in drafted.residents),
             restored={s.segment: i for i, s in enumerate(drafted.swap_ins) if s.segment in initial},
             input_slots=drafted.trace.input_slots,
@@ -175,6 +174,26 @@ class _Builder(Generic[Room]):
             constants=self._known(drafted.constants),
             link_bytes=sum(s.nbytes for s in drafted.swap_ins),
         )
+
+    def _bound(self, lowered: Lowered) -> Bound:
+        """The calls, which may have been made before for the same place."""
+        drafted, place = self.blueprint, (self.bases.partition, self.bases.workspace)
+        known = lowered.bound.get(drafted.trace.batch)
+        if known is not None and known.blueprint is drafted and known.arena is self.arena and known.place == place:
+            self.statics = known.statics
+            return known
+        for static in drafted.statics:
+            self.statics.append(self._static(static))
+        bound = Bound(
+            blueprint=drafted,
+            arena=self.arena,
+            place=place,
+            statics=self.statics,
+            computes=tuple(self._calls(c.calls) for c in drafted.computes),
+            final_calls=self._calls(drafted.final_calls),
+        )
+        lowered.bound[drafted.trace.batch] = bound
+        return bound
 
     def _static(self, static: Weight | View) -> Any:
         """A tensor (or tuple of tensors) made of parameters alone."""
@@ -191,8 +210,18 @@ class _Builder(Generic[Room]):
         copy = self.store.copy(drafted.segment, self.arena.bytes(offset, drafted.nbytes))
         return SwapInStep(drafted.step, drafted.segment, copy, drafted.nbytes, drafted.computes_before, offset)
 
-    def _calls(self, calls: Sequence[CallDraft]) -> tuple[Call, ...]:
-        return tuple(bind(c.form, self._known(c.statics), c.frees, self._table(c)) for c in calls)
+    def _calls(self, drafts: Sequence[CallDraft]) -> tuple[Call | None, ...]:
+        return tuple(
+            bind(c.form, self._known(c.statics), c.frees) if c.form.table is None else None for c in drafts
+        )
 
-    def _table(self, call: CallDraft) -> torch.Tensor | None:
-        return None if call.form.table is None else self.store.table(call.form.table)
+    def _whole(self, drafts: Sequence[CallDraft], calls: Sequence[Call | None]) -> tuple[Call, ...]:
+        """The calls with those that read a table of this store."""
+        return tuple(
+            call if call is not None else bind(c.form, self._known(c.statics), c.frees, self._table(c))
+            for c, call in zip(drafts, calls, strict=True)
+        )
+
+    def _table(self, call: CallDraft) -> torch.Tensor:
+        assert call.form.table is not None
+        return self.store.table(call.form.table)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.arena import Bytes, anonymous_memory
 from runtime.memory import Copy, Source, StoreKind
+from runtime.pages import Bytes, give_back, large_region
 from runtime.weights import Manifest, Table, dtype_of
 
 Store = Source[Bytes]
@@ -31,7 +31,7 @@ class RamStore:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._bytes = np.frombuffer(anonymous_memory(manifest.file_bytes), np.uint8)
+        self._bytes = large_region(manifest.file_bytes)
         with path.open("rb", buffering=0) as file:
             read_fully(file.fileno(), self._bytes[: manifest.file_bytes], 0)
 
@@ -45,7 +45,7 @@ class RamStore:
         return table_view(self._bytes, table, table.offset)
 
     def close(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
+        give_back(self._bytes)
 
 
 class FileStore:

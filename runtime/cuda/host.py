@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from planner.errors import format_bytes
-from runtime.arena import anonymous_memory
 from runtime.cuda.surface import Driver, Event, HostBytes
 from runtime.errors import MemoryExceeded
 from runtime.memory import Copy, Source, StoreKind
+from runtime.pages import anonymous_memory
 from runtime.store import find_table, read_fully, table_view
 from runtime.weights import Manifest
 

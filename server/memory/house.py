@@ -122,11 +122,9 @@ class House:
         return Arrival(self.backend.executor, [programs[batch] for batch in sorted(programs)], then)
 
     def leave(self, holder: str) -> None:
-        """Give a tenant's bytes back. Nothing of it may be on the lanes any more."""
+        """Give a tenant's bytes back. Nothing of it may be on the lanes; its store is the caller's to close."""
         self.partitions.give_back(holder)
-        tenant = self.tenants.pop(holder, None)
-        if tenant is not None:
-            tenant.prepared.store.close()
+        self.tenants.pop(holder, None)
 
     def use(self) -> DeviceUse:
         """What the memory is used for now, and how long the swap-in lane has worked, where the device tells."""

@@ -130,7 +130,7 @@ class Housing:
         if forget:
             self._engine.remove(tenant.name)
         await self._engine.between(lambda: self._dismiss(tenant.servable.programs))
-        self.house.leave(tenant.holder)
+        await self._leave(tenant)
 
     def _dismiss(self, programs: Mapping[int, Program]) -> None:
         """Let the lanes finish, and give back what the programs hold. On the engine's thread."""
@@ -138,6 +138,11 @@ class Housing:
         executor.settle()
         for program in programs.values():
             executor.dismiss(program)
+
+    async def _leave(self, tenant: Tenant) -> None:
+        """Give back its bytes, and those of its store, which takes long enough to be no work for the event loop."""
+        self.house.leave(tenant.holder)
+        await asyncio.to_thread(tenant.prepared.store.close)
 
     async def _make_room(self, prepared: Prepared, old: Tenant | None, stand_aside: StandAside) -> Room:
         """Share the memory out anew, and move whoever gets less. Raises CohabitError if the memory is too small."""
@@ -220,7 +225,7 @@ class Housing:
         except CohabitError as error:
             self._engine.remove(tenant.name)
             await self._give_up(programs, old)
-            self.house.leave(tenant.holder)
+            await self._leave(tenant)
             self._watcher.lost(tenant, str(error))
             return
         self._switched(tenant, plans)

@@ -19,9 +19,10 @@ from planner.check import live_bytes, peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.plan import Compute, Drop, Plan, SwapIn
 from planner.sizing import Deployment, Entry
-from runtime.arena import Arena, Bytes
+from runtime.arena import Arena
 from runtime.executor import Frame
 from runtime.lower import Lowered
+from runtime.pages import Bytes
 from runtime.program import Program
 from runtime.store import Copy, RamStore
 from server.config import ServeConfig

@@ -13,10 +13,10 @@ from msgspec import structs
 
 from planner.problem import Problem
 from planner.search import search
-from runtime.arena import anonymous_memory
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.scratch import live_peak_bytes
 from runtime.lower import Lowered, lower
+from runtime.pages import anonymous_memory
 from runtime.profile import resident_plan
 from runtime.program import Bases
 from tests.runtime import models

@@ -1,5 +1,6 @@
 """The server as a process: what it prints, what a client sees while it loads, and how it ends."""
 
+import gc
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from server_fakes import config, identity, serving
 from server_http import ask, infer, x
 
+from server import cli
 from server.cli import main
 
 PROGRAM = Path(__file__).with_name("drain_program.py")
@@ -127,3 +130,15 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert stop.value.code == 0
         assert text in capsys.readouterr().out
+
+
+def test_what_is_there_after_loading_is_never_looked_at_by_the_garbage_collector_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = serving(identity("one", "FP32"))
+    monkeypatch.setattr("server.lifecycle.loader.load", lambda *_: loaded)
+    try:
+        assert cli._load([], config(), lambda *_: None) is loaded
+        assert gc.get_freeze_count() > len(gc.get_objects())
+    finally:
+        gc.unfreeze()
