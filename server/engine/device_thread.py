@@ -108,11 +108,10 @@ class DeviceThread:
                     self._chore_is_next = False
                     return self.orders[0]
                 work = self.scheduler.next(now_s)
+                if hopeless := self.scheduler.shed(now_s):
+                    self._tell(self._listener.too_late, hopeless)
                 if work is not None:
                     self._chore_is_next = True
-                    hopeless = self.scheduler.shed(now_s)
-                    if hopeless:
-                        self._tell(self._listener.too_late, hopeless)
                     return work
                 if self.orders:
                     return self.orders[0]

@@ -37,8 +37,8 @@ class Engine:
         self._current: dict[str, int] = {}
         """Each model's generation: what requests that come now are for."""
         self._lost: str | None = None
-        self._waiting: dict[Ticket, asyncio.Future[Execution]] = {}
-        """By request; one whose client has left stays until its execution has ended."""
+        self._waiting: dict[Ticket, asyncio.Future[tuple[Execution, float]]] = {}
+        """By request, its execution and when that ended; one whose client has left stays until then."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self._draining = False
@@ -121,15 +121,17 @@ class Engine:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
             raise
         self._wake_device()
-        future: asyncio.Future[Execution] = self._loop.create_future()
+        future: asyncio.Future[tuple[Execution, float]] = self._loop.create_future()
         self._waiting[ticket] = future
         if ticket.expires:
             self._watch_deadlines()
         try:
-            return await future
+            execution, ended_s = await future
         except asyncio.CancelledError:
             self._cancel(ticket)
             raise
+        self._scheduler.answered(self._clock() - ended_s)
+        return execution
 
     def _wake_device(self) -> None:
         """Let the device look at what has come, once for all that comes in one turn of the event loop."""
@@ -246,7 +248,7 @@ class Engine:
             self._waiting.pop(ticket, None)
             self._answered.set()
 
-    def _settle(self, ticket: Ticket, outcome: Execution | RequestError) -> None:
+    def _settle(self, ticket: Ticket, outcome: tuple[Execution, float] | RequestError) -> None:
         future = self._waiting.pop(ticket, None)
         if future is not None and not future.done():
             if isinstance(outcome, RequestError):
@@ -261,9 +263,7 @@ class Engine:
             if isinstance(outcome, RequestError):
                 self.refused(ticket, outcome, "BACKEND" if isinstance(outcome, ExecutionFailed) else "OTHER")
             else:
-                self._settle(ticket, outcome)
-        with self._device.changed:
-            self._scheduler.answered(self._clock() - ended_s)
+                self._settle(ticket, (outcome, ended_s))
 
     def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
         """Answer with an error and count it."""

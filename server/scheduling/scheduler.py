@@ -72,6 +72,7 @@ class Scheduler:
         self._bypassed: tuple[int, int] = (0, 0)
         """The number of the oldest request, and how many executions have left it behind."""
         self._deadlines = Deadlines()
+        self._passed_over: list[Ticket] = []
         self._live: set[Ticket] = set()
         """All that wait."""
 
@@ -179,7 +180,7 @@ class Scheduler:
 
     def shed(self, now_s: float) -> list[Ticket]:
         """Take out what can no longer be answered in time, even if it were next."""
-        hopeless = []
+        hopeless, self._passed_over = self._passed_over, []
         start_s = max(now_s, self._busy_until_s)
         while (ticket := self._deadlines.pop_before(start_s)) is not None:
             if self._latest_start_s(ticket, now_s) >= start_s:  # the model has become faster meanwhile
@@ -192,8 +193,15 @@ class Scheduler:
         return hopeless
 
     def next(self, now_s: float) -> Work | None:
-        """Take the next requests to execute, or None if none waits, or all are kept back."""
-        chosen = self._choose(now_s)
+        """Take the next requests to execute, or None if none waits, or all are kept back.
+
+        What turns out to be too late by now is passed over, and left to `shed`.
+        """
+        while (chosen := self._choose(now_s)) is not None and self._is_too_late(chosen[1], now_s):
+            (ticket,) = chosen[1].tickets
+            self.cancel(ticket)
+            self._passed_over.append(ticket)
+            self._refused_s = now_s
         if chosen is None:
             return None
         model, batch = chosen
@@ -217,7 +225,7 @@ class Scheduler:
             known.estimate.measured(work.rows, seconds, now_s)
 
     def answered(self, seconds: float) -> None:
-        """Hear how long after the end of its execution an answer was on its way."""
+        """Hear how long after the end of its execution an answer was on its way. Read by `submit` alone."""
         self._answering.measured(seconds)
 
     def ahead(self, now_s: float) -> Work | None:
@@ -317,6 +325,13 @@ class Scheduler:
     def _watch(self, ticket: Ticket, now_s: float) -> None:
         if ticket.deadline_s is not None or ticket.late_s is not None:
             self._deadlines.watch(ticket, self._latest_start_s(ticket, now_s))
+
+    def _is_too_late(self, batch: Batch, now_s: float) -> bool:
+        """Whether a request that is alone cannot be answered in time; in company, all can."""
+        first = batch.tickets[0]
+        if len(batch.tickets) > 1 or first.deadline_s is None:
+            return False
+        return now_s + self._careful_s(first, now_s) > first.deadline_s
 
     def _count_bypass(self, batch: Batch) -> None:
         waiting = (t for k in self._models.values() if not k.held and (t := k.queue.oldest()) is not None)

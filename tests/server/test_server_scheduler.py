@@ -217,6 +217,21 @@ def test_measured_times_correct_the_predictions_both_ways() -> None:
     scheduler.submit(0.0, request(timeout_s=0.6))
 
 
+def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0})
+    first, tight, patient = (scheduler.submit(0.0, request(timeout_s=timeout_s)) for timeout_s in (2.0, 4.0, 60.0))
+    work = scheduler.next(0.0)
+    assert work is not None
+    assert work.tickets == (first,)
+    scheduler.finished(work, 2.5, 2.5)
+    work = scheduler.next(2.5)
+    assert work is not None
+    assert work.tickets == (patient,), "1.5 seconds are left to the other, which were enough when it came"
+    assert scheduler.shed(2.5) == [tight]
+    assert len(scheduler) == 0
+
+
 def test_model_that_was_slow_once_is_tried_again() -> None:
     scheduler = Scheduler(16)
     scheduler.add("m", {1: 1.0})
