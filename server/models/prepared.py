@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from runtime.lower import Lowered, lower
 from runtime.memory import Source
 from server.config import ServeConfig
 from server.engine.servable import describe
+from server.models.options import options_of
 from server.models.repository import ModelSource
 from server.models.shelf import FileState, Known
 from server.protocol.model_config import ModelConfig, config_mismatch
@@ -79,7 +80,9 @@ def prepare(source: ModelSource, config: ServeConfig, backend: Backend, on_progr
         on_progress(source.name, text.removeprefix(f"{source.name}: "))
 
     cache = cache_of(config)
-    lowered = lower(source.path, source.name, wanted_batches(source, config), cache / "weights", progress)
+    options = options_of(source, config.device)
+    batches = wanted_batches(source, config)
+    lowered = lower(source.path, source.name, batches, cache / "weights", progress, options)
     weights = FileState.of(lowered.weights_path)
     _refuse_mismatch(source, lowered)
     store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
@@ -100,8 +103,9 @@ def prepare_known(source: ModelSource, known: Known, config: ServeConfig, backen
 
 
 def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
-    """Differs for whatever is lowered to something else. Raises ArchiveError."""
-    return source.name, archive.fingerprint(source.path), tuple(wanted_batches(source, config))
+    """Differs for whatever is lowered to something else. Raises ArchiveError or RepositoryError."""
+    options = options_of(source, config.device)
+    return source.name, archive.fingerprint(source.path), tuple(wanted_batches(source, config)), options
 
 
 def prepare_apart(source: ModelSource, model_config: bytes | None, config: ServeConfig) -> None:
@@ -134,7 +138,14 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
 
 def _marker(source: ModelSource, config: ServeConfig) -> Path:
     threads = config.threads or default_threads()
-    made = (archive.fingerprint(source.path), wanted_batches(source, config), threads, str(torch.__version__))
+    options = asdict(options_of(source, config.device))
+    made = (
+        archive.fingerprint(source.path),
+        wanted_batches(source, config),
+        options,
+        threads,
+        str(torch.__version__),
+    )
     link = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
 

@@ -1,0 +1,41 @@
+"""Reads how a model's kernels may compute out of its ModelConfig, and refuses what makes no sense on this device."""
+
+from runtime.options import Dtype, Options
+from server.errors import RepositoryError
+from server.models.repository import ModelSource
+from server.protocol.model_config import ModelConfig
+
+PRECISION, CHANNELS_LAST = "precision", "channels_last"
+"""Keys of `parameters` in a ModelConfig, which has no fields for these."""
+
+_DTYPES: dict[str, Dtype] = {
+    "float32": "float32",
+    "tf32": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+}
+_TRUTHS = {"true": True, "false": False}
+
+
+def options_of(source: ModelSource, device: str) -> Options:
+    """The options of a model on a device. Raises RepositoryError, which names the parameter."""
+    if source.config is None:
+        return Options()
+    precision = _choice(source.config, PRECISION, "float32", tuple(_DTYPES))
+    if precision == "tf32" and not device.startswith("cuda"):
+        raise RepositoryError(
+            f"config.pbtxt: parameter '{PRECISION}': tf32 is how CUDA rounds float32; on {device} it changes nothing"
+        )
+    layout = _choice(source.config, CHANNELS_LAST, "false", tuple(_TRUTHS))
+    return Options(_DTYPES[precision], _TRUTHS[layout], tf32=precision == "tf32")
+
+
+def _choice(config: ModelConfig, key: str, default: str, choices: tuple[str, ...]) -> str:
+    """The parameter's value, in small letters; the default where it is not given."""
+    if key not in config.parameters:
+        return default
+    given = str(config.parameters[key].string_value)
+    if given.lower() not in choices:
+        raise RepositoryError(f"config.pbtxt: parameter '{key}': '{given[:40]}' is none of {', '.join(choices)}")
+    return given.lower()
