@@ -1,23 +1,19 @@
 """The planner's front door: a problem in, the best plan found out, checked."""
 
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
-from types import TracebackType
 from typing import Any
 
 from msgspec.structs import replace
 
 from planner.check import check
 from planner.errors import FingerprintMismatch
+from planner.judges import Judges
 from planner.plan import Plan, Provenance
 from planner.problem import TIE, Cost, Limit, Problem
 from planner.registry import maker
-from planner.searcher import AnySearcher
 from planner.simulate import simulate
 
 Progress = Callable[[int, float, float], None]
@@ -30,13 +26,13 @@ def search(
     *,
     seed: int = 0,
     limit: Limit | None = None,
-    processes: int = 1,
+    workers: int = 1,
     on_progress: Progress | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Find a plan of little latency; among equals, of short period, then of few copied bytes.
 
-    Without a limit in seconds, the same problem, searcher and seed give the same plan on any number of processes. Once
+    Without a limit in seconds, the same problem, searcher and seed give the same plan with any number of workers. Once
     `is_stopped`, the best plan so far is enough.
     Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.
     """
@@ -53,7 +49,7 @@ def search(
     def is_over() -> bool:
         return is_stopped() or time.monotonic() >= deadline_s
 
-    with _Judges(searcher, problem, seed, processes, state) as judges:
+    with Judges(searcher, problem, seed, workers, state) as judges:
         while candidates := state.ask():
             most = limit.evaluations if limited else state.evaluations
             left = len(candidates) if most is None else most - shortlist.evaluations
@@ -124,55 +120,3 @@ class Shortlist:
         shortest_s = min(j.cost.period_s for j in fast)
         short = [j for j in fast if j.cost.period_s <= shortest_s * TIE]
         return min(short, key=lambda j: (j.cost.link_bytes, j.cost.latency_s))
-
-
-class _Judges:
-    """Judges candidates here, or in other processes where there are several of both."""
-
-    def __init__(self, searcher: str, problem: Problem, seed: int, processes: int, state: AnySearcher) -> None:
-        self._state = state
-        self._processes = processes
-        self._pool = (
-            ProcessPoolExecutor(processes, get_context("spawn"), _start_judge, (searcher, problem, seed))
-            if processes > 1
-            else None
-        )
-
-    def __enter__(self) -> "_Judges":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def judge(self, candidates: Sequence[Any], good_s: float, is_over: Callable[[], bool]) -> list[Cost]:
-        """The candidates' costs, of one at least, and of no more once it is late."""
-        goods = [good_s] * len(candidates)
-        if self._pool is None or len(candidates) < 2:
-            judged: Iterator[Cost] = map(self._state.judge, candidates, goods)
-        else:
-            share = -(-len(candidates) // (4 * self._processes))
-            judged = self._pool.map(_judge_there, candidates, goods, chunksize=share)
-        costs: list[Cost] = []
-        for cost in judged:
-            costs.append(cost)
-            if is_over():
-                break
-        return costs
-
-
-_judge: AnySearcher | None = None
-"""In a process that judges for another: its own copy of the search."""
-
-
-def _start_judge(searcher: str, problem: Problem, seed: int) -> None:
-    global _judge
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the search decides
-    _judge = maker(searcher)(problem, seed)
-
-
-def _judge_there(candidate: Any, good_s: float) -> Cost:
-    assert _judge is not None
-    return _judge.judge(candidate, good_s)

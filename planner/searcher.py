@@ -12,11 +12,14 @@ C = TypeVar("C")
 class Searcher(Protocol[C]):
     """One search over one problem, seeded when it is made. Candidates are plain data that can be pickled.
 
-    `judge` and `write` depend on nothing but the problem and the candidate, so that other processes can do them.
+    `judge` and `write` depend on nothing but the problem and the candidate, so that other threads and processes can do
+    them.
     """
 
     evaluations: int
     """Candidates that are enough where nobody sets a limit."""
+    is_compiled: bool
+    """Whether judging what was asked for last is compiled code, beside which other threads run."""
 
     def ask(self) -> Sequence[C]:
         """Candidates to judge next, independent of one another; none when the search is over."""

@@ -56,6 +56,7 @@ class Best:
             self._names += OTHERS
             require(problem)
         self._told: Sequence[Cost] = ()
+        self._asking = 0
         self._least_s = [math.inf] * len(self._names)
         self._count = 0
         self._has_done_enough = False
@@ -65,6 +66,10 @@ class Best:
     def evaluations(self) -> int:
         """Not known before every member has done its part."""
         return self._count if self._has_done_enough else 10**12
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._member(self._asking).is_compiled
 
     def ask(self) -> Sequence[Candidate]:
         return next(self._asks, ())
@@ -113,7 +118,7 @@ class Best:
         """
         member, spent = self._member(i), 0
         while spent < effort and (inner := member.ask()):
-            self._told = ()
+            self._told, self._asking = (), i
             yield [Candidate(i, c) for c in inner]
             member.tell(inner[: len(self._told)], self._told)
             spent += len(inner)

@@ -14,6 +14,7 @@ class ByPlan(Generic[C]):
     """Needs `problem` and `_plan`, which makes a candidate's plan, or None where it does not fit in memory."""
 
     problem: Problem
+    is_compiled = False
     _plan: Callable[[C], Plan | None]
 
     def judge(self, candidate: C, good_s: float) -> Cost:

@@ -68,6 +68,8 @@ class Genetic:
     order, without the second all have the same pool. `restricted` keeps CLS in the space of section 5.3.
     """
 
+    is_compiled = False
+
     def __init__(
         self,
         problem: Problem,

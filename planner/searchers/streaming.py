@@ -65,6 +65,8 @@ class Candidate:
 class Streaming:
     """Judges quick guesses, then lets several walks go on from the best."""
 
+    is_compiled = True
+
     def __init__(self, problem: Problem, seed: int) -> None:
         if problem.residents is not None and not problem.workspace_bytes:
             raise UnsupportedProblem(
@@ -182,21 +184,24 @@ class Streaming:
         start = candidate.decisions()
         if not candidate.steps:
             return start
-        if candidate not in self._found:
+        found = self._found.get(candidate)
+        if found is None:
             work, fixed = self.views[candidate.order].work, self.problem.residents is not None
-            if len(self._found) > 64:
-                self._found.clear()
-            self._found[candidate] = anneal(
+            home = self._home(work, start)
+            found = anneal(
                 work.arrays,
                 start,
-                self._home(work, start),
+                home,
                 fixed,
                 work.resident_pages,
                 candidate.steps,
                 candidate.heat,
                 candidate.seed,
             )
-        return self._found[candidate]
+            if len(self._found) > 64:
+                self._found.clear()
+            self._found[candidate] = found
+        return found
 
     def _home(self, work: Workload, decisions: Decisions) -> Ints:
         given = self.problem.residents

@@ -79,7 +79,7 @@ def _attempt(searcher: str, instance: Instance, options: CompareOptions, watch: 
             searcher,
             seed=effort.seed,
             limit=limit_of(effort),
-            processes=effort.processes,
+            workers=effort.workers,
             on_progress=watch.searched,
             is_stopped=lambda: watch.is_stopped,
         )

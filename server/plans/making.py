@@ -69,7 +69,7 @@ def _make(instance: Instance, memory: Memory, options: PlanOptions, watch: Watch
             searcher,
             seed=effort.seed,
             limit=limit_of(effort),
-            processes=effort.processes,
+            workers=effort.workers,
             on_progress=watch.searched,
             is_stopped=lambda: watch.is_stopped,
         )

@@ -1,6 +1,7 @@
 """The flags of `cohabit plan`, `show` and `compare-plans`, read once into frozen objects."""
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _PLAN_EXAMPLES = """examples:
   cohabit plan models/resnet50 --memory 64MiB
   cohabit plan models/resnet50 --memory 25%,50%,75% --batch 1,16 --output plans
-  cohabit plan models/bert --memory 32MiB --search genetic --time-limit 30s --processes 4
+  cohabit plan models/bert --memory 32MiB --search genetic --time-limit 30s --workers 4
   cohabit plan --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
 
 A size may be a share of the model's parameters. Each batch size is planned on its own; when `cohabit serve` plans
@@ -70,7 +71,7 @@ class Effort:
     seconds: float | None
     evaluations: int | None
     seed: int
-    processes: int
+    workers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,10 @@ def _add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None
     group.add_argument("--evaluations", metavar="N", help="candidates to judge at most")
     group.add_argument("--seed", default="0", metavar="N", help="of the search (default: %(default)s)")
     group.add_argument(
-        "--processes", default="1", metavar="N", help="processes that judge candidates (default: %(default)s)"
+        "--workers",
+        default=str(len(os.sched_getaffinity(0))),
+        metavar="N",
+        help="threads, or processes, that judge candidates; the plan is the same (default: one per CPU, %(default)s)",
     )
 
 
@@ -261,7 +265,7 @@ def _effort(options: argparse.Namespace) -> Effort:
         seconds=optional("--time-limit", options.time_limit, _duration),
         evaluations=optional("--evaluations", options.evaluations, integer(1, 10**9 - 1)),
         seed=read("--seed", options.seed, integer(0, 10**9 - 1)),
-        processes=read("--processes", options.processes, integer(1, 256)),
+        workers=read("--workers", options.workers, integer(1, 256)),
     )
 
 

@@ -1,5 +1,7 @@
 """What holds for every searcher: plans are safe, no faster than the bound, reproducible, and there if any is."""
 
+import math
+import multiprocessing
 import random
 from itertools import pairwise
 
@@ -10,11 +12,13 @@ from hypothesis import strategies as st
 from planner.bounds.bound import latency_bound
 from planner.check import check
 from planner.errors import InfeasibleBudget, UnsupportedProblem
+from planner.judges import Judges
 from planner.problem import TIE, Limit, Problem
+from planner.registry import maker
 from planner.search import search
 from planner.sequences.serial import least_bytes
 from planner.simulate import MOST_INFERENCES, simulate
-from tests.planner.graphs import PAGE, random_graph, random_profile, random_training_graph
+from tests.planner.graphs import PAGE, chain, random_graph, random_profile, random_training_graph
 from tests.planner.reference import simulate_exactly
 
 seeds = st.integers(0, 10**6)
@@ -29,6 +33,11 @@ def problem_of(seed: int) -> Problem:
     room = sum(t.nbytes for t in graph.tensors)
     memory = least_bytes(graph) + rng.choice((0, 100, PAGE, 3 * PAGE, room // 4, room // 2, 2 * room))
     return Problem(graph, random_profile(rng, graph), memory, overlay=True)
+
+
+def long_chain() -> Problem:
+    graph = chain([(7 * i % 5 + 1) * PAGE for i in range(24)])
+    return Problem(graph, random_profile(random.Random(1), graph), 24 * PAGE, overlay=True)
 
 
 @pytest.mark.parametrize("searcher", PAPERS)
@@ -68,11 +77,27 @@ def test_same_seed_same_plan(searcher: str) -> None:
 
 
 @pytest.mark.parametrize("searcher", ["genetic", "particle_swarm"])
-def test_number_of_processes_makes_no_difference(searcher: str) -> None:
-    problem = problem_of(2)
-    alone = search(problem, searcher, seed=3, limit=FEW)
-    together = search(problem, searcher, seed=3, limit=FEW, processes=2)
+def test_other_processes_judge_alike_and_end_with_the_search(searcher: str) -> None:
+    problem = long_chain()
+    state = maker(searcher)(problem, 3)
+    while len(asked := state.ask()) < 2:
+        state.tell(asked, [state.judge(c, 0.0) for c in asked])
+    with Judges(searcher, problem, 3, 2, state) as judges:
+        while not judges.has_processes():
+            judges.judge(asked, 0.0, lambda: False)
+        there = judges.judge(asked, math.inf, lambda: False)
+    assert there == [state.judge(c, math.inf) for c in asked]
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("searcher", ["best", "streaming"])
+def test_number_of_threads_makes_no_difference(searcher: str) -> None:
+    problem = long_chain()
+    alone = search(problem, searcher, seed=3, limit=Limit(evaluations=200))
+    together = search(problem, searcher, seed=3, limit=Limit(evaluations=200), workers=4)
     assert alone == together
+    assert alone.provenance is not None
+    assert alone.provenance.evaluations > 100, "walks were compared, not guesses alone"
 
 
 @pytest.mark.parametrize("searcher", PAPERS)
