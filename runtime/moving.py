@@ -6,7 +6,7 @@ where it has moved since, the frame is told where it is.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from planner.plan import Compute, Plan, SwapIn
 from planner.profile import Profile
@@ -24,12 +24,14 @@ from runtime.weights import Manifest, dtype_of
 class Movable:
     """One model at one batch size. `home` is the program without any place: it cannot be run as it is."""
 
+    is_admitted: ClassVar[bool] = False
+    """Whether programs get something of the device when they are first loaded, which should be before requests come."""
+
     def __init__(
         self, lowered: Lowered, plan: Plan, profile: Profile | None, arena: Memory[Any], store: Source[Any]
     ) -> None:
         """Check a plan that keeps every parameter, and bind it. Raises what `runtime.program.build` raises."""
-        if any(isinstance(step, SwapIn) for step in plan.steps):
-            raise UnsupportedPlan(f"{lowered.name}: only a program whose plan keeps every parameter can move")
+        _require_movable(lowered.name, plan)
         blueprint = blueprint_of(lowered, plan, profile, arena.device)
         trace = blueprint.trace
         graph = lowered.graphs[trace.batch]
@@ -155,6 +157,17 @@ class _Values:
             piece = static.piece
             return self._arena.tensor(key[0] + piece.offset, dtype_of(piece.dtype), piece.shape, piece.stride)
         return apply(static.form, {slot: self.at(index, addresses) for slot, index in static.statics})
+
+
+def _require_movable(name: str, plan: Plan) -> None:
+    if any(isinstance(step, SwapIn) for step in plan.steps):
+        raise UnsupportedPlan(f"{name}: only a program whose plan keeps every parameter can move")
+    places = [p.address for p in plan.inputs]
+    places += [a for step in plan.steps if isinstance(step, Compute) for a in (*step.outputs, step.scratch) if a]
+    if any(place.region == "partition" for place in places):
+        raise UnsupportedPlan(
+            f"{name}: the plan has activations beside parameters; a program that moves needs them in a workspace"
+        )
 
 
 def _statics(calls: tuple[CallDraft, ...]) -> dict[int, int]:

@@ -1,9 +1,9 @@
 """Models that share one region: what stays there between runs, and how parameters come. The published systems, as data.
 
-time_shared   one model at a time, copied in whole and waited for        SwapAdvisor's baseline
-pipelined     one model at a time, layer by layer beside its computing   PipeSwitch
-lru           whole models, the least recently used ones leave           Clockwork, Ray's multiplexing
-on_demand     parameters, the least recently used ones leave             SwapAdvisor's ODSwap
+- `time_shared`: one model at a time, copied in whole and waited for (SwapAdvisor's baseline)
+- `pipelined`: one model at a time, layer by layer beside its computing (PipeSwitch)
+- `lru`: whole models, the least recently used ones leave (Clockwork, Ray's multiplexing)
+- `on_demand`: parameters, the least recently used ones leave (SwapAdvisor's ODSwap)
 """
 
 from collections import OrderedDict
@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 import torch
 
+from planner.errors import format_bytes
 from planner.plan import Plan
 from planner.profile import Profile
 from runtime.backend import Backend, Result
 from runtime.captures import Capture, together
+from runtime.errors import MemoryExceeded
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source
 from runtime.moving import Movable
@@ -70,6 +72,7 @@ class SharedRegion:
     ) -> None:
         """The region lies behind the workspace, which begins with the arena."""
         self.region = Region(workspace_bytes, region_bytes, sharing.keeps, whole=sharing.blocking)
+        self._workspace_bytes = workspace_bytes
         self._backend = backend
         self._executor = backend.executor
         self._sharing = sharing
@@ -87,18 +90,27 @@ class SharedRegion:
 
         Raises MemoryExceeded if it can never run here, and what binding raises.
         """
+        if plan.workspace_bytes > self._workspace_bytes:
+            raise MemoryExceeded(
+                f"{lowered.name}: the plan has a workspace of {format_bytes(plan.workspace_bytes)}, there are"
+                f" {format_bytes(self._workspace_bytes)} below the region that models share"
+            )
         movable = self._backend.movable(lowered, plan, profile, self._arena, Bases(0, 0), store)
         self.region.require(movable.uses)
         guest = self._guests[lowered.name, movable.home.batch] = _Guest(movable)
-        ready: Program | None = None
-        for _ in range(2):  # as it comes, and as it is found there afterwards
-            visit = self.region.visit(movable.uses)
-            program = self._program(guest, visit)
-            if program is not ready:
-                self._executor.load(program)
-            guest.first, ready = guest.first or program, program
-        self.region.forget(lowered.name)
+        if movable.is_admitted:
+            self._admit(guest)
         return movable.home
+
+    def _admit(self, guest: _Guest) -> None:
+        """Load the programs of a model that comes, and of one that is found there."""
+        uses = guest.movable.uses
+        guest.first = self._program(guest, self.region.visit(uses))
+        self._executor.load(guest.first)
+        again = self._program(guest, self.region.visit(uses))
+        if again is not guest.first:
+            self._executor.load(again)
+        self.region.forget(uses.model)
 
     def run(
         self, program: Program, inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False

@@ -23,6 +23,7 @@ _MOVES = "its parameters lie elsewhere at every run"
 class CudaMovable(Movable):
     """Lasting placements have a pool and graphs of their own; others share a pool and are issued command by command."""
 
+    is_admitted = True
     home: CudaProgram
 
     def __init__(

@@ -7,8 +7,9 @@ import pytest
 import torch
 from msgspec import structs
 
+from planner.plan import Address, Compute, Plan
 from runtime.backend import Backend
-from runtime.errors import DeviceError, MemoryExceeded
+from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
 from runtime.lower import Lowered, lower
 from runtime.memory import Source
 from runtime.profile import resident_plan
@@ -17,6 +18,7 @@ from runtime.sharing import SHARINGS, SharedRegion
 from runtime.store import open_store
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
+from tests.runtime.plans import streaming_plan
 
 WORKSPACE_BYTES = ROOM_BYTES + (1 << 20)
 FEW = 2.5
@@ -249,3 +251,34 @@ def test_programs_prepared_for_places_are_given_back_beyond_the_last_few(
     assert all(len(guest.programs) == 1 for guest in shared.shared._guests.values())
     assert len(shared.backend.executor._admitted) == 2
     shared.close()
+
+
+def test_a_plan_that_needs_a_larger_workspace_or_moves_parameters_itself_is_refused(lowered: list[Lowered]) -> None:
+    shared = Shared(cpu(), "lru", lowered[:1], region_for(lowered, 1.5))
+    graph = lowered[0].graphs[2]
+    large = structs.replace(resident_plan(graph), workspace_bytes=2 * WORKSPACE_BYTES)
+    with pytest.raises(
+        MemoryExceeded, match=r"wide0: the plan has a workspace of .* there are .* below the region"
+    ):
+        shared.shared.add(lowered[0], large, None, shared.stores[0])
+    with pytest.raises(UnsupportedPlan, match="only a program whose plan keeps every parameter can move"):
+        shared.shared.add(lowered[0], streaming_plan(graph), None, shared.stores[0])
+    with pytest.raises(UnsupportedPlan, match="needs them in a workspace"):
+        shared.shared.add(lowered[0], _in_one_region(resident_plan(graph)), None, shared.stores[0])
+    shared.close()
+
+
+def _in_one_region(plan: Plan) -> Plan:
+    """The same plan with its workspace behind the parameters: one model's whole budget."""
+
+    def moved(place: Address) -> Address:
+        return Address("partition", plan.partition_bytes + place.offset) if place.region == "workspace" else place
+
+    steps = [
+        structs.replace(step, outputs=tuple(map(moved, step.outputs)), scratch=step.scratch and moved(step.scratch))
+        for step in plan.steps
+        if isinstance(step, Compute)
+    ]
+    inputs = tuple(structs.replace(p, address=moved(p.address)) for p in plan.inputs)
+    nbytes = plan.partition_bytes + plan.workspace_bytes
+    return structs.replace(plan, inputs=inputs, steps=tuple(steps), partition_bytes=nbytes, workspace_bytes=0)
