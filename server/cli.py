@@ -128,6 +128,15 @@ async def serve_until_stopped(config: ServeConfig, load: "Load", console: Consol
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = Server(config)
+    rereading: set[asyncio.Task[None]] = set()
+
+    def reread() -> None:
+        task = asyncio.create_task(server.reread_tokens())
+        rereading.add(task)
+        task.add_done_callback(rereading.discard)
+
+    if config.token_files or config.control_token_files:
+        loop.add_signal_handler(signal.SIGHUP, reread)
     clean = False
     try:
         await server.start()

@@ -25,6 +25,7 @@ from server.models.registry import Registry, State
 from server.models.repository import ModelSource, Unloadable
 from server.operate.access import Access, open_access
 from server.operate.machine import Machine
+from server.operate.tokens import TokenFiles
 from server.operate.trace_file import TraceFile
 from server.operate.tracing import Tracer
 from server.protocol.shared_memory import Regions, no_system
@@ -95,12 +96,16 @@ class Server:
         self._http: list[HttpServer] = []
         self._grpc: GrpcServer | None = None
         self._loaded: Loaded | None = None
-        self._polling: asyncio.Task[None] | None = None
+        self._tokens: TokenFiles | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        """What looks at files now and then: the repository's, and those of tokens."""
         self._stopping = False
 
     async def start(self) -> None:
         """Listen and start the engine. Raises ConfigError if a port cannot be had, or a token file not be read."""
         access = open_access(self._config)
+        self._tokens = TokenFiles(self._config, access)
+        self._watching.append(asyncio.create_task(self._tokens.follow()))
         self._warn_if_open(access)
         self._engine.start()
         app = make_app(self.plane, self._config.max_body_bytes, self._config.queue_bytes, access)
@@ -135,7 +140,7 @@ class Server:
         self._adopt(loaded, sources)
         if self._config.model_control == "poll":
             poller = Poller(self._config.repository, self._lifecycle, self.registry, models)
-            self._polling = asyncio.create_task(poller.run(self._config.poll_interval_s))
+            self._watching.append(asyncio.create_task(poller.run(self._config.poll_interval_s)))
         failed = [entry for entry in self.registry if entry.state is State.UNAVAILABLE]
         nothing = not loaded.servables and self._config.model_control == "none"
         if nothing or (failed and self._config.exit_on_error):
@@ -144,11 +149,16 @@ class Server:
             raise StartFailed(f"{which} of {self._config.repository} could be loaded: {reasons}")
         return loaded
 
+    async def reread_tokens(self) -> None:
+        """Take the tokens that the token files have now; a file that cannot be used changes nothing."""
+        if self._tokens is not None:
+            await self._tokens.reread()
+
     async def stop(self) -> bool:
         """Answer what is in flight while refusing the rest, then close; False if something had to be abandoned."""
         self._stopping = True
-        if self._polling is not None:
-            self._polling.cancel()
+        for task in self._watching:
+            task.cancel()
         drained = await self._engine.drain(self._config.exit_timeout_s)
         ended = await self._engine.stop(_DEVICE_ENDS_S)
         await self._lifecycle.close()

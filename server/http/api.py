@@ -7,7 +7,7 @@ from aiohttp import web
 from server import descriptions
 from server.dataplane import DataPlane
 from server.errors import RequestError
-from server.http import generate, openapi
+from server.http import generate
 from server.http.answers import json_response, which
 from server.http.body import read_body
 from server.http.body_memory import BodyMemory
@@ -78,9 +78,6 @@ class InferenceApi:
         """Send what generate does as the one event of a stream: models here answer once."""
         event = b"data: %b\n\n" % await self._generate(request)
         return web.Response(body=event, headers={"Content-Type": "text/event-stream; charset=utf-8"})
-
-    async def openapi(self, request: web.Request) -> web.Response:
-        return json_response(openapi.document(descriptions.product_version()))
 
     async def _generate(self, request: web.Request) -> bytes:
         info = self._plane.servable(*which(request))

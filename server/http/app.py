@@ -6,11 +6,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from server.dataplane import DataPlane
+from server.descriptions import product_version
+from server.http.answers import json_response
 from server.http.api import InferenceApi
 from server.http.body_memory import BodyMemory
 from server.http.control import ControlApi
 from server.http.errors import json_errors
 from server.http.guard import guarded
+from server.http.openapi import document
 from server.metrics.page import Metrics
 from server.metrics.prometheus import CONTENT_TYPE
 from server.operate.access import OPEN, Access, Permission
@@ -25,7 +28,7 @@ def make_app(plane: DataPlane, max_body_bytes: int, memory_bytes: int, access: A
     """Make the application; a body may take `max_body_bytes`, all that are being received `memory_bytes`."""
     api, control = InferenceApi(plane, max_body_bytes, BodyMemory(memory_bytes)), ControlApi(plane)
     routes = {
-        Permission.INFERENCE: (*_inference(api), *_listings(control)),
+        Permission.INFERENCE: (*_inference(api), *_listings(control), _described(access)),
         Permission.HEALTH: _health(api),
         Permission.CONTROL: _control(control),
     }
@@ -49,6 +52,15 @@ def _application(
     return app
 
 
+def _described(access: Access) -> Route:
+    written = document(product_version(), access)
+
+    async def answer(request: web.Request) -> web.Response:
+        return json_response(written)
+
+    return "GET", "/v2/openapi.json", answer
+
+
 def _health(api: InferenceApi) -> Iterator[Route]:
     yield "GET", "/v2/health/live", api.live
     yield "GET", "/v2/health/ready", api.ready
@@ -60,7 +72,6 @@ def _inference(api: InferenceApi) -> Iterator[Route]:
         yield "POST", f"{model}/infer", api.infer
     yield "GET", "/v2", api.server_metadata
     yield "GET", "/v2/", api.server_metadata
-    yield "GET", "/v2/openapi.json", api.openapi
     yield "GET", "/v2/models/stats", api.statistics
     for model in _MODELS:
         yield "GET", model, api.model_metadata

@@ -1,9 +1,10 @@
 """The OpenAPI document of the HTTP port, as data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from server.operate.access import OPEN, Access, Permission
 from server.protocol.datatypes import BYTES, DTYPES
 
 Schema = Mapping[str, Any]
@@ -154,6 +155,7 @@ class _Operation:
     request: str | None = None
     response: str | None = None
     """The schema's name; None for an empty body."""
+    permission: Permission = Permission.INFERENCE
 
 
 def _get(summary: str, response: str, *paths: str) -> _Operation:
@@ -164,6 +166,14 @@ def _post(summary: str, request: str | None, response: str | None, *paths: str) 
     return _Operation("post", paths, summary, request, response)
 
 
+def _health(operation: _Operation) -> _Operation:
+    return replace(operation, permission=Permission.HEALTH)
+
+
+def _control(operation: _Operation) -> _Operation:
+    return replace(operation, permission=Permission.CONTROL)
+
+
 def _of_models(suffix: str) -> Sequence[str]:
     return [f"{model}{suffix}" for model in _MODELS]
 
@@ -172,15 +182,15 @@ def _shared_memory(kind: str, path: str) -> Sequence[_Operation]:
     region = f"{path}/region/{{region}}"
     return (
         _get(f"List {kind} shared memory", f"{kind}Regions", f"{path}/status", f"{region}/status"),
-        _post(f"Register {kind} shared memory", f"{kind}Region", None, f"{region}/register"),
-        _post(f"Forget {kind} shared memory", None, None, f"{path}/unregister", f"{region}/unregister"),
+        _control(_post(f"Register {kind} shared memory", f"{kind}Region", None, f"{region}/register")),
+        _control(_post(f"Forget {kind} shared memory", None, None, f"{path}/unregister", f"{region}/unregister")),
     )
 
 
 _OPERATIONS = (
     _get("Describe the server", "ServerMetadata", "/v2", "/v2/"),
-    _get("Say whether the server runs", "Live", "/v2/health/live"),
-    _get("Say whether every model asked for can serve", "Ready", "/v2/health/ready"),
+    _health(_get("Say whether the server runs", "Live", "/v2/health/live")),
+    _health(_get("Say whether every model asked for can serve", "Ready", "/v2/health/ready")),
     _get("Describe a model", "ModelMetadata", *_MODELS),
     _get("Say whether a model can serve", "ModelReady", *_of_models("/ready")),
     _get("Return a model's configuration", "ModelConfig", *_of_models("/config")),
@@ -188,23 +198,34 @@ _OPERATIONS = (
     _post("Run an inference", "InferRequest", "InferResponse", *_of_models("/infer")),
     _post("Run an inference with plain values", "GenerateRequest", "GenerateResponse", *_of_models("/generate")),
     _post("List the repository's models", "IndexRequest", "Index", "/v2/repository/index"),
-    _post("Load a model", "ControlRequest", None, "/v2/repository/models/{model}/load"),
-    _post("Unload a model", "ControlRequest", None, "/v2/repository/models/{model}/unload"),
+    _control(_post("Load a model", "ControlRequest", None, "/v2/repository/models/{model}/load")),
+    _control(_post("Unload a model", "ControlRequest", None, "/v2/repository/models/{model}/unload")),
     *_shared_memory("System", "/v2/systemsharedmemory"),
     *_shared_memory("Cuda", "/v2/cudasharedmemory"),
-    _get("Return trace settings", "TraceSettings", *_TRACE),
-    _post("Change trace settings", "TraceSettings", "TraceSettings", *_TRACE),
-    _get("Return log settings", "LogSettings", "/v2/logging"),
-    _post("Change log settings", "LogSettings", "LogSettings", "/v2/logging"),
+    _control(_get("Return trace settings", "TraceSettings", *_TRACE)),
+    _control(_post("Change trace settings", "TraceSettings", "TraceSettings", *_TRACE)),
+    _control(_get("Return log settings", "LogSettings", "/v2/logging")),
+    _control(_post("Change log settings", "LogSettings", "LogSettings", "/v2/logging")),
 )
 
+_BEARER = "bearer"
+_SCHEME = {"type": "http", "scheme": "bearer", "description": "a line of a --token-file or --control-token-file"}
 
-def document(version: str) -> Mapping[str, Any]:
-    """Return the whole document. Tensors may also travel as bytes behind the JSON, which OpenAPI has no words for."""
+
+def document(version: str, access: Access = OPEN) -> Mapping[str, Any]:
+    """Return the whole document, with what needs a token as `access` has it.
+
+    Tensors may also travel as bytes behind the JSON, which OpenAPI has no words for.
+    """
     paths: dict[str, dict[str, Any]] = {}
     for operation in _OPERATIONS:
         for path in operation.paths:
-            paths.setdefault(path, {})[operation.method] = _written(operation, path)
+            written = _written(operation, path)
+            if operation.permission not in access.open:
+                written["security"] = [{_BEARER: []}]
+                written["responses"] |= _refusals(operation.permission)
+            paths.setdefault(path, {})[operation.method] = written
+    schemes = {} if access.open == frozenset(Permission) else {"securitySchemes": {_BEARER: _SCHEME}}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -214,8 +235,15 @@ def document(version: str) -> Mapping[str, Any]:
             " Inference-Header-Content-Length, binary tensors follow the JSON of infer's requests and answers.",
         },
         "paths": paths,
-        "components": {"schemas": _SCHEMAS},
+        "components": {"schemas": _SCHEMAS, **schemes},
     }
+
+
+def _refusals(permission: Permission) -> dict[str, Any]:
+    refusals = {"401": {"description": "a token is needed, or this is none", "content": _json("Error")}}
+    if permission is Permission.CONTROL:
+        refusals["403"] = {"description": "the token does not permit control", "content": _json("Error")}
+    return refusals
 
 
 def _written(operation: _Operation, path: str) -> dict[str, Any]:

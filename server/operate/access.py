@@ -27,9 +27,9 @@ class Permission(Enum):
     """Load and unload, register shared memory, trace and log settings."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Access:
-    """Whose tokens permit what. Tokens for control permit everything else as well."""
+    """Whose tokens permit what. Tokens for control permit everything else as well. Event loop's thread."""
 
     tokens: tuple[Digest, ...] = ()
     control_tokens: tuple[Digest, ...] = ()
@@ -39,6 +39,10 @@ class Access:
         default_factory=lambda: {"unauthenticated": 0, "not_permitted": 0}, compare=False, repr=False
     )
     """How many calls, by the reason."""
+
+    def exchange(self, tokens: tuple[Digest, ...], control_tokens: tuple[Digest, ...]) -> None:
+        """Permit other tokens from now on; what needs one stays what it was."""
+        self.tokens, self.control_tokens = tokens, control_tokens
 
     def require(self, authorization: str | None, permission: Permission) -> None:
         """Judge a call by its Authorization header. Raises Unauthenticated or PermissionMissing."""
@@ -67,8 +71,7 @@ OPEN = Access()
 
 def open_access(config: ServeConfig) -> Access:
     """Read the token files. Raises ConfigError, which names the file and never a token."""
-    tokens = _read_all(config.token_files)
-    control_tokens = _read_all(config.control_token_files)
+    tokens, control_tokens = read_tokens(config)
     guarded = set()
     if tokens:
         guarded |= {Permission.INFERENCE, Permission.CONTROL}
@@ -77,6 +80,11 @@ def open_access(config: ServeConfig) -> Access:
     if control_tokens:
         guarded.add(Permission.CONTROL)
     return Access(tokens, control_tokens, frozenset(Permission) - guarded)
+
+
+def read_tokens(config: ServeConfig) -> tuple[tuple[Digest, ...], tuple[Digest, ...]]:
+    """What the token files and those for control hold. Raises ConfigError."""
+    return _read_all(config.token_files), _read_all(config.control_token_files)
 
 
 def _read_all(paths: Sequence[Path]) -> tuple[Digest, ...]:

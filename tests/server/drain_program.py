@@ -32,4 +32,5 @@ def load(
 if __name__ == "__main__":
     console = Console(stderr=True)
     repository = Path(sys.argv[1])
-    sys.exit(asyncio.run(serve_until_stopped(config(repository=repository), load, console)))
+    settings = config(repository=repository, token_files=tuple(map(Path, sys.argv[3:])))
+    sys.exit(asyncio.run(serve_until_stopped(settings, load, console)))

@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 from server.errors import ConfigError, PermissionMissing, Unauthenticated
+from server.http import openapi
 from server.operate.access import OPEN, Permission, open_access
 from server.serve import Server
 
@@ -112,6 +113,26 @@ def test_listings_need_no_control(client: Client) -> None:
 def test_health_is_open(client: Client) -> None:
     assert client.raw.is_server_live()
     assert client.raw.is_server_ready()
+
+
+def test_the_openapi_document_says_what_needs_a_token(guarded: Running) -> None:
+    document = ask(guarded, "GET", "/v2/openapi.json", headers=headers(INFER)).json
+    (scheme,) = document["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            filled = re.sub(r"{\w+}", "1", path)
+            status = ask(guarded, method.upper(), filled, b"{}" if method == "post" else None).status
+            assert ("security" in operation) == (status == 401), path
+            assert ("401" in operation["responses"]) == (status == 401), path
+            with_token = ask(guarded, method.upper(), filled, b"{}", headers(INFER)).status
+            assert ("403" in operation["responses"]) == (with_token == 403), path
+
+
+def test_the_openapi_document_of_an_open_server_asks_for_nothing() -> None:
+    document = openapi.document("0")
+    assert "securitySchemes" not in document["components"]
+    assert not any("security" in op for methods in document["paths"].values() for op in methods.values())
 
 
 def test_no_route_is_left_without_a_guard(guarded: Running) -> None:

@@ -34,10 +34,13 @@ class Address:
 
 
 @contextmanager
-def process(repository: Path, loading_steps: int = 0) -> Iterator[tuple[subprocess.Popen[str], Address]]:
+def process(
+    repository: Path, loading_steps: int = 0, *token_files: Path
+) -> Iterator[tuple[subprocess.Popen[str], Address]]:
     (repository / "sleepy" / "1").mkdir(parents=True)
     (repository / "sleepy" / "1" / "model.pt2").touch()
     command = [sys.executable, "-W", "error", str(PROGRAM), str(repository), str(loading_steps)]
+    command += map(str, token_files)
     environment = {"PYTHONPATH": f"{ROOT}:{PROGRAM.parent}", "PATH": "/usr/bin"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -76,6 +79,28 @@ def test_sigint_ends_an_idle_server_at_once(tmp_path: Path) -> None:
         until_ready(address)
         server.send_signal(signal.SIGINT)
         assert server.wait(5) == 0
+
+
+def test_sighup_exchanges_the_tokens(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("the-old-token-0123456789")
+    repository = tmp_path / "repository"
+    with process(repository, 0, tokens) as (server, address):
+        until_ready(address)
+
+        def status(token: str) -> int:
+            return ask(address, "GET", "/v2", headers={"Authorization": f"Bearer {token}"}).status
+
+        assert status("the-old-token-0123456789") == 200
+        tokens.write_text("the-new-token-0123456789")
+        server.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + 4  # sooner than the files are looked at
+        while status("the-new-token-0123456789") != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert status("the-old-token-0123456789") == 401
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(10) == 0
 
 
 def test_server_listens_while_it_loads(tmp_path: Path) -> None:
