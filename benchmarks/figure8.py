@@ -1,14 +1,17 @@
 """SwapAdvisor's Figure 8 on this machine: every layout in one run, at several rates, over HTTP.
 
-For each layout a server is started; the same requests, drawn beforehand, are sent at each rate, open loop. `resident`
-has all of the memory and is what the others are compared with. Everything made lies in `.demo`, as `make demo`'s.
+A server per layout is started, and at each rate they are measured one after the other, the others idle: what else the
+machine does meanwhile then falls on all of them. The requests are the same, drawn beforehand, open loop. `resident` has
+all of the memory and is what the others are compared with. Six servers take some 4 GiB of the machine's memory.
+Everything made lies in `.demo`, as `make demo`'s.
 """
 
 import argparse
 import asyncio
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +43,7 @@ GIVE_UP_S = 5.0
 class Point:
     """One layout at one rate."""
 
-    layout: str
+    layout: LayoutName
     report: Report
     swapped_bytes: float
 
@@ -60,16 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = options.folder
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
     weight_bytes = sum(p.weight_bytes for p in prepared)
-    points: list[Point] = []
-    notes: list[str] = []
-    for layout in LAYOUTS:
-        memory = "100%" if layout == "resident" else options.memory
-        console.rule(f"{layout}, memory {memory} of the weights")
-        try:
-            points += asyncio.run(_measure(layout, memory, options, console))
-        except ServerFailed as failure:
-            notes.append(f"{layout}: {str(failure).splitlines()[-1]}\n")
-            console.print(notes[-1], soft_wrap=True)
+    points, notes = asyncio.run(_measure(options, console))
     table = markdown_table(*_table(points))
     console.print(table, soft_wrap=True)
     picture = (RESULTS if options.record else folder) / "figure8.png"
@@ -85,23 +79,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if {point.layout for point in points} == set(LAYOUTS) else 1
 
 
-async def _measure(layout: str, memory: str, options: argparse.Namespace, console: Console) -> list[Point]:
-    """Serve a layout, and send every rate to it, the lowest first."""
-    metrics_port = free_port()
-    command = server_command("cohabit", options.folder / "repository", memory, layout)
-    command += ["--cache", str(options.folder / "cache"), "--metrics-port", str(metrics_port)]
-    metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A layout's server."""
+
+    layout: LayoutName
+    url: str
+    metrics_url: str
+
+
+async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[Point], list[str]]:
+    """Every layout at every rate, the lowest first, ordered by layout; and why a layout is not there."""
+    notes: list[str] = []
+    servers: list[Running] = []
     points: list[Point] = []
-    async with running_server(command, patience_s=900) as url:
+    async with AsyncExitStack() as stack:
+        for layout in LAYOUTS:
+            memory = "100%" if layout == "resident" else options.memory
+            console.print(f"starting {layout}, memory {memory} of the weights")
+            try:
+                servers.append(await stack.enter_async_context(_serving(layout, memory, options.folder)))
+            except ServerFailed as failure:
+                notes.append(f"{layout}: {str(failure).splitlines()[-1]}\n")
+                console.print(notes[-1], soft_wrap=True)
         for rate in sorted(options.rates):
-            before = sum(by_model(metrics_url, "cohabit_swapped_bytes").values())
-            report = await run_load(url, _load(rate, options))
-            swapped = sum(by_model(metrics_url, "cohabit_swapped_bytes").values()) - before
-            points.append(Point(layout, report, swapped))
-            console.print(
-                f"{rate:g}/s: {report.completed} of {report.sent} answered, p99 {_ms(points[-1].p99_s)} ms"
-            )
-    return points
+            console.rule(f"{rate:g} requests/s")
+            for server in servers:
+                points.append(await _point(server, rate, options))
+                report = points[-1].report
+                told = f"{report.completed} of {report.sent} answered, p99 {_ms(points[-1].p99_s)} ms"
+                console.print(f"{server.layout}: {told}", soft_wrap=True)
+    return sorted(points, key=lambda point: LAYOUTS.index(point.layout)), notes
+
+
+@asynccontextmanager
+async def _serving(layout: LayoutName, memory: str, folder: Path) -> AsyncIterator[Running]:
+    metrics_port = free_port()
+    command = server_command("cohabit", folder / "repository", memory, layout)
+    command += ["--cache", str(folder / "cache"), "--metrics-port", str(metrics_port)]
+    async with running_server(command, patience_s=900) as url:
+        yield Running(layout, url, f"http://127.0.0.1:{metrics_port}/metrics")
+
+
+async def _point(server: Running, rate: float, options: argparse.Namespace) -> Point:
+    before = sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values())
+    report = await run_load(server.url, _load(rate, options))
+    swapped = sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values()) - before
+    return Point(server.layout, report, swapped)
 
 
 def _load(rate: float, options: argparse.Namespace) -> Load:

@@ -1,16 +1,19 @@
 """The CPU's Figure 8: its table and its picture, of reports that are made up."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from benchmarks import figure8, record
-from benchmarks.figure8 import Point
+from benchmarks.figure8 import Point, Running
 from loadgen.errors import ServerFailed
 from loadgen.report import ModelReport, Report, Spread
+from planner.sizing import LayoutName
 
 
-def point(layout: str, rate_per_s: float, p99_s: float | None) -> Point:
+def point(layout: LayoutName, rate_per_s: float, p99_s: float | None) -> Point:
     """Ten requests, of which eight are answered, six in time; none without a p99."""
     completed = 0 if p99_s is None else 8
     spread = None if p99_s is None else Spread(0.01, 0.01, p99_s, p99_s, p99_s, p99_s)
@@ -39,13 +42,18 @@ def test_each_point_stands_beside_the_resident_one_of_its_rate() -> None:
 def test_a_layout_that_cannot_start_is_a_note_and_the_others_are_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async def measure(layout: str, memory: str, *_: object) -> list[Point]:
+    @asynccontextmanager
+    async def serving(layout: LayoutName, memory: str, folder: Path) -> AsyncIterator[Running]:
         if layout == "lru":
             raise ServerFailed("the server exited\ncohabit: big: holding all parameters at once needs more")
         assert memory == ("100%" if layout == "resident" else "25%")
-        return [point(layout, 50, 0.02)]
+        yield Running(layout, "", "")
 
-    monkeypatch.setattr(figure8, "_measure", measure)
+    async def made_up(server: Running, rate: float, options: object) -> Point:
+        return point(server.layout, rate, 0.02)
+
+    monkeypatch.setattr(figure8, "_serving", serving)
+    monkeypatch.setattr(figure8, "_point", made_up)
     monkeypatch.setattr(figure8, "prepare_visibly", lambda *_, **__: [])
     monkeypatch.setattr(figure8, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
