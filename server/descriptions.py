@@ -85,7 +85,7 @@ def _model_statistics(name: str, model_version: str, s: ModelStatistics) -> dict
             "queue": _total(s.queue),
             "compute_input": _total(s.prepare),
             "compute_infer": _total(s.compute),
-            "compute_output": nothing,
+            "compute_output": _total(s.output),
             "cache_hit": nothing,
             "cache_miss": nothing,
         },

@@ -52,6 +52,8 @@ class Execution:
     swapped_bytes: int = 0
     prefetched: bool = False
     """Whether its leading copies had begun beside the execution before."""
+    output_s: float = 0.0
+    """From there being outputs until they are these arrays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class RequestTrace:
     busy_s: float = 0.0
     compute_s: float = 0.0
     stall_s: float = 0.0
+    output_s: float = 0.0
     swapped_bytes: int = 0
     rows: int = 0
     """Of the execution, other requests' included."""
@@ -73,7 +74,7 @@ class RequestTrace:
     def executed(self, arrived_s: float, started_s: float, busy_s: float, execution: Execution, rows: int) -> None:
         """Note an execution. Engine's thread."""
         self.arrived_s, self.started_s, self.busy_s, self.rows = arrived_s, started_s, busy_s, rows
-        self.compute_s, self.stall_s = execution.compute_s, execution.stall_s
+        self.compute_s, self.stall_s, self.output_s = execution.compute_s, execution.stall_s, execution.output_s
         self.swapped_bytes = execution.swapped_bytes
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from server.engine.rows import joined, parted
@@ -171,8 +171,11 @@ class DeviceThread:
             }
             _log.exception("execution failed", extra={"fields": fields})
             return [ExecutionFailed(requests[0].model, f"{type(error).__name__}: {error}")] * len(tickets)
+        parting_s = self._clock()
+        answers: list[Outcome] = list(parted(requests, execution))
+        execution = replace(execution, output_s=execution.output_s + self._clock() - parting_s)
         self._count(model.statistics, tickets, execution, started_s)
-        return list(parted(requests, execution))
+        return answers
 
     def _count(
         self, statistics: ModelStatistics, tickets: Sequence[Ticket], execution: Execution, started_s: float
@@ -185,7 +188,8 @@ class DeviceThread:
             queue_s = started_s - ticket.arrived_s
             if (trace := ticket.request.trace) is not None:
                 trace.executed(ticket.arrived_s, started_s, busy_s, execution, rows)
-            statistics.succeeded(ticket.request.batch, queue_s, busy_s, execution.compute_s, wall_ms)
+            rows_of_one, compute_s = ticket.request.batch, execution.compute_s
+            statistics.succeeded(rows_of_one, queue_s, busy_s, compute_s, execution.output_s, wall_ms)
 
     def _tell_next(self) -> None:
         """Let the next request's model begin its copies."""

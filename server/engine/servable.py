@@ -1,5 +1,6 @@
 """A model as the engine executes it: programs by batch size behind the protocol's arrays."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -95,9 +96,17 @@ class ProgramServable:
         planned = self._planned(batch)
         tensors = [_tensor(inputs[port.name], port, planned) for port in self.inputs]
         result = self.executor.run(self.programs[planned], tensors)
+        start_s = time.perf_counter()
         rows = batch if self.info.max_batch_size else None
         outputs = {p.name: _array(t, rows) for p, t in zip(self.outputs, result.outputs, strict=True)}
-        return Execution(outputs, result.latency_s, result.stall_s, result.link_bytes, result.prefetched)
+        return Execution(
+            outputs,
+            compute_s=result.latency_s,
+            stall_s=result.stall_s,
+            swapped_bytes=result.link_bytes,
+            prefetched=result.prefetched,
+            output_s=time.perf_counter() - start_s,
+        )
 
     def expect(self, batch: int) -> None:
         """Let the swap-in lane start on this model's prefix behind the next inference's copies."""

@@ -47,6 +47,8 @@ class ModelStatistics:
     prepare: Total = field(default_factory=Total)
     """From leaving the queue until the model computes: Triton's compute_input."""
     compute: Total = field(default_factory=Total)
+    output: Total = field(default_factory=Total)
+    """From there being outputs until each request has its own: Triton's compute_output."""
     batches: dict[int, Total] = field(default_factory=dict)
     """Executions by batch size."""
     execution_count: int = 0
@@ -76,14 +78,20 @@ class ModelStatistics:
         self.prefetch_hits += execution.prefetched
         self.compute_s.add(execution.compute_s)
 
-    def succeeded(self, batch: int, queue_s: float, busy_s: float, compute_s: float, wall_ms: int) -> None:
-        """Count an answer: its request waited `queue_s`, then its execution kept the device busy for `busy_s`."""
+    def succeeded(
+        self, batch: int, queue_s: float, busy_s: float, compute_s: float, output_s: float, wall_ms: int
+    ) -> None:
+        """Count an answer: its request waited `queue_s`, then its execution kept the device busy for `busy_s`.
+
+        Of these, `compute_s` were the model's and `output_s`, at the end, its outputs'.
+        """
         self.success.add(queue_s + busy_s)
         self.queue.add(queue_s)
         self.queue_s.add(queue_s)
         self.response_ms.add((queue_s + busy_s) * 1e3)
-        self.prepare.add(max(0.0, busy_s - compute_s))
+        self.prepare.add(max(0.0, busy_s - compute_s - output_s))
         self.compute.add(compute_s)
+        self.output.add(output_s)
         self.inference_count += batch
         self.last_inference_ms = wall_ms
 

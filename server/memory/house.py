@@ -14,7 +14,7 @@ from server.engine.servable import ProgramServable, describe
 from server.memory.arrival import Arrival
 from server.memory.partitions import Extent, Partitions
 from server.model import DeviceUse, Footprint
-from server.models.prepared import Prepared
+from server.models.prepared import Prepared, say_what_is_done_otherwise
 from server.models.shelf import Plans
 
 Programs = dict[int, Program]
@@ -107,6 +107,7 @@ class House:
 
     def tenant(self, holder: str, prepared: Prepared, plans: Plans, programs: Programs) -> Tenant:
         """A model that has arrived."""
+        say_what_is_done_otherwise(prepared.source)
         lowered, config = prepared.lowered, prepared.source.config
         most = max(programs)
         if config is not None and config.max_batch_size:

@@ -120,8 +120,8 @@ _METRICS = (
     ),
     _counted(
         "nv_inference_compute_output_duration_us",
-        "Always 0: outputs are part of compute_input here",
-        lambda s: 0,
+        "Cumulative microseconds that executions took to hand out their outputs",
+        lambda s: s.output.ns // 1000,
     ),
     _gauge(
         "nv_inference_pending_request_count",

@@ -1,5 +1,6 @@
 """A model made ready for a place in memory: lowered, measured, its parameters in the host store."""
 
+import logging
 import os
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,8 @@ from server.models.options import options_of
 from server.models.repository import ModelSource
 from server.models.shelf import FileState, Known
 from server.protocol.model_config import ModelConfig, config_mismatch
+
+_log = logging.getLogger("cohabit.models")
 
 OnProgress = Callable[[str, str], None]
 
@@ -56,6 +59,15 @@ class Prepared:
     @property
     def demand(self) -> ModelDemand:
         return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s)
+
+
+def say_what_is_done_otherwise(source: ModelSource) -> None:
+    """Log, once per load, what a config.pbtxt asks for and does not get."""
+    groups = source.config.instance_group if source.config is not None else ()
+    asked = sum(max(group.count, 1) for group in groups)
+    if asked > 1:
+        fields = {"model": source.name, "instance_group.count": asked}
+        _log.warning("one instance serves, and requests that wait are batched", extra={"fields": fields})
 
 
 def open_backend(config: ServeConfig) -> Backend:

@@ -52,8 +52,8 @@ def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, f
     """Names, starts and ends, one behind the other."""
     if trace.arrived_s is None or trace.started_s is None:
         return
-    computed_s = trace.started_s + trace.busy_s
-    compute_s = computed_s - min(trace.compute_s, trace.busy_s)
+    computed_s = trace.started_s + max(trace.busy_s - trace.output_s, 0.0)
+    compute_s = max(computed_s - trace.compute_s, trace.started_s)
     stalled_s = compute_s + min(trace.stall_s, computed_s - compute_s)
     yield "decode", trace.began_s, trace.arrived_s
     yield "queue", trace.arrived_s, trace.started_s

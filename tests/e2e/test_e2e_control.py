@@ -295,6 +295,23 @@ def test_what_is_not_there_or_broken_is_refused_with_the_reason(
         assert is_answer_of(0, answer(server, "a"))
 
 
+@pytest.mark.parametrize("start", [True, False], ids=["at the start", "later"])
+def test_more_instances_than_one_are_mentioned_once_per_load(
+    stacks: Stacks, plans: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, start: bool
+) -> None:
+    for name, count in (("one", 1), ("many", 3)):
+        stacks.put(tmp_path, name, 0)
+        (tmp_path / name / "config.pbtxt").write_text(f"max_batch_size: 4 instance_group {{ count: {count} }}")
+    with controlled(tmp_path, "20MiB", plans, load_models=("*",) if start else ()) as (server, client):
+        if not start:
+            client.load_model("one")
+            client.load_model("many")
+        (record,) = (r for r in caplog.records if "one instance serves" in r.message)
+        assert record.levelname == "WARNING"
+        assert record.fields == {"model": "many", "instance_group.count": 3}  # type: ignore[attr-defined]
+        assert is_answer_of(0, answer(server, "many"))
+
+
 def test_client_that_leaves_does_not_stop_what_it_has_ordered(stacks: Stacks, plans: Path, tmp_path: Path) -> None:
     for number, name in enumerate("abc"):
         stacks.put(tmp_path, name, number)

@@ -3,19 +3,19 @@
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_fakes import Gate, Running, identity, running, serving
+from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from server_http import ask, infer, x
 
 from server.engine.histogram import SECONDS, Histogram
 from server.metrics.prometheus import Family, written
-from server.model import DeviceUse
+from server.model import DeviceUse, Execution
 from server.operate.access import OPEN
 from server.operate.gpus import Gpu
 from server.operate.machine import Machine
@@ -272,3 +272,26 @@ def test_labels_are_escaped() -> None:
     odd = 'a"b\\c\nd'
     text = written([Family("m", "gauge", "help", [({"label": odd}, 1.0)])]).decode()
     assert parsed(text) == {("m", (("label", odd),)): 1.0}
+
+
+class HandingOut(FakeServable):
+    """Takes a while to hand its outputs out."""
+
+    def execute(self, inputs: Any, batch: int) -> Execution:
+        execution = super().execute(inputs, batch)
+        time.sleep(0.05)
+        return replace(execution, output_s=0.05)
+
+
+def test_parts_of_a_request_are_measured_and_add_up() -> None:
+    with running(serving(HandingOut(identity("one", "FP32").info, lambda x: {"y": x}))) as server:
+        for _ in range(2):
+            assert infer(server, "one", {"inputs": [x()]}).status == 200
+        stats = ask(server, "GET", "/v2/models/one/stats").json["model_stats"][0]["inference_stats"]
+        assert stats["compute_output"]["count"] == 2
+        assert stats["compute_output"]["ns"] >= 2 * 50_000_000
+        assert stats["compute_input"]["ns"] < 50_000_000, "outputs are no part of it"
+        parts = ("queue", "compute_input", "compute_infer", "compute_output")
+        assert sum(stats[part]["ns"] for part in parts) == pytest.approx(stats["success"]["ns"], abs=16)
+        us = scrape(server)["nv_inference_compute_output_duration_us", (("model", "one"), ("version", "1"))]
+        assert us == stats["compute_output"]["ns"] // 1000
