@@ -1,12 +1,14 @@
 """An HTTP port: connections are counted and bounded, idle and slow ones closed."""
 
 import asyncio
+from http import HTTPStatus
 from typing import cast
 
 import msgspec
 from aiohttp import web
 
 from server.errors import ConfigError
+from server.http.errors import error_response
 
 _IDLE_S = 75.0
 """How long a connection may be without a whole request, the time its headers take included."""
@@ -14,6 +16,7 @@ _READ_AHEAD_BYTES = 256 << 10
 """Of a body, before its client has to wait for us to read it."""
 _ANSWERS_WRITTEN_S = 2.0
 _BACKLOG = 512
+_MOST_ERROR_CHARACTERS = 300
 
 
 class HttpServer:
@@ -71,7 +74,26 @@ class _BoundedSite(web.BaseSite):
         assert isinstance(server, web.Server)
         if len(server.connections) >= self._max_connections:
             return _Refusal(self._max_connections)
-        return server()
+        return _Handler(server, loop=asyncio.get_running_loop(), **server._kwargs)
+
+
+class _Handler(web.RequestHandler):
+    """Answers what never becomes a request, such as headers that are too large, in the form of all other errors."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)
+        text = " ".join((message or HTTPStatus(status).phrase).split())[:_MOST_ERROR_CHARACTERS]
+        answer = error_response(status, text if status < HTTPStatus.INTERNAL_SERVER_ERROR else "internal error")
+        answer.force_close()
+        return answer
 
 
 class _Refusal(asyncio.Protocol):

@@ -146,6 +146,31 @@ def test_what_is_not_http_disturbs_nothing(server: Running) -> None:
     assert infer(server, "id_fp64", {"inputs": [x(datatype="FP64")]}).status == 200
 
 
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (b"GET /v2 HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 20_000, "8190"),
+        (b"GET /v2 HTTP/1.1\r\nHost: x\r\nno colon", "header"),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1", "8190"),
+        (b"nonsense", ""),
+    ],
+    ids=["long header", "bad header", "long path", "nonsense"],
+)
+def test_what_never_becomes_a_request_is_an_error_in_json_like_all_others(
+    server: Running, head: bytes, reason: str
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head + b"\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    status_line, _, rest = answer.partition(b"\r\n")
+    headers, _, body = rest.partition(b"\r\n\r\n")
+    assert status_line.split()[1] == b"400"
+    assert b"content-type: application/json" in headers.lower()
+    assert reason in json.loads(body)["error"]
+    assert len(body) < 400
+    assert ask(server, "GET", "/v2/health/live").status == 200
+
+
 def test_what_nobody_foresaw_is_500_with_an_incident(caplog: pytest.LogCaptureFixture) -> None:
     forgetful = FakeServable(identity("forgetful", "FP32").info, lambda x: {})
     nonsense = FakeServable(identity("nonsense", "FP32").info, lambda x: {"y": None})  # type: ignore[dict-item]
