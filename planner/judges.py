@@ -1,15 +1,21 @@
 """Candidates judged on several cores: in threads where that is compiled code, in processes where it is Python."""
 
+import pickle
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from planner.problem import Cost, Problem
 from planner.registry import maker
 from planner.searcher import AnySearcher
+
+POLL_S = 0.05
+"""How often a search that waits for other processes looks whether it is over."""
 
 
 class Judges:
@@ -35,32 +41,46 @@ class Judges:
         if self._processes is not None:
             self._processes.shutdown(wait=False, cancel_futures=True)
             self._context.terminate()
+            self._file.close()
 
     def judge(self, candidates: Sequence[Any], good_s: float, is_over: Callable[[], bool]) -> list[Cost]:
-        """The candidates' costs, of one at least, and of no more once it is late."""
+        """The candidates' costs, and of no more once it is late."""
         costs: list[Cost] = []
-        for cost in self._judged(candidates, [good_s] * len(candidates)):
+        for cost in self._judged(candidates, good_s, is_over):
             costs.append(cost)
             if is_over():
                 break
         return costs
 
-    def _judged(self, candidates: Sequence[Any], goods: Sequence[float]) -> Iterator[Cost]:
+    def _judged(self, candidates: Sequence[Any], good_s: float, is_over: Callable[[], bool]) -> Iterator[Cost]:
         if self._threads is not None and len(candidates) > 1:
             if self._state.is_compiled:
-                return self._threads.map(self._state.judge, candidates, goods)
+                return self._threads.map(self._state.judge, candidates, [good_s] * len(candidates))
             if self.has_processes():
                 assert self._processes is not None
-                return self._processes.map(_judge_there, candidates, goods)
-        return map(self._state.judge, candidates, goods)
+                return _until([self._processes.submit(_judge_there, c, good_s) for c in candidates], is_over)
+        return (self._state.judge(c, good_s) for c in candidates)
 
     def has_processes(self) -> bool:
         """Whether others are ready to judge. They take seconds to start, in which there is enough to do here."""
         if self._processes is None:
-            self._processes = ProcessPoolExecutor(self._workers, self._context, _start_judge, self._of_processes)
+            # As an argument, a large problem would have to be waited for.
+            self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
+            pickle.dump(self._of_processes, self._file)
+            self._file.flush()
+            self._processes = ProcessPoolExecutor(self._workers, self._context, _start_judge, (self._file.name,))
             self._started = self._processes.submit(_nothing)
         assert self._started is not None
         return self._started.done()
+
+
+def _until(futures: Sequence[Future[Cost]], is_over: Callable[[], bool]) -> Iterator[Cost]:
+    """Results in order, while there is time to wait for them."""
+    for future in futures:
+        while not wait([future], POLL_S).done:
+            if is_over():
+                return
+        yield future.result()
 
 
 class _Spawning(SpawnContext):
@@ -86,9 +106,10 @@ _judge: AnySearcher | None = None
 """In a process that judges for another: its own copy of the search."""
 
 
-def _start_judge(searcher: str, problem: Problem, seed: int) -> None:
+def _start_judge(file: str) -> None:
     global _judge
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the search decides
+    searcher, problem, seed = pickle.loads(Path(file).read_bytes())
     _judge = maker(searcher)(problem, seed)
 
 
