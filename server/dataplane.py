@@ -11,6 +11,7 @@ from server.lifecycle.control import Control
 from server.model import ModelInfo
 from server.models.registry import Entry, Registry, State
 from server.operate.tracing import Tracer
+from server.protocol.body_memory import BodyMemory
 from server.protocol.model_config import ModelConfig, config_of
 from server.protocol.shared_memory import Regions
 from server.request import InferRequest, InferResponse, respond
@@ -26,10 +27,18 @@ class DataPlane:
     """One per server, whatever ports it listens on. Belongs to the event loop's thread."""
 
     def __init__(
-        self, registry: Registry, engine: Engine, control: Control, regions: Regions, tracer: Tracer | None = None
+        self,
+        registry: Registry,
+        engine: Engine,
+        control: Control,
+        regions: Regions,
+        bodies: BodyMemory,
+        tracer: Tracer | None = None,
     ) -> None:
         self.registry = registry
         self.regions = regions
+        self.bodies = bodies
+        """What requests of both protocols take until they are in a queue."""
         self.tracer = tracer or Tracer(TraceControl())
         self.log_settings = LogSettings()
         self._engine = engine

@@ -28,6 +28,7 @@ from server.operate.machine import Machine
 from server.operate.tokens import TokenFiles
 from server.operate.trace_file import TraceFile
 from server.operate.tracing import Tracer
+from server.protocol.body_memory import BodyMemory
 from server.protocol.shared_memory import Regions, no_system
 from server.protocol.shared_memory_files import open_region
 from server.scheduling.scheduler import Scheduler
@@ -92,7 +93,8 @@ class Server:
         regions = Regions(open_region if config.takes_client_shm else no_system)
         self._trace_file = TraceFile(config.trace_file) if config.trace_file is not None else None
         tracer = Tracer(_trace_control(config), self._trace_file)
-        self.plane = DataPlane(self.registry, self._engine, self._lifecycle, regions, tracer)
+        bodies = BodyMemory(config.queue_bytes)
+        self.plane = DataPlane(self.registry, self._engine, self._lifecycle, regions, bodies, tracer)
         self._http: list[HttpServer] = []
         self._grpc: GrpcServer | None = None
         self._loaded: Loaded | None = None
@@ -108,7 +110,7 @@ class Server:
         self._watching.append(asyncio.create_task(self._tokens.follow()))
         self._warn_if_open(access)
         self._engine.start()
-        app = make_app(self.plane, self._config.max_body_bytes, self._config.queue_bytes, access)
+        app = make_app(self.plane, self._config.max_body_bytes, access)
         self.http_url = await self._listen(app, self._config.http_port, "--http-port")
         if self._config.grpc_port is not None:
             self._grpc = GrpcServer(self.plane, self._config.max_body_bytes, access)

@@ -181,10 +181,12 @@ class Api:
     async def _infer(self, message: Any, raw: Sequence[memoryview], left_s: float | None) -> Any:
         """Answer a request; `left_s` is the call's own deadline, beyond which nobody waits for it."""
         info = self._plane.servable(message.model_name, message.model_version or None)
-        if message.ByteSize() <= _QUICK_BYTES and not self._plane.regions.slow:
-            request = decode_request(message, raw, info, self._plane.regions)
-        else:
-            request = await asyncio.to_thread(decode_request, message, raw, info, self._plane.regions)
+        with self._plane.bodies.share() as share:
+            share.take(message.ByteSize() + sum(tensor.nbytes for tensor in raw))
+            if message.ByteSize() <= _QUICK_BYTES and not self._plane.regions.slow:
+                request = decode_request(message, raw, info, self._plane.regions)
+            else:
+                request = await asyncio.to_thread(decode_request, message, raw, info, self._plane.regions)
         if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
             request = replace(request, timeout_s=left_s)
         return await _encode(await self._plane.infer(request, info))

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from server.errors import InvalidRequest
 from server.http.body import read_body
-from server.http.body_memory import BodyMemory
+from server.protocol.body_memory import BodyMemory
 
 _T = TypeVar("_T")
 _SMALL_BODY_BYTES = 1 << 20

@@ -10,7 +10,6 @@ from server.errors import RequestError
 from server.http import generate
 from server.http.answers import json_response, which
 from server.http.body import read_body
-from server.http.body_memory import BodyMemory
 from server.http.codec import EncodedResponse, decode_request, encode_response, parse_header_length
 from server.http.compression import chosen_encoding, compress
 from server.http.errors import error_response
@@ -28,10 +27,9 @@ _QUICK_BINARY_BYTES = 4 << 20
 class InferenceApi:
     """Every method is a handler, on the event loop's thread."""
 
-    def __init__(self, plane: DataPlane, max_body_bytes: int, memory: BodyMemory) -> None:
+    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
         self._plane = plane
         self._max_body_bytes = max_body_bytes
-        self._memory = memory
 
     async def live(self, request: web.Request) -> web.Response:
         return json_response({"live": True})
@@ -63,7 +61,7 @@ class InferenceApi:
         """Refuse what can be refused before the body is read; the rest is decode, queue, execute, encode."""
         info = self._plane.servable(*which(request))
         header_length = parse_header_length(request.headers.get(HEADER_LENGTH))
-        with self._memory.share() as share:
+        with self._plane.bodies.share() as share:
             body = await read_body(request, self._max_body_bytes, share)
             infer_request = await self._decode(body, header_length, info)
             del body  # the tensors hold what they view
@@ -81,7 +79,7 @@ class InferenceApi:
 
     async def _generate(self, request: web.Request) -> bytes:
         info = self._plane.servable(*which(request))
-        with self._memory.share() as share:
+        with self._plane.bodies.share() as share:
             body = await read_body(request, self._max_body_bytes, share)
             if len(body) <= _QUICK_JSON_BYTES:
                 decoded = generate.decode_request(body, info, self._plane.regions)

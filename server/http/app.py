@@ -9,7 +9,6 @@ from server.dataplane import DataPlane
 from server.descriptions import product_version
 from server.http.answers import json_response
 from server.http.api import InferenceApi
-from server.http.body_memory import BodyMemory
 from server.http.control import ControlApi
 from server.http.errors import json_errors
 from server.http.guard import guarded
@@ -24,9 +23,9 @@ Route = tuple[str, str, Handler]
 _MODELS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:[0-9]+}")
 
 
-def make_app(plane: DataPlane, max_body_bytes: int, memory_bytes: int, access: Access = OPEN) -> web.Application:
-    """Make the application; a body may take `max_body_bytes`, all that are being received `memory_bytes`."""
-    api, control = InferenceApi(plane, max_body_bytes, BodyMemory(memory_bytes)), ControlApi(plane)
+def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> web.Application:
+    """Make the application; a body may take `max_body_bytes`."""
+    api, control = InferenceApi(plane, max_body_bytes), ControlApi(plane)
     routes = {
         Permission.INFERENCE: (*_inference(api), *_listings(control), _described(access)),
         Permission.HEALTH: _health(api),

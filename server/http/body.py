@@ -6,7 +6,7 @@ import zlib
 from aiohttp import web
 
 from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
-from server.http.body_memory import Share
+from server.protocol.body_memory import Share
 
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 _IDENTITY = frozenset({"", "identity"})

@@ -138,7 +138,7 @@ def test_the_openapi_document_of_an_open_server_asks_for_nothing() -> None:
 def test_no_route_is_left_without_a_guard(guarded: Running) -> None:
     from server.http.app import make_app
 
-    for route in make_app(guarded.server.plane, 1, 1).router.routes():
+    for route in make_app(guarded.server.plane, 1).router.routes():
         assert route.resource is not None
         path = re.sub(r"\{\w+\}", "1", route.resource.canonical.replace("{order}", "load"))
         answer = ask(guarded, route.method, path, b"")

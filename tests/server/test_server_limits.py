@@ -22,8 +22,8 @@ from server.grpc.errors import CODES
 from server.grpc.port import GrpcServer
 from server.grpc.wire import parse
 from server.http.body import read_body
-from server.http.body_memory import BodyMemory
 from server.http.errors import STATUS, json_errors
+from server.protocol.body_memory import BodyMemory
 from server.protocol.json_numbers import decode, encode
 
 MIB = 1 << 20
@@ -100,11 +100,36 @@ def test_bodies_under_way_share_a_budget() -> None:
                 assert time.monotonic() < deadline
             assert "being received take 97.5 KiB of 97.5 KiB already" in refused.error
             assert refused.headers["retry-after"] == "1"
+            with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(grpc_request(), timeout=10)
+            assert "being received take 97.5 KiB" in caught.value.details()  # HTTP's are in the way of gRPC's
         while ask(server, "POST", "/v2/models/one/infer", body).status != 200:  # the slow client has gone
             assert time.monotonic() < deadline
         inflated = infer(server, "one", gzipped, {"Content-Encoding": "gzip"})
         assert inflated.status == 503
         assert infer(server, "one", {"inputs": [x()]}).status == 200
+
+
+def grpc_request() -> bytes:
+    request = ModelInferRequest(model_name="one", raw_input_contents=[np.ones(4, np.float32).tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    written: bytes = request.SerializeToString()
+    return written
+
+
+def test_messages_of_grpc_that_are_being_decoded_count_in_the_budget() -> None:
+    with running(serving(identity("one", "FP32")), queue_bytes=99_850) as server:
+        bodies = server.server.plane.bodies
+        with grpc.insecure_channel(server.grpc) as channel:
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            bodies.take(99_850 - 10)
+            with pytest.raises(grpc.RpcError) as caught:
+                call(grpc_request(), timeout=10)
+            assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            bodies.give_back(99_850 - 10)
+            for _ in range(3):
+                assert call(grpc_request(), timeout=10)
+        bodies.take(99_850)  # nothing is left behind
 
 
 async def test_a_grpc_port_in_use_stops_the_start(narrow: Running) -> None:

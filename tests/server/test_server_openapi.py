@@ -121,7 +121,7 @@ def test_the_document_is_served_and_is_openapi(own: Running) -> None:
 def test_every_route_is_in_the_document(own: Running) -> None:
     from server.http.app import make_app
 
-    app = make_app(own.server.plane, 1, 1)
+    app = make_app(own.server.plane, 1)
     routes = {
         (route.resource.canonical, route.method.lower())
         for route in app.router.routes()
