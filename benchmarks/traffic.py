@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import aiohttp
 import numpy as np
 import tritonclient.http
 from tritonclient.http import InferenceServerClient
 
+from benchmarks.wire import Connections, post
 from loadgen.arrivals import draw_arrivals
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
@@ -22,14 +22,6 @@ UNANSWERED_S = 30.0
 """A request without any answer for so long has none."""
 
 OK = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A request's bytes, and the headers that go with them."""
-
-    raw: bytes
-    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +36,12 @@ class Traffic:
     """From the actual send time: what a timeout that travels with the request can promise."""
     refusal_latencies_s: Sequence[float]
     lags_s: Sequence[float]
+    answered: int
+    """With OK, before the time was up: what was still queued then is not the rate's."""
 
     @property
     def goodput_per_s(self) -> float:
-        return self.statuses.get(OK, 0) / self.duration_s
+        return self.answered / self.duration_s
 
     def percentile_s(self, percent: float) -> float:
         return float(np.percentile(self.ok_latencies_s, percent)) if self.ok_latencies_s else float("nan")
@@ -58,19 +52,17 @@ class Client:
     """A server, and a request ready to be sent to each of its models."""
 
     url: str
-    session: aiohttp.ClientSession
-    bodies: Mapping[str, Body]
+    connections: Connections
+    requests: Mapping[str, bytes]
 
     async def send(self, model: str) -> int:
         """Send one request and read its answer; returns the status."""
-        body = self.bodies[model]
-        target = f"{self.url}/v2/models/{model}/infer"
-        try:
-            async with self.session.post(target, data=body.raw, headers=body.headers) as response:
-                await response.read()
-                return response.status
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return 0
+        return await self.connections.ask(self.requests[model])
+
+    async def control(self, model: str, order: str) -> int:
+        """Load or unload a model."""
+        path = f"/v2/repository/models/{model}/{order}"
+        return await self.connections.ask(post(address_of(self.url), path, {}, b"{}"))
 
     async def closed_loop(self, models: Sequence[str], at_once: int, duration_s: float) -> Traffic:
         """Keep so many requests under way, over all models in turn."""
@@ -87,7 +79,7 @@ class Client:
                 number += 1
 
         await asyncio.gather(*(ask_on(first) for first in range(at_once)))
-        return Traffic(duration_s, statuses, latencies, latencies, [], [])
+        return Traffic(duration_s, statuses, latencies, latencies, [], [], statuses[OK])
 
     async def open_loop(
         self, models: Sequence[str], rate_per_s: float, duration_s: float, seed: int = 0
@@ -109,6 +101,7 @@ class Client:
             [o.latency_s - o.lag_s for o in outcomes if o.failure is None],
             [o.latency_s for o in outcomes if o.failure is not None],
             [o.lag_s for o in outcomes],
+            sum(o.failure is None and o.arrival.at_s + o.latency_s <= duration_s for o in outcomes),
         )
 
 
@@ -119,17 +112,19 @@ def _status(kind: str) -> int:
 @asynccontextmanager
 async def client_of(url: str, models: Sequence[str], timeout_s: float | None = None) -> AsyncIterator[Client]:
     """Connect to a server; every request asks to be answered within `timeout_s`."""
-    bodies = await asyncio.to_thread(_bodies, url, models, timeout_s)
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=UNANSWERED_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        yield Client(url, session, bodies)
+    requests = await asyncio.to_thread(_requests, url, models, timeout_s)
+    host, _, port = address_of(url).rpartition(":")
+    connections = Connections(host, int(port), UNANSWERED_S)
+    try:
+        yield Client(url, connections, requests)
+    finally:
+        connections.close()
 
 
-def _bodies(url: str, models: Sequence[str], timeout_s: float | None) -> dict[str, Body]:
+def _requests(url: str, models: Sequence[str], timeout_s: float | None) -> dict[str, bytes]:
     rng = np.random.default_rng(0)
     timeout_us = None if timeout_s is None else round(timeout_s * 1e6)
-    bodies = {}
+    requests = {}
     with tritonclient.http.InferenceServerClient(address_of(url), network_timeout=UNANSWERED_S) as client:
         for model in models:
             inputs = random_inputs(client.get_model_metadata(model), 1, rng)
@@ -137,5 +132,5 @@ def _bodies(url: str, models: Sequence[str], timeout_s: float | None) -> dict[st
             headers = {"Content-Type": "application/octet-stream"}
             if header_length is not None:
                 headers["Inference-Header-Content-Length"] = str(header_length)
-            bodies[model] = Body(raw, headers)
-    return bodies
+            requests[model] = post(address_of(url), f"/v2/models/{model}/infer", headers, raw)
+    return requests

@@ -1,7 +1,6 @@
 """The server put together: it listens, loads in the background, answers, and drains when it is told to stop."""
 
 import asyncio
-import gc
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -138,7 +137,7 @@ class Server:
                 raise LoadCancelled
             on_progress(model, stage)
 
-        loaded = await _in_daemon_thread(lambda: _settled(load(sources, self._config, progress)))
+        loaded = await _in_daemon_thread(lambda: load(sources, self._config, progress))
         self._adopt(loaded, sources)
         if self._config.model_control == "poll":
             poller = Poller(self._config.repository, self._lifecycle, self.registry, models)
@@ -225,13 +224,6 @@ def _trace_control(config: ServeConfig) -> TraceControl:
     if config.trace_file is None:
         return TraceControl()
     return TraceControl(str(config.trace_file), TraceSettings("TIMESTAMPS", config.trace_rate))
-
-
-def _settled(loaded: Loaded) -> Loaded:
-    """Leave what has been loaded out of garbage collections: it stays, and looking through it stops every thread."""
-    gc.collect()
-    gc.freeze()
-    return loaded
 
 
 async def _in_daemon_thread(function: Callable[[], _T]) -> _T:

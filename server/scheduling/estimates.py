@@ -1,8 +1,9 @@
 """How long an execution will take: the plans' predictions, corrected by what is measured."""
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from itertools import accumulate
 
 _MEAN_STEP, _DEVIATION_STEP = 1 / 8, 1 / 4
 """How far one measurement moves the mean and the deviation: TCP's, for round-trip times (RFC 6298)."""
@@ -47,6 +48,8 @@ class Estimate:
         """Hear other predictions; what was learned about how true they are is kept."""
         self._predicted = {b: max(s, _LEAST_S) for b, s in sorted(seconds_by_batch.items())}
         self._batches = list(self._predicted)
+        self._per_row_s = list(accumulate((s / b for b, s in self._predicted.items()), min))
+        """The least time per row in batches up to each size."""
         self._known = bool(self._predicted)
 
     @property
@@ -85,9 +88,9 @@ class Estimate:
             return 0.0
         if not self._known:
             return rows * self._mean
-        whole = max(self._predicted)
-        per_row = min(s / b for b, s in self._predicted.items() if b <= max(rows, min(self._predicted)))
-        return max(rows * per_row, self._predicted[min(self._predicted)] if rows < whole else 0.0) * self._mean
+        per_row_s = self._per_row_s[max(bisect_right(self._batches, rows) - 1, 0)]
+        least_s = self._predicted[self._batches[0]] if rows < self._batches[-1] else 0.0
+        return max(rows * per_row_s, least_s) * self._mean
 
     def measured(self, rows: int, seconds: float, now_s: float) -> None:
         """Learn from an execution."""
