@@ -1,6 +1,7 @@
 """Prepares and plans models beside the serving path: in another process what takes long, in a thread the rest."""
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,11 @@ from server.models.apart import Apart
 from server.models.prepared import Prepared, cache_of, is_prepared, key_of, prepare, prepare_apart, prepare_known
 from server.models.repository import ModelSource
 from server.models.shelf import Plans, new_shelf
+
+
+_PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
+"""After a model was opened from memory, the processor is left to those who serve for so many times as long as that took:
+whoever loads small models in a loop, as fast as they come, takes no more than a third of a core."""
 
 
 class Workshop:
@@ -33,7 +39,10 @@ class Workshop:
         with self._lock:
             known = self._shelf.get(key)
         if known is not None and known.is_whole:
-            return prepare_known(source, known, self._config, self._backend)
+            start_s = time.perf_counter()
+            prepared = prepare_known(source, known, self._config, self._backend)
+            time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
+            return prepared
         if not is_prepared(source, self._config):
             model_config = source.config.SerializeToString() if source.config is not None else None
             self._apart.call(prepare_apart, replace(source, config=None), model_config, self._config)
