@@ -3,14 +3,17 @@
 Nothing is copied here: a visit says what has to be, and what each copy must wait for.
 """
 
-from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.errors import format_bytes
 from runtime.errors import MemoryExceeded
+from runtime.gaps import Gaps
+
+PLACES_REMEMBERED = 8
+"""Of each model: what was prepared for a place is used again if the model comes back there."""
 
 Keeps = Literal["one", "models", "tensors"]
 """What stays for later: the model that ran last; whole models, as many as fit; parameters, whosever they are."""
@@ -53,56 +56,16 @@ class Visit:
     fetches: tuple[Fetch, ...]
 
 
-class Gaps:
-    """Free bytes: first fit, merged where they touch."""
-
-    def __init__(self, offset: int, nbytes: int) -> None:
-        self._free = [(offset, offset + nbytes)]
-
-    def take(self, nbytes: int) -> int | None:
-        """The offset of the lowest gap that is large enough; None if none is."""
-        if nbytes == 0:
-            return self._free[0][0] if self._free else 0
-        for position, (start, end) in enumerate(self._free):
-            if end - start >= nbytes:
-                if end - start == nbytes:
-                    del self._free[position]
-                else:
-                    self._free[position] = (start + nbytes, end)
-                return start
-        return None
-
-    def take_at(self, offset: int, nbytes: int) -> None:
-        """Take bytes that are free."""
-        if nbytes == 0:
-            return
-        position = bisect_left(self._free, (offset + 1,)) - 1
-        start, end = self._free[position]
-        assert start <= offset
-        assert offset + nbytes <= end
-        self._free[position : position + 1] = [
-            gap for gap in ((start, offset), (offset + nbytes, end)) if gap[1] > gap[0]
-        ]
-
-    def give(self, offset: int, nbytes: int) -> None:
-        if nbytes == 0:
-            return
-        start, end = offset, offset + nbytes
-        position = bisect_left(self._free, (start,))
-        if position < len(self._free) and self._free[position][0] == end:
-            end = self._free.pop(position)[1]
-        if position and self._free[position - 1][1] == start:
-            position -= 1
-            start = self._free.pop(position)[0]
-        self._free.insert(position, (start, end))
-
-    def copy(self) -> "Gaps":
-        other = Gaps(0, 0)
-        other._free = self._free.copy()
-        return other
-
-
 Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a whole model was."""
+
+    offsets: Mapping[int, int]
+    runs: tuple[tuple[int, int], ...]
+    """The same bytes in as few pieces as possible: offset and size."""
 
 
 @dataclass(slots=True)
@@ -132,6 +95,8 @@ class Region:
         self._keeps = keeps
         self._whole = whole
         self._gaps = Gaps(offset, nbytes)
+        self._earlier: dict[str, deque[_Place]] = {}
+        """Where whole models were last."""
         self._held: OrderedDict[Key, tuple[int, int]] = OrderedDict()
         """Offset and bytes of what is there, least recently used first."""
 
@@ -155,7 +120,7 @@ class Region:
         From then on the region holds what it does when the run has ended. Raises MemoryExceeded.
         """
         self.require(uses)
-        offsets: dict[int, int] = {}
+        offsets: Mapping[int, int] = {}
         if self._keeps == "one":
             self._leave_to(uses)
         elif self._keeps == "models" and any((uses.model, s) not in self._held for s in uses.nbytes):
@@ -174,11 +139,24 @@ class Region:
         for key in [key for key in self._held if not stays or key[0] != uses.model]:
             self._drop(key)
 
-    def _room_for(self, uses: Uses) -> dict[int, int]:
-        """Let models leave, least recently used first, until this one fits: in one piece, or else in several."""
-        while (offsets := _in_one_piece(self._gaps.copy(), uses) or _in_pieces(self._gaps.copy(), uses)) is None:
+    def _room_for(self, uses: Uses) -> Mapping[int, int]:
+        """Let models leave, least recently used first, until this one fits where it was, in one piece, or in several."""
+        earlier = self._earlier.setdefault(uses.model, deque(maxlen=PLACES_REMEMBERED))
+        while (place := self._place_among(earlier) or self._new_place(uses)) is None:
             self.forget(next(iter(self._held))[0])
-        return offsets
+        if place in earlier:
+            earlier.remove(place)
+        earlier.appendleft(place)
+        return place.offsets
+
+    def _place_among(self, places: Iterable[_Place]) -> _Place | None:
+        return next((p for p in places if all(self._gaps.has(*run) for run in p.runs)), None)
+
+    def _new_place(self, uses: Uses) -> _Place | None:
+        offsets = _in_one_piece(self._gaps.copy(), uses)
+        if offsets is None:
+            offsets = _in_pieces(self._gaps.copy(), uses)
+        return None if offsets is None else _Place(offsets, _runs(offsets, uses.nbytes))
 
     def _walk(self, uses: Uses, offsets: Mapping[int, int], prefetch: bool) -> Visit:
         run = _Run(uses)
@@ -243,6 +221,16 @@ class Region:
         self._gaps.give(offset, nbytes)
         if run is not None and key[0] == run.uses.model and key[1] in run.read:
             run.left.append((offset, offset + nbytes, run.read[key[1]] + 1))
+
+
+def _runs(offsets: Mapping[int, int], nbytes: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+    runs: list[tuple[int, int]] = []
+    for segment, offset in sorted(offsets.items(), key=lambda item: item[1]):
+        if runs and sum(runs[-1]) == offset:
+            runs[-1] = (runs[-1][0], runs[-1][1] + nbytes[segment])
+        elif nbytes[segment]:
+            runs.append((offset, nbytes[segment]))
+    return tuple(runs)
 
 
 def _in_one_piece(gaps: Gaps, uses: Uses) -> dict[int, int] | None:

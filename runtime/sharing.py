@@ -23,9 +23,9 @@ from runtime.lower import Lowered
 from runtime.memory import Memory, Source
 from runtime.moving import Movable
 from runtime.program import Bases, Program
-from runtime.region import Keeps, Region, Visit
+from runtime.region import PLACES_REMEMBERED, Keeps, Region, Visit
 
-PROGRAMS_KEPT = 8
+PROGRAMS_KEPT = PLACES_REMEMBERED
 """Visits of a program that stay prepared: on CUDA each has graphs of its own."""
 
 

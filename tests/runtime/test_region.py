@@ -6,7 +6,8 @@ import random
 import pytest
 
 from runtime.errors import MemoryExceeded
-from runtime.region import Fetch, Gaps, Keeps, Region, Uses, Visit
+from runtime.gaps import Gaps
+from runtime.region import Fetch, Keeps, Region, Uses, Visit
 
 PAGE = 4096
 
@@ -54,6 +55,19 @@ def test_a_model_comes_in_pieces_where_what_is_free_is_not_in_one() -> None:
         region.visit(model(name, 1))
     region.visit(model("g", 1, 1, 1))
     assert names(region) == {"b", "d", "f", "g"}
+
+
+def test_a_model_comes_back_to_where_it_was_if_that_is_free() -> None:
+    region = Region(0, 4 * PAGE, "models", whole=True)
+    first = {name: region.visit(model(name, 1, 1)).fetches[0].offset for name in "ab"}
+    region.visit(model("c", 1, 1))  # presses a out, and is there
+    assert region.visit(model("a", 1, 1)).fetches[0].offset == first["b"], "it goes on to what is free"
+    region.forget("c")
+    region.forget("a")
+    region.visit(model("d", 1))
+    assert region.visit(model("b", 1, 1)).fetches[0].offset == first["b"]
+    region.forget("b")
+    assert region.visit(model("a", 1, 1)).fetches[0].offset == first["b"], "the newer of its two places is free"
 
 
 def test_parameters_leave_one_by_one_whosever_they_are() -> None:
