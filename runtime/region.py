@@ -140,7 +140,7 @@ class Region:
             self._drop(key)
 
     def _room_for(self, uses: Uses) -> Mapping[int, int]:
-        """Let models leave, least recently used first, until this one fits where it was, in one piece, or in several."""
+        """Let the least recently used models leave until this one fits: where it was, in one piece, or in several."""
         earlier = self._earlier.setdefault(uses.model, deque(maxlen=PLACES_REMEMBERED))
         while (place := self._place_among(earlier) or self._new_place(uses)) is None:
             self.forget(next(iter(self._held))[0])
