@@ -15,10 +15,9 @@ from server.models.prepared import Prepared, cache_of, is_prepared, key_of, prep
 from server.models.repository import ModelSource
 from server.models.shelf import Plans, new_shelf
 
-
 _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
-"""After a model was opened from memory, the processor is left to those who serve for so many times as long as that took:
-whoever loads small models in a loop, as fast as they come, takes no more than a third of a core."""
+"""After a model was opened from memory, the processor is left to those who serve for so many times as long as that
+took: whoever loads small models in a loop, as fast as they come, takes no more than a third of a core."""
 
 
 class Workshop:
