@@ -19,6 +19,7 @@ from runtime.lower import Lowered
 from runtime.memory import Memory, Source, StoreKind
 from runtime.moving import Movable
 from runtime.program import Bases, Program
+from runtime.recording import Follow
 from runtime.weights import Manifest
 
 OnProgress = Callable[[str], None]
@@ -45,17 +46,28 @@ class Runner(Protocol):
         """Why nothing can run any more, or None while the device is well."""
         ...
 
-    def expect(self, program: Program | None) -> None:
-        """Say what runs behind the next run, so that its leading copies may start beside that one."""
+    def expect(self, program: Program | None, *, followed: bool = False) -> None:
+        """Say what runs behind the next run, so that its leading copies may start beside that one.
+
+        `followed` says that its run will probably be given a `follow`.
+        """
         ...
 
     def run(
-        self, program: Program, inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
+        self,
+        program: Program,
+        inputs: Sequence[torch.Tensor],
+        *,
+        traced: bool = False,
+        follow: Follow | None = None,
+        serial: bool = False,
     ) -> Result:
         """Run one inference on CPU tensors of the program's exact shapes, which may be changed.
 
-        `traced` measures the time of every step; `serial` lets no copy overlap with computation. Raises DeviceError
-        if a kernel or a copy fails: the program can be run again, unless the device is `lost`.
+        `traced` measures the time of every step and waits for the last; `follow` gets what the lanes did without
+        changing it, some time after the last copy has ended, and perhaps in pieces. A device that replays graphs
+        knows no times of steps then. `serial` lets no copy overlap with computation. Raises DeviceError if a kernel
+        or a copy fails: the program can be run again, unless the device is `lost`.
         """
         ...
 
@@ -78,8 +90,11 @@ class Executor(Runner, Protocol):
         """Let the lanes finish what they have, and end."""
         ...
 
-    def load(self, program: Program) -> float:
-        """Put a program's initial residents in place and wait for them. Returns the seconds. Raises DeviceError."""
+    def load(self, program: Program, *, follow: Follow | None = None) -> float:
+        """Put a program's initial residents in place and wait for them. Returns the seconds. Raises DeviceError.
+
+        `follow` gets a recording of the copies, where the device knows their times.
+        """
         ...
 
     def dismiss(self, program: Program) -> None:

@@ -5,70 +5,24 @@ The compute lane is the thread that calls `run`; the swap-in lane is a thread of
 """
 
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import torch
 
-from planner.timeline import Span, Timeline
+from planner.timeline import Timeline
 from runtime.backend import Result
 from runtime.captures import Capture
 from runtime.errors import DeviceError
 from runtime.program import Program, SwapInStep
+from runtime.recording import Follow, Recording
 from runtime.slots import Frame
+from runtime.swap_lane import Counter, Run, SwapLane
 
 _SWITCH_INTERVAL_S = 1e-4
-
-
-class Counter:
-    """A number that only grows, which threads can wait for. Reading and advancing take no lock."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._waiting = 0
-        self._grown = threading.Condition()
-
-    def advance(self, value: int) -> None:
-        """Set a larger value. Called by the one thread that owns the counter."""
-        self.value = value
-        if self._waiting:
-            with self._grown:
-                self._grown.notify_all()
-
-    def wait(self, value: int) -> None:
-        """Return as soon as the counter has reached `value`."""
-        if self.value >= value:
-            return
-        with self._grown:
-            self._waiting += 1
-            while self.value < value:
-                self._grown.wait()
-            self._waiting -= 1
-
-
-@dataclass(slots=True)
-class Run:
-    """One inference under way: where its steps stand on the lanes' counters, and what went wrong."""
-
-    start_s: float
-    compute_base: int
-    error: BaseException | None = None
-    ahead: "Run | None" = None
-    """The earlier submission of this run's prefix."""
-    spans: list[Span] | None = None
-    parts: list[tuple[int, int]] = field(default_factory=list)
-    """Swap-ins are submitted in parts: (index of the part's first, the lane's counter before it)."""
-
-    def ticket(self, count: int) -> int:
-        """The swap-in lane's counter when the first `count` swap-ins of this run have ended."""
-        if count == 0:
-            return 0
-        first, base = next(part for part in reversed(self.parts) if part[0] < count)
-        return base + count - first
 
 
 @dataclass(slots=True)
@@ -86,54 +40,8 @@ class _Ahead:
     program: Program
     run: Run
     base: int
-
-
-class SwapLane:
-    """The swap-in lane: a thread that does prepared copies in the order in which they are submitted."""
-
-    def __init__(self, computes: Counter) -> None:
-        self.done = Counter()
-        self.submitted = 0
-        self.busy_s = 0.0
-        self._computes = computes
-        self._queue: deque[tuple[Run, Sequence[SwapInStep]]] = deque()
-        self._wake = threading.Semaphore(0)
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name="swap-in", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closing = True
-        self._wake.release()
-        self._thread.join()
-
-    def submit(self, run: Run, steps: Sequence[SwapInStep]) -> None:
-        """Queue copies; `done` counts them on from `submitted` as it was before."""
-        if steps:
-            self.submitted += len(steps)
-            self._queue.append((run, steps))
-            self._wake.release()
-
-    def _work(self) -> None:
-        while True:
-            self._wake.acquire()
-            if self._closing and not self._queue:
-                return
-            run, steps = self._queue.popleft()
-            for step in steps:
-                self._computes.wait(run.compute_base + step.computes_before)
-                start = time.perf_counter()
-                try:
-                    step.copy()
-                except Exception as error:  # whatever it is, the lane lives and the run is told
-                    run.error = run.error or error
-                end = time.perf_counter()
-                self.busy_s += end - start
-                if run.spans is not None:
-                    run.spans.append(Span(step.step, "swap_in", start - run.start_s, end - run.start_s))
-                self.done.advance(self.done.value + 1)
+    recording: Recording | None = None
+    """Of these copies, where they are not in that of the run that they are beside."""
 
 
 class Executor:
@@ -146,6 +54,7 @@ class Executor:
         self._stale: set[str] = set()
         """Models whose residents may be wrong, because a copy failed."""
         self._expected: Program | None = None
+        self._expected_is_followed = False
         self._ahead: _Ahead | None = None
 
     def __enter__(self) -> "Executor":
@@ -176,14 +85,17 @@ class Executor:
         """Time that the swap-in lane has spent copying since the start."""
         return self._lane.busy_s
 
-    def load(self, program: Program) -> float:
+    def load(self, program: Program, *, follow: Follow | None = None) -> float:
         """Put a program's initial residents in place and wait for them. Returns the seconds it took.
 
-        Raises DeviceError if the store cannot be read.
+        `follow` gets a recording of the copies. Raises DeviceError if the store cannot be read.
         """
         self._restored.pop(program.name, None)
         self._ahead = None
-        seconds = self.copy(program.residents)
+        recording = None if follow is None else Recording(program)
+        seconds = self._copy(program.residents, recording)
+        if follow is not None and recording is not None:
+            follow(recording)
         self._stale.discard(program.name)
         return seconds
 
@@ -196,7 +108,10 @@ class Executor:
 
     def copy(self, steps: Sequence[SwapInStep]) -> float:
         """Do prepared copies on the swap-in lane alone and wait. Returns the seconds. Raises DeviceError."""
-        run = self._begin(None)
+        return self._copy(steps, None)
+
+    def _copy(self, steps: Sequence[SwapInStep], recording: Recording | None) -> float:
+        run = self._begin(recording)
         self._lane.submit(run, steps)
         self.settle()
         if run.error is not None:
@@ -207,12 +122,12 @@ class Executor:
         """Wait until the swap-in lane has nothing left to do."""
         self._lane.done.wait(self._lane.submitted)
 
-    def expect(self, program: Program | None) -> None:
+    def expect(self, program: Program | None, *, followed: bool = False) -> None:
         """Say what runs behind the next run: the swap-in lane starts on its prefix as soon as it has time.
 
         The prefix goes to free bytes of that model's own partition, so a wrong guess costs the copies and no more.
         """
-        self._expected = program
+        self._expected, self._expected_is_followed = program, followed
 
     def run(
         self,
@@ -220,6 +135,7 @@ class Executor:
         inputs: Sequence[torch.Tensor],
         *,
         traced: bool = False,
+        follow: Follow | None = None,
         observe: Callable[[int, Frame], None] | None = None,
         serial: bool = False,
     ) -> Result:
@@ -227,16 +143,17 @@ class Executor:
 
         `observe` is called before each compute step with its index in the plan and the frame. `serial` waits for
         every copy before the next step is issued: the same plan without overlap. Raises DeviceError if a kernel or
-        a copy fails; the residents are restored all the same.
+        a copy fails; the residents are restored all the same. `follow` is called in any case.
         """
         if program.name in self._stale:
-            self.load(program)
-        run = self._begin([] if traced else None)
+            self.load(program, follow=follow)
+        recording = Recording(program) if traced or follow is not None else None
+        run = self._begin(recording)
         frame: Frame = [None] * program.frame_slots
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
         restored = self._restored.get(program.name)
-        self._submit(program, run)
+        self._submit(program, run, recording)
         try:
             with torch.inference_mode():
                 stall_s = self._compute(program, run, frame, restored, observe, serial)
@@ -253,14 +170,19 @@ class Executor:
         finally:
             # Whatever happened, the lane goes on to the end, so that the residents are back for the next run.
             self._computes.advance(run.compute_base + len(program.computes))
+            if follow is not None and recording is not None:
+                run.hand_over = partial(follow, recording)
+                self._lane.finish(run)
         latency_s = time.perf_counter() - run.start_s
-        timeline = self._timeline(program, run) if traced else None
+        timeline = self._timeline(program, run, recording) if traced and recording is not None else None
         return Result(outputs, latency_s, stall_s, program.link_bytes, timeline, run.ahead is not None)
 
-    def _begin(self, spans: list[Span] | None) -> Run:
-        return Run(time.perf_counter(), self._computes.value, spans=spans)
+    def _begin(self, recording: Recording | None, program: Program | None = None) -> Run:
+        """Begin what is noted as steps of a program; of the recording's own if there is no other."""
+        note = None if recording is None else recording.by(program or recording.program)
+        return Run(time.perf_counter(), self._computes.value, note=note)
 
-    def _submit(self, program: Program, run: Run) -> None:
+    def _submit(self, program: Program, run: Run, recording: Recording | None) -> None:
         """Queue a run's copies, but for a prefix that is under way; the next program's prefix; the epilogue."""
         first = 0
         ahead, self._ahead = self._ahead, None
@@ -268,19 +190,22 @@ class Executor:
             first = program.prefix
             run.parts.append((0, ahead.base))
             run.ahead = ahead.run
+            if recording is not None:
+                recording.earlier = ahead.recording
         run.parts.append((first, self._lane.submitted))
         self._lane.submit(run, program.swap_ins[first : program.epilogue])
-        self._submit_ahead(program)
+        self._submit_ahead(program, recording)
         run.parts.append((program.epilogue, self._lane.submitted))
         self._lane.submit(run, program.swap_ins[program.epilogue :])
         tickets = {segment: run.ticket(index + 1) for segment, index in program.restored.items()}
         self._restored[program.name] = _Restored(run, tickets)
 
-    def _submit_ahead(self, current: Program) -> None:
+    def _submit_ahead(self, current: Program, recording: Recording | None) -> None:
         expected, self._expected = self._expected, None
         if expected is None or not expected.prefix or expected.name == current.name or expected.name in self._stale:
             return
-        self._ahead = _Ahead(expected, self._begin(None), self._lane.submitted)
+        own = Recording(expected) if recording is None and self._expected_is_followed else None
+        self._ahead = _Ahead(expected, self._begin(recording or own, expected), self._lane.submitted, own)
         self._lane.submit(self._ahead.run, expected.swap_ins[: expected.prefix])
 
     def _compute(
@@ -305,7 +230,10 @@ class Executor:
             if done.value < ticket:
                 start = clock()
                 done.wait(ticket)
-                stall_s += clock() - start
+                end = clock()
+                stall_s += end - start
+                if run.note is not None:
+                    run.note(step, start, end, stalled=True)
             if run.error is not None:
                 break
             if observe is not None:
@@ -313,8 +241,8 @@ class Executor:
             start = clock()
             for call in step.calls:
                 call(frame)
-            if run.spans is not None:
-                run.spans.append(Span(step.step, "compute", start - run.start_s, clock() - run.start_s))
+            if run.note is not None:
+                run.note(step, start, clock())
             finished += 1
             if finished < run.compute_base + len(program.computes):
                 # The last one is told by `run`: outputs that are parameters leave before the epilogue starts.
@@ -349,9 +277,8 @@ class Executor:
         own = value.untyped_storage().data_ptr()
         return value.clone() if any(own == t.untyped_storage().data_ptr() for t in inputs) else value
 
-    def _timeline(self, program: Program, run: Run) -> Timeline:
+    def _timeline(self, program: Program, run: Run, recording: Recording) -> Timeline:
         self.settle()
-        assert run.spans is not None
-        spans = tuple(sorted(run.spans, key=lambda s: s.step))
+        spans = recording.measured(run.start_s)
         latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
         return Timeline(spans, latency_s, None, program.link_bytes)

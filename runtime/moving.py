@@ -46,6 +46,7 @@ class Movable:
             name=lowered.name,
             batch=trace.batch,
             plan=plan,
+            graph=graph,
             frame_slots=trace.slots,
             computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0, ()) for c in blueprint.computes),
             swap_ins=(),

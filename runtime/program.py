@@ -49,6 +49,7 @@ class Program:
     name: str
     batch: int
     plan: Plan
+    graph: Graph
     frame_slots: int
     computes: tuple[ComputeStep, ...]
     swap_ins: tuple[SwapInStep, ...]
@@ -158,6 +159,7 @@ class _Builder(Generic[Room]):
             name=lowered.name,
             batch=drafted.trace.batch,
             plan=drafted.plan,
+            graph=lowered.graphs[drafted.trace.batch],
             frame_slots=drafted.trace.slots,
             computes=tuple(
                 ComputeStep(c.step, self._whole(c.calls, calls), c.swap_ins_before, c.first_reads)

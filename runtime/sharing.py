@@ -23,6 +23,7 @@ from runtime.lower import Lowered
 from runtime.memory import Memory, Source
 from runtime.moving import Movable
 from runtime.program import Bases, Program
+from runtime.recording import Follow
 from runtime.region import PLACES_REMEMBERED, Keeps, Region, Visit
 
 PROGRAMS_KEPT = PLACES_REMEMBERED
@@ -113,7 +114,13 @@ class SharedRegion:
         self.region.forget(uses.model)
 
     def run(
-        self, program: Program, inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
+        self,
+        program: Program,
+        inputs: Sequence[torch.Tensor],
+        *,
+        traced: bool = False,
+        follow: Follow | None = None,
+        serial: bool = False,
     ) -> Result:
         """Run one inference of a program that `add` returned. See `runtime.backend.Executor`."""
         guest = self._guests[program.name, program.batch]
@@ -121,8 +128,9 @@ class SharedRegion:
         visit = self.region.visit(guest.movable.uses, prefetch=prefetch)
         try:
             visiting = self._program(guest, visit)
-            waited_s = self._executor.load(visiting) if self._sharing.blocking and visit.fetches else 0.0
-            result = self._executor.run(visiting, inputs, traced=traced, serial=serial)
+            comes_whole = self._sharing.blocking and visit.fetches
+            waited_s = self._executor.load(visiting, follow=follow) if comes_whole else 0.0
+            result = self._executor.run(visiting, inputs, traced=traced, follow=follow, serial=serial)
         except BaseException:
             self.region.forget(program.name)
             raise
@@ -132,7 +140,7 @@ class SharedRegion:
         result.link_bytes = sum(guest.movable.uses.nbytes[fetch.segment] for fetch in visit.fetches)
         return result
 
-    def expect(self, program: Program | None) -> None:
+    def expect(self, program: Program | None, *, followed: bool = False) -> None:
         """There are no bytes of the next model's own in which its copies could begin."""
 
     def capture(self, program: Program) -> Capture | None:

@@ -32,6 +32,7 @@ from runtime.cuda.surface import Event, Graph
 from runtime.cuda.transfers import Feeder, Transfer, Transfers
 from runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from runtime.program import Program
+from runtime.recording import Follow, whole_inference
 from runtime.slots import Frame
 
 _log = logging.getLogger("cohabit.cuda")
@@ -80,7 +81,7 @@ class CudaExecutor:
     def lost(self) -> str | None:
         return self._lost
 
-    def load(self, program: Program) -> float:
+    def load(self, program: Program, *, follow: Follow | None = None) -> float:
         """Put a program's initial residents in place and wait for them. Returns the seconds.
 
         A program that is new to the device is admitted. Raises DeviceError, and MemoryExceeded if its kernels find
@@ -114,7 +115,7 @@ class CudaExecutor:
             self._driver.record(end)
         self._driver.synchronize(end)
 
-    def expect(self, program: Program | None) -> None:
+    def expect(self, program: Program | None, *, followed: bool = False) -> None:
         """Say what runs behind the next run: its prefix is copied behind that run's own copies.
 
         The prefix goes to free bytes of that model's own partition, so a wrong guess costs the copies and no more.
@@ -123,9 +124,15 @@ class CudaExecutor:
         self._expected = program
 
     def run(
-        self, program: Program, inputs: Sequence[torch.Tensor], *, traced: bool = False, serial: bool = False
+        self,
+        program: Program,
+        inputs: Sequence[torch.Tensor],
+        *,
+        traced: bool = False,
+        follow: Follow | None = None,
+        serial: bool = False,
     ) -> Result:
-        """Run one inference. See `runtime.backend.Executor`."""
+        """Run one inference. See `runtime.backend.Executor`. `follow` hears when it began and ended, and no more."""
         assert isinstance(program, CudaProgram)
         with self._faults(program):
             self._driver.adopt_thread(self._lanes.compute)
@@ -140,6 +147,8 @@ class CudaExecutor:
             outputs = program.buffers.taken()
             latency_s = time.perf_counter() - start
             self._bring_back(program, watch)
+        if follow is not None:
+            follow(whole_inference(program, start, start + latency_s))
         stall_s = 0.0 if program.compute_s is None else max(0.0, latency_s - program.compute_s)
         timeline = None
         if watch is not None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 
-from planner.graph import Graph as GraphOfOps
 from planner.plan import Plan
 from planner.profile import Profile
 from runtime.cuda.buffers import Buffers
@@ -47,7 +46,6 @@ class CudaProgram(Program):
     schedule: Schedule
     copies: Mapping[Copy, Callable[[], None]]
     buffers: Buffers
-    graph: GraphOfOps
     zone: torch.Tensor
     """The bytes of the workspace for activations and scratch."""
     examples: Callable[[], list[torch.Tensor]]
@@ -145,7 +143,6 @@ def equip(
         schedule=lowered_to,
         copies=prepared_copies(lowered_to, arena, store),
         buffers=Buffers(program.name, lowered.inputs, lowered.outputs, program.batch, pinned),
-        graph=graph,
         zone=arena.bytes(bases.offset(zone.address), zone.nbytes),
         examples=lambda: lowered.examples(program.batch),
         ready=Readiness(refused=obstacle(lowered.traces[program.batch], staged=staged)),

@@ -1,0 +1,112 @@
+"""What the lanes did for one inference: noted while it runs, told apart and named when somebody reads it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from planner.plan import Compute, Lane
+from planner.timeline import Span
+from runtime.program import ComputeStep, Program, SwapInStep
+
+Step = ComputeStep | SwapInStep
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpan:
+    """One step on its lane. Times are those of `time.perf_counter`."""
+
+    model: str
+    lane: Lane
+    name: str
+    """Of the op, or of the tensor whose bytes were copied."""
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+    """What was copied."""
+    stalled: bool = False
+    """The op did not run yet, it waited for parameters."""
+    ahead: bool = False
+    """A copy that began before its own inference did."""
+
+
+class Note(msgspec.Struct, frozen=True):
+    program: Program
+    step: Step | None
+    """None for a whole inference, on a device that does not say when its steps ran."""
+    start_s: float
+    end_s: float
+    stalled: bool = False
+
+
+class NoteStep(Protocol):
+    """Notes that one step has ended, or its wait."""
+
+    def __call__(self, step: Step | None, start_s: float, end_s: float, stalled: bool = False) -> None: ...
+
+
+class Recording:
+    """Notes of one inference. The lanes' threads write it; it is read when the last of its copies has ended."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.notes: list[Note] = []
+        self.earlier: Recording | None = None
+        """Of the prefix, which was copied beside the inference before."""
+
+    def by(self, program: Program) -> NoteStep:
+        """Return what notes a program's steps here: this inference's, or those of the next one's prefix."""
+        return partial(self.note, program)
+
+    def note(
+        self, program: Program, step: Step | None, start_s: float, end_s: float, stalled: bool = False
+    ) -> None:
+        self.notes.append(Note(program, step, start_s, end_s, stalled))
+
+    def measured(self, start_s: float) -> tuple[Span, ...]:
+        """The steps of this inference alone, in the plan's order, with their times from `start_s` on."""
+        spans: list[Span] = []
+        for note in self.notes:
+            if note.step is not None and note.program is self.program and not note.stalled:
+                lane: Lane = "compute" if isinstance(note.step, ComputeStep) else "swap_in"
+                spans.append(Span(note.step.step, lane, note.start_s - start_s, note.end_s - start_s))
+        return tuple(sorted(spans, key=lambda span: span.step))
+
+    def spans(self) -> Iterator[LaneSpan]:
+        """Every step with its name, the prefix first."""
+        if self.earlier is not None:
+            yield from self.earlier._spans(ahead=True)
+        yield from self._spans()
+
+    def _spans(self, ahead: bool = False) -> Iterator[LaneSpan]:
+        ops = op_names(self.program)
+        for note in self.notes:
+            program, step, times = note.program, note.step, (note.start_s, note.end_s)
+            match step:
+                case SwapInStep():
+                    name = program.graph.tensors[step.segment].name
+                    next_ones = ahead or program is not self.program
+                    yield LaneSpan(program.name, "swap_in", name, *times, nbytes=step.nbytes, ahead=next_ones)
+                case ComputeStep():
+                    yield LaneSpan(program.name, "compute", ops[step.step], *times, stalled=note.stalled)
+                case None:
+                    yield LaneSpan(program.name, "compute", "inference", *times)
+
+
+Follow = Callable[[Recording], None]
+"""Takes a recording that is complete. Called by a thread of the executor, which must not be held up."""
+
+
+def op_names(program: Program) -> dict[int, str]:
+    """The ops' names by the step that computes them; a program that moves numbers its steps in its own way."""
+    ops = (program.graph.ops[step.op].name for step in program.plan.steps if isinstance(step, Compute))
+    return {compute.step: name for compute, name in zip(program.computes, ops, strict=True)}
+
+
+def whole_inference(program: Program, start_s: float, end_s: float) -> Recording:
+    """What there is to say where the times of steps are not known."""
+    recording = Recording(program)
+    recording.note(program, None, start_s, end_s)
+    return recording

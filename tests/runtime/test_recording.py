@@ -1,0 +1,223 @@
+"""What the lanes did for a followed run: every step with its name and bytes, without waiting for any of it."""
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from planner.plan import Compute, SwapIn
+from runtime.errors import DeviceError
+from runtime.executor import Executor
+from runtime.lower import Lowered, lower
+from runtime.memory import Copy
+from runtime.pages import Bytes
+from runtime.profile import resident_plan
+from runtime.recording import LaneSpan, Recording
+from runtime.sharing import SHARINGS, SharedRegion
+from runtime.store import RamStore
+from tests.runtime import models
+from tests.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_streams, opened
+from tests.runtime.plans import streaming_plan
+from tests.runtime.test_executor import beside, evicting_plan, prefix_plan
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    folder = tmp_path_factory.mktemp("wide")
+    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
+    return lower(folder / "model.pt2", "wide", [2], folder / "cache")
+
+
+@pytest.fixture
+def bench(wide: Lowered) -> Iterator[Bench]:
+    with opened(cpu, wide) as bench:
+        yield bench
+
+
+class Mailbox:
+    """Takes recordings, from whatever thread."""
+
+    def __init__(self) -> None:
+        self.recordings: list[Recording] = []
+        self._came = threading.Semaphore(0)
+
+    def __call__(self, recording: Recording) -> None:
+        self.recordings.append(recording)
+        self._came.release()
+
+    def next(self) -> list[LaneSpan]:
+        assert self._came.acquire(timeout=WAIT_S)
+        return list(self.recordings.pop(0).spans())
+
+
+class GatedStore(RamStore):
+    """A store whose copies wait until the test lets them go, and tell when the first of them has begun."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.begun, self.open = threading.Event(), threading.Event()
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        copy = super().copy(segment, destination)
+
+        def gated() -> None:
+            self.begun.set()
+            assert self.open.wait(WAIT_S)
+            copy()
+
+        return gated
+
+
+def on(lane: str, spans: list[LaneSpan]) -> list[LaneSpan]:
+    return [span for span in spans if span.lane == lane and not span.stalled]
+
+
+def test_a_followed_run_says_what_each_lane_did_in_order(bench: Bench) -> None:
+    plan, mail = evicting_plan(bench.graph), Mailbox()
+    program = bench.program(plan)
+    for _ in range(3):
+        bench.executor.run(program, bench.lowered.examples(2), follow=mail)
+    for _ in range(3):
+        spans = mail.next()
+        graph, steps = bench.graph, plan.steps
+        assert [s.name for s in on("compute", spans)] == [
+            graph.ops[s.op].name for s in steps if isinstance(s, Compute)
+        ]
+        copied = [graph.tensors[s.tensor] for s in steps if isinstance(s, SwapIn)]
+        assert [(s.name, s.nbytes) for s in on("swap_in", spans)] == [(t.name, t.nbytes) for t in copied]
+        assert {s.model for s in spans} == {"wide"}
+        assert not any(s.ahead for s in spans)
+        for lane in ("compute", "swap_in"):
+            assert all(a.end_s <= b.start_s for a, b in pairwise(on(lane, spans)))
+
+
+def test_a_run_does_not_wait_for_the_epilogue_that_it_will_tell_about(bench: Bench) -> None:
+    mail = Mailbox()
+    store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
+    store.open.set()
+    program = bench.program(evicting_plan(bench.graph), store)
+    assert isinstance(bench.executor, Executor)
+    last = program.computes[-1].step
+
+    def close_the_gate(step: int, frame: list[object]) -> None:
+        if step == last:  # its own copies have ended: what comes now is the epilogue
+            store.open.clear()
+
+    bench.executor.run(program, bench.lowered.examples(2), follow=mail, observe=close_the_gate)
+    assert not mail.recordings, "the epilogue is still to come"
+    store.open.set()
+    spans = mail.next()
+    assert len(on("swap_in", spans)) == len(program.swap_ins)
+    assert on("swap_in", spans)[-1].end_s > on("compute", spans)[-1].end_s
+
+
+def test_a_stall_is_told_with_the_op_that_waited(bench: Bench) -> None:
+    mail = Mailbox()
+    store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
+    program = bench.program(streaming_plan(bench.graph), store)
+    threading.Timer(0.1, store.open.set).start()
+    result = bench.executor.run(program, bench.lowered.examples(2), follow=mail)
+    spans = mail.next()
+    stalls = [s for s in spans if s.stalled]
+    assert stalls[0].name == on("compute", spans)[0].name
+    assert sum(s.end_s - s.start_s for s in stalls) == pytest.approx(result.stall_s)
+    assert stalls[0].end_s >= on("swap_in", spans)[0].end_s
+
+
+@pytest.mark.parametrize("followed", ["first", "second", "both"])
+def test_the_next_models_prefix_begins_while_this_one_computes(bench: Bench, followed: str) -> None:
+    mail = {name: Mailbox() for name in ("first", "second")}
+    store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
+    plan = prefix_plan(bench.graph)
+    first = beside(bench, plan, 32 << 20, "a")
+    second = beside(bench, plan, 48 << 20, "b", store)
+    assert isinstance(bench.executor, Executor)
+    last = first.computes[-1].step
+
+    def wait(step: int, frame: list[object]) -> None:
+        if step == last:
+            assert store.begun.wait(WAIT_S), "the prefix has not begun"
+
+    inputs, follows = bench.lowered.examples(2), {n: mail[n] if followed in (n, "both") else None for n in mail}
+    bench.executor.expect(second, followed=followed != "first")
+    bench.executor.run(first, inputs, follow=follows["first"], observe=wait)
+    store.open.set()
+    bench.executor.run(second, inputs, follow=follows["second"])
+    told = {name: mail[name].next() for name in mail if follows[name] is not None}
+    assert not any(box.recordings for box in mail.values())
+    copies = {name: [s for s in on("swap_in", spans) if s.model == "b"] for name, spans in told.items()}
+    ahead = [span for spans in copies.values() for span in spans if span.ahead]
+    assert [s.name for s in ahead] == [bench.graph.tensors[s.segment].name for s in second.swap_ins[:2]]
+    if followed == "second":
+        assert sum(s.nbytes for s in copies["second"]) == second.link_bytes
+        assert ahead[0].start_s < on("compute", told["second"])[0].start_s
+    else:
+        assert ahead[0].start_s < on("compute", told["first"])[-1].start_s
+    if followed == "both":
+        assert not any(s.ahead for s in copies["second"]), "told once"
+
+
+def test_a_run_that_failed_is_told_as_far_as_it_came(bench: Bench) -> None:
+    mail = Mailbox()
+    program = bench.program(resident_plan(bench.graph))
+    with pytest.raises(DeviceError):
+        bench.executor.run(program, [torch.zeros(2, 7)], follow=mail)
+    assert on("compute", mail.next()) == []
+
+
+def test_whoever_fails_to_take_a_recording_harms_nobody(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(recording: Recording) -> None:
+        raise RuntimeError("the disk is full")
+
+    program = bench.program(streaming_plan(bench.graph))
+    expected = bench.run(program).outputs[0]
+    bench.executor.run(program, bench.lowered.examples(2), follow=fail)
+    assert torch.equal(bench.run(program).outputs[0], expected)
+    assert "could not be handed over" in caplog.text
+
+
+@pytest.mark.parametrize("layout", sorted(SHARINGS))
+def test_copies_of_a_model_that_comes_to_a_shared_region_are_told(wide: Lowered, layout: str) -> None:
+    backend, mail = cpu(), Mailbox()
+    arena = backend.arena(ARENA_BYTES)
+    store = backend.open_store("ram", wide.weights_path, wide.manifest)
+    plan = resident_plan(wide.graphs[2])
+    shared = SharedRegion(backend, SHARINGS[layout], arena, 1 << 20, ARENA_BYTES - (1 << 20))
+    program = shared.add(wide, plan, None, store)
+    result = shared.run(program, wide.examples(2), follow=mail)
+    spans = mail.next()
+    if SHARINGS[layout].blocking:
+        spans += mail.next()
+    assert sum(s.nbytes for s in spans) == result.link_bytes > 0
+    ops = [wide.graphs[2].ops[s.op].name for s in plan.steps if isinstance(s, Compute)]
+    assert [s.name for s in on("compute", spans)] == ops
+    backend.close()
+    store.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("make", [fake_cuda, fake_streams])
+def test_a_device_that_knows_no_times_of_steps_tells_when_the_inference_ran(wide: Lowered, make: Any) -> None:
+    mail = Mailbox()
+    with opened(make, wide) as bench:
+        program = bench.program(streaming_plan(bench.graph))
+        result = bench.executor.run(program, bench.lowered.examples(2), follow=mail)
+    (span,) = mail.next()
+    assert (span.model, span.lane, span.name) == ("wide", "compute", "inference")
+    assert span.end_s - span.start_s == pytest.approx(result.latency_s)
+
+
+def test_nobody_pays_who_does_not_follow(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("something was noted")
+
+    program = bench.program(evicting_plan(bench.graph))
+    monkeypatch.setattr("runtime.executor.Recording", refuse)
+    bench.executor.expect(program)
+    bench.run(program)
+    bench.executor.settle()
