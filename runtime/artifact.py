@@ -14,7 +14,7 @@ import torch
 
 from planner.errors import FormatError
 from planner.graph import decode_as
-from runtime import rewrite
+from runtime import fused, rewrite
 from runtime.model import Port
 from runtime.slots import Slot
 from runtime.specialize import Instruction, Storage, Trace, TracedOp
@@ -26,6 +26,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "item": rewrite.getitem,
     "host_gather": rewrite.host_gather,
+    **{f.__name__: f for f in fused.PLAIN},
     **{f"operator.{f.__name__}": f for f in (operator.add, operator.sub, operator.mul, operator.truediv)},
     **{f"operator.{f.__name__}": f for f in (operator.floordiv, operator.neg, operator.lt, operator.le)},
     **{f"operator.{f.__name__}": f for f in (operator.gt, operator.ge, operator.eq, operator.ne)},

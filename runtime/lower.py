@@ -93,7 +93,7 @@ def lower(
     on_progress(f"{name}: reading {path.name}")
     read = archive.read(path)
     model = from_program(name, read.program)
-    rewrite(model)
+    rewrite(model, fused=options.fused)
     apply(model, options)
     own = own_storages(model.weights)
     traces: dict[int, Trace] = {}

@@ -51,6 +51,14 @@ class Model:
         return self.weights.get(node.name) if isinstance(node, fx.Node) and node.op == "placeholder" else None
 
 
+def same_form(first: fx.Node, second: fx.Node) -> bool:
+    """Whether two values have one shape and dtype, by what export wrote."""
+    a, b = first.meta.get("val"), second.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return a.dtype == b.dtype and [str(d) for d in a.shape] == [str(d) for d in b.shape]
+
+
 def from_program(name: str, program: ExportedProgram) -> Model:
     """Take an exported program apart. Raises UnsupportedModel for state, tokens and other shapes than the batch."""
     signature = program.graph_signature

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from runtime.fused import PLAIN
 from runtime.model import Model
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -16,7 +17,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 TF32_TOLERANCE = 1e-2
 
-_CONVOLUTIONS = (torch.ops.aten.conv2d.default,)
+_CONVOLUTIONS = (torch.ops.aten.conv2d.default, *PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,14 @@ class Options:
     """Store the weights of 2-d convolutions channels last, which their kernels then take for activations, too."""
     tf32: bool = False
     """Let CUDA round float32 operands of matrix products and convolutions to 10 bits of mantissa."""
+    fused: bool = False
+    """Let one kernel of cuDNN's do a convolution, its bias, a residual sum and a ReLU, where there is one."""
 
     @property
     def label(self) -> str:
         """Part of file names: empty for the defaults. `tf32` changes no file."""
-        return "".join(
-            [f"-{self.dtype}" if self.dtype != "float32" else "", "-channels-last" if self.channels_last else ""]
-        )
+        dtype = f"-{self.dtype}" if self.dtype != "float32" else ""
+        return dtype + "-channels-last" * self.channels_last + "-fused" * self.fused
 
     @property
     def tolerance(self) -> float:

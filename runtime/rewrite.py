@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from runtime.model import Model
+from runtime.fused import PLAIN
+from runtime.fusing import fuse_convolutions
+from runtime.model import Model, same_form
 
 aten = torch.ops.aten
 
@@ -30,6 +32,7 @@ _FRESH = frozenset(
         *(aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default),
         *(aten.batch_norm.default, aten.layer_norm.default, aten.group_norm.default, aten.cat.default),
         *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.max_pool2d.default),
+        *PLAIN,
     }
 )
 """Operators whose result is always new bytes."""
@@ -58,8 +61,8 @@ def host_gather(table: str, indices: torch.Tensor) -> torch.Tensor:
     raise AssertionError(f"host_gather of {table} was not bound to a store")
 
 
-def rewrite(model: Model) -> None:
-    """Apply every rewrite, in an order in which each sees what the one before it made."""
+def rewrite(model: Model, *, fused: bool = False) -> None:
+    """Apply every rewrite, in an order in which each sees what the one before it made. `fused` is a model's option."""
     inline_grad_regions(model)
     drop_assertions(model)
     fold_batch_norms(model)
@@ -67,6 +70,8 @@ def rewrite(model: Model) -> None:
     gather_on_host(model)
     split_large_layers(model)
     undo_own_changes(model)
+    if fused:
+        fuse_convolutions(model)
     work_in_place(model)
     drop_unused(model)
 
@@ -269,7 +274,7 @@ def work_in_place(model: Model) -> None:
         if node.target in _UNARY_IN_PLACE:
             node.target = _UNARY_IN_PLACE[node.target]
             ours.add(node)
-        elif node.target in _BINARY_IN_PLACE and _same_form(node.args[0], node):
+        elif node.target in _BINARY_IN_PLACE and same_form(node.args[0], node):
             node.target = _BINARY_IN_PLACE[node.target]
             ours.add(node)
 
@@ -285,14 +290,6 @@ def _dies_with(operand: Any, reader: fx.Node, ours: set[fx.Node]) -> bool:
         and len(operand.users) == 1
         and sum(a is operand for a in reader.args) == 1
     )
-
-
-def _same_form(operand: fx.Node, result: fx.Node) -> bool:
-    """Whether a result fits where the operand is: same shape and dtype, by the shapes that export wrote."""
-    a, b = operand.meta.get("val"), result.meta.get("val")
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return False
-    return a.dtype == b.dtype and [str(d) for d in a.shape] == [str(d) for d in b.shape]
 
 
 def drop_unused(model: Model) -> None:

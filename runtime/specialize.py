@@ -317,6 +317,7 @@ def _check_target(model: str, target: Any) -> None:
         "math",
         "torch",
         "runtime.rewrite",
+        "runtime.fused",
         "torch.fx.experimental.sym_node",
     ):
         return

@@ -36,6 +36,7 @@ PRECISIONS = (
     ("float32", DEFAULTS, (1, 16, 32, 64)),
     ("TF32", Options(tf32=True), (1, 16, 32, 64)),
     ("float16, channels last", Options("float16", channels_last=True), (1, 16)),
+    ("float16, channels last, fused", Options("float16", channels_last=True, fused=True), (1, 16)),
 )
 CELL_S = 8.0
 """What a cell may take, planning included: without it, no cell is begun."""

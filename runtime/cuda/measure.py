@@ -16,6 +16,7 @@ from planner.graph import Graph, decode_as, fingerprint
 from planner.plan import Plan
 from planner.profile import Link, Profile
 from runtime.backend import OnProgress
+from runtime.cuda.attempt import attempting, refused_ops, with_plain
 from runtime.cuda.device import CudaDevice
 from runtime.cuda.link import LinkBench
 from runtime.cuda.program import CudaProgram
@@ -35,10 +36,14 @@ _QUEUE_S = 0.03
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured of a model, by batch size; `scratch[b]` has the ops' bytes."""
+    """What was measured of a model, by batch size; `scratch[b]` has the ops' bytes.
+
+    `refused[b]` has the fused ops for which the device has no kernel.
+    """
 
     scratch: dict[int, tuple[int, ...]]
     profiles: dict[int, Profile]
+    refused: dict[int, tuple[int, ...]] = {}
     format_version: int = FORMAT_VERSION
 
 
@@ -65,6 +70,7 @@ def measured(
             replace_file(path, msgspec.json.encode(known))
     for batch in lowered.batches:
         lowered = with_scratch(lowered, batch, known.scratch[batch])
+        lowered = with_plain(lowered, batch, known.refused.get(batch, ()))
     return lowered, known.profiles
 
 
@@ -80,17 +86,20 @@ def _measure(
 ) -> Measurement:
     scratch: dict[int, tuple[int, ...]] = {}
     profiles: dict[int, Profile] = {}
+    refused: dict[int, tuple[int, ...]] = {}
     bench = LinkBench(device.lanes, device.pinned)
     try:
         figures = bench.figures()
         for batch in lowered.batches:
             on_progress(f"{lowered.name}: measuring batch {batch}")
             graph, examples = lowered.graphs[batch], lowered.examples(batch)
-            with _Resident(device, lowered, store, graph) as program:
+            tried, attempts = attempting(lowered, batch)
+            with _Resident(device, tried, store, graph) as program:
                 beyond = kernel_scratch(device.lanes, program, graph, examples)
                 seconds = _op_seconds(device, program, examples)
                 slowdowns = _slowdowns(device, program, examples, bench, figures.swap_in)
                 swap_in = _staged_link(device, program, figures.swap_in) if program.staged else figures.swap_in
+            refused[batch] = refused_ops(lowered, batch, attempts)
             lowered = with_scratch(lowered, batch, beyond)
             waste = wasted_bytes(device.lanes, lowered.graphs[batch])
             scratch[batch] = tuple(nbytes + waste for nbytes in beyond)
@@ -100,7 +109,7 @@ def _measure(
             )
     finally:
         bench.close()
-    return Measurement(scratch, profiles)
+    return Measurement(scratch, profiles, refused)
 
 
 class _Resident:

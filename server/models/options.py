@@ -5,7 +5,7 @@ from server.errors import RepositoryError
 from server.models.repository import ModelSource
 from server.protocol.model_config import ModelConfig
 
-PRECISION, CHANNELS_LAST = "precision", "channels_last"
+PRECISION, CHANNELS_LAST, FUSED = "precision", "channels_last", "fused"
 """Keys of `parameters` in a ModelConfig, which has no fields for these."""
 
 _DTYPES: dict[str, Dtype] = {
@@ -28,7 +28,12 @@ def options_of(source: ModelSource, device: str) -> Options:
             f"config.pbtxt: parameter '{PRECISION}': tf32 is how CUDA rounds float32; on {device} it changes nothing"
         )
     layout = _choice(source.config, CHANNELS_LAST, "false", tuple(_TRUTHS))
-    return Options(_DTYPES[precision], _TRUTHS[layout], tf32=precision == "tf32")
+    fused = _TRUTHS[_choice(source.config, FUSED, "false", tuple(_TRUTHS))]
+    if fused and not device.startswith("cuda"):
+        raise RepositoryError(
+            f"config.pbtxt: parameter '{FUSED}': fused kernels are cuDNN's; on {device} there are none"
+        )
+    return Options(_DTYPES[precision], _TRUTHS[layout], tf32=precision == "tf32", fused=fused)
 
 
 def _choice(config: ModelConfig, key: str, default: str, choices: tuple[str, ...]) -> str:

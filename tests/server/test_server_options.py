@@ -23,6 +23,8 @@ def test_parameters_choose_the_options() -> None:
     assert options_of(source(precision="Half"), "cpu") == Options("float16")
     assert options_of(source(precision="bfloat16", channels_last="true"), "cpu") == Options("bfloat16", True)
     assert options_of(source(precision="tf32"), "cuda:1") == Options(tf32=True)
+    assert options_of(source(fused="true"), "cuda") == Options(fused=True)
+    assert options_of(source(fused="false"), "cpu") == Options()
     assert options_of(source(max_burst="3"), "cpu") == Options(), "others' parameters are others' business"
 
 
@@ -33,6 +35,8 @@ def test_parameters_choose_the_options() -> None:
         ({"precision": ""}, "cpu", "'precision': '' is none of"),
         ({"channels_last": "yes"}, "cpu", "'channels_last': 'yes' is none of true, false"),
         ({"precision": "tf32"}, "cpu", "tf32 is how CUDA rounds float32; on cpu it changes nothing"),
+        ({"fused": "maybe"}, "cuda", "'fused': 'maybe' is none of true, false"),
+        ({"fused": "true"}, "cpu", "fused kernels are cuDNN's; on cpu there are none"),
     ],
 )
 def test_nonsense_is_refused(parameters: dict[str, str], device: str, reason: str) -> None:
