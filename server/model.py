@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from runtime.captures import Capture
+
+if TYPE_CHECKING:
+    from runtime.recording import Follow
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -90,8 +93,8 @@ class Servable(Protocol):
         """How executions are issued on a device that has graphs, by batch size. Any thread."""
         ...
 
-    def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
-        """Run one inference; called on the engine's thread only.
+    def execute(self, inputs: Mapping[str, Array], batch: int, follow: "Follow | None" = None) -> Execution:
+        """Run one inference; called on the engine's thread only. `follow` gets what the device's lanes did for it.
 
         Every input is there, with `batch` as its first dimension (`batch` is 1 and there is no such dimension
         if `max_batch_size` is 0). Inputs are views of the request's body: little-endian, perhaps unaligned, and
@@ -102,10 +105,11 @@ class Servable(Protocol):
         """
         ...
 
-    def expect(self, batch: int) -> None:
+    def expect(self, batch: int, followed: bool = False) -> None:
         """Hear that this model is next behind the one about to be executed, and copies may begin beside that one.
 
-        Called on the engine's thread. It may turn out otherwise: the request can be cancelled.
+        Called on the engine's thread. It may turn out otherwise: the request can be cancelled. `followed` says that
+        the next execution would be given a `follow`.
         """
         ...
 

@@ -4,8 +4,12 @@ import os
 import re
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from server.model import Execution
+
+if TYPE_CHECKING:
+    from runtime.recording import Follow
 
 HEADER = "traceparent"
 
@@ -51,6 +55,8 @@ class RequestTrace:
     began_s: float
     wanted: bool = False
     """Whether it is written to the trace file."""
+    follow: "Follow | None" = None
+    """Takes what the lanes did for its execution, if it is written."""
     model: str = ""
     request_id: str | None = None
     arrived_s: float | None = None

@@ -167,12 +167,12 @@ class Server:
             await self._grpc.stop(_ANSWERS_WRITTEN_S)
         for server in self._http:
             await server.stop()
-        if self._trace_file is not None:
-            self._trace_file.close()
-            self._trace_file = None
         if ended and self._loaded is not None:
             self._loaded.close()
             self._loaded = None
+        if self._trace_file is not None:
+            self._trace_file.close()  # behind the lanes, whose last copies are to be seen in it
+            self._trace_file = None
         return drained and ended
 
     def _adopt(self, loaded: Loaded, sources: Sequence[ModelSource]) -> None:

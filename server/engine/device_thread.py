@@ -6,16 +6,20 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from server.engine.rows import joined, parted
 from server.engine.statistics import ModelStatistics
 from server.errors import ExecutionFailed, RequestError
 from server.model import Execution, Servable
+from server.request import InferRequest
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler, Work
+
+if TYPE_CHECKING:
+    from runtime.recording import Follow
 
 _log = logging.getLogger("cohabit.engine")
 
@@ -159,7 +163,7 @@ class DeviceThread:
         rows = sum(request.batch for request in requests)
         try:
             self._tell_next()
-            execution = model.servable.execute(joined(requests), rows)
+            execution = model.servable.execute(joined(requests), rows, _follower(requests))
         except RequestError as error:
             return [error] * len(tickets)
         except Exception as error:
@@ -198,4 +202,10 @@ class DeviceThread:
                 ahead = self.scheduler.ahead(self._clock())
             model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
             if ahead is not None and model is not None:
-                model.servable.expect(ahead.rows)
+                model.servable.expect(ahead.rows, _follower(t.request for t in ahead.tickets) is not None)
+
+
+def _follower(requests: Iterable[InferRequest]) -> "Follow | None":
+    """Whoever wants to know what the lanes do for one of these requests: the first, if there are several."""
+    traces = (request.trace for request in requests if request.trace is not None)
+    return next((trace.follow for trace in traces if trace.follow is not None), None)

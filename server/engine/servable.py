@@ -13,6 +13,7 @@ from runtime.errors import UnsupportedModel
 from runtime.lower import Lowered
 from runtime.model import Port
 from runtime.program import Program
+from runtime.recording import Follow
 from server.model import Array, Execution, ModelInfo, Readiness, TensorSpec
 
 _DATATYPES = {
@@ -91,11 +92,11 @@ class ProgramServable:
         found = {batch: self.executor.capture(program) for batch, program in self.programs.items()}
         return {batch: capture for batch, capture in found.items() if capture is not None}
 
-    def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
+    def execute(self, inputs: Mapping[str, Array], batch: int, follow: Follow | None = None) -> Execution:
         """Run one inference; on the engine's thread."""
         planned = self._planned(batch)
         tensors = [_tensor(inputs[port.name], port, planned) for port in self.inputs]
-        result = self.executor.run(self.programs[planned], tensors)
+        result = self.executor.run(self.programs[planned], tensors, follow=follow)
         start_s = time.perf_counter()
         rows = batch if self.info.max_batch_size else None
         outputs = {p.name: _array(t, rows) for p, t in zip(self.outputs, result.outputs, strict=True)}
@@ -108,9 +109,9 @@ class ProgramServable:
             output_s=time.perf_counter() - start_s,
         )
 
-    def expect(self, batch: int) -> None:
+    def expect(self, batch: int, followed: bool = False) -> None:
         """Let the swap-in lane start on this model's prefix behind the next inference's copies."""
-        self.executor.expect(self.programs[self._planned(batch)])
+        self.executor.expect(self.programs[self._planned(batch)], followed=followed)
 
     def switch(self, programs: Mapping[int, Program]) -> None:
         """Run these programs from now on, whose residents are there; on the engine's thread."""

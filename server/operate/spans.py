@@ -1,12 +1,17 @@
 """A followed request as events of Chrome's trace format, which Perfetto opens."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from server.request_trace import RequestTrace
 
+if TYPE_CHECKING:
+    from runtime.recording import LaneSpan, Recording
+
 REQUESTS, DEVICE = 1, 2
-"""The processes of the picture: a track per request, and the device's compute lane."""
+"""The processes of the picture: a track per request, and the device's lanes."""
+COMPUTE, SWAP_IN = 0, 1
+"""The device's tracks, which all models share."""
 
 Event = dict[str, Any]
 
@@ -16,7 +21,8 @@ def header_events() -> list[Event]:
     return [
         _meta("process_name", REQUESTS, "requests"),
         _meta("process_name", DEVICE, "device"),
-        _meta("thread_name", DEVICE, "compute lane"),
+        _meta("thread_name", DEVICE, "compute lane", COMPUTE),
+        _meta("thread_name", DEVICE, "swap-in lane", SWAP_IN),
     ]
 
 
@@ -38,7 +44,7 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
             {
                 "ph": "X",
                 "pid": DEVICE,
-                "tid": 0,
+                "tid": COMPUTE,
                 "name": trace.model,
                 "ts": trace.started_s * 1e6,
                 "dur": trace.busy_s * 1e6,
@@ -46,6 +52,33 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
             }
         )
     return events
+
+
+def lane_events(recording: "Recording", trace_id: str, shift_s: float) -> Iterator[Event]:
+    """What the lanes did for an execution: ops and their stalls within its span, and copies, perhaps of the next one.
+
+    `shift_s` leads from the recording's clock to the monotonic one.
+    """
+    for span in recording.spans():
+        name, label = _lane_label(span)
+        yield {
+            "ph": "X",
+            "pid": DEVICE,
+            "tid": COMPUTE if span.lane == "compute" else SWAP_IN,
+            "name": name,
+            "ts": (span.start_s + shift_s) * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+            "args": {"model": span.model, **label, "trace_id": trace_id},
+        }
+
+
+def _lane_label(span: "LaneSpan") -> tuple[str, dict[str, Any]]:
+    """An event's name, and what else there is to say of it."""
+    if span.stalled:
+        return "swap stall", {"op": span.name}
+    if span.lane == "compute":
+        return span.name, {}
+    return span.name, {"bytes": span.nbytes, "ahead": span.ahead}
 
 
 def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:
@@ -73,5 +106,5 @@ def _pair(
     return begin, {**common, "ph": "e", "ts": max(end_s, start_s) * 1e6}
 
 
-def _meta(kind: str, process: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": process, "tid": 0, "args": {"name": name}}
+def _meta(kind: str, process: int, name: str, thread: int = 0) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

@@ -4,16 +4,21 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from server.operate.spans import events_of
+from server.operate.spans import events_of, lane_events
 from server.operate.trace_file import TraceFile
 from server.request import InferRequest
 from server.request_trace import CURRENT, HEADER, RequestTrace, new_context
 from server.settings import TraceControl
+
+if TYPE_CHECKING:
+    from runtime.recording import Recording
 
 _log = logging.getLogger("cohabit.trace")
 
@@ -47,7 +52,9 @@ class Tracer:
         if trace is None:
             return request
         trace.model, trace.request_id = request.model, request.id
-        trace.wanted = self._file is not None and self.control.wanted(request.model)
+        if self._file is not None and self.control.wanted(request.model):
+            frequency = self.control.settings(request.model).log_frequency
+            trace.wanted, trace.follow = True, partial(_write_lanes, self._file, trace.context.trace_id, frequency)
         return msgspec.structs.replace(request, trace=trace)
 
     def _end(self, trace: RequestTrace) -> None:
@@ -64,6 +71,12 @@ class Tracer:
         if trace.wanted and self._file is not None:
             frequency = self.control.settings(trace.model).log_frequency
             self._file.write(events_of(trace, ended_s), flush_every=frequency)
+
+
+def _write_lanes(file: TraceFile, trace_id: str, flush_every: int, recording: "Recording") -> None:
+    """Write what the lanes did. Any thread."""
+    shift_s = time.monotonic() - time.perf_counter()
+    file.write(lane_events(recording, trace_id, shift_s), flush_every, late=True)
 
 
 def following(tracer: Tracer) -> Middleware:

@@ -12,18 +12,14 @@ from planner.plan import Compute, SwapIn
 from runtime.errors import DeviceError
 from runtime.executor import Executor
 from runtime.lower import Lowered, lower
-from runtime.memory import Copy
-from runtime.pages import Bytes
 from runtime.profile import resident_plan
 from runtime.recording import LaneSpan, Recording
 from runtime.sharing import SHARINGS, SharedRegion
-from runtime.store import RamStore
 from tests.runtime import models
 from tests.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_streams, opened
+from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.plans import streaming_plan
 from tests.runtime.test_executor import beside, evicting_plan, prefix_plan
-
-WAIT_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +49,6 @@ class Mailbox:
     def next(self) -> list[LaneSpan]:
         assert self._came.acquire(timeout=WAIT_S)
         return list(self.recordings.pop(0).spans())
-
-
-class GatedStore(RamStore):
-    """A store whose copies wait until the test lets them go, and tell when the first of them has begun."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.begun, self.open = threading.Event(), threading.Event()
-
-    def copy(self, segment: int, destination: Bytes) -> Copy:
-        copy = super().copy(segment, destination)
-
-        def gated() -> None:
-            self.begun.set()
-            assert self.open.wait(WAIT_S)
-            copy()
-
-        return gated
 
 
 def on(lane: str, spans: list[LaneSpan]) -> list[LaneSpan]:

@@ -13,6 +13,7 @@ import numpy as np
 import uvloop
 
 from runtime.captures import Capture
+from runtime.recording import Follow
 from server.config import ServeConfig
 from server.errors import InvalidRequest
 from server.model import Array, DeviceUse, Execution, Footprint, ModelInfo, Readiness, Servable, TensorSpec
@@ -36,10 +37,10 @@ class FakeServable:
     lost: str | None = None
     captures: Mapping[int, Capture] = field(default_factory=lambda: {1: Capture(1, 4096, None)})
 
-    def expect(self, batch: int) -> None:
+    def expect(self, batch: int, followed: bool = False) -> None:
         self.expected.append(batch)
 
-    def execute(self, inputs: Mapping[str, Array], batch: int) -> Execution:
+    def execute(self, inputs: Mapping[str, Array], batch: int, follow: Follow | None = None) -> Execution:
         self.calls.append(batch)
         started_s = time.monotonic()
         outputs = self.function(**inputs)

@@ -101,6 +101,7 @@ def test_executions_are_on_the_devices_track(traced: tuple[Running, Path]) -> No
         "requests",
         "device",
         "compute lane",
+        "swap-in lane",
     }
 
 
@@ -256,3 +257,31 @@ def test_a_full_file_takes_no_more_and_stays_sound(tmp_path: Path, caplog: pytes
     events = json.loads((tmp_path / "t.json").read_text())
     assert 1 < sum(event["ph"] == "X" for event in events) < 10
     assert caplog.text.count("the trace file is full") == 1
+
+
+def test_what_comes_late_to_a_trace_that_is_written_is_written_at_once(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "t.json")
+    file.write([{"ph": "X", "name": "request"}], flush_every=2)
+    file.write([{"ph": "X", "name": "with it"}], flush_every=2, late=True)
+    file.write([{"ph": "X", "name": "another"}], flush_every=2)
+    file.write([{"ph": "X", "name": "lanes"}], flush_every=2, late=True)
+    for _ in range(200):
+        if b"lanes" in (tmp_path / "t.json").read_bytes():
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("it is kept back")
+    file.close()
+    file.write([{"ph": "X", "name": "too late"}])
+    events = json.loads((tmp_path / "t.json").read_text())
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["request", "with it", "another", "lanes"]
+
+
+def test_a_trace_that_cannot_be_encoded_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = TraceFile(tmp_path / "t.json")
+    file.write([{"ph": "X", "name": object()}])
+    file.write([{"ph": "X", "name": "sound"}])
+    file.close()
+    events = json.loads((tmp_path / "t.json").read_text())
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["sound"]
+    assert "could not be encoded" in caplog.text

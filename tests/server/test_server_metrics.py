@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from server_http import ask, infer, x
 
+from runtime.recording import Follow
 from server.engine.histogram import SECONDS, Histogram
 from server.metrics.prometheus import Family, written
 from server.model import DeviceUse, Execution
@@ -277,8 +278,8 @@ def test_labels_are_escaped() -> None:
 class HandingOut(FakeServable):
     """Takes a while to hand its outputs out."""
 
-    def execute(self, inputs: Any, batch: int) -> Execution:
-        execution = super().execute(inputs, batch)
+    def execute(self, inputs: Any, batch: int, follow: Follow | None = None) -> Execution:
+        execution = super().execute(inputs, batch, follow)
         time.sleep(0.05)
         return replace(execution, output_s=0.05)
 
