@@ -105,15 +105,18 @@ def measured(backend: CudaBackend, lowered: Lowered, cache: Path | None = None) 
     return backend.measure(lowered, store, cache, lambda text: None)[0]
 
 
-def served(backend: CudaBackend, lowered: Lowered) -> torch.Tensor:
-    """The output of a second inference, of a program that was admitted."""
+def served(backend: CudaBackend, lowered: Lowered) -> list[torch.Tensor]:
+    """Outputs of captured programs with every parameter resident, and with none."""
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    plan = resident_plan(lowered.graphs[2])
-    arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
-    program = backend.build(lowered, plan, None, arena, Bases(0, plan.partition_bytes), store)
-    backend.executor.load(program)
-    (output,) = backend.executor.run(program, lowered.examples(2)).outputs
-    return output
+    graph, outputs = lowered.graphs[2], []
+    for plan in (resident_plan(graph), streaming_plan(graph)):
+        roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + live_peak_bytes(graph) + ROOM_BYTES)
+        arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
+        program = backend.build(lowered, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
+        backend.executor.load(program)
+        assert program.ready.whole is not None
+        outputs += backend.executor.run(program, lowered.examples(2)).outputs
+    return outputs
 
 
 def kinds(lowered: Lowered) -> list[str]:
@@ -145,10 +148,11 @@ def test_the_measurement_decides_and_is_kept(
     assert not cudnn.calls
     assert kinds(again) == expected
     assert again.graphs == decided.graphs
-    output = served(backend, again)
+    outputs = served(backend, again)
     assert bool(cudnn.calls) == any(not kind.startswith("plain") for kind in expected)
+    assert torch.equal(*outputs)
     with torch.no_grad():
-        torch.testing.assert_close(output, model(*lowered.examples(2)), atol=1e-5, rtol=0)
+        torch.testing.assert_close(outputs[0], model(*lowered.examples(2)), atol=1e-5, rtol=0)
 
 
 @pytest.mark.gpu
@@ -169,17 +173,9 @@ def test_the_device_s_fused_kernels_are_within_tolerance_and_equal_at_every_budg
     models.export(model, {"x": torch.zeros(3, 4, 32, 32)}, tmp_path / "model.pt2")
     lowered = lower(tmp_path / "model.pt2", "residual", [2], tmp_path / "cache", options=options)
     backend = real_cuda()
-    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    lowered, _ = backend.measure(lowered, store, None, lambda text: None)
-    graph, inputs, outputs = lowered.graphs[2], lowered.examples(2), []
-    for plan in (resident_plan(graph), streaming_plan(graph)):
-        roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + live_peak_bytes(graph) + ROOM_BYTES)
-        arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
-        program = backend.build(lowered, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
-        backend.executor.load(program)
-        outputs.append(backend.executor.run(program, inputs).outputs[0])
+    outputs = served(backend, measured(backend, lowered))
     with torch.no_grad():
-        expected = model(*inputs)
+        expected = model(*lowered.examples(2))
     torch.testing.assert_close(outputs[0], expected, atol=options.tolerance * float(expected.abs().max()), rtol=0)
     assert torch.equal(*outputs)
     backend.close()
