@@ -25,7 +25,8 @@ class CudaDriver:
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
-        self.name = f"{torch.cuda.get_device_name(index)}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+        libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {_backends.cudnn.version()}"
+        self.name = f"{torch.cuda.get_device_name(index)}, {libraries}"
         self._index = index
         self._adopted: set[int] = set()
 
