@@ -1,24 +1,23 @@
-"""What runs next: requests queue per model and are chosen by deadline, age and readiness. Pure; the clock is passed in.
+"""What runs next: requests queue per model, leave by the order, or are refused. Pure; the clock is passed in.
 
-Requests that cannot be answered within their timeout are refused as soon as that is known. Whatever the order
-prefers, at most `BYPASSES` executions in a row leave the oldest request of all behind.
+Requests that cannot be answered within their timeout are refused as soon as that is known.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from server.errors import ModelNotFound, QueueFull, RequestTimedOut
 from server.model import Readiness
 from server.request import InferRequest
-from server.scheduling.batching import Batch, batch_of, best_rate_batch
+from server.scheduling.batching import Batch
 from server.scheduling.deadlines import Deadlines
 from server.scheduling.estimates import Delay, Estimate
-from server.scheduling.limits import Admission
+from server.scheduling.known import KnownModel
+from server.scheduling.order import Order
 from server.scheduling.policy import Policy
-from server.scheduling.queues import ModelQueue, Ticket
+from server.scheduling.queues import Ticket
 
-BYPASSES = 8
 PATIENCE_S = 1.0
 """A request without a deadline is as urgent as one that must start within this time."""
 
@@ -38,27 +37,14 @@ class Work:
         return sum(ticket.request.batch for ticket in self.tickets)
 
 
-class _Model:
-    """A model's queue, and what is known of its executions."""
-
-    def __init__(self, generation: int) -> None:
-        self.first_generation = self.generation = generation
-        self.queue = ModelQueue()
-        self.policy = Policy()
-        self.admission = Admission(self.policy)
-        self.estimate = Estimate({})
-        self.most_rows = 0
-        self.readiness = Readiness()
-        self.held = False
-
-
 class Scheduler:
     """Not thread-safe: the engine calls it under its lock."""
 
     def __init__(self, queue_limit: int, queue_bytes: int | None = None) -> None:
         self._queue_limit = queue_limit
         self._queue_bytes = queue_bytes
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, KnownModel] = {}
+        self._order = Order(self._models)
         self._waiting_bytes = 0
         self._arrivals = 0
         self._generations = 0
@@ -67,10 +53,6 @@ class Scheduler:
         """When something could last not be answered in time."""
         self._answering = Delay()
         """From the end of an execution until its answer is on its way."""
-        self._last: str | None = None
-        self._announced: str | None = None
-        self._bypassed: tuple[int, int] = (0, 0)
-        """The number of the oldest request, and how many executions have left it behind."""
         self._deadlines = Deadlines()
         self._passed_over: list[Ticket] = []
         self._live: set[Ticket] = set()
@@ -104,7 +86,7 @@ class Scheduler:
         Requests are put together up to `most_rows`; those of different generations never are.
         """
         self._generations += 1
-        known = self._models.setdefault(model, _Model(self._generations))
+        known = self._models.setdefault(model, KnownModel(self._generations))
         known.generation = self._generations
         known.policy = known.admission.policy = policy or Policy()
         known.estimate = Estimate(seconds_by_batch or {})
@@ -209,8 +191,7 @@ class Scheduler:
         for ticket in batch.tickets:
             known.queue.remove(ticket)
             self._left(ticket)
-        self._count_bypass(batch)
-        self._last, self._announced = model, None
+        self._order.took(model, batch)
         self._busy_until_s = now_s + known.estimate.seconds(batch.rows)
         return Work(model, batch.tickets)
 
@@ -233,12 +214,12 @@ class Scheduler:
         chosen = self._choose(max(now_s, self._busy_until_s))
         if chosen is None:
             return None
-        self._announced = chosen[0]
+        self._order.announce(chosen[0])
         return Work(chosen[0], chosen[1].tickets)
 
     def wake_s(self, now_s: float) -> float:
         """When `next` may find something that it does not find now, though nothing arrives; infinite for never."""
-        return min((self._kept_until_s(known, now_s) for _, known in self._candidates()), default=math.inf)
+        return self._order.wake_s(now_s)
 
     def expiry_s(self) -> float:
         """When `shed` may find something next; infinite for never."""
@@ -256,41 +237,9 @@ class Scheduler:
         self._deadlines.forget(ticket)
 
     def _choose(self, now_s: float) -> tuple[str, Batch] | None:
-        """The most urgent of what may start; the oldest, if it has been bypassed often enough."""
-        ready = [(name, known) for name, known in self._candidates() if self._kept_until_s(known, now_s) <= now_s]
-        if not ready:
-            return None
-        number, name, first = min((t.number, name, t) for name, known in ready if (t := known.queue.oldest()))
-        if self._bypassed[0] == number and self._bypassed[1] >= BYPASSES:
-            return name, self._batch(self._models[name], first, now_s)
-        name, known = ready[0]
-        if len(ready) > 1:
-            name, known = min(ready, key=lambda r: (self._urgency_s(*r), (r[1].queue.first() or first).number))
-        batch = self._batch(known, known.queue.first() or first, now_s)
-        if now_s - self._refused_s < _STRAINED_S:
-            batch = best_rate_batch(known.queue, batch, known.estimate, known.most_rows, now_s)
-        return name, batch
+        return self._order.choose(now_s, strained=now_s - self._refused_s < _STRAINED_S)
 
-    def _candidates(self) -> Iterator[tuple[str, _Model]]:
-        return ((name, known) for name, known in self._models.items() if len(known.queue) and not known.held)
-
-    def _kept_until_s(self, known: _Model, now_s: float) -> float:
-        first = known.queue.first()
-        if first is None or known.policy.batch_delay_s == 0.0:
-            return -math.inf
-        return self._batch(known, first, now_s).keep_until_s
-
-    def _batch(self, known: _Model, first: Ticket, now_s: float) -> Batch:
-        return batch_of(first, known.queue, known.policy, known.estimate, known.most_rows, now_s)
-
-    def _urgency_s(self, name: str, known: _Model) -> float:
-        """When a model's next batch is due, moved by what its copies save or cost right now."""
-        due_s = known.queue.due_s(known.most_rows)
-        if name == self._last:
-            return due_s + known.readiness.recovery_s
-        return due_s - known.readiness.prefix_s if name == self._announced else due_s
-
-    def _ticket(self, request: InferRequest, known: _Model, now_s: float) -> Ticket:
+    def _ticket(self, request: InferRequest, known: KnownModel, now_s: float) -> Ticket:
         level = known.policy.level_of(request.priority)
         policy = known.policy.of_level(level)
         timeout_s = known.policy.timeout_s(request)
@@ -333,19 +282,10 @@ class Scheduler:
             return False
         return now_s + self._careful_s(first, now_s) > first.deadline_s
 
-    def _count_bypass(self, batch: Batch) -> None:
-        waiting = (t for k in self._models.values() if not k.held and (t := k.queue.oldest()) is not None)
-        oldest = min((ticket.number for ticket in waiting), default=None)
-        if oldest is None or oldest > min(ticket.number for ticket in batch.tickets):
-            self._bypassed = (0, 0)
-        else:
-            count = self._bypassed[1] if self._bypassed[0] == oldest else 0
-            self._bypassed = (oldest, count + 1)
-
-    def _start_s(self, ticket: Ticket, own: _Model, now_s: float) -> float:
+    def _start_s(self, ticket: Ticket, own: KnownModel, now_s: float) -> float:
         """When a request would start that arrives now: behind what runs, and what would be chosen before it."""
         ahead_s = 0.0
-        for _, known in self._candidates():
+        for _, known in self._order.candidates():
             if known is own:
                 rows = sum(known.queue.waiting(level) for level in range(1, ticket.level + 1))
                 whole = max(own.most_rows, 1)
@@ -359,7 +299,7 @@ class Scheduler:
         running_s = max(self._busy_until_s - now_s, 0.0)
         return running_s + sum(k.estimate.drain_s(k.queue.rows) for k in self._models.values())
 
-    def _require_room(self, known: _Model, ticket: Ticket, now_s: float) -> None:
+    def _require_room(self, known: KnownModel, ticket: Ticket, now_s: float) -> None:
         model = ticket.request.model
         limit = known.policy.of_level(ticket.level).limit
         if limit is not None and known.queue.waiting(ticket.level) >= limit:

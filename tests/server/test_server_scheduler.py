@@ -8,9 +8,10 @@ import pytest
 from server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
 from server.model import Readiness
 from server.request import InferRequest
+from server.scheduling.order import BYPASSES
 from server.scheduling.policy import LevelPolicy, Policy
 from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import BYPASSES, PATIENCE_S, Scheduler, Work
+from server.scheduling.scheduler import PATIENCE_S, Scheduler, Work
 
 SWAP_BOUND = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}
 COMPUTE_BOUND = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}

@@ -1,0 +1,26 @@
+"""What the scheduler knows of one model: its queue, what its config says, and how long its executions take."""
+
+from server.model import Readiness
+from server.scheduling.batching import Batch, batch_of
+from server.scheduling.estimates import Estimate
+from server.scheduling.limits import Admission
+from server.scheduling.policy import Policy
+from server.scheduling.queues import ModelQueue, Ticket
+
+
+class KnownModel:
+    """Belongs to the scheduler, which changes it."""
+
+    def __init__(self, generation: int) -> None:
+        self.first_generation = self.generation = generation
+        self.queue = ModelQueue()
+        self.policy = Policy()
+        self.admission = Admission(self.policy)
+        self.estimate = Estimate({})
+        self.most_rows = 0
+        self.readiness = Readiness()
+        self.held = False
+
+    def batch(self, first: Ticket, now_s: float) -> Batch:
+        """The requests that would be executed with this one."""
+        return batch_of(first, self.queue, self.policy, self.estimate, self.most_rows, now_s)
