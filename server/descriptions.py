@@ -93,11 +93,11 @@ def _model_statistics(name: str, model_version: str, s: ModelStatistics) -> dict
         "batch_stats": [
             {
                 "batch_size": batch,
-                "compute_input": nothing,
-                "compute_infer": _total(total),
-                "compute_output": nothing,
+                "compute_input": _total(parts.prepare),
+                "compute_infer": _total(parts.compute),
+                "compute_output": _total(parts.output),
             }
-            for batch, total in sorted(s.batches.copy().items())
+            for batch, parts in sorted(s.batches.copy().items())
         ],
         "memory_usage": [],
     }

@@ -187,7 +187,7 @@ class DeviceThread:
         busy_s, wall_ms = self._clock() - started_s, round(time.time() * 1e3)
         self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
         rows = sum(t.request.batch for t in tickets)
-        statistics.executed(rows, execution)
+        statistics.executed(rows, execution, busy_s)
         for ticket in tickets:
             queue_s = started_s - ticket.arrived_s
             if (trace := ticket.request.trace) is not None:

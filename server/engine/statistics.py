@@ -40,6 +40,15 @@ class Total:
 
 
 @dataclass(slots=True)
+class Parts:
+    """What executions of one batch size took, whatever number of requests they answered."""
+
+    prepare: Total = field(default_factory=Total)
+    compute: Total = field(default_factory=Total)
+    output: Total = field(default_factory=Total)
+
+
+@dataclass(slots=True)
 class ModelStatistics:
     success: Total = field(default_factory=Total)
     fail: Total = field(default_factory=Total)
@@ -49,7 +58,7 @@ class ModelStatistics:
     compute: Total = field(default_factory=Total)
     output: Total = field(default_factory=Total)
     """From there being outputs until each request has its own: Triton's compute_output."""
-    batches: dict[int, Total] = field(default_factory=dict)
+    batches: dict[int, Parts] = field(default_factory=dict)
     """Executions by batch size."""
     execution_count: int = 0
     inference_count: int = 0
@@ -69,10 +78,13 @@ class ModelStatistics:
 
     rejections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
 
-    def executed(self, batch: int, execution: Execution) -> None:
-        """Count an execution, whatever number of requests it answers."""
+    def executed(self, batch: int, execution: Execution, busy_s: float) -> None:
+        """Count an execution that kept the device busy for so long, whatever number of requests it answers."""
         self.execution_count += 1
-        self.batches.setdefault(batch, Total()).add(execution.compute_s)
+        parts = self.batches.get(batch) or self.batches.setdefault(batch, Parts())
+        parts.prepare.add(_prepare_s(busy_s, execution.compute_s, execution.output_s))
+        parts.compute.add(execution.compute_s)
+        parts.output.add(execution.output_s)
         self.stall_s += execution.stall_s
         self.swapped_bytes += execution.swapped_bytes
         self.prefetch_hits += execution.prefetched
@@ -89,7 +101,7 @@ class ModelStatistics:
         self.queue.add(queue_s)
         self.queue_s.add(queue_s)
         self.response_ms.add((queue_s + busy_s) * 1e3)
-        self.prepare.add(max(0.0, busy_s - compute_s - output_s))
+        self.prepare.add(_prepare_s(busy_s, compute_s, output_s))
         self.compute.add(compute_s)
         self.output.add(output_s)
         self.inference_count += batch
@@ -107,3 +119,7 @@ class ModelStatistics:
 
     def cancelled(self) -> None:
         self.failures["CANCELED"] += 1
+
+
+def _prepare_s(busy_s: float, compute_s: float, output_s: float) -> float:
+    return max(0.0, busy_s - compute_s - output_s)

@@ -44,6 +44,7 @@ def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | Non
 _TENSOR = {"name": _TEXT, "datatype": _DATATYPE, "shape": _array(_COUNT)}
 _METADATA_TENSOR = _object({"name": _TEXT, "datatype": _DATATYPE, "shape": _array(_DIM)})
 _DURATION = _object({"count": _COUNT, "ns": _COUNT})
+_BATCH_DURATIONS = ("compute_input", "compute_infer", "compute_output")
 _DURATIONS = (
     "success",
     "fail",
@@ -106,7 +107,9 @@ _SCHEMAS: Mapping[str, Schema] = {
                         "inference_count": _COUNT,
                         "execution_count": _COUNT,
                         "inference_stats": _object(dict.fromkeys(_DURATIONS, _DURATION)),
-                        "batch_stats": _array(_object({"batch_size": _COUNT, "compute_infer": _DURATION})),
+                        "batch_stats": _array(
+                            _object({"batch_size": _COUNT, **dict.fromkeys(_BATCH_DURATIONS, _DURATION)})
+                        ),
                     }
                 )
             )

@@ -284,6 +284,22 @@ class HandingOut(FakeServable):
         return replace(execution, output_s=0.05)
 
 
+def test_parts_of_executions_are_measured_by_batch_size() -> None:
+    with running(serving(HandingOut(identity("one", "FP32").info, lambda x: {"y": x}))) as server:
+        for rows in (1, 2, 2):
+            assert infer(server, "one", {"inputs": [x([0] * 4 * rows, shape=[rows, 4])]}).status == 200
+        stats = ask(server, "GET", "/v2/models/one/stats").json["model_stats"][0]
+    by_size = {batch["batch_size"]: batch for batch in stats["batch_stats"]}
+    parts = ("compute_input", "compute_infer", "compute_output")
+    assert {size: [batch[part]["count"] for part in parts] for size, batch in by_size.items()} == {
+        1: [1, 1, 1],
+        2: [2, 2, 2],
+    }
+    assert by_size[2]["compute_output"]["ns"] >= 2 * 50_000_000
+    for part in parts:  # one request each time, so that both count the same
+        assert sum(batch[part]["ns"] for batch in by_size.values()) == stats["inference_stats"][part]["ns"]
+
+
 def test_parts_of_a_request_are_measured_and_add_up() -> None:
     with running(serving(HandingOut(identity("one", "FP32").info, lambda x: {"y": x}))) as server:
         for _ in range(2):
