@@ -96,7 +96,7 @@ class Recording:
 
 
 Follow = Callable[[Recording], None]
-"""Takes a recording that is complete. Called by a thread of the executor, which must not be held up."""
+"""Takes a recording that is complete. Called by a thread of the executor: it must not take long, nor raise."""
 
 
 def op_names(program: Program) -> dict[int, str]:
