@@ -29,6 +29,35 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows]) + "\n"
 
 
+def work_of_two() -> float:
+    """How much work two busy processes do at once, over what one does: 2 on two cores, little more than 1 on one's two
+    threads."""
+    alone, together = _loops(1), _loops(2)
+    return together / alone
+
+
+def _loops(processes: int) -> int:
+    """Matrix products in a second, of so many processes at once, on one thread each."""
+    command = [sys.executable, "-c", _TURNS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(processes)]
+    return sum(int(one.communicate()[0]) for one in running)
+
+
+_TURNS = """
+import time, numpy
+a = numpy.ones((256, 256), numpy.float32)
+def turns(seconds):
+    end, count = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end:
+        a @ a
+        count += 1
+    return count
+turns(0.5)
+print(turns(1.0))
+"""
+
+
 def _date() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
