@@ -1,5 +1,6 @@
 """The demonstration behind `make demo`: sixteen models in a quarter of their memory, next to two other layouts.
 
+A server per layout is started, and they get the load in turns, so that what else the machine does falls on all of them.
 Everything it makes lies in `.demo`; running it again uses what is there.
 """
 
@@ -7,8 +8,9 @@ import argparse
 import asyncio
 import io
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,12 +27,12 @@ from loadgen.inputs import random_inputs
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
 from loadgen.report import Report
-from loadgen.run import Load, run_load
+from loadgen.run import Load, Sent, in_turns, send_load
 from loadgen.sentences import EXAMPLES, embed, print_similarities
 from loadgen.serve import running_server, server_command
 
 LAYOUTS = (("resident", "100%"), ("time_shared", "25%"), ("partitioned", "25%"))
-"""The main one last, because the sentences go to its server."""
+TURNS = 4
 ALONE_REQUESTS = 30
 
 
@@ -58,10 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
     total = sum(p.weight_bytes for p in prepared)
     console.print(f"{len(prepared)} models with {total / 2**20:.1f} MiB of weights in {folder / 'repository'}")
-    outcomes: dict[str, Outcome] = {}
-    for layout, memory in LAYOUTS:
-        console.rule(f"{layout} layout, memory {memory} of the weights")
-        outcomes[layout] = asyncio.run(_serve_and_load(folder, layout, memory, options, console))
+    outcomes = asyncio.run(_measure(options, console))
     console.rule("results")
     tables = (_planned_against_measured(outcomes["partitioned"]), _latencies(outcomes, options))
     console.print(*tables, sep="\n")
@@ -70,44 +69,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(o.report.all_answered for o in outcomes.values()) else 1
 
 
-async def _serve_and_load(
-    folder: Path, layout: str, memory: str, options: argparse.Namespace, console: Console
-) -> Outcome:
+@dataclass(slots=True)
+class Running:
+    """A layout's server, and what was measured of it so far."""
+
+    url: str
+    metrics_url: str
+    alone_s: dict[str, float]
+    turns: list[Sent] = field(default_factory=list)
+
+
+async def _measure(options: argparse.Namespace, console: Console) -> dict[str, Outcome]:
+    async with AsyncExitStack() as stack:
+        servers: dict[str, Running] = {}
+        for layout, memory in LAYOUTS:
+            console.rule(f"{layout} layout, memory {memory} of the weights")
+            servers[layout] = await stack.enter_async_context(_serving(layout, memory, options, console))
+        before = {layout: _statistics(server.url) for layout, server in servers.items()}
+        for turn in range(TURNS):
+            for layout, server in servers.items():
+                console.rule(f"turn {turn + 1} of {TURNS}: {layout}")
+                server.turns.append(await send_load(server.url, _load(options, turn)))
+        outcomes = {layout: _outcome(server, before[layout]) for layout, server in servers.items()}
+        console.rule("three sentences through MiniLM")
+        print_similarities(EXAMPLES, await embed(servers["partitioned"].url, "minilm", EXAMPLES), console)
+    return outcomes
+
+
+@asynccontextmanager
+async def _serving(
+    layout: str, memory: str, options: argparse.Namespace, console: Console
+) -> AsyncIterator[Running]:
     metrics_port = free_port()
-    command = server_command("cohabit", folder / "repository", memory, layout)
-    command += ["--cache", str(folder / "cache"), "--metrics-port", str(metrics_port)]
-    metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
+    command = server_command("cohabit", options.folder / "repository", memory, layout)
+    command += ["--cache", str(options.folder / "cache"), "--metrics-port", str(metrics_port)]
     async with running_server(command, patience_s=900, show_log=True) as url:
         models = [r.name for r in recipes(options.models)]
         console.print("each model alone, one request at a time")
-        alone = await asyncio.to_thread(_measure_alone, url, models)
-        before = _statistics(url)
-        report = await run_load(url, _load(options))
-        after = _statistics(url)
-        predicted = by_model(metrics_url, "cohabit_predicted_seconds")
-        costs = {
-            m: Cost(predicted[m], alone[m], (after[m][1] - before[m][1]) / max(1, after[m][0] - before[m][0]))
-            for m in models
-        }
-        swapped = sum(by_model(metrics_url, "cohabit_swapped_bytes").values())
-        if layout == "partitioned":
-            console.rule("three sentences through MiniLM")
-            print_similarities(EXAMPLES, await embed(url, "minilm", EXAMPLES), console)
-    return Outcome(report, costs, swapped)
+        alone_s = await asyncio.to_thread(_measure_alone, url, models)
+        yield Running(url, f"http://127.0.0.1:{metrics_port}/metrics", alone_s)
 
 
-def _load(options: argparse.Namespace) -> Load:
+def _outcome(server: Running, before: dict[str, tuple[int, float]]) -> Outcome:
+    after = _statistics(server.url)
+    predicted = by_model(server.metrics_url, "cohabit_predicted_seconds")
+    costs = {
+        m: Cost(predicted[m], alone_s, (after[m][1] - before[m][1]) / max(1, after[m][0] - before[m][0]))
+        for m, alone_s in server.alone_s.items()
+    }
+    swapped = sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values())
+    return Outcome(in_turns(server.turns).report, costs, swapped)
+
+
+def _load(options: argparse.Namespace, turn: int) -> Load:
     return Load(
         rate_per_s=options.rate,
-        duration_s=options.duration,
+        duration_s=options.duration / TURNS,
         models=options.models,
         weights={},
         zipf=0.0,
-        seed=0,
+        seed=turn,
         batch=1,
         slo_s=0.1,
         timeout_s=60.0,
-        warmup_s=2.0,
+        warmup_s=1.0,
         max_in_flight=20_000,
     )
 
@@ -175,7 +200,8 @@ def _record(tables: Sequence[Table], weight_bytes: int) -> None:
     Console(file=text, width=110, highlight=False).print(*tables, sep="\n")
     about = (
         f"{weight_bytes / 2**20:.1f} MiB of weights. *Alone* is the mean of {ALONE_REQUESTS} requests, one at a time,"
-        " the models in turn; *under load* the mean during the run. Load generator and servers share the two CPUs.\n"
+        " the models in turn; *under load* the mean during the run. Load generator and servers share"
+        f" the CPUs. They got the load in {TURNS} turns, one after the other, a turn's requests the same for all.\n"
     )
     record(
         "demo",
@@ -193,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.add_argument("--models", type=int, default=16, help="how many models (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=300.0, help="requests per second (default: %(default)s)")
-    parser.add_argument("--duration", type=float, default=20.0, help="seconds of load (default: %(default)s)")
+    parser.add_argument("--duration", type=float, default=20.0, help="seconds of load, each (default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="write docs/results/demo.md too")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser

@@ -7,14 +7,16 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+
+import msgspec
 
 from loadgen.arrivals import draw_arrivals, zipf_weights
 from loadgen.client import connected, prepare_requests, ready_models, sender
 from loadgen.display import live_line
 from loadgen.errors import UsageError
-from loadgen.openloop import Tally, run_open_loop
+from loadgen.openloop import Outcome, Tally, run_open_loop
 from loadgen.report import Report, Run, make_report
 
 
@@ -37,8 +39,26 @@ class Load:
     max_in_flight: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of a load's requests."""
+
+    run: Run
+    outcomes: Sequence[Outcome]
+    models: Sequence[str]
+
+    @property
+    def report(self) -> Report:
+        return make_report(self.run, self.outcomes, self.models)
+
+
 async def run_load(url: str, load: Load) -> Report:
     """Send the load to the server at `url` and return what was measured."""
+    return (await send_load(url, load)).report
+
+
+async def send_load(url: str, load: Load) -> Sent:
+    """Send the load to the server at `url`."""
     async with connected(url, load.max_in_flight, load.timeout_s) as client:
         weights = load.weights
         if not weights:
@@ -53,7 +73,20 @@ async def run_load(url: str, load: Load) -> Report:
         with _frozen_heap():
             async with live_line(tally, len(arrivals), total_s):
                 outcomes = await run_open_loop(arrivals, sender(client, requests), load.max_in_flight, tally)
-    return make_report(run, outcomes, models)
+    return Sent(run, outcomes, models)
+
+
+def in_turns(turns: Sequence[Sent]) -> Sent:
+    """Several loads of one server, put behind one another without their warm-ups."""
+    outcomes, at_s = [], 0.0
+    for turn in turns:
+        for outcome in turn.outcomes:
+            if outcome.arrival.at_s >= turn.run.warmup_s:
+                arrival = replace(outcome.arrival, at_s=outcome.arrival.at_s - turn.run.warmup_s + at_s)
+                outcomes.append(replace(outcome, arrival=arrival))
+        at_s += turn.run.duration_s
+    run = msgspec.structs.replace(turns[0].run, duration_s=at_s, warmup_s=0.0)
+    return Sent(run, outcomes, turns[0].models)
 
 
 def choose_models(ready: Sequence[str], count: int | None, url: str) -> Sequence[str]:

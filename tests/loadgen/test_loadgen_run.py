@@ -4,7 +4,7 @@ import pytest
 from fake_kserve import FakeKServe, serving
 
 from loadgen.errors import ServerFailed, UsageError
-from loadgen.run import Load, run_load
+from loadgen.run import Load, in_turns, run_load, send_load
 
 LOAD = Load(
     rate_per_s=200,
@@ -28,6 +28,19 @@ async def test_every_request_is_answered_and_reported() -> None:
     assert report.all_answered
     assert report.sent == report.completed == len(fake.arrived) > 50
     assert {m.model: m.sent for m in report.models} == {m: fake.arrived.count(m) for m in ("a", "b")}
+
+
+async def test_turns_are_one_run_without_their_warm_ups() -> None:
+    load = dataclasses.replace(LOAD, duration_s=0.4, warmup_s=0.1)
+    async with serving(FakeKServe(models=("a", "b"))) as url:
+        turns = [await send_load(url, dataclasses.replace(load, seed=seed)) for seed in range(3)]
+    together = in_turns(turns).report
+    assert together.duration_s == pytest.approx(1.2)
+    assert together.completed == sum(turn.report.completed for turn in turns) > 0
+    assert together.achieved_per_s == pytest.approx(together.completed / 1.2, rel=0.1)
+    assert together.latency is not None
+    latencies_s = [turn.report.latency.max_s for turn in turns if turn.report.latency is not None]
+    assert together.latency.max_s == max(latencies_s)
 
 
 async def test_a_slow_server_slows_nothing_down() -> None:
