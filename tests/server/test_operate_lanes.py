@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,31 @@ def test_a_followed_request_shows_every_op_and_every_copy_of_its_run(bench: Benc
         assert any(end(copy) <= end(stall) for copy in copies)
     lost_ms = sum(e["dur"] for e in stalls) / 1e3
     assert lost_ms == pytest.approx(execution["args"]["stall_ms"])
+
+
+def test_a_copy_beside_an_op_overlaps_with_it(bench: Bench, tmp_path: Path) -> None:
+    """The second copy ends when the first op is done at the earliest, which begins when that copy has begun."""
+    store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
+    store.open.set()
+    program = bench.program(prefix_plan(bench.graph), store)
+    store.begun.clear()
+    store.open.clear()
+    op, *others = program.computes
+    first_copy, second_copy, *later = program.swap_ins
+    ungated = replace(first_copy, copy=bench.program(prefix_plan(bench.graph)).swap_ins[0].copy)
+
+    def wait(_: object) -> None:
+        assert store.begun.wait(WAIT_S)
+
+    slow = replace(op, calls=(wait, *op.calls, lambda _: store.open.set()))
+    program = replace(program, computes=(slow, *others), swap_ins=(ungated, second_copy, *later))
+    model = servable(bench, program)
+    with running(serving(model), trace_file=tmp_path / "t.json", trace_rate=1) as handle:  # type: ignore[arg-type]
+        assert infer(handle, "wide", BODY).status == 200
+        events = written(handle, bench, tmp_path / "t.json")
+    computing, copying = track(events, COMPUTE, "wide")[0], track(events, SWAP_IN, "wide")[1]
+    assert copying["ts"] < end(computing)
+    assert computing["ts"] < end(copying)
 
 
 def test_requests_that_are_not_followed_leave_nothing_of_the_lanes(bench: Bench, tmp_path: Path) -> None:
