@@ -9,6 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.planner.cache import DEFAULT_CACHE
+from benchmarks.planner.models import NETWORKS
+from benchmarks.planner.searchers import DEVICES, Case
 from benchmarks.record import markdown_table, record
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
@@ -16,7 +19,7 @@ from planner.errors import format_bytes
 from planner.fitting import split_budget
 from planner.graph import Graph, Op, Tensor
 from planner.offsets.feasible import page_aligned
-from planner.problem import Problem
+from planner.problem import Limit, Problem
 from planner.profile import Link, Profile
 from planner.search import search
 from planner.simulate import prepare, run_once, simulate
@@ -80,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     synthetic = [_row(resnet152(), v100(resnet152()), share, options.repeats) for share in SHARES]
     graph = _lowered_graph(options.folder, console)
     lowered = [_row(graph, _flat(graph), share, options.repeats) for share in SHARES]
+    first = [_first_plans(network) for network in NETWORKS]
     header = ["share of the weights", "partition + workspace MiB", "latency ms", "bound ms", "gap", "period ms"]
     header += ["MiB copied", "plan s", "simulate ms", "prepared us"]
     path = record(
@@ -96,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "## ResNet-152 as lowered from its export\n",
             f"{len(graph.ops)} ops, {format_bytes(graph.parameter_bytes)}; 17 ms in equal parts, the same link.\n",
             markdown_table(header, lowered),
+            "## The first plan\n",
+            "Seconds until `best` has a plan, over the single budgets and devices of `planner-searchers.md`.\n",
+            markdown_table(["network", "ops", "median s", "slowest s"], first),
         ],
     )
     print(path.read_text())
@@ -125,6 +132,22 @@ def _row(graph: Graph, profile: Profile, share: float, repeats: int) -> list[str
         f"{simulate_s * 1e3:.2f}",
         f"{prepared_s * 1e6:.0f}",
     ]
+
+
+def _first_plans(network: str) -> list[str]:
+    times_s: list[float] = []
+    for device in DEVICES:
+        for share in SHARES:
+            problem = Case(network, device, share).problem(DEFAULT_CACHE)
+            times_s.append(_first_plan_s(problem))
+    return [network, f"{len(problem.graph.ops)}", f"{statistics.median(times_s):.2f}", f"{max(times_s):.2f}"]
+
+
+def _first_plan_s(problem: Problem) -> float:
+    started_s = time.perf_counter()
+    told_s: list[float] = []
+    search(problem, limit=Limit(evaluations=1), on_progress=lambda *_: told_s.append(time.perf_counter()))
+    return told_s[0] - started_s
 
 
 def _lowered_graph(folder: Path, console: Console) -> Graph:

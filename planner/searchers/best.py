@@ -6,7 +6,7 @@ plan then goes on. A partition beside a shared workspace is ours alone.
 """
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -90,20 +90,21 @@ class Best:
         everyone = range(len(self._names))
         others = [i for i in everyone if self._names[i] != "streaming"]
         for i in everyone[: len(self._names) - len(others)]:
-            yield from self._turn(i, self._member(i).evaluations * (OURS_FIRST if others else 1))
+            yield from self._turn(i, lambda ours: ours.evaluations * (OURS_FIRST if others else 1))
         left: dict[int, float] = {}
         for i in others:
             if self._is_at_bound():
                 return
             effort = self._member(i).evaluations
-            left[i] = effort - (yield from self._turn(i, TASTE * effort))
+            left[i] = effort - (yield from self._turn(i, _most(TASTE * effort)))
         for i in sorted(others, key=self._rank):
             if self._is_at_bound():
                 return
-            yield from self._turn(i, left[i])
+            if left[i] > 0:
+                yield from self._turn(i, _most(left[i]))
         self._has_done_enough = True
         if not self._is_at_bound():
-            yield from self._turn(min(everyone, key=self._rank), math.inf)
+            yield from self._turn(min(everyone, key=self._rank), _most(math.inf))
 
     def _rank(self, i: int) -> tuple[float, int]:
         return self._least_s[i], i
@@ -111,20 +112,26 @@ class Best:
     def _is_at_bound(self) -> bool:
         return min(self._least_s) <= self.problem.bound_s * (1 + AT_BOUND)
 
-    def _turn(self, i: int, effort: float) -> Generator[Sequence[Candidate], None, int]:
+    def _turn(self, i: int, effort: Callable[[AnySearcher], float]) -> Generator[Sequence[Candidate], None, int]:
         """Let a member ask until it has judged so many candidates, or has nothing more to ask for.
 
-        Returns how many it has judged.
+        Returns how many it has judged. How many are enough is asked after the first, which should not wait for that.
         """
         member, spent = self._member(i), 0
-        while spent < effort and (inner := member.ask()):
+        while inner := member.ask():
             self._told, self._asking = (), i
             yield [Candidate(i, c) for c in inner]
             member.tell(inner[: len(self._told)], self._told)
             spent += len(inner)
+            if spent >= effort(member):
+                break
         return spent
 
     def _member(self, i: int) -> AnySearcher:
         if i not in self._members:
             self._members[i] = maker(self._names[i])(self.problem, self._seed)
         return self._members[i]
+
+
+def _most(count: float) -> Callable[[AnySearcher], float]:
+    return lambda _: count

@@ -13,9 +13,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from planner.bounds.relaxation import relax
-from planner.errors import InfeasibleBudget, UnsupportedProblem
+from planner.errors import UnsupportedProblem
 from planner.offsets.feasible import PAGE_BYTES, Footprint
-from planner.order import by_memory, by_parameters, has_reuse, reordered
 from planner.plan import Compute, Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
@@ -25,6 +24,7 @@ from planner.streaming.emit import emit, placements
 from planner.streaming.memory import NOWHERE
 from planner.streaming.residents import by_share, capacities, guesses
 from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, play
+from planner.streaming.views import Views
 from planner.streaming.workload import Workload
 
 WIDENED = 6
@@ -36,8 +36,6 @@ ROUNDS = 8
 WORK_PER_ROUND = 25_000
 """Ops and uses that a walk looks at before walks are compared: some 10 ms."""
 MOST_STEPS = 40
-WORTHWHILE = 0.01
-"""Share of the memory that another order must save on average to be planned."""
 HEAT = 0.004
 """Share of the cost by which the first steps may get worse."""
 
@@ -78,15 +76,18 @@ class Streaming:
                 " searcher for a training graph"
             )
         self.problem = problem
-        self.views = _views(problem)
-        ways = len(list(self._ways(0, ())))
-        self.evaluations = len(self._starts) + len(self._starts) // 4 + WIDENED * ways + ROUNDS * CHAINS
+        self.views = Views(problem)
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._judged: list[tuple[float, Candidate]] = []
         self._found: dict[Candidate, Decisions] = {}
         self._asks = self._ask()
         self._done = False
+
+    @cached_property
+    def evaluations(self) -> int:
+        ways = len(list(self._ways(0, ())))
+        return len(self._starts) + len(self._starts) // 4 + WIDENED * ways + ROUNDS * CHAINS
 
     def ask(self) -> Sequence[Candidate]:
         return () if self._done else next(self._asks, ())
@@ -118,8 +119,9 @@ class Streaming:
         )
 
     def _ask(self) -> Iterator[Sequence[Candidate]]:
-        yield self._starts[:1]
-        yield self._starts[1:]
+        first = next(self._guesses(0))  # a plan at once, before other orders are looked at
+        yield [first]
+        yield [c for c in self._starts if c != first]
         yield list(self._relaxed())
         yield [way for c in self._best(WIDENED) for way in self._ways(c.order, c.residents())]
         chains = self._best(CHAINS)
@@ -213,50 +215,6 @@ class Streaming:
         room = self.problem.memory_bytes - footprint.activation_bytes - max(footprint.op_pages) * PAGE_BYTES
         necessary = max(graph.parameter_bytes - max(room, 0), 0)
         return cost.period_s <= profile.compute_s * (1 + 1e-6) and cost.link_bytes <= necessary
-
-
-@dataclass(frozen=True)
-class _View:
-    """The problem with its ops in some order; `order[k]` is the graph's op that runs as the k-th."""
-
-    order: tuple[int, ...]
-    work: Workload
-
-
-def _views(problem: Problem) -> list[_View]:
-    """The orders that are worth planning. Raises InfeasibleBudget with the least budget if none is feasible."""
-    graph = problem.graph
-    own = tuple(range(len(graph.ops)))
-    by_use = by_parameters(graph) if has_reuse(graph) else own
-    orders = (own, by_use, by_memory(graph)) if problem.overlay else (own, by_use)
-    refusals: list[InfeasibleBudget] = []
-    views: list[_View] = []
-    for order in dict.fromkeys(orders):
-        changed, profile = reordered(graph, problem.profile, order)
-        try:
-            footprint = Footprint.of(changed, problem.overlay)
-            view = _View(order, _workload(footprint, profile, problem))
-        except InfeasibleBudget as refusal:
-            refusals.append(refusal)
-            continue
-        if not views or order is by_use or _saves_memory(view, views[0]):
-            views.append(view)
-    if not views:
-        raise min(refusals, key=lambda r: r.least_bytes)
-    return views
-
-
-def _saves_memory(view: _View, own: _View) -> bool:
-    """Whether activations take clearly less of the memory in one order, on average over the ops."""
-    pages = own.work.arrays.partition_pages + own.work.arrays.workspace_pages
-    saved = own.work.arrays.zone.mean() - view.work.arrays.zone.mean()
-    return bool(saved > WORTHWHILE * pages)
-
-
-def _workload(footprint: Footprint, profile: Profile, problem: Problem) -> Workload:
-    return Workload.of(
-        footprint, profile, problem.partition_bytes, problem.workspace_bytes, problem.residents or ()
-    )
 
 
 def quick_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
