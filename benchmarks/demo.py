@@ -200,7 +200,7 @@ def _record(tables: Sequence[Table], weight_bytes: int) -> None:
     Console(file=text, width=110, highlight=False).print(*tables, sep="\n")
     about = (
         f"{weight_bytes / 2**20:.1f} MiB of weights. *Alone* is the mean of {ALONE_REQUESTS} requests, one at a time,"
-        " the models in turn; *under load* the mean during the run. Load generator and servers share"
+        " the models in turn; *under load* the mean of the batches that they went in. Load generator and servers share"
         f" the CPUs. They got the load in {TURNS} turns, one after the other, a turn's requests the same for all.\n"
     )
     record(
