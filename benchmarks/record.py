@@ -14,10 +14,15 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
 def record(name: str, title: str, module: str, sections: Sequence[str]) -> Path:
-    """Write `docs/results/NAME.md`. `module` is what `python -m` was given; sections are Markdown."""
+    """Write `docs/results/NAME.md`. `module` is what `python -m` was given; sections are Markdown.
+
+    Absolute paths, which are one machine's, are shown by their last part.
+    """
     path = RESULTS / f"{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    command = shlex.join(
+        ["python", "-m", module, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]
+    )
     head = [f"# {title}", "", f"    {command}", "", f"{_date()}, commit {_commit()}. {_machine()}", ""]
     path.write_text("\n".join([*head, *sections]).rstrip() + "\n")
     return path
