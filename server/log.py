@@ -21,8 +21,6 @@ def configure_logging(log_format: LogFormat) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    # aiohttp logs what is not HTTP, with the bytes and a traceback; handlers' own errors are ours to log.
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     apply(LogSettings())
 
 

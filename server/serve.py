@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from aiohttp import web
-
 from server.config import LOOPBACK, ServeConfig
 from server.dataplane import DataPlane
 from server.engine.engine import Engine
 from server.errors import ConfigError, StartFailed
 from server.grpc.port import GrpcServer
 from server.http.app import make_app, make_metrics_app
+from server.http.connection import Answer
 from server.http.port import HttpServer
 from server.lifecycle.lifecycle import Lifecycle
 from server.lifecycle.polling import Poller
@@ -214,8 +213,8 @@ class Server:
                 extra={"fields": {"host": self._config.host}},
             )
 
-    async def _listen(self, app: web.Application, port: int, flag: str) -> str:
-        server = HttpServer(app, self._config.max_connections)
+    async def _listen(self, app: Answer, port: int, flag: str) -> str:
+        server = HttpServer(app, self._config.max_connections, self._config.max_body_bytes)
         self._http.append(server)
         return await server.start(self._config.host, port, flag)
 

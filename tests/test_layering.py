@@ -19,7 +19,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server": (
         {"server", "runtime", "planner.sizing", "planner.fitting", "planner.library"} | LEAVES,
         {
-            "aiohttp",
+            "httptools",
             "uvloop",
             "grpc",
             "grpc_health",

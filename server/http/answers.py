@@ -3,29 +3,28 @@
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
 
 from server.errors import InvalidRequest
-from server.http.body import read_body
+from server.http.message import JSON, Request, Response
 from server.protocol.body_memory import BodyMemory
 
 _T = TypeVar("_T")
 _SMALL_BODY_BYTES = 1 << 20
 
 
-def json_response(body: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+def json_response(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), content_type=JSON)
 
 
-def which(request: web.Request) -> tuple[str, str | None]:
+def which(request: Request) -> tuple[str, str | None]:
     """Return the model and version that a path names."""
-    return request.match_info["model"], request.match_info.get("version")
+    return request.parameters["model"], request.parameters.get("version")
 
 
-async def read_json(request: web.Request, of_type: type[_T]) -> _T:
+async def read_json(request: Request, of_type: type[_T]) -> _T:
     """Read a body as JSON of this form; an empty one is `{}`. Raises InvalidRequest or PayloadTooLarge."""
     with BodyMemory(2 * _SMALL_BODY_BYTES).share() as share:
-        body = await read_body(request, _SMALL_BODY_BYTES, share)
+        body = await request.read(_SMALL_BODY_BYTES, share)
     try:
         return msgspec.json.decode(body or b"{}", type=of_type)
     except RecursionError as error:

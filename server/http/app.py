@@ -1,60 +1,101 @@
-"""The HTTP surface: KServe v2 and Triton's extensions, as an aiohttp application."""
+"""The HTTP surface: KServe v2 and Triton's extensions, and how every request is answered."""
 
-from collections.abc import Iterable, Iterator, Mapping
-
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+import logging
+import uuid
+from collections.abc import Awaitable, Iterable, Iterator
 
 from server.dataplane import DataPlane
 from server.descriptions import product_version
+from server.errors import RequestError
 from server.http.answers import json_response
 from server.http.api import InferenceApi
+from server.http.connection import Answer
 from server.http.control import ControlApi
-from server.http.errors import json_errors
+from server.http.errors import error_response, response_of
 from server.http.guard import guarded
+from server.http.message import Request, Response
 from server.http.openapi import document
+from server.http.routes import Route, Routes
 from server.metrics.page import Metrics
 from server.metrics.prometheus import CONTENT_TYPE
 from server.operate.access import OPEN, Access, Permission
-from server.operate.tracing import following
-
-Route = tuple[str, str, Handler]
+from server.operate.tracing import Tracer
+from server.request_trace import HEADER
 
 _MODELS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:[0-9]+}")
+_TRACEPARENT = HEADER.encode()
+
+_log = logging.getLogger("cohabit.http")
 
 
-def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> web.Application:
-    """Make the application; a body may take `max_body_bytes`."""
+def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> Answer:
+    """Make what answers the port's requests; a body may take `max_body_bytes`."""
+    return _following(_answering(routes(plane, max_body_bytes, access)), plane.tracer)
+
+
+def routes(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> list[Route]:
+    """List what can be asked of the port. Each handler asks for the token that it needs."""
     api, control = InferenceApi(plane, max_body_bytes), ControlApi(plane)
-    routes = {
-        Permission.INFERENCE: (*_inference(api), *_listings(control), _described(access)),
-        Permission.HEALTH: _health(api),
-        Permission.CONTROL: _control(control),
-    }
-    return _application(routes, access, following(plane.tracer))
+    return [
+        *_guarded((*_inference(api), *_listings(control), _described(access)), access, Permission.INFERENCE),
+        *_guarded(_health(api), access, Permission.HEALTH),
+        *_guarded(_control(control), access, Permission.CONTROL),
+    ]
 
 
-def make_metrics_app(metrics: Metrics, access: Access = OPEN) -> web.Application:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=await metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+def make_metrics_app(metrics: Metrics, access: Access = OPEN) -> Answer:
+    async def answer(request: Request) -> Response:
+        return Response(await metrics.text(), content_type=CONTENT_TYPE)
 
-    return _application({Permission.METRICS: [("GET", "/metrics", answer)]}, access)
+    return _answering(_guarded([("GET", "/metrics", answer)], access, Permission.METRICS))
 
 
-def _application(
-    routes: Mapping[Permission, Iterable[Route]], access: Access, *around: Middleware
-) -> web.Application:
-    app = web.Application(middlewares=[*around, json_errors])
-    for permission, permitted in routes.items():
-        for method, path, handler in permitted:
-            app.router.add_route(method, path, guarded(handler, access, permission))
-    return app
+def _guarded(routes: Iterable[Route], access: Access, permission: Permission) -> Iterator[Route]:
+    for method, path, handler in routes:
+        yield method, path, guarded(handler, access, permission)
+
+
+def _answering(routes: Iterable[Route]) -> Answer:
+    """Route requests, and answer every error as `{"error": ...}`."""
+    found = Routes(routes)
+
+    async def answer(request: Request) -> Response:
+        try:
+            target = found.find(request.method, request.target)
+            request.parameters = target.parameters
+            return await target.handler(request)
+        except RequestError as error:
+            return response_of(error)
+        except Exception:  # what nobody foresaw is logged under an id that the client gets
+            incident = uuid.uuid4().hex[:12]
+            fields = {"incident": incident, "path": request.target.decode("latin-1")}
+            _log.exception("internal error", extra={"fields": fields})
+            return error_response(500, f"internal error {incident}; the server's log has the details")
+
+    return answer
+
+
+def _following(answer: Answer, tracer: Tracer) -> Answer:
+    """Read the caller's traceparent and answer with ours. Nothing else is done for others."""
+
+    async def follow(request: Request) -> Response:
+        traceparent = request.header(_TRACEPARENT)
+        with tracer.request(traceparent) as trace:
+            response = await answer(request)
+        if traceparent is not None:
+            response.headers = {**response.headers, HEADER: trace.context.header}
+        return response
+
+    def choose(request: Request) -> Awaitable[Response]:
+        return follow(request) if _TRACEPARENT in request.headers or tracer.follows_all else answer(request)
+
+    return choose
 
 
 def _described(access: Access) -> Route:
     written = document(product_version(), access)
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: Request) -> Response:
         return json_response(written)
 
     return "GET", "/v2/openapi.json", answer

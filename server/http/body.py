@@ -1,12 +1,16 @@
-"""Reading a request's body: limits on its size and on patience, gzip and deflate undone, one writable buffer."""
+"""One request's body: bytes as they come, limits on their number and on patience, gzip and deflate undone."""
 
 import asyncio
 import zlib
+from collections.abc import Callable
 
-from aiohttp import web
+import numpy as np
 
-from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
+from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, RequestError, UnknownEncoding
 from server.protocol.body_memory import Share
+
+READ_AHEAD_BYTES = 256 << 10
+"""Of a body that nobody has asked for yet; its client has to wait with the rest."""
 
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 _IDENTITY = frozenset({"", "identity"})
@@ -15,56 +19,167 @@ _LEAST_BYTES_PER_S = 4096
 """What a client has to send on average, after the first `_PATIENCE_S`."""
 
 
-async def read_body(
-    request: web.Request, limit_bytes: int, share: Share, patience_s: float = _PATIENCE_S
-) -> memoryview:
-    """Read and inflate the body; its bytes are counted by `share`.
+class Body:
+    """Written by the connection, read by one handler. Belongs to the event loop's thread.
 
-    The memory belongs to the caller, so that tensors can be views of it. Raises PayloadTooLarge, Overloaded,
-    ClientTooSlow, UnknownEncoding or InvalidRequest.
+    A body whose length is known is received where it stays, so that tensors are views of what the kernel wrote.
     """
-    encoding = request.headers.get("Content-Encoding", "").strip().lower()
-    if encoding not in _IDENTITY and encoding not in _WINDOW_BITS:
-        raise UnknownEncoding(encoding[:40])
-    if request.content_length is not None and request.content_length > limit_bytes:
-        raise PayloadTooLarge(f"the request body of {request.content_length} bytes", limit_bytes)
-    body = await _read(request, limit_bytes, share, patience_s)
-    if encoding in _WINDOW_BITS and body:
-        body = await asyncio.to_thread(_inflate, body, encoding, limit_bytes)
-        share.take(len(body))
-    return memoryview(body)
+
+    __slots__ = (
+        "_buffer",
+        "_chunks",
+        "_error",
+        "_limit_bytes",
+        "_on_change",
+        "_share",
+        "_waiter",
+        "complete",
+        "length",
+        "nbytes",
+        "unwanted",
+    )
+
+    def __init__(self, length: int | None, most_bytes: int, on_change: Callable[[], None]) -> None:
+        """Expect `length` bytes, or chunks; `on_change` is called when more or less is wanted than before."""
+        self.length = length
+        self.nbytes = 0
+        """Received so far."""
+        self.complete = False
+        self.unwanted = length is not None and length > most_bytes
+        """Whether what comes is thrown away."""
+        self._on_change = on_change
+        self._buffer: memoryview | None = None
+        """Of a body of known length."""
+        self._chunks = bytearray()
+        self._share: Share | None = None
+        self._limit_bytes = most_bytes
+        self._error: RequestError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether more should be received now."""
+        return self._share is not None or self.unwanted or self.nbytes < READ_AHEAD_BYTES
+
+    def room(self) -> memoryview:
+        """Where the next bytes of a body of known length go. The memory is taken as bytes are written to it."""
+        assert self.length is not None
+        if self._buffer is None:
+            self._buffer = np.empty(self.length, np.uint8).data
+        room = self._buffer[self.nbytes :]
+        return room[:READ_AHEAD_BYTES] if self._share is None else room
+
+    def add(self, data: bytes) -> None:
+        """Take bytes that were received elsewhere."""
+        if self.unwanted:
+            self.nbytes += len(data)
+            return
+        if self.length is None:
+            self._chunks += data
+        elif len(data) == self.length:
+            self._buffer = memoryview(data)
+        else:
+            self.room()[: len(data)] = data
+        self.received(len(data))
+
+    def received(self, nbytes: int) -> None:
+        """Hear that so many bytes have been written to `room`, or thrown away."""
+        self.nbytes += nbytes
+        if self._share is not None:
+            self._account(nbytes)
+
+    def end(self) -> None:
+        """Hear that this was all of it."""
+        self.complete = True
+        self._wake()
+
+    def fail(self, error: RequestError) -> None:
+        """Have `read` raise this."""
+        self._error, self._share = error, None
+        self._wake()
+
+    def discard(self) -> None:
+        """Throw away what has come and what still comes."""
+        self.unwanted = True
+        self._buffer, self._chunks = None, bytearray()
+        self._on_change()
+
+    async def read(self, limit_bytes: int, share: Share, patience_s: float = _PATIENCE_S) -> memoryview:
+        """Wait for all of it, counted by `share`. Raises PayloadTooLarge, Overloaded or ClientTooSlow."""
+        if self.length is not None and self.length > limit_bytes:
+            raise PayloadTooLarge(f"the request body of {self.length} bytes", limit_bytes)
+        self._limit_bytes, self._share = limit_bytes, share
+        self._account(self.nbytes)
+        if not (self.complete or self._error):
+            self._on_change()
+            await self._wait(patience_s)
+        self._share = None
+        if self._error is not None:
+            raise self._error
+        return memoryview(self._chunks) if self._buffer is None else self._buffer
+
+    async def wait_for_end(self, seconds: float) -> None:
+        """Wait until nothing more comes, though no longer than this."""
+        if not self.complete:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._waiter], timeout=seconds)
+
+    async def _wait(self, patience_s: float) -> None:
+        """Wait until it is complete or has failed; the longer, the more bytes have come."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        started_s = loop.time()
+        end_s = started_s + patience_s
+        while not self._waiter.done():
+            if loop.time() >= end_s:
+                self.fail(ClientTooSlow(self.nbytes, loop.time() - started_s))
+                return
+            await asyncio.wait([self._waiter], timeout=end_s - loop.time())
+            end_s = started_s + patience_s + self.nbytes / _LEAST_BYTES_PER_S
+
+    def _account(self, nbytes: int) -> None:
+        assert self._share is not None
+        if self.nbytes > self._limit_bytes:
+            self.fail(PayloadTooLarge("the request body", self._limit_bytes))
+            return
+        try:
+            self._share.take(nbytes)
+        except RequestError as error:
+            self.fail(error)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
-async def _read(request: web.Request, limit_bytes: int, share: Share, patience_s: float) -> bytes | bytearray:
-    content = request.content
-    if content.is_eof():  # it has come together with the headers
-        whole: bytes = content.read_nowait()
-        if len(whole) > limit_bytes:
-            raise PayloadTooLarge("the request body", limit_bytes)
-        share.take(len(whole))
-        return whole
-    body = bytearray()
-    started_s = asyncio.get_running_loop().time()
-    try:
-        async with asyncio.timeout(patience_s) as timeout:
-            async for chunk in content.iter_any():
-                share.take(len(chunk))
-                body += chunk
-                if len(body) > limit_bytes:
-                    raise PayloadTooLarge("the request body", limit_bytes)
-                timeout.reschedule(started_s + patience_s + len(body) / _LEAST_BYTES_PER_S)
-    except TimeoutError as error:
-        raise ClientTooSlow(len(body), asyncio.get_running_loop().time() - started_s) from error
-    return body
+async def inflated(body: memoryview, encoding: str | None, limit_bytes: int, share: Share) -> memoryview:
+    """Undo a Content-Encoding that has been checked. Raises PayloadTooLarge, Overloaded or InvalidRequest."""
+    coding = _coding(encoding)
+    if coding in _IDENTITY or not body:
+        return body
+    whole = await asyncio.to_thread(_inflate, body, coding, limit_bytes)
+    share.take(len(whole))
+    return memoryview(whole)
 
 
-def _inflate(body: bytes | bytearray, encoding: str, limit_bytes: int) -> bytearray:
+def check_encoding(encoding: str | None) -> None:
+    """Raise UnknownEncoding for a Content-Encoding that is none of ours."""
+    coding = _coding(encoding)
+    if coding not in _IDENTITY and coding not in _WINDOW_BITS:
+        raise UnknownEncoding(coding[:40])
+
+
+def _coding(encoding: str | None) -> str:
+    return (encoding or "").strip().lower()
+
+
+def _inflate(body: memoryview, encoding: str, limit_bytes: int) -> bytearray:
     inflater = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
-        inflated = bytearray(inflater.decompress(body, limit_bytes + 1))
+        whole = bytearray(inflater.decompress(body, limit_bytes + 1))
     except zlib.error as error:
         raise InvalidRequest(f"the request body is not {encoding}: {error}") from error
-    if len(inflated) > limit_bytes:
+    if len(whole) > limit_bytes:
         raise PayloadTooLarge("the inflated request body", limit_bytes)
     if not inflater.eof:
         raise InvalidRequest(f"the request body is not {encoding}: it ends too early")
@@ -72,4 +187,4 @@ def _inflate(body: bytes | bytearray, encoding: str, limit_bytes: int) -> bytear
         raise InvalidRequest(
             f"the request body is not {encoding}: {len(inflater.unused_data)} bytes follow its end"
         )
-    return inflated
+    return whole

@@ -1,14 +1,12 @@
 """The one table from domain errors to HTTP, and the JSON form of every error."""
 
-import logging
 import math
-import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
-from aiohttp import web
 
 from server import errors
+from server.http.message import JSON, Response
 
 STATUS: Mapping[type[errors.RequestError], int] = {
     errors.Unauthenticated: 401,
@@ -31,13 +29,13 @@ STATUS: Mapping[type[errors.RequestError], int] = {
     errors.NotInRepository: 500,
 }
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_log = logging.getLogger("cohabit.http")
+
+def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode({"error": message}), status, JSON, headers or {})
 
 
-def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    body = msgspec.json.encode({"error": message})
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+def response_of(error: errors.RequestError) -> Response:
+    return error_response(status_of(error), str(error), _headers_of(error))
 
 
 def status_of(error: errors.RequestError) -> int:
@@ -56,21 +54,3 @@ def _headers_of(error: errors.RequestError) -> Mapping[str, str] | None:
             return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         case _:
             return None
-
-
-@web.middleware
-async def json_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer every error as `{"error": ...}`; what nobody foresaw is logged under an id that the client gets."""
-    try:
-        return await handler(request)
-    except errors.RequestError as error:
-        return error_response(status_of(error), str(error), _headers_of(error))
-    except web.HTTPException as error:
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        return error_response(error.status, error.reason, allow)
-    except web.RequestPayloadError as error:
-        return error_response(400, f"the request body could not be read: {error}")
-    except Exception:
-        incident = uuid.uuid4().hex[:12]
-        _log.exception("internal error", extra={"fields": {"incident": incident, "path": request.path}})
-        return error_response(500, f"internal error {incident}; the server's log has the details")

@@ -1,8 +1,6 @@
 """Tokens asked for around an HTTP handler."""
 
-from aiohttp import web
-from aiohttp.typedefs import Handler
-
+from server.http.message import Handler, Request, Response
 from server.operate.access import Access, Permission
 
 
@@ -11,8 +9,8 @@ def guarded(handler: Handler, access: Access, permission: Permission) -> Handler
     if permission in access.open:
         return handler
 
-    async def guard(request: web.Request) -> web.StreamResponse:
-        access.require(request.headers.get("Authorization"), permission)
+    async def guard(request: Request) -> Response:
+        access.require(request.header(b"authorization"), permission)
         return await handler(request)
 
     return guard

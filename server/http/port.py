@@ -1,99 +1,79 @@
-"""An HTTP port: connections are counted and bounded, idle and slow ones closed."""
+"""An HTTP port: connections are counted and bounded, idle ones closed."""
 
 import asyncio
-from http import HTTPStatus
 from typing import cast
 
 import msgspec
-from aiohttp import web
 
 from server.errors import ConfigError
-from server.http.errors import error_response
+from server.http.connection import SCRATCH_BYTES, Answer, Connection
 
-_IDLE_S = 75.0
-"""How long a connection may be without a whole request, the time its headers take included."""
-_READ_AHEAD_BYTES = 256 << 10
-"""Of a body, before its client has to wait for us to read it."""
 _ANSWERS_WRITTEN_S = 2.0
 _BACKLOG = 512
-_MOST_ERROR_CHARACTERS = 300
+_LOOK_EVERY_S = 1.0
 
 
 class HttpServer:
     """Owns one listening port. All methods belong to the event loop's thread."""
 
-    def __init__(self, app: web.Application, max_connections: int) -> None:
+    def __init__(self, answer: Answer, max_connections: int, most_body_bytes: int) -> None:
+        self._answer = answer
         self._max_connections = max_connections
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            auto_decompress=False,
-            handle_signals=False,
-            handler_cancellation=True,
-            keepalive_timeout=_IDLE_S,
-            read_bufsize=_READ_AHEAD_BYTES,
-            shutdown_timeout=_ANSWERS_WRITTEN_S,
-        )
+        self._most_body_bytes = most_body_bytes
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._connections: set[Connection] = set()
+        self._all_lost = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, flag: str) -> str:
         """Listen; returns the URL, where port 0 has become a free one. Raises ConfigError, which names the flag."""
-        await self._runner.setup()
+        loop = asyncio.get_running_loop()
         try:
-            await _BoundedSite(self._runner, host, port, self._max_connections).start()
+            self._server = await loop.create_server(self._accept, host, port, backlog=_BACKLOG)
         except OSError as error:
             raise ConfigError(f"{flag}: cannot listen on {host} port {port}: {error}") from error
-        actual_host, actual_port = self._runner.addresses[0][:2]
+        self._watch = asyncio.create_task(self._close_overdue())
+        actual_host, actual_port = self._server.sockets[0].getsockname()[:2]
         return (
             f"http://[{actual_host}]:{actual_port}" if ":" in actual_host else f"http://{actual_host}:{actual_port}"
         )
 
     async def stop(self) -> None:
         """Close the port; answers get some time to be written."""
-        await self._runner.cleanup()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+        if self._connections:
+            self._all_lost.clear()
+            await asyncio.wait([asyncio.create_task(self._all_lost.wait())], timeout=_ANSWERS_WRITTEN_S)
+        for connection in list(self._connections):
+            connection.abort()
+        if self._server is not None:
+            await self._server.wait_closed()
 
-
-class _BoundedSite(web.BaseSite):
-    """aiohttp's TCPSite with a bound on connections: those above it are told so and closed."""
-
-    def __init__(self, runner: web.AppRunner, host: str, port: int, max_connections: int) -> None:
-        super().__init__(runner, backlog=_BACKLOG)
-        self._host, self._port = host, port
-        self._max_connections = max_connections
-
-    @property
-    def name(self) -> str:
-        return f"http://{self._host}:{self._port}"
-
-    async def start(self) -> None:
-        await super().start()
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, self._host, self._port, backlog=self._backlog)
+    def lost(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._all_lost.set()
 
     def _accept(self) -> asyncio.BaseProtocol:
-        server = self._runner.server
-        assert isinstance(server, web.Server)
-        if len(server.connections) >= self._max_connections:
+        if len(self._connections) >= self._max_connections:
             return _Refusal(self._max_connections)
-        return _Handler(server, loop=asyncio.get_running_loop(), **server._kwargs)
+        connection = Connection(self, self._answer, self._most_body_bytes, self._scratch)
+        self._connections.add(connection)
+        return connection
 
-
-class _Handler(web.RequestHandler):
-    """Answers what never becomes a request, such as headers that are too large, in the form of all other errors."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        super().handle_error(request, status, exc, message)
-        text = " ".join((message or HTTPStatus(status).phrase).split())[:_MOST_ERROR_CHARACTERS]
-        answer = error_response(status, text if status < HTTPStatus.INTERNAL_SERVER_ERROR else "internal error")
-        answer.force_close()
-        return answer
+    async def _close_overdue(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            now_s = loop.time()
+            for connection in list(self._connections):
+                connection.close_if_overdue(now_s)
 
 
 class _Refusal(asyncio.Protocol):

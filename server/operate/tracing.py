@@ -8,13 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from server.operate.spans import events_of, lane_events
 from server.operate.trace_file import TraceFile
 from server.request import InferRequest
-from server.request_trace import CURRENT, HEADER, RequestTrace, new_context
+from server.request_trace import CURRENT, RequestTrace, new_context
 from server.settings import TraceControl
 
 if TYPE_CHECKING:
@@ -82,20 +80,3 @@ def _clock_shift_s() -> float:
     """What leads from the recordings' clock to the monotonic one, which on Linux are the same."""
     recorded, ours = (time.get_clock_info(name).implementation for name in ("perf_counter", "monotonic"))
     return 0.0 if recorded == ours else time.monotonic() - time.perf_counter()
-
-
-def following(tracer: Tracer) -> Middleware:
-    """HTTP's part: the caller's traceparent is read, and its answer has ours. Nothing else is done for others."""
-
-    @web.middleware
-    async def follow(request: web.Request, handler: Handler) -> web.StreamResponse:
-        traceparent = request.headers.get(HEADER)
-        if traceparent is None and not tracer.follows_all:
-            return await handler(request)
-        with tracer.request(traceparent) as trace:
-            response = await handler(request)
-        if traceparent is not None and not response.prepared:
-            response.headers[HEADER] = trace.context.header
-        return response
-
-    return follow

@@ -11,8 +11,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 from server_fakes import Running, identity, running, serving
 from server_http import ask, infer, x
 from tritonclient.grpc.service_pb2 import ModelInferRequest
@@ -21,8 +19,8 @@ from server.errors import ClientTooSlow, ConfigError, InvalidRequest, PayloadToo
 from server.grpc.errors import CODES
 from server.grpc.port import GrpcServer
 from server.grpc.wire import parse
-from server.http.body import read_body
-from server.http.errors import STATUS, json_errors
+from server.http.body import Body
+from server.http.errors import STATUS
 from server.protocol.body_memory import BodyMemory
 from server.protocol.json_numbers import decode, encode
 
@@ -70,22 +68,22 @@ def test_connections_over_the_limit_are_told_so(narrow: Running) -> None:
 
 
 async def test_a_body_that_does_not_come_is_given_up() -> None:
-    async def handler(request: web.Request) -> web.Response:
-        with BodyMemory(MIB).share() as share:
-            return web.Response(body=bytes(await read_body(request, MIB, share, patience_s=0.1)))
+    body = Body(20, MIB, lambda: None)
+    body.add(b"beginning")
+    with BodyMemory(MIB).share() as share, pytest.raises(ClientTooSlow, match=r"9 bytes in 0\.1"):
+        await body.read(MIB, share, patience_s=0.1)
 
-    app = web.Application(middlewares=[json_errors])
-    app.router.add_post("/", handler)
 
-    async def dripping() -> Any:
-        yield b"beginning"
-        await asyncio.sleep(5)
-
-    async with TestClient(TestServer(app)) as client:
-        answer = await client.post("/", data=dripping())
-        assert answer.status == 408
-        assert "9 bytes in 0.1" in (await answer.json())["error"]
-        assert await (await client.post("/", data=b"whole")).read() == b"whole"
+async def test_a_body_that_goes_on_coming_is_waited_for() -> None:
+    body = Body(None, MIB, lambda: None)
+    with BodyMemory(MIB).share() as share:
+        reading = asyncio.create_task(body.read(MIB, share, patience_s=0.05))
+        for _ in range(3):
+            body.add(bytes(200))  # 200 bytes are good for another 49 ms
+            await asyncio.sleep(0.04)
+        assert not reading.done()
+        body.end()
+        assert bytes(await reading) == bytes(600)
 
 
 def test_bodies_under_way_share_a_budget() -> None:
