@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from server.scheduling.estimates import Estimate
 from server.scheduling.policy import Policy
@@ -12,8 +13,7 @@ _GAIN = 0.9
 """A larger batch is worth it if a row takes at most this part of its time in a smaller one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """Requests of one model, to be executed together."""
 
     tickets: tuple[Ticket, ...]
@@ -22,10 +22,13 @@ class Batch:
     """Until then others may join."""
 
 
-def batch_of(
-    first: Ticket, waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, most_rows: int, now_s: float
-) -> Batch:
-    """Choose how many of the requests behind `first` go with it.
+def alone(ticket: Ticket) -> Batch:
+    """A batch of one request, which nothing else waits beside."""
+    return Batch((ticket,), ticket.request.batch)
+
+
+def batch_of(waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, most_rows: int, now_s: float) -> Batch:
+    """Choose how many of those that wait go with the first of them.
 
     A batch may be padded: five requests of a model bound by its swaps run as eight, whose parameters are copied once.
     One that is bound by arithmetic gains nothing, and then its requests do not wait for each other.
@@ -33,12 +36,12 @@ def batch_of(
     taken: list[Ticket] = []
     rows, best_s, paying, preferred, deadline_s = 0, math.inf, 1, 0, math.inf
     full = False
-    for ticket in _in_order(first, waiting):
+    for ticket in waiting:
         more = rows + ticket.request.batch
         if ticket.deadline_s is not None:
             deadline_s = min(deadline_s, ticket.deadline_s)
         too_late = deadline_s < math.inf and now_s + estimate.careful_s(more, now_s) > deadline_s
-        if taken and (more > most_rows or ticket.generation != first.generation or too_late):
+        if taken and (more > most_rows or ticket.generation != taken[0].generation or too_late):
             full = True
             break
         taken.append(ticket)
@@ -50,8 +53,8 @@ def batch_of(
             preferred = len(taken)
     waits = policy.batch_delay_s > 0.0 and not full and not preferred and rows < most_rows
     keep_until_s = _keep_until(taken, policy, deadline_s - estimate.careful_s(rows, now_s)) if waits else -math.inf
-    tickets = tuple(taken[: preferred or paying])
-    return Batch(tickets, sum(t.request.batch for t in tickets), keep_until_s)
+    del taken[preferred or paying :]
+    return Batch(tuple(taken), sum([t.request.batch for t in taken]), keep_until_s)
 
 
 def best_rate_batch(
@@ -61,6 +64,8 @@ def best_rate_batch(
 
     A request whose deadline is too near for a large batch would make a small one of it, and the next one, too.
     """
+    if estimate.seconds(usual.rows) == 0.0:  # nothing was predicted, nor measured yet
+        return usual
     generation = usual.tickets[0].generation
     best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
     tickets = [ticket for ticket in waiting if ticket.generation == generation]
@@ -81,11 +86,6 @@ def _fitting(tickets: Iterable[Ticket], most_rows: int, end_s: float) -> Iterato
             if rows > most_rows:
                 return
             yield ticket
-
-
-def _in_order(first: Ticket, waiting: Iterable[Ticket]) -> Iterator[Ticket]:
-    yield first
-    yield from (ticket for ticket in waiting if ticket is not first)
 
 
 def _keep_until(tickets: Iterable[Ticket], policy: Policy, latest_start_s: float) -> float:

@@ -30,6 +30,8 @@ class Deadlines:
 
     def forget(self, ticket: Ticket) -> None:
         """Hear that a request waits no more."""
+        if not self._heap:
+            return
         self._waiting.discard(ticket)
         if len(self._heap) > 2 * len(self._waiting) + _MOST_GONE:
             self._heap = [entry for entry in self._heap if entry[2] in self._waiting]

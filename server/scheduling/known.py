@@ -1,7 +1,7 @@
 """What the scheduler knows of one model: its queue, what its config says, and how long its executions take."""
 
 from server.model import Readiness
-from server.scheduling.batching import Batch, batch_of
+from server.scheduling.batching import Batch, alone, batch_of
 from server.scheduling.estimates import Estimate
 from server.scheduling.limits import Admission
 from server.scheduling.policy import Policy
@@ -23,4 +23,6 @@ class KnownModel:
 
     def batch(self, first: Ticket, now_s: float) -> Batch:
         """The requests that would be executed with this one."""
-        return batch_of(first, self.queue, self.policy, self.estimate, self.most_rows, now_s)
+        if len(self.queue) == 1 and self.policy.batch_delay_s == 0.0:
+            return alone(first)
+        return batch_of(self.queue.led_by(first), self.policy, self.estimate, self.most_rows, now_s)

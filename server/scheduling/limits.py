@@ -1,5 +1,7 @@
 """How many requests of a model are let in: at most so many at once, and so many per second."""
 
+from collections.abc import Callable
+
 from server.errors import RateLimited
 from server.scheduling.policy import Policy
 
@@ -13,12 +15,13 @@ class Admission:
         self._tokens = float(policy.burst)
         self._filled_s = 0.0
 
-    def enter(self, model: str, now_s: float, retry_after_s: float) -> None:
-        """Let a request in. Raises RateLimited."""
+    def enter(self, model: str, now_s: float, backlog_s: Callable[[float], float]) -> None:
+        """Let a request in. Raises RateLimited; `backlog_s` says when it is worth another try."""
         most, rate_per_s = self.policy.concurrency, self.policy.rate_per_s
         if most is not None and self._under_way >= most:
             raise RateLimited(
-                f"model '{model}' has {self._under_way} requests under way, its config allows {most}", retry_after_s
+                f"model '{model}' has {self._under_way} requests under way, its config allows {most}",
+                backlog_s(now_s),
             )
         if rate_per_s is not None:
             self._fill(rate_per_s, now_s)

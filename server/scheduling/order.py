@@ -4,19 +4,20 @@ Whatever is preferred, at most `BYPASSES` executions in a row leave the oldest r
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from server.scheduling.batching import Batch, best_rate_batch
 from server.scheduling.known import KnownModel
+from server.scheduling.queues import Ticket
 
 BYPASSES = 8
 
 
 class Order:
-    """Looks at the scheduler's models, and remembers what was executed."""
+    """Looks at the models for which something waits that may be executed, and remembers what was executed."""
 
-    def __init__(self, models: Mapping[str, KnownModel]) -> None:
-        self._models = models
+    def __init__(self, waiting: Mapping[str, KnownModel]) -> None:
+        self._waiting = waiting
         self._last: str | None = None
         self._announced: str | None = None
         self._bypassed: tuple[int, int] = (0, 0)
@@ -27,27 +28,24 @@ class Order:
 
         `strained` says that not everything can be answered in time.
         """
-        ready = [(name, known) for name, known in self.candidates() if _kept_until_s(known, now_s) <= now_s]
+        ready = [item for item in self._waiting.items() if _kept_until_s(item[1], now_s) <= now_s]
         if not ready:
             return None
-        number, name, first = min((t.number, name, t) for name, known in ready if (t := known.queue.oldest()))
-        if self._bypassed[0] == number and self._bypassed[1] >= BYPASSES:
-            return name, self._models[name].batch(first, now_s)
+        if self._bypassed[1] >= BYPASSES:
+            name, oldest = _oldest(ready)
+            if oldest.number == self._bypassed[0]:
+                return name, self._waiting[name].batch(oldest, now_s)
         name, known = ready[0]
         if len(ready) > 1:
-            name, known = min(ready, key=lambda r: (self._urgency_s(*r), (r[1].queue.first() or first).number))
-        batch = known.batch(known.queue.first() or first, now_s)
+            name, known = min(ready, key=lambda item: (self._urgency_s(*item), _first(item[1]).number))
+        batch = known.batch(_first(known), now_s)
         if strained:
             batch = best_rate_batch(known.queue, batch, known.estimate, known.most_rows, now_s)
         return name, batch
 
-    def candidates(self) -> Iterator[tuple[str, KnownModel]]:
-        """The models for which something waits that may be executed."""
-        return ((name, known) for name, known in self._models.items() if len(known.queue) and not known.held)
-
     def wake_s(self, now_s: float) -> float:
         """When `choose` may find something that it does not find now; infinite for never."""
-        return min((_kept_until_s(known, now_s) for _, known in self.candidates()), default=math.inf)
+        return min((_kept_until_s(known, now_s) for known in self._waiting.values()), default=math.inf)
 
     def announce(self, model: str) -> None:
         """Hear that a model's copies may begin, because it is to be next."""
@@ -56,9 +54,8 @@ class Order:
     def took(self, model: str, batch: Batch) -> None:
         """Hear what is executed, and has left its queue."""
         self._last, self._announced = model, None
-        waiting = (t for k in self._models.values() if not k.held and (t := k.queue.oldest()) is not None)
-        oldest = min((ticket.number for ticket in waiting), default=None)
-        if oldest is None or oldest > min(ticket.number for ticket in batch.tickets):
+        oldest = _oldest(self._waiting.items())[1].number if self._waiting else None
+        if oldest is None or oldest > min([ticket.number for ticket in batch.tickets]):
             self._bypassed = (0, 0)
         else:
             count = self._bypassed[1] if self._bypassed[0] == oldest else 0
@@ -73,7 +70,17 @@ class Order:
 
 
 def _kept_until_s(known: KnownModel, now_s: float) -> float:
+    return -math.inf if known.policy.batch_delay_s == 0.0 else known.batch(_first(known), now_s).keep_until_s
+
+
+def _first(known: KnownModel) -> Ticket:
+    """The first request of a queue in which there are some."""
     first = known.queue.first()
-    if first is None or known.policy.batch_delay_s == 0.0:
-        return -math.inf
-    return known.batch(first, now_s).keep_until_s
+    assert first is not None
+    return first
+
+
+def _oldest(waiting: Collection[tuple[str, KnownModel]]) -> tuple[str, Ticket]:
+    """The oldest request of all, and its model."""
+    oldest = [(name, ticket) for name, known in waiting if (ticket := known.queue.oldest()) is not None]
+    return min(oldest, key=lambda entry: entry[1].number)

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from server.request import InferRequest
-
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
@@ -50,10 +48,6 @@ class Policy:
 
     def level_of(self, priority: int | None) -> int:
         return priority if priority is not None and 1 <= priority <= self.levels else self.default_level
-
-    def timeout_s(self, request: InferRequest) -> float | None:
-        """How long a request may take; None for as long as it must."""
-        return self.of_level(self.level_of(request.priority)).timeout_of(request.timeout_s)
 
     def of_level(self, level: int) -> LevelPolicy:
         return self.by_level.get(level, self.default)

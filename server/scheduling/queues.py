@@ -3,10 +3,13 @@
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
+from operator import attrgetter
 
 import msgspec
 
 from server.request import InferRequest
+
+_number = attrgetter("number")
 
 
 class Ticket(msgspec.Struct, frozen=True, eq=False):
@@ -51,14 +54,21 @@ class ModelQueue:
         """Most urgent level first, and in it the oldest."""
         return chain(*self._levels.values(), self._late)
 
+    def led_by(self, leader: Ticket) -> Iterator[Ticket]:
+        """In the same order, but for one that goes first."""
+        if leader is self.first():
+            return iter(self)
+        return chain((leader,), (ticket for ticket in self if ticket is not leader))
+
     def waiting(self, level: int) -> int:
         return len(self._levels.get(level, ()))
 
     def push(self, ticket: Ticket) -> None:
-        if ticket.level not in self._levels:
-            self._levels[ticket.level] = deque()
+        queue = self._levels.get(ticket.level)
+        if queue is None:
+            queue = self._levels[ticket.level] = deque()
             self._levels = dict(sorted(self._levels.items()))
-        self._levels[ticket.level].append(ticket)
+        queue.append(ticket)
         self._count += 1
         self.rows += ticket.request.batch
 
@@ -81,7 +91,10 @@ class ModelQueue:
         self._late.append(ticket)
 
     def first(self) -> Ticket | None:
-        return next(iter(self), None)
+        for queue in self._levels.values():
+            if queue:
+                return queue[0]
+        return self._late[0] if self._late else None
 
     def due_s(self, most: int) -> float:
         """The earliest due time among the first so many requests, one at least. There must be one."""
@@ -89,5 +102,7 @@ class ModelQueue:
 
     def oldest(self) -> Ticket | None:
         """The first to have arrived, whatever its level."""
-        heads = (queue[0] for queue in (*self._levels.values(), self._late) if queue)
-        return min(heads, key=lambda ticket: ticket.number, default=None)
+        heads = [queue[0] for queue in self._levels.values() if queue]
+        if self._late:
+            heads.append(self._late[0])
+        return min(heads, key=_number, default=None)

@@ -5,7 +5,8 @@ Requests that cannot be answered within their timeout are refused as soon as tha
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from server.errors import ModelNotFound, QueueFull, RequestTimedOut
 from server.model import Readiness
@@ -25,8 +26,7 @@ _STRAINED_S = 1.0
 """So long after something could not be answered in time, answering most comes before answering the nearest deadline."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """What the device does next: requests for one model, executed together."""
 
     model: str
@@ -34,7 +34,7 @@ class Work:
 
     @property
     def rows(self) -> int:
-        return sum(ticket.request.batch for ticket in self.tickets)
+        return sum([ticket.request.batch for ticket in self.tickets])
 
 
 class Scheduler:
@@ -44,7 +44,9 @@ class Scheduler:
         self._queue_limit = queue_limit
         self._queue_bytes = queue_bytes
         self._models: dict[str, KnownModel] = {}
-        self._order = Order(self._models)
+        self._waiting: dict[str, KnownModel] = {}
+        """Those for which something waits that may be executed."""
+        self._order = Order(self._waiting)
         self._waiting_bytes = 0
         self._arrivals = 0
         self._generations = 0
@@ -103,6 +105,7 @@ class Scheduler:
     def remove(self, model: str) -> list[Ticket]:
         """Forget a model; returns the requests that still waited for it."""
         forgotten = self._models.pop(model, None)
+        self._waiting.pop(model, None)
         tickets = list(forgotten.queue) if forgotten is not None else []
         for ticket in tickets:
             self._left(ticket)
@@ -118,7 +121,9 @@ class Scheduler:
 
     def hold(self, model: str, held: bool) -> None:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
-        self._models[model].held = held
+        known = self._models[model]
+        known.held = held
+        self._look_at(model, known)
 
     def is_full(self, model: str) -> bool:
         """Whether no request of the model can be queued now. Needs no lock: by the next moment it may be otherwise."""
@@ -142,12 +147,15 @@ class Scheduler:
             if now_s + needed_s > ticket.deadline_s:
                 self._refused_s = now_s
                 raise RequestTimedOut(request.model, ticket.timeout_s or 0.0, needed_s)
-        known.admission.enter(request.model, now_s, self._backlog_s(now_s))
+        known.admission.enter(request.model, now_s, self._backlog_s)
         self._arrivals += 1
         self._waiting_bytes += ticket.nbytes
         self._live.add(ticket)
         known.queue.push(ticket)
-        self._watch(ticket, now_s)
+        if not known.held:
+            self._waiting[request.model] = known
+        if ticket.expires:
+            self._watch(ticket, now_s)
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -156,6 +164,7 @@ class Scheduler:
             return False
         known = self._models[ticket.request.model]
         known.queue.remove(ticket)
+        self._look_at(ticket.request.model, known)
         known.admission.leave()
         self._left(ticket)
         return True
@@ -191,6 +200,7 @@ class Scheduler:
         for ticket in batch.tickets:
             known.queue.remove(ticket)
             self._left(ticket)
+        self._look_at(model, known)
         self._order.took(model, batch)
         self._busy_until_s = now_s + known.estimate.seconds(batch.rows)
         return Work(model, batch.tickets)
@@ -230,6 +240,13 @@ class Scheduler:
         for ticket in list(self._live):
             self.cancel(ticket)
 
+    def _look_at(self, model: str, known: KnownModel) -> None:
+        """Note whether something waits for a model that may be executed."""
+        if known.held or not known.queue:
+            self._waiting.pop(model, None)
+        else:
+            self._waiting[model] = known
+
     def _left(self, ticket: Ticket) -> None:
         """Forget a request that waits no more, and its inputs with it."""
         self._live.remove(ticket)
@@ -242,13 +259,17 @@ class Scheduler:
     def _ticket(self, request: InferRequest, known: KnownModel, now_s: float) -> Ticket:
         level = known.policy.level_of(request.priority)
         policy = known.policy.of_level(level)
-        timeout_s = known.policy.timeout_s(request)
-        # The event loop is as busy when a request arrives, unseen, as when its answer leaves.
-        end_s = None if timeout_s is None else now_s + timeout_s - 2.0 * self._answering.careful_s
-        deadline_s, late_s = (None, end_s) if policy.delays_late else (end_s, None)
-        latest_s = math.inf if deadline_s is None else deadline_s - known.estimate.careful_s(request.batch, now_s)
-        due_s = min(now_s + PATIENCE_S, latest_s)
-        nbytes = sum(array.nbytes for array in request.inputs.values())
+        timeout_s = policy.timeout_of(request.timeout_s)
+        deadline_s, late_s, due_s = None, None, now_s + PATIENCE_S
+        if timeout_s is not None:
+            # The event loop is as busy when a request arrives, unseen, as when its answer leaves.
+            end_s = now_s + timeout_s - 2.0 * self._answering.careful_s
+            if policy.delays_late:
+                late_s = end_s
+            else:
+                deadline_s = end_s
+                due_s = min(due_s, deadline_s - known.estimate.careful_s(request.batch, now_s))
+        nbytes = sum([array.nbytes for array in request.inputs.values()])
         return Ticket(
             request,
             self._arrivals + 1,
@@ -272,8 +293,7 @@ class Scheduler:
         return self._models[ticket.request.model].estimate.careful_s(ticket.request.batch, now_s)
 
     def _watch(self, ticket: Ticket, now_s: float) -> None:
-        if ticket.deadline_s is not None or ticket.late_s is not None:
-            self._deadlines.watch(ticket, self._latest_start_s(ticket, now_s))
+        self._deadlines.watch(ticket, self._latest_start_s(ticket, now_s))
 
     def _is_too_late(self, batch: Batch, now_s: float) -> bool:
         """Whether a request that is alone cannot be answered in time; in company, all can."""
@@ -285,7 +305,7 @@ class Scheduler:
     def _start_s(self, ticket: Ticket, own: KnownModel, now_s: float) -> float:
         """When a request would start that arrives now: behind what runs, and what would be chosen before it."""
         ahead_s = 0.0
-        for _, known in self._order.candidates():
+        for known in self._waiting.values():
             if known is own:
                 rows = sum(known.queue.waiting(level) for level in range(1, ticket.level + 1))
                 whole = max(own.most_rows, 1)

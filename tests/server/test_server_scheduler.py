@@ -218,6 +218,15 @@ def test_measured_times_correct_the_predictions_both_ways() -> None:
     scheduler.submit(0.0, request(timeout_s=0.6))
 
 
+def test_refusals_do_not_keep_a_model_of_unknown_times_from_running() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m")
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=-1.0))
+    waiting = scheduler.submit(0.0, request())
+    assert scheduler.next(0.0) == Work("m", (waiting,))
+
+
 def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> None:
     scheduler = Scheduler(16)
     scheduler.add("m", {1: 1.0})
