@@ -246,6 +246,7 @@ class Connection(asyncio.BufferedProtocol):
         self._fault = error_response(400, text)
         if self._incoming is not None:  # its answer says so
             self._incoming.body.fail(InvalidRequest(f"the request body could not be read: {text}"))
+            self._incoming.body.end()
             self._incoming, self._is_last = None, True
 
     def _on_body_wanted(self) -> None:
