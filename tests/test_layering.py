@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "uvloop",
             "grpc",
             "grpc_health",
+            "ngh2",
             "google",
             "tritonclient",
             "msgspec",

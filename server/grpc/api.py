@@ -12,8 +12,10 @@ from tritonclient.grpc import service_pb2 as pb
 from server import descriptions
 from server.dataplane import DataPlane
 from server.errors import InvalidRequest, RequestError, Unsupported
+from server.grpc.call import Call
 from server.grpc.codec import decode_request, encode_response
 from server.grpc.errors import message_of, unforeseen
+from server.grpc.framing import Content
 from server.grpc.wire import parse
 from server.protocol.shared_memory import CudaRequest, SystemRequest
 from server.request import InferResponse
@@ -22,6 +24,7 @@ from server.request_trace import HEADER
 _QUICK_BYTES = 64 << 10
 """Messages up to this, raw tensors aside, are decoded on the event loop."""
 _QUICK_TENSOR_BYTES = 4 << 20
+_TRACEPARENT = HEADER.encode()
 _FINAL = "triton_final_response"
 _STREAM_AHEAD = 64
 """Requests of one stream that may be under way together."""
@@ -33,45 +36,45 @@ class Api:
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
-    async def server_live(self, request: Any, context: Any) -> Any:
+    async def server_live(self, request: Any, call: Call) -> Any:
         return pb.ServerLiveResponse(live=True)
 
-    async def server_ready(self, request: Any, context: Any) -> Any:
+    async def server_ready(self, request: Any, call: Call) -> Any:
         return pb.ServerReadyResponse(ready=self._plane.not_ready() is None)
 
-    async def model_ready(self, request: Any, context: Any) -> Any:
+    async def model_ready(self, request: Any, call: Call) -> Any:
         return pb.ModelReadyResponse(ready=self._plane.is_ready(*_which(request)))
 
-    async def server_metadata(self, request: Any, context: Any) -> Any:
+    async def server_metadata(self, request: Any, call: Call) -> Any:
         return _message(descriptions.server_metadata(self._plane.extensions), pb.ServerMetadataResponse())
 
-    async def model_metadata(self, request: Any, context: Any) -> Any:
+    async def model_metadata(self, request: Any, call: Call) -> Any:
         info = self._plane.registry.find(*_which(request)).info
         return _message(descriptions.model_metadata(info), pb.ModelMetadataResponse())
 
-    async def model_config(self, request: Any, context: Any) -> Any:
+    async def model_config(self, request: Any, call: Call) -> Any:
         return pb.ModelConfigResponse(config=self._plane.config(*_which(request)))
 
-    async def model_statistics(self, request: Any, context: Any) -> Any:
+    async def model_statistics(self, request: Any, call: Call) -> Any:
         entries = self._plane.registry.listed(request.name or None, request.version or None)
         return _message(descriptions.statistics(entries), pb.ModelStatisticsResponse())
 
-    async def repository_index(self, request: Any, context: Any) -> Any:
+    async def repository_index(self, request: Any, call: Call) -> Any:
         _refuse_repository(request)
         index = descriptions.repository_index(self._plane.index(request.ready))
         return _message({"models": index}, pb.RepositoryIndexResponse())
 
-    async def repository_model_load(self, request: Any, context: Any) -> Any:
+    async def repository_model_load(self, request: Any, call: Call) -> Any:
         _refuse_repository(request)
         await self._plane.load(request.model_name, _values(request.parameters))
         return pb.RepositoryModelLoadResponse()
 
-    async def repository_model_unload(self, request: Any, context: Any) -> Any:
+    async def repository_model_unload(self, request: Any, call: Call) -> Any:
         _refuse_repository(request)
         await self._plane.unload(request.model_name, _values(request.parameters))
         return pb.RepositoryModelUnloadResponse()
 
-    async def system_shared_memory_status(self, request: Any, context: Any) -> Any:
+    async def system_shared_memory_status(self, request: Any, call: Call) -> Any:
         response = pb.SystemSharedMemoryStatusResponse()
         for region in self._plane.regions.system(request.name or None):
             status = response.regions[region.name]
@@ -79,32 +82,32 @@ class Api:
             status.offset, status.byte_size = region.offset, region.nbytes
         return response
 
-    async def system_shared_memory_register(self, request: Any, context: Any) -> Any:
+    async def system_shared_memory_register(self, request: Any, call: Call) -> Any:
         region = SystemRequest(request.name, request.key, request.offset, request.byte_size)
         self._plane.regions.register_system(region)
         return pb.SystemSharedMemoryRegisterResponse()
 
-    async def system_shared_memory_unregister(self, request: Any, context: Any) -> Any:
+    async def system_shared_memory_unregister(self, request: Any, call: Call) -> Any:
         self._plane.regions.unregister("system", request.name or None)
         return pb.SystemSharedMemoryUnregisterResponse()
 
-    async def cuda_shared_memory_status(self, request: Any, context: Any) -> Any:
+    async def cuda_shared_memory_status(self, request: Any, call: Call) -> Any:
         response = pb.CudaSharedMemoryStatusResponse()
         for region in self._plane.regions.cuda(request.name or None):
             status = response.regions[region.name]
             status.name, status.device_id, status.byte_size = region.name, region.device, region.nbytes
         return response
 
-    async def cuda_shared_memory_register(self, request: Any, context: Any) -> Any:
+    async def cuda_shared_memory_register(self, request: Any, call: Call) -> Any:
         region = CudaRequest(request.name, request.raw_handle, request.device_id, request.byte_size)
         self._plane.regions.register_cuda(region)
         return pb.CudaSharedMemoryRegisterResponse()
 
-    async def cuda_shared_memory_unregister(self, request: Any, context: Any) -> Any:
+    async def cuda_shared_memory_unregister(self, request: Any, call: Call) -> Any:
         self._plane.regions.unregister("cuda", request.name or None)
         return pb.CudaSharedMemoryUnregisterResponse()
 
-    async def trace_setting(self, request: Any, context: Any) -> Any:
+    async def trace_setting(self, request: Any, call: Call) -> Any:
         model = self._plane.traced_model(request.model_name) if request.model_name else None
         changes = {key: list(setting.value) for key, setting in request.settings.items()}
         self._plane.traces.update(changes, model)
@@ -113,7 +116,7 @@ class Api:
             response.settings[key].value.extend([value] if isinstance(value, str) else value)
         return response
 
-    async def log_settings(self, request: Any, context: Any) -> Any:
+    async def log_settings(self, request: Any, call: Call) -> Any:
         self._plane.change_log(_values(request.settings))
         response = pb.LogSettingsResponse()
         fields = {bool: "bool_param", int: "uint32_param", str: "string_param"}
@@ -121,21 +124,21 @@ class Api:
             setattr(response.settings[key], fields[type(value)], value)
         return response
 
-    async def model_infer(self, request: bytes, context: Any) -> Any:
-        traceparent = traceparent_of(context)
+    async def model_infer(self, request: Content, call: Call) -> Any:
+        traceparent = call.header(_TRACEPARENT)
         if traceparent is None and not self._plane.tracer.follows_all:
-            return await self._infer(*parse(request), context.time_remaining())
+            return await self._infer(*parse(request), call.left_s())
         with self._plane.tracer.request(traceparent) as trace:
             if traceparent is not None:
-                await context.send_initial_metadata(((HEADER, trace.context.header),))
-            return await self._infer(*parse(request), context.time_remaining())
+                call.add_header(HEADER, trace.context.header)
+            return await self._infer(*parse(request), call.left_s())
 
-    async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+    async def model_stream_infer(self, requests: AsyncIterator[Content], call: Call) -> AsyncIterator[Any]:
         """Answer each request of a stream, in order; several are under way together.
 
         An error is an answer like any other: the stream stays open.
         """
-        traceparent = traceparent_of(context)
+        traceparent = call.header(_TRACEPARENT)
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_AHEAD)
 
@@ -159,14 +162,14 @@ class Api:
                 if (unsent := answers.get_nowait()) is not None:
                     unsent.cancel()
 
-    async def _answer(self, request: bytes, traceparent: str | None) -> Any:
+    async def _answer(self, request: Content, traceparent: str | None) -> Any:
         """Answer one request of a stream, whatever becomes of it."""
         if traceparent is None and not self._plane.tracer.follows_all:
             return await self._answer_unfollowed(request)
         with self._plane.tracer.request(traceparent):
             return await self._answer_unfollowed(request)
 
-    async def _answer_unfollowed(self, request: bytes) -> Any:
+    async def _answer_unfollowed(self, request: Content) -> Any:
         message = None
         try:
             message, raw = parse(request)
@@ -200,11 +203,6 @@ async def _encode(response: InferResponse) -> Any:
     except RequestError as error:
         error.of_request(response.id)
         raise
-
-
-def traceparent_of(context: Any) -> str | None:
-    """The header of a caller that traces."""
-    return next((value for key, value in context.invocation_metadata() or () if key == HEADER), None)
 
 
 def _failed(text: str, message: Any) -> Any:

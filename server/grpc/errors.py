@@ -1,9 +1,9 @@
-"""The one table from domain errors to gRPC, and how every call's errors are answered."""
+"""The one table from domain errors to gRPC, and the status that a call ends with."""
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
@@ -34,8 +34,24 @@ CODES: Mapping[type[errors.RequestError], StatusCode] = {
 _MOST_CHARACTERS = 2000
 """Of a message: it travels in a header, and those are limited to 8 KiB."""
 
-Call = Callable[[Any, Any], Awaitable[Any]]
 _log = logging.getLogger("cohabit.grpc")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a call has ended; `metadata` goes along with it."""
+
+    code: StatusCode
+    message: str
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
+class Refusal(Exception):
+    """A call ends with a status that no domain error stands for."""
+
+    def __init__(self, code: StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.status = Status(code, message)
 
 
 def code_of(error: errors.RequestError) -> StatusCode:
@@ -53,22 +69,17 @@ def unforeseen(call: str) -> str:
     return f"internal error {incident}; the server's log has the details"
 
 
-def answering(name: str, read: Callable[[bytes], Any], method: Call) -> Call:
-    """Wrap a call so that it gets a message of its type, and what it raises becomes a status with the message."""
-
-    async def answer(request: bytes, context: Any) -> Any:
-        try:
-            return await method(read(request), context)
-        except errors.RequestError as error:
-            code, message = code_of(error), message_of(error)
-            if isinstance(error, errors.Overloaded):
-                pause_ms = str(max(1, round(error.retry_after_s * 1e3)))
-                context.set_trailing_metadata((("grpc-retry-pushback-ms", pause_ms),))
-        except DecodeError as error:
-            code, message = StatusCode.INVALID_ARGUMENT, f"the request is no {name}Request: {error}"
-        except Exception:
-            code, message = StatusCode.INTERNAL, unforeseen(name)
-        await context.abort(code, message)
-        return None
-
-    return answer
+def status_of(error: Exception, call: str) -> Status:
+    """What a call that raised this, which is being handled, ends with."""
+    match error:
+        case errors.Overloaded():
+            pause_ms = str(max(1, round(error.retry_after_s * 1e3)))
+            return Status(code_of(error), message_of(error), (("grpc-retry-pushback-ms", pause_ms),))
+        case errors.RequestError():
+            return Status(code_of(error), message_of(error))
+        case Refusal():
+            return error.status
+        case DecodeError():
+            return Status(StatusCode.INVALID_ARGUMENT, f"the request is no {call}Request: {error}")
+        case _:
+            return Status(StatusCode.INTERNAL, unforeseen(call))

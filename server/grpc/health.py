@@ -8,6 +8,8 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2 as pb
 
 from server.dataplane import DataPlane
+from server.grpc.call import Call
+from server.grpc.errors import Refusal
 
 _SERVICES = frozenset({"", "inference.GRPCInferenceService"})
 _WATCH_INTERVAL_S = 0.5
@@ -19,12 +21,12 @@ class Health:
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
-    async def check(self, request: Any, context: Any) -> Any:
+    async def check(self, request: Any, call: Call) -> Any:
         if request.service not in _SERVICES:
-            await context.abort(StatusCode.NOT_FOUND, f"unknown service '{request.service[:80]}'")
+            raise Refusal(StatusCode.NOT_FOUND, f"unknown service '{request.service[:80]}'")
         return pb.HealthCheckResponse(status=self._status(request.service))
 
-    async def watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def watch(self, request: Any, call: Call) -> AsyncIterator[Any]:
         """Send the status, and each change of it, until the client leaves."""
         sent = None
         while True:

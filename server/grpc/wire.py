@@ -20,7 +20,7 @@ _FIXED_BYTES = {1: 8, 5: 4}
 _VARINT, _LENGTH_DELIMITED = 0, 2
 
 
-def parse(data: bytes) -> tuple[Any, list[memoryview]]:
+def parse(data: bytes | memoryview) -> tuple[Any, list[memoryview]]:
     """Return the message without its raw tensors, and these. Raises InvalidRequest for what is no such message."""
     try:
         if len(data) <= _SMALL_BYTES:
