@@ -1,9 +1,10 @@
 """What the server knows of a model: its tensors, how to execute it, and the memory it holds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 
 from runtime.captures import Capture
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from runtime.recording import Follow
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Inputs = Mapping[str, Array]
+"""A request's tensors by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,7 @@ class ModelInfo:
         return (-1, *tensor.shape) if self.max_batch_size > 0 else tensor.shape
 
 
-@dataclass(frozen=True, slots=True)
-class Execution:
+class Execution(msgspec.Struct, frozen=True, eq=False):
     """One inference's outputs by name, and what it cost. The receiver owns the arrays.
 
     `compute_s` runs until the outputs are there; `stall_s` is the part of it that waited for parameters.
@@ -93,16 +95,22 @@ class Servable(Protocol):
         """How executions are issued on a device that has graphs, by batch size. Any thread."""
         ...
 
-    def execute(self, inputs: Mapping[str, Array], batch: int, follow: "Follow | None" = None) -> Execution:
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: "Follow | None" = None) -> Execution:
         """Run one inference; called on the engine's thread only. `follow` gets what the device's lanes did for it.
 
-        Every input is there, with `batch` as its first dimension (`batch` is 1 and there is no such dimension
-        if `max_batch_size` is 0). Inputs are views of the request's body: little-endian, perhaps unaligned, and
-        valid until the call returns. BF16 arrays are uint16 here and in the outputs.
+        Every request has every input. Along the first dimension they follow each other in the model's batch, and
+        make `rows` together; without a batch (`max_batch_size` is 0) there is one request, and `rows` is 1. Inputs
+        are views of the request's body: little-endian, perhaps unaligned, and valid until the call returns. BF16
+        arrays are uint16 here and in the outputs.
 
         Raises InvalidRequest for values that the model cannot take. Whatever else is raised becomes this
         request's error, and the engine lives on.
         """
+        ...
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether `expect` may have something to do."""
         ...
 
     def expect(self, batch: int, followed: bool = False) -> None:

@@ -7,10 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from server.engine.rows import joined, parted
+from msgspec.structs import replace
+
+from server.engine.doorbell import Doorbell
+from server.engine.rows import parted
 from server.engine.statistics import ModelStatistics
 from server.errors import ExecutionFailed, RequestError
 from server.model import Execution, Servable
@@ -53,28 +56,31 @@ class Model:
 class Listener(Protocol):
     """Hears what has happened. Called on the event loop's thread."""
 
-    def executed(self, outcomes: Sequence[tuple[Ticket, Outcome]], ended_s: float) -> None: ...
+    def executed(self, tickets: Sequence[Ticket], outcomes: Sequence[Outcome], ended_s: float) -> None: ...
     def too_late(self, tickets: Sequence[Ticket]) -> None: ...
     def device_lost(self, reason: str) -> None: ...
 
 
 class DeviceThread:
-    """`changed` guards the scheduler, `orders` and `stopped`, and is notified when one of them has changed."""
+    """`lock` guards the scheduler, `orders` and `stopped`; whoever changes one of them lets the thread look."""
 
     def __init__(
         self, scheduler: Scheduler, listener: Listener, clock: Callable[[], float], prefetch: bool
     ) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
         self.scheduler = scheduler
         self.orders: deque[Order] = deque()
         self.stopped = False
         self.models: dict[tuple[str, int], Model] = {}
         """By name and generation."""
+        self.prefetching: frozenset[str] = frozenset()
+        """Models whose copies may begin beside the execution before theirs."""
         self.computed_s = 0.0
         """How long the compute lane has worked."""
         self._listener = listener
         self._clock = clock
         self._prefetch = prefetch
+        self._bell = Doorbell()
         self._chore_is_next = False
         """Whether an inference ran since the last piece of a chore."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -82,6 +88,10 @@ class DeviceThread:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._thread.start()
+
+    def look(self) -> None:
+        """Let the thread look at what has changed. Event loop's thread."""
+        self._bell.ring()
 
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has ended, if it was started."""
@@ -105,8 +115,10 @@ class DeviceThread:
 
     def _take(self) -> Work | Order | None:
         """Wait for the next thing to do: inferences and chores take turns; None to stop."""
-        with self.changed:
-            while not self.stopped:
+        while True:
+            with self.lock:
+                if self.stopped:
+                    return None
                 now_s = self._clock()
                 if self.orders and self._chore_is_next:
                     self._chore_is_next = False
@@ -120,8 +132,7 @@ class DeviceThread:
                 if self.orders:
                     return self.orders[0]
                 wake_s = self.scheduler.wake_s(now_s)
-                self.changed.wait(None if wake_s == math.inf else max(wake_s - now_s, 0.0))
-        return None
+            self._bell.wait(None if wake_s == math.inf else max(wake_s - now_s, 0.0))
 
     def _advance(self, order: Order) -> None:
         error: BaseException | None = None
@@ -130,7 +141,7 @@ class DeviceThread:
         except Exception as raised:
             ended, error = True, raised
         if ended:
-            with self.changed:
+            with self.lock:
                 if order in self.orders:
                     self.orders.remove(order)
             self._tell(order.settle, error)
@@ -147,23 +158,24 @@ class DeviceThread:
         model, tickets = self.models[work.model, work.tickets[0].generation], work.tickets
         started_s = self._clock()
         outcomes = self._execute(model, tickets)
-        failed = any(isinstance(outcome, RequestError) for outcome in outcomes)
-        with self.changed:
+        failed = isinstance(outcomes[0], RequestError)
+        with self.lock:
             now_s = self._clock()
             self.scheduler.finished(work, now_s, None if failed else now_s - started_s)
         if failed and len(tickets) > 1:
             outcomes = [outcome for ticket in tickets for outcome in self._execute(model, [ticket])]
-        self._tell(self._listener.executed, tuple(zip(tickets, outcomes, strict=True)), self._clock())
+        self._tell(self._listener.executed, tickets, outcomes, self._clock())
         if model.servable.lost is not None:
             self._tell(self._listener.device_lost, model.servable.lost)
 
     def _execute(self, model: Model, tickets: Sequence[Ticket]) -> list[Outcome]:
         """Execute requests as one batch; either all are answered and counted, or there is one error for each."""
         requests, started_s = [ticket.request for ticket in tickets], self._clock()
-        rows = sum(request.batch for request in requests)
+        rows = sum([request.batch for request in requests])
         try:
             self._tell_next()
-            execution = model.servable.execute(joined(requests), rows, _follower(requests))
+            inputs = [request.inputs for request in requests]
+            execution = model.servable.execute(inputs, rows, _follower(requests))
         except RequestError as error:
             return [error] * len(tickets)
         except Exception as error:
@@ -176,29 +188,21 @@ class DeviceThread:
             _log.exception("execution failed", extra={"fields": fields})
             return [ExecutionFailed(requests[0].model, f"{type(error).__name__}: {error}")] * len(tickets)
         parting_s = self._clock()
-        answers: list[Outcome] = list(parted(requests, execution))
-        execution = replace(execution, output_s=execution.output_s + self._clock() - parting_s)
-        self._count(model.statistics, tickets, execution, started_s)
-        return answers
-
-    def _count(
-        self, statistics: ModelStatistics, tickets: Sequence[Ticket], execution: Execution, started_s: float
-    ) -> None:
-        busy_s, wall_ms = self._clock() - started_s, round(time.time() * 1e3)
+        answers: list[Outcome] = [*parted(requests, execution)]
+        ended_s = self._clock()
+        execution = replace(execution, output_s=execution.output_s + ended_s - parting_s)
         self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
-        rows = sum(t.request.batch for t in tickets)
-        statistics.executed(rows, execution, busy_s)
+        busy_s, queued_s = ended_s - started_s, [started_s - ticket.arrived_s for ticket in tickets]
+        model.statistics.executed(rows, execution, busy_s, queued_s, round(time.time() * 1e3))
         for ticket in tickets:
-            queue_s = started_s - ticket.arrived_s
             if (trace := ticket.request.trace) is not None:
                 trace.executed(ticket.arrived_s, started_s, busy_s, execution, rows)
-            rows_of_one, compute_s = ticket.request.batch, execution.compute_s
-            statistics.succeeded(rows_of_one, queue_s, busy_s, compute_s, execution.output_s, wall_ms)
+        return answers
 
     def _tell_next(self) -> None:
         """Let the next request's model begin its copies."""
-        if self._prefetch:
-            with self.changed:
+        if self._prefetch and self.prefetching:
+            with self.lock:
                 ahead = self.scheduler.ahead(self._clock())
             model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
             if ahead is not None and model is not None:
@@ -207,5 +211,7 @@ class DeviceThread:
 
 def _follower(requests: Iterable[InferRequest]) -> "Follow | None":
     """Whoever wants to know what the lanes do for one of these requests: the first, if there are several."""
-    traces = (request.trace for request in requests if request.trace is not None)
-    return next((trace.follow for trace in traces if trace.follow is not None), None)
+    for request in requests:
+        if request.trace is not None and request.trace.follow is not None:
+            return request.trace.follow
+    return None

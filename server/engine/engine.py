@@ -71,31 +71,38 @@ class Engine:
         """Execute requests for a model, or execute those that come from now on by another servable."""
         info, seconds_by_batch = servable.info, servable.seconds_by_batch
         most_rows = info.max_batch_size if seconds_by_batch else 0  # nobody knows whether more would pay
-        with self._device.changed:
+        with self._device.lock:
             generation = self._scheduler.add(info.name, seconds_by_batch, policy, most_rows, servable.readiness)
             self._current[info.name] = generation
             self._device.models[info.name, generation] = Model(servable, statistics)
+        self._note_prefetching()
 
     def replan(self, servable: Servable) -> None:
         """Hear that a servable has other plans now."""
-        with self._device.changed:
+        with self._device.lock:
             self._scheduler.replan(servable.info.name, servable.seconds_by_batch, servable.readiness)
+        self._note_prefetching()
+
+    def _note_prefetching(self) -> None:
+        models = self._device.models.items()
+        self._device.prefetching = frozenset(name for (name, _), m in models if m.servable.prefetches)
 
     def remove(self, model: str) -> None:
         """Forget a model; what still waits for it is refused."""
-        with self._device.changed:
+        with self._device.lock:
             forgotten = self._scheduler.remove(model)
         self._current.pop(model, None)
         for key in [key for key in self._device.models if key[0] == model]:
             del self._device.models[key]
+        self._note_prefetching()
         for ticket in forgotten:
             self._settle(ticket, ModelNotFound(model, reason="unloaded"))
 
     def hold(self, model: str, held: bool) -> None:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
-        with self._device.changed:
+        with self._device.lock:
             self._scheduler.hold(model, held)
-            self._device.changed.notify()
+            self._device.look()
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -104,7 +111,7 @@ class Engine:
     def require_room(self, model: str) -> None:
         """Refuse a request before its body is read, if its queue is full. Raises QueueFull."""
         if self._scheduler.is_full(model):
-            with self._device.changed:
+            with self._device.lock:
                 self._scheduler.require_room(model, self._clock())
 
     async def infer(self, request: InferRequest) -> Execution:
@@ -115,7 +122,7 @@ class Engine:
         """
         self._refuse_if_over()
         try:
-            with self._device.changed:
+            with self._device.lock:
                 ticket = self._scheduler.submit(self._clock(), request)
         except RequestTimedOut:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
@@ -137,12 +144,11 @@ class Engine:
         """Let the device look at what has come, once for all that comes in one turn of the event loop."""
         if not self._waking:
             self._waking = True
-            self._loop.call_soon(self._notify)
+            self._loop.call_soon(self._let_device_look)
 
-    def _notify(self) -> None:
+    def _let_device_look(self) -> None:
         self._waking = False
-        with self._device.changed:
-            self._device.changed.notify()
+        self._device.look()
 
     async def between(self, action: Callable[[], _T]) -> _T:
         """Call a function on the engine's thread between two inferences. It should take less time than one."""
@@ -169,9 +175,9 @@ class Engine:
             else:
                 future.set_exception(error)
 
-        with self._device.changed:
+        with self._device.lock:
             self._device.orders.append(Order(chore, end))
-            self._device.changed.notify()
+            self._device.look()
         await future
 
     async def finish(self, model: str, timeout_s: float, older_only: bool = False) -> bool:
@@ -193,7 +199,7 @@ class Engine:
         return True
 
     def _drop_older(self, model: str) -> None:
-        with self._device.changed:
+        with self._device.lock:
             older = self._scheduler.drop_older(model)
         for ticket in older:
             self.refused(ticket, ModelNotFound(model, ticket.request.version, "replaced"), "OTHER")
@@ -217,12 +223,12 @@ class Engine:
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Refuse whatever is not answered yet and end the thread; False if it is still busy after `timeout_s`."""
         self._draining = True
-        with self._device.changed:
+        with self._device.lock:
             self._scheduler.clear()
             self._device.stopped = True
             orders = list(self._device.orders)
             self._device.orders.clear()
-            self._device.changed.notify()
+            self._device.look()
         for order in orders:
             order.settle(ShuttingDown())
         if self._alarm is not None:
@@ -241,7 +247,7 @@ class Engine:
 
     def _cancel(self, ticket: Ticket) -> None:
         """Take a request out of the queue; one that runs already is executed, counted and not sent."""
-        with self._device.changed:
+        with self._device.lock:
             never_ran = self._scheduler.cancel(ticket)
         if never_ran:
             self._device.models[ticket.request.model, ticket.generation].statistics.cancelled()
@@ -257,9 +263,9 @@ class Engine:
                 future.set_result(outcome)
         self._answered.set()
 
-    def executed(self, outcomes: Sequence[tuple[Ticket, Outcome]], ended_s: float) -> None:
+    def executed(self, tickets: Sequence[Ticket], outcomes: Sequence[Outcome], ended_s: float) -> None:
         """Answer the requests of one execution."""
-        for ticket, outcome in outcomes:
+        for ticket, outcome in zip(tickets, outcomes, strict=True):
             if isinstance(outcome, RequestError):
                 self.refused(ticket, outcome, "BACKEND" if isinstance(outcome, ExecutionFailed) else "OTHER")
             else:
@@ -278,7 +284,7 @@ class Engine:
 
     def _watch_deadlines(self) -> None:
         """Look again when the next request becomes hopeless, even if the engine is busy then."""
-        with self._device.changed:
+        with self._device.lock:
             expiry_s = self._scheduler.expiry_s()
         if expiry_s >= self._alarm_s:
             return
@@ -289,7 +295,7 @@ class Engine:
 
     def _shed(self) -> None:
         self._alarm_s = math.inf
-        with self._device.changed:
+        with self._device.lock:
             hopeless = self._scheduler.shed(self._clock())
         self.too_late(hopeless)
         self._watch_deadlines()
@@ -303,7 +309,7 @@ class Engine:
         if self._lost is not None:
             return
         self._lost = reason
-        with self._device.changed:
+        with self._device.lock:
             self._scheduler.clear()
             orders = list(self._device.orders)
             self._device.orders.clear()

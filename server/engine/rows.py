@@ -1,28 +1,21 @@
-"""Puts the inputs of several requests together along the batch, and takes their outputs apart again."""
+"""Takes the outputs of requests that were executed together apart again."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-import numpy as np
+from msgspec.structs import replace
 
-from server.model import Array, Execution
+from server.model import Execution
 from server.request import InferRequest
 
 
-def joined(requests: Sequence[InferRequest]) -> Mapping[str, Array]:
-    """The inputs of one or more requests, one behind the other along the batch."""
-    if len(requests) == 1:
-        return requests[0].inputs
-    return {name: np.concatenate([r.inputs[name] for r in requests]) for name in requests[0].inputs}
-
-
-def parted(requests: Sequence[InferRequest], execution: Execution) -> Iterator[Execution]:
+def parted(requests: Sequence[InferRequest], execution: Execution) -> list[Execution]:
     """Each request's rows of the outputs."""
     if len(requests) == 1:
-        yield execution
-        return
-    start = 0
+        return [execution]
+    executions, start = [], 0
     for request in requests:
-        rows = slice(start, start + request.batch)
-        start = rows.stop
-        yield replace(execution, outputs={name: array[rows] for name, array in execution.outputs.items()})
+        end = start + request.batch
+        own = {name: array[start:end] for name, array in execution.outputs.items()}
+        executions.append(replace(execution, outputs=own))
+        start = end
+    return executions

@@ -1,7 +1,7 @@
 """A model as the engine executes it: programs by batch size behind the protocol's arrays."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from runtime.lower import Lowered
 from runtime.model import Port
 from runtime.program import Program
 from runtime.recording import Follow
-from server.model import Array, Execution, ModelInfo, Readiness, TensorSpec
+from server.model import Array, Execution, Inputs, ModelInfo, Readiness, TensorSpec
 
 _DATATYPES = {
     torch.bool: "BOOL",
@@ -92,14 +92,18 @@ class ProgramServable:
         found = {batch: self.executor.capture(program) for batch, program in self.programs.items()}
         return {batch: capture for batch, capture in found.items() if capture is not None}
 
-    def execute(self, inputs: Mapping[str, Array], batch: int, follow: Follow | None = None) -> Execution:
+    @property
+    def prefetches(self) -> bool:
+        return any(program.prefix for program in self.programs.values())
+
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
         """Run one inference; on the engine's thread."""
-        planned = self._planned(batch)
-        tensors = [_tensor(inputs[port.name], port, planned) for port in self.inputs]
-        result = self.executor.run(self.programs[planned], tensors, follow=follow)
+        program = self._planned(rows)
+        tensors = [_tensor([inputs[p.name] for inputs in requests], p, rows, program.batch) for p in self.inputs]
+        result = self.executor.run(program, tensors, follow=follow)
         start_s = time.perf_counter()
-        rows = batch if self.info.max_batch_size else None
-        outputs = {p.name: _array(t, rows) for p, t in zip(self.outputs, result.outputs, strict=True)}
+        own = rows if self.info.max_batch_size else None
+        outputs = {p.name: _array(t, own) for p, t in zip(self.outputs, result.outputs, strict=True)}
         return Execution(
             outputs,
             compute_s=result.latency_s,
@@ -111,32 +115,33 @@ class ProgramServable:
 
     def expect(self, batch: int, followed: bool = False) -> None:
         """Let the swap-in lane start on this model's prefix behind the next inference's copies."""
-        self.executor.expect(self.programs[self._planned(batch)], followed=followed)
+        self.executor.expect(self._planned(batch), followed=followed)
 
     def switch(self, programs: Mapping[int, Program]) -> None:
         """Run these programs from now on, whose residents are there; on the engine's thread."""
         self.programs = programs
 
-    def _planned(self, batch: int) -> int:
-        return min(b for b in self.programs if b >= batch) if self.info.max_batch_size else min(self.programs)
+    def _planned(self, rows: int) -> Program:
+        """The program of the smallest batch that holds so many rows."""
+        if not self.info.max_batch_size:
+            return self.programs[min(self.programs)]
+        return self.programs[min([batch for batch in self.programs if batch >= rows])]
 
 
-def _tensor(array: Array, port: Port, planned: int) -> torch.Tensor:
-    """A copy that belongs to the inference, padded to the planned batch."""
-    shape = port.at(planned)
-    own = np.empty(shape, array.dtype)
-    if shape and len(array) < shape[0] and port.shape[0] is None:
-        own[: len(array)] = array
-        own[len(array) :] = array[-1:]
+def _tensor(arrays: Sequence[Array], port: Port, rows: int, planned: int) -> torch.Tensor:
+    """One copy of all, which belongs to the inference, padded to the planned batch."""
+    own = np.empty(port.at(planned), arrays[0].dtype)
+    if port.shape and port.shape[0] is None:
+        np.concatenate(arrays, out=own[:rows])
+        own[rows:] = own[rows - 1]
     else:
-        own[...] = array
+        own[...] = arrays[0]
     tensor = torch.from_numpy(own)
     return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
 
 
 def _array(tensor: torch.Tensor, rows: int | None) -> Array:
-    own = tensor[:rows] if rows is not None else tensor
-    if own.dtype is torch.bfloat16:
-        own = own.contiguous().view(torch.uint16)
-    array: Array = own.contiguous().numpy()
-    return array
+    """The rows that were asked for, or all of a tensor without a batch."""
+    own = tensor.contiguous()
+    array: Array = own.view(torch.uint16).numpy() if own.dtype is torch.bfloat16 else own.numpy()
+    return array if rows is None else array[:rows]

@@ -4,7 +4,7 @@ Each counter is written by one thread: `cancelled` and `rejected` by the event l
 may see a request half counted, which the next reading mends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,8 +34,9 @@ class Total:
     count: int = 0
     ns: int = 0
 
-    def add(self, seconds: float) -> None:
-        self.count += 1
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Note something that happened, or that happened `count` times and took so long in all."""
+        self.count += count
         self.ns += round(seconds * 1e9)
 
 
@@ -78,34 +79,35 @@ class ModelStatistics:
 
     rejections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
 
-    def executed(self, batch: int, execution: Execution, busy_s: float) -> None:
-        """Count an execution that kept the device busy for so long, whatever number of requests it answers."""
+    def executed(
+        self, rows: int, execution: Execution, busy_s: float, queued_s: Sequence[float], wall_ms: int
+    ) -> None:
+        """Count an execution that kept the device busy for `busy_s`, and its answers.
+
+        Each of their requests had waited for what `queued_s` has of it.
+        """
         self.execution_count += 1
-        parts = self.batches.get(batch) or self.batches.setdefault(batch, Parts())
-        parts.prepare.add(_prepare_s(busy_s, execution.compute_s, execution.output_s))
-        parts.compute.add(execution.compute_s)
-        parts.output.add(execution.output_s)
+        self.inference_count += rows
+        self.last_inference_ms = wall_ms
+        parts = self.batches.get(rows) or self.batches.setdefault(rows, Parts())
+        prepare_s = max(0.0, busy_s - execution.compute_s - execution.output_s)
+        count = len(queued_s)
+        for own, of_batch, seconds in (
+            (self.prepare, parts.prepare, prepare_s),
+            (self.compute, parts.compute, execution.compute_s),
+            (self.output, parts.output, execution.output_s),
+        ):
+            own.add(count * seconds, count)
+            of_batch.add(seconds)
+        self.queue.add(sum(queued_s), count)
+        self.success.add(sum(queued_s) + count * busy_s, count)
+        for queue_s in queued_s:
+            self.queue_s.add(queue_s)
+            self.response_ms.add((queue_s + busy_s) * 1e3)
         self.stall_s += execution.stall_s
         self.swapped_bytes += execution.swapped_bytes
         self.prefetch_hits += execution.prefetched
         self.compute_s.add(execution.compute_s)
-
-    def succeeded(
-        self, batch: int, queue_s: float, busy_s: float, compute_s: float, output_s: float, wall_ms: int
-    ) -> None:
-        """Count an answer: its request waited `queue_s`, then its execution kept the device busy for `busy_s`.
-
-        Of these, `compute_s` were the model's and `output_s`, at the end, its outputs'.
-        """
-        self.success.add(queue_s + busy_s)
-        self.queue.add(queue_s)
-        self.queue_s.add(queue_s)
-        self.response_ms.add((queue_s + busy_s) * 1e3)
-        self.prepare.add(_prepare_s(busy_s, compute_s, output_s))
-        self.compute.add(compute_s)
-        self.output.add(output_s)
-        self.inference_count += batch
-        self.last_inference_ms = wall_ms
 
     def failed(self, reason: FailureReason, seconds: float) -> None:
         self.fail.add(seconds)
@@ -119,7 +121,3 @@ class ModelStatistics:
 
     def cancelled(self) -> None:
         self.failures["CANCELED"] += 1
-
-
-def _prepare_s(busy_s: float, compute_s: float, output_s: float) -> float:
-    return max(0.0, busy_s - compute_s - output_s)

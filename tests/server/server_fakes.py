@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from runtime.captures import Capture
 from runtime.recording import Follow
 from server.config import ServeConfig
 from server.errors import InvalidRequest
-from server.model import Array, DeviceUse, Execution, Footprint, ModelInfo, Readiness, Servable, TensorSpec
+from server.model import Array, DeviceUse, Execution, Footprint, Inputs, ModelInfo, Readiness, Servable, TensorSpec
 from server.models.repository import ModelSource
 from server.serve import Server
 from server.sizes import FixedSize
@@ -35,16 +35,22 @@ class FakeServable:
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
     readiness: Readiness = field(default_factory=Readiness)
     lost: str | None = None
+    prefetches: bool = True
     captures: Mapping[int, Capture] = field(default_factory=lambda: {1: Capture(1, 4096, None)})
 
     def expect(self, batch: int, followed: bool = False) -> None:
         self.expected.append(batch)
 
-    def execute(self, inputs: Mapping[str, Array], batch: int, follow: Follow | None = None) -> Execution:
-        self.calls.append(batch)
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
+        self.calls.append(rows)
         started_s = time.monotonic()
-        outputs = self.function(**inputs)
+        outputs = self.function(**(requests[0] if len(requests) == 1 else joined(requests)))
         return Execution(outputs, time.monotonic() - started_s, stall_s=0.25, swapped_bytes=1000)
+
+
+def joined(requests: Sequence[Inputs]) -> Inputs:
+    """The inputs of several requests, one behind the other along the batch."""
+    return {name: np.concatenate([inputs[name] for inputs in requests]) for name in requests[0]}
 
 
 class Gate:

@@ -190,9 +190,9 @@ def test_the_next_models_prefix_is_seen_to_begin_before_this_models_compute_ends
 def test_answers_are_the_same_whether_followed_or_not(bench: Bench, tmp_path: Path) -> None:
     model = servable(bench, bench.program(evicting_plan(bench.graph)))
     inputs = {"x": np.full((2, 384), 0.5, np.float32)}
-    expected = model.execute(inputs, 2).outputs
+    expected = model.execute([inputs], 2).outputs
     recordings: list[Any] = []
-    for name, array in model.execute(inputs, 2, recordings.append).outputs.items():
+    for name, array in model.execute([inputs], 2, recordings.append).outputs.items():
         assert np.array_equal(array, expected[name])
     bench.backend.close()
     assert len(recordings) == 1

@@ -2,13 +2,15 @@
 
 import math
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from server_http import ask, infer, x
@@ -16,7 +18,7 @@ from server_http import ask, infer, x
 from runtime.recording import Follow
 from server.engine.histogram import SECONDS, Histogram
 from server.metrics.prometheus import Family, written
-from server.model import DeviceUse, Execution
+from server.model import DeviceUse, Execution, Inputs
 from server.operate.access import OPEN
 from server.operate.gpus import Gpu
 from server.operate.machine import Machine
@@ -278,10 +280,10 @@ def test_labels_are_escaped() -> None:
 class HandingOut(FakeServable):
     """Takes a while to hand its outputs out."""
 
-    def execute(self, inputs: Any, batch: int, follow: Follow | None = None) -> Execution:
-        execution = super().execute(inputs, batch, follow)
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
+        execution = super().execute(requests, rows, follow)
         time.sleep(0.05)
-        return replace(execution, output_s=0.05)
+        return structs.replace(execution, output_s=0.05)
 
 
 def test_parts_of_executions_are_measured_by_batch_size() -> None:
