@@ -20,7 +20,7 @@ from runtime.slots import Slot
 from runtime.specialize import Instruction, Storage, Trace, TracedOp
 from runtime.weights import dtype_name, dtype_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,

@@ -14,7 +14,7 @@ from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from runtime.binding import Call, Form, form_of
-from runtime.errors import UnsupportedPlan
+from runtime.journeys import Journey, journeys
 from runtime.specialize import Instruction, Trace
 from runtime.weights import Manifest, Piece
 
@@ -52,16 +52,29 @@ class ComputeDraft:
     step: int
     calls: tuple[CallDraft, ...]
     swap_ins_before: int
+    swap_outs_before: int
     first_reads: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SwapInDraft:
+    """A copy to an address, or of an activation that comes back to wherever its allocator puts it."""
+
     step: int
-    segment: int
+    tensor: int
     address: Address
     nbytes: int
     computes_before: int
+    swap_outs_before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOutDraft:
+    step: int
+    tensor: int
+    nbytes: int
+    computes_before: int
+    swap_ins_before: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,8 @@ class Blueprint:
     """Each is made of earlier ones alone."""
     computes: tuple[ComputeDraft, ...]
     swap_ins: tuple[SwapInDraft, ...]
+    swap_outs: tuple[SwapOutDraft, ...]
+    journeys: tuple[Journey, ...]
     residents: tuple[SwapInDraft, ...]
     final_calls: tuple[CallDraft, ...]
     constants: Statics
@@ -113,6 +128,7 @@ class _Pending:
     instructions: list[Instruction]
     statics: list[Statics]
     swap_ins_before: int
+    swap_outs_before: int
     first_reads: tuple[int, ...]
 
 
@@ -120,7 +136,7 @@ class _Drafter:
     """Walks a plan once, with the addresses as they are at each step."""
 
     def __init__(self, graph: Graph, trace: Trace, manifest: Manifest, plan: Plan, device: torch.device) -> None:
-        self.graph, self.trace, self.manifest, self.plan, self.device = graph, trace, manifest, plan, device
+        self.graph, self.trace, self.plan, self.device = graph, trace, plan, device
         self.op_instructions = {i.op: i for i in trace.instructions if i.op is not None}
         self.views = {i.out: i for i in trace.instructions if i.op is None}
         self.statics = _StaticValues(trace, manifest, device)
@@ -129,6 +145,8 @@ class _Drafter:
         self.unread = set(self.addresses)
         self.computes: list[_Pending] = []
         self.swap_ins: list[SwapInDraft] = []
+        self.swap_outs: list[SwapOutDraft] = []
+        self.journeys = {j.tensor: j for j in journeys(graph, trace, plan)}
         self.position: dict[int, int] = {}
         """Index in its lane of each step that has one."""
 
@@ -142,12 +160,20 @@ class _Drafter:
             trace=self.trace,
             computes=tuple(
                 ComputeDraft(
-                    p.step, self._calls(p.instructions, p.statics, dying), p.swap_ins_before, p.first_reads
+                    p.step,
+                    self._calls(p.instructions, p.statics, dying),
+                    p.swap_ins_before,
+                    p.swap_outs_before,
+                    p.first_reads,
                 )
                 for p in self.computes
             ),
             swap_ins=tuple(self.swap_ins),
-            residents=tuple(self._swap_in(-1, p.tensor, p.address, 0) for p in self.plan.residents),
+            swap_outs=tuple(self.swap_outs),
+            journeys=tuple(self.journeys.values()),
+            residents=tuple(
+                SwapInDraft(-1, p.tensor, p.address, self._nbytes(p.tensor), 0) for p in self.plan.residents
+            ),
             final_calls=self._calls(final, final_statics, {}),
             constants=constants,
             prefix=self._prefix(),
@@ -170,10 +196,7 @@ class _Drafter:
                     self.addresses.pop(step.tensor, None)
                     self.unread.discard(step.tensor)
                 case SwapOut():
-                    raise UnsupportedPlan(
-                        f"{self.graph.name}: the plan swaps {self.graph.tensors[step.tensor].name} out; this"
-                        " runtime keeps activations in memory, so plan without activation swaps"
-                    )
+                    self._add_swap_out(index, step)
         return self._answer() if answer is None else answer
 
     def _answer(self) -> tuple[list[Instruction], list[Statics], Statics]:
@@ -182,22 +205,34 @@ class _Drafter:
         return final, [self.statics.of(i.reads, self.addresses) for i in final], constants
 
     def _add_swap_in(self, index: int, step: SwapIn) -> None:
-        before = self._finished(step.after, Compute)
+        """An activation comes back to the storage that it left, so everyone who used it there must be done."""
+        computes, swap_outs = self._finished(step.after, Compute), self._finished(step.after, SwapOut)
+        if step.tensor in self.journeys:
+            used = self.journeys[step.tensor].used_before(len(self.computes))
+            computes = max(computes, used + 1)
+        else:
+            self.addresses[step.tensor] = step.address
         self.position[index] = len(self.swap_ins)
-        self.swap_ins.append(self._swap_in(index, step.tensor, step.address, before))
-        self.addresses[step.tensor] = step.address
+        nbytes = self._nbytes(step.tensor)
+        self.swap_ins.append(SwapInDraft(index, step.tensor, step.address, nbytes, computes, swap_outs))
+
+    def _add_swap_out(self, index: int, step: SwapOut) -> None:
+        computes, swap_ins = self._finished(step.after, Compute), self._finished(step.after, SwapIn)
+        self.position[index] = len(self.swap_outs)
+        self.swap_outs.append(SwapOutDraft(index, step.tensor, self._nbytes(step.tensor), computes, swap_ins))
 
     def _add_compute(self, index: int, step: Compute) -> None:
-        before = self._finished(step.after, SwapIn)
+        swap_ins, swap_outs = self._finished(step.after, SwapIn), self._finished(step.after, SwapOut)
         self.position[index] = len(self.computes)
         instructions = self._needed_by(self.op_instructions[step.op])
         statics = [self.statics.of(i.reads, self.addresses) for i in instructions]
         first = self.unread.intersection(self.graph.ops[step.op].reads)
         self.unread -= first
-        self.computes.append(_Pending(index, instructions, statics, before, tuple(sorted(first))))
+        pending = _Pending(index, instructions, statics, swap_ins, swap_outs, tuple(sorted(first)))
+        self.computes.append(pending)
 
-    def _finished(self, after: Sequence[int], kind: type[Compute] | type[SwapIn]) -> int:
-        """How many steps of the other lane must have finished, which is in order."""
+    def _finished(self, after: Sequence[int], kind: type[Compute] | type[SwapIn] | type[SwapOut]) -> int:
+        """How many steps of another lane must have finished, which is in order."""
         return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
 
     def _calls(
@@ -211,13 +246,13 @@ class _Drafter:
             for i, known in zip(instructions, statics, strict=True)
         )
 
-    def _swap_in(self, index: int, segment: int, address: Address, computes_before: int) -> SwapInDraft:
-        return SwapInDraft(index, segment, address, self.manifest.segments[segment].nbytes, computes_before)
+    def _nbytes(self, tensor: int) -> int:
+        return self.graph.tensors[tensor].nbytes
 
     def _prefix(self) -> int:
         count = 0
         for swap in self.swap_ins:
-            if swap.address.region != "partition" or swap.computes_before:
+            if swap.address.region != "partition" or swap.computes_before or swap.swap_outs_before:
                 break
             count += 1
         return count

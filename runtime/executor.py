@@ -1,7 +1,8 @@
 """The executor: issues programs to the lanes and keeps their order, without taking a decision.
 
-The compute lane is the thread that calls `run`; the swap-in lane is a thread of its own. Both lanes are in order, so
-"after step k" is "k + 1 steps of that lane have finished", and an event is a number on a counter.
+The compute lane is the thread that calls `run`; the swap-in lane is a thread of its own, and so is the swap-out lane,
+once there are activations to swap out. All lanes are in order, so "after step k" is "k + 1 steps of that lane have
+finished", and an event is a number on a counter.
 """
 
 import sys
@@ -17,10 +18,10 @@ from planner.timeline import Timeline
 from runtime.backend import Result
 from runtime.captures import Capture
 from runtime.errors import DeviceError
-from runtime.program import Program, SwapInStep
+from runtime.program import ComputeStep, Program, SwapInStep, SwapStep
 from runtime.recording import Follow, Recording
 from runtime.slots import Frame
-from runtime.swap_lane import Counter, Run, SwapLane
+from runtime.swap_lane import Counter, Other, Run, SwapLane
 
 _SWITCH_INTERVAL_S = 1e-4
 
@@ -49,7 +50,10 @@ class Executor:
 
     def __init__(self) -> None:
         self._computes = Counter()
-        self._lane = SwapLane(self._computes)
+        self._lane = SwapLane("swap-in", self._computes)
+        self._out = SwapLane("swap-out", self._computes)
+        self._lane.other = Other(self._out.done, Run.swap_out_ticket)
+        self._out.other = Other(self._lane.done, Run.ticket)
         self._restored: dict[str, _Restored] = {}
         self._stale: set[str] = set()
         """Models whose residents may be wrong, because a copy failed."""
@@ -72,7 +76,8 @@ class Executor:
         self._lane.start()
 
     def close(self) -> None:
-        """Let the lane finish its queue and end."""
+        """Let the lanes finish their queues and end."""
+        self._out.close()
         self._lane.close()
 
     @property
@@ -170,6 +175,8 @@ class Executor:
         finally:
             # Whatever happened, the lane goes on to the end, so that the residents are back for the next run.
             self._computes.advance(run.compute_base + len(program.computes))
+            if program.travellers:
+                self._end_journeys(program, run)
             if follow is not None and recording is not None:
                 run.hand_over = partial(follow, recording)
                 self._lane.finish(run)
@@ -185,6 +192,7 @@ class Executor:
     def _submit(self, program: Program, run: Run, recording: Recording | None) -> None:
         """Queue a run's copies, but for a prefix that is under way; the next program's prefix; the epilogue."""
         first = 0
+        run.swap_out_base = self._out.submitted
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.program is program:
             first = program.prefix
@@ -197,8 +205,18 @@ class Executor:
         self._submit_ahead(program, recording)
         run.parts.append((program.epilogue, self._lane.submitted))
         self._lane.submit(run, program.swap_ins[program.epilogue :])
+        if program.swap_outs:
+            self._out.start()
+            self._out.submit(run, program.swap_outs)
         tickets = {segment: run.ticket(index + 1) for segment, index in program.restored.items()}
         self._restored[program.name] = _Restored(run, tickets)
+
+    def _end_journeys(self, program: Program, run: Run) -> None:
+        """Wait until no lane has anything left to do with activations, and let go of them, also after a failure."""
+        self._out.done.wait(run.swap_out_ticket(len(program.swap_outs)))
+        self._lane.done.wait(run.ticket(program.returns))
+        for traveller in program.travellers:
+            traveller.forget()
 
     def _submit_ahead(self, current: Program, recording: Recording | None) -> None:
         expected, self._expected = self._expected, None
@@ -225,8 +243,10 @@ class Executor:
             ticket = run.ticket(step.swap_ins_before)
             if restored is not None and restored.tickets:
                 ticket = max(ticket, *(restored.tickets.get(s, 0) for s in step.first_reads), 0)
+            swap_outs = step.swap_outs_before
             if serial:
-                ticket = max(ticket, self._issuable(program, run, finished - run.compute_base))
+                swap_ins, swap_outs = _issuable(program, finished - run.compute_base)
+                ticket = max(ticket, run.ticket(swap_ins))
             if done.value < ticket:
                 start = clock()
                 done.wait(ticket)
@@ -234,6 +254,8 @@ class Executor:
                 stall_s += end - start
                 if run.note is not None:
                     run.note(step, start, end, stalled=True)
+            if swap_outs:
+                stall_s += self._wait_for_swap_outs(step, run, swap_outs)
             if run.error is not None:
                 break
             if observe is not None:
@@ -249,6 +271,18 @@ class Executor:
                 self._computes.advance(finished)
         return stall_s
 
+    def _wait_for_swap_outs(self, step: ComputeStep, run: Run, count: int) -> float:
+        """Wait for the swap-outs whose bytes a step takes. Returns the seconds."""
+        ticket = run.swap_out_ticket(count)
+        if self._out.done.value >= ticket:
+            return 0.0
+        start = time.perf_counter()
+        self._out.done.wait(ticket)
+        end = time.perf_counter()
+        if run.note is not None:
+            run.note(step, start, end, stalled=True)
+        return end - start
+
     def _refuse_failed(self, program: Program, run: Run, restored: _Restored | None) -> None:
         """Raise DeviceError if a copy of this run failed, or one by which the last run restored residents.
 
@@ -258,16 +292,7 @@ class Executor:
         error = next((r.error for r in earlier if r is not None and r.error is not None), None)
         if error is not None:
             self._stale.add(program.name)
-            raise DeviceError(f"{program.name}: a swap-in failed: {error}") from error
-
-    def _issuable(self, program: Program, run: Run, computes: int) -> int:
-        """Ticket of the last copy that may start once `computes` steps are done."""
-        count = 0
-        for swap in program.swap_ins:
-            if swap.computes_before > computes:
-                break
-            count += 1
-        return run.ticket(count)
+            raise DeviceError(f"{program.name}: a copy failed: {error}") from error
 
     def _output(self, program: Program, frame: Frame, slot: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         if slot in program.constants:
@@ -282,3 +307,20 @@ class Executor:
         spans = recording.measured(run.start_s)
         latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
         return Timeline(spans, latency_s, None, program.link_bytes)
+
+
+def _issuable(program: Program, computes: int) -> tuple[int, int]:
+    """How many swap-ins and swap-outs may have ended once so many compute steps have."""
+    ins = outs = 0
+    while True:
+        before = ins, outs
+        while ins < len(program.swap_ins) and _may_start(program.swap_ins[ins], computes, outs):
+            ins += 1
+        while outs < len(program.swap_outs) and _may_start(program.swap_outs[outs], computes, ins):
+            outs += 1
+        if before == (ins, outs):
+            return before
+
+
+def _may_start(step: SwapStep, computes: int, others: int) -> bool:
+    return step.computes_before <= computes and step.others_before <= others

@@ -1,6 +1,6 @@
 """What programs are bound to, whatever the device: its memory, and the host copies that fill it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeVar
 
 import torch
@@ -36,6 +36,22 @@ class Memory(Protocol[Room_co]):
     def close(self) -> None: ...
 
 
+class Place(Protocol):
+    """Room in the host for one activation, whose bytes come as a flat tensor of the device."""
+
+    def save(self, source: torch.Tensor) -> None:
+        """Copy an activation's bytes here, or issue that."""
+        ...
+
+    def load(self, destination: torch.Tensor) -> None:
+        """Copy them back, or issue that."""
+        ...
+
+    def close(self) -> None:
+        """Give the room back now. No copy may be under way."""
+        ...
+
+
 class Source(Protocol[Room_contra]):
     """One model's host copy."""
 
@@ -48,6 +64,13 @@ class Source(Protocol[Room_contra]):
 
     def table(self, name: str) -> torch.Tensor:
         """An embedding table, to be read in place by the device."""
+        ...
+
+    def places(self, sizes: Sequence[int]) -> list[Place]:
+        """Room for activations of these sizes that leave memory while a program runs.
+
+        Raises MemoryExceeded where the host has no room.
+        """
         ...
 
     def close(self) -> None: ...

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from planner.plan import Compute, Plan, SwapIn
+from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from runtime.binding import Call, apply, bind
 from runtime.blueprint import Blueprint, CallDraft, View, Weight
@@ -50,6 +50,8 @@ class Movable:
             frame_slots=trace.slots,
             computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0, ()) for c in blueprint.computes),
             swap_ins=(),
+            swap_outs=(),
+            travellers=(),
             prefix=0,
             epilogue=0,
             final_calls=self._bound(blueprint.final_calls),
@@ -161,7 +163,7 @@ class _Values:
 
 
 def _require_movable(name: str, plan: Plan) -> None:
-    if any(isinstance(step, SwapIn) for step in plan.steps):
+    if any(isinstance(step, SwapIn | SwapOut) for step in plan.steps):
         raise UnsupportedPlan(f"{name}: only a program whose plan keeps every parameter can move")
     places = [p.address for p in plan.inputs]
     places += [a for step in plan.steps if isinstance(step, Compute) for a in (*step.outputs, step.scratch) if a]

@@ -1,5 +1,6 @@
 """A program: one plan bound to addresses. Whatever can be decided before a request comes is decided here."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -11,11 +12,12 @@ from planner.graph import Graph
 from planner.plan import Address, Compute, Plan, SwapIn
 from planner.profile import Profile
 from runtime.binding import Call, apply, bind
-from runtime.blueprint import Blueprint, Bound, CallDraft, Statics, SwapInDraft, View, Weight, draft
+from runtime.blueprint import Blueprint, Bound, CallDraft, Statics, SwapInDraft, SwapOutDraft, View, Weight, draft
 from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.memory import Copy, Memory, Room, Source
 from runtime.slots import Frame
+from runtime.traveller import Traveller, travellers
 from runtime.weights import dtype_of
 
 
@@ -28,18 +30,40 @@ class ComputeStep:
     swap_ins_before: int
     first_reads: tuple[int, ...]
     """Initial residents that this step is the first to read: the last run's epilogue may still be copying them."""
+    swap_outs_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SwapInStep:
-    """A prepared copy to `offset` of the arena. `computes_before` counts this run's finished compute steps."""
+    """A prepared copy to `offset` of the arena, or back into an activation's storage (`traveller`).
+
+    `computes_before` counts this run's finished compute steps, `others_before` its finished swap-outs.
+    """
 
     step: int
-    segment: int
+    tensor: int
     copy: Copy
     nbytes: int
     computes_before: int
     offset: int = 0
+    others_before: int = 0
+    traveller: Traveller | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOutStep:
+    """A prepared copy of an activation to the host. `others_before` counts this run's finished swap-ins."""
+
+    step: int
+    tensor: int
+    copy: Copy
+    nbytes: int
+    computes_before: int
+    others_before: int
+    traveller: Traveller
+
+
+SwapStep = SwapInStep | SwapOutStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +77,9 @@ class Program:
     frame_slots: int
     computes: tuple[ComputeStep, ...]
     swap_ins: tuple[SwapInStep, ...]
+    swap_outs: tuple[SwapOutStep, ...]
+    travellers: tuple[Traveller, ...]
+    """Activations that leave memory and come back."""
     prefix: int
     """So many leading swap-ins go to the model's own partition and wait for nothing: they may start before its turn."""
     epilogue: int
@@ -71,6 +98,11 @@ class Program:
     constants: dict[int, torch.Tensor]
     """Output slots that are parameters or views of them."""
     link_bytes: int
+
+    @property
+    def returns(self) -> int:
+        """How many swap-ins there are up to the last that brings an activation back."""
+        return max((i + 1 for i, s in enumerate(self.swap_ins) if s.traveller is not None), default=0)
 
     def frame(self) -> Frame:
         """Room for every value of a run."""
@@ -116,7 +148,7 @@ def blueprint_of(lowered: Lowered, plan: Plan, profile: Profile | None, device: 
 
 
 def require_supported(graph: Graph, plan: Plan) -> None:
-    """Refuse what this runtime cannot do: activations come from torch's allocator, and each op is bound once."""
+    """Refuse what this runtime cannot do: activations come from torch's allocator, and each op is computed once."""
     computes = [s for s in plan.steps if isinstance(s, Compute)]
     if len({s.op for s in computes}) < len(computes):
         raise UnsupportedPlan(f"{graph.name}: the plan computes an op again, which this runtime does not do")
@@ -124,7 +156,8 @@ def require_supported(graph: Graph, plan: Plan) -> None:
     parameters = [(p.address, graph.tensors[p.tensor].nbytes) for p in plan.residents]
     for step in plan.steps:
         if isinstance(step, SwapIn):
-            parameters.append((step.address, graph.tensors[step.tensor].nbytes))
+            brought = graph.tensors[step.tensor]
+            (parameters if brought.kind == "parameter" else activations).append((step.address, brought.nbytes))
         elif isinstance(step, Compute):
             writes = graph.ops[step.op].writes
             activations += [(a, graph.tensors[t].nbytes) for a, t in zip(step.outputs, writes, strict=True)]
@@ -151,10 +184,14 @@ class _Builder(Generic[Room]):
         self.bases = bases
         self.store = store
         self.statics: list[Any] = []
+        sizes = [journey.nbytes for journey in blueprint.journeys]
+        self.travellers = travellers(blueprint.journeys, store.places(sizes)) if sizes else ()
+        self.of_tensor = {t.journey.tensor: t for t in self.travellers}
 
     def build(self, lowered: Lowered) -> Program:
         drafted, bound = self.blueprint, self._bound(lowered)
         initial = {p.tensor for p in drafted.plan.residents}
+        behind = self._behind()
         return Program(
             name=lowered.name,
             batch=drafted.trace.batch,
@@ -162,19 +199,27 @@ class _Builder(Generic[Room]):
             graph=lowered.graphs[drafted.trace.batch],
             frame_slots=drafted.trace.slots,
             computes=tuple(
-                ComputeStep(c.step, self._whole(c.calls, calls), c.swap_ins_before, c.first_reads)
-                for c, calls in zip(drafted.computes, bound.computes, strict=True)
+                ComputeStep(
+                    c.step,
+                    (*self._whole(c.calls, calls), *behind.get(n, ())),
+                    c.swap_ins_before,
+                    c.first_reads,
+                    c.swap_outs_before,
+                )
+                for n, (c, calls) in enumerate(zip(drafted.computes, bound.computes, strict=True))
             ),
             swap_ins=tuple(self._swap_in(s) for s in drafted.swap_ins),
+            swap_outs=tuple(self._swap_out(s) for s in drafted.swap_outs),
+            travellers=self.travellers,
             prefix=drafted.prefix,
             epilogue=drafted.epilogue,
             final_calls=self._whole(drafted.final_calls, bound.final_calls),
             residents=tuple(self._swap_in(s) for s in drafted.residents),
-            restored={s.segment: i for i, s in enumerate(drafted.swap_ins) if s.segment in initial},
+            restored={s.tensor: i for i, s in enumerate(drafted.swap_ins) if s.tensor in initial},
             input_slots=drafted.trace.input_slots,
             output_slots=drafted.trace.output_slots,
             constants=self._known(drafted.constants),
-            link_bytes=sum(s.nbytes for s in drafted.swap_ins),
+            link_bytes=sum(s.nbytes for s in drafted.swap_ins) + sum(s.nbytes for s in drafted.swap_outs),
         )
 
     def _bound(self, lowered: Lowered) -> Bound:
@@ -208,9 +253,29 @@ class _Builder(Generic[Room]):
         return {slot: self.statics[index] for slot, index in statics}
 
     def _swap_in(self, drafted: SwapInDraft) -> SwapInStep:
-        offset = self.bases.offset(drafted.address)
-        copy = self.store.copy(drafted.segment, self.arena.bytes(offset, drafted.nbytes))
-        return SwapInStep(drafted.step, drafted.segment, copy, drafted.nbytes, drafted.computes_before, offset)
+        d, traveller = drafted, self.of_tensor.get(drafted.tensor)
+        if traveller is not None:
+            others = d.swap_outs_before
+            return SwapInStep(d.step, d.tensor, traveller.bring, d.nbytes, d.computes_before, 0, others, traveller)
+        offset = self.bases.offset(d.address)
+        copy = self.store.copy(d.tensor, self.arena.bytes(offset, d.nbytes))
+        return SwapInStep(d.step, d.tensor, copy, d.nbytes, d.computes_before, offset, d.swap_outs_before)
+
+    def _swap_out(self, d: SwapOutDraft) -> SwapOutStep:
+        traveller = self.of_tensor[d.tensor]
+        return SwapOutStep(
+            d.step, d.tensor, traveller.save, d.nbytes, d.computes_before, d.swap_ins_before, traveller
+        )
+
+    def _behind(self) -> dict[int, list[Call]]:
+        """What is to be done with travelling activations behind each compute step."""
+        behind: dict[int, list[Call]] = defaultdict(list)
+        for traveller in self.travellers:
+            behind[traveller.journey.made_by].append(traveller.begin)
+        for traveller in self.travellers:
+            for stay in traveller.journey.stays:
+                behind[stay.last_use].append(traveller.forget if stay.is_last else traveller.release)
+        return behind
 
     def _calls(self, drafts: Sequence[CallDraft]) -> tuple[Call | None, ...]:
         return tuple(

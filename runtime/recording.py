@@ -9,9 +9,9 @@ import msgspec
 
 from planner.plan import Compute, Lane
 from planner.timeline import Span
-from runtime.program import ComputeStep, Program, SwapInStep
+from runtime.program import ComputeStep, Program, SwapInStep, SwapOutStep
 
-Step = ComputeStep | SwapInStep
+Step = ComputeStep | SwapInStep | SwapOutStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class Recording:
 
     def measured(self, start_s: float) -> tuple[Span, ...]:
         """The steps of this inference alone, in the plan's order, with their times from `start_s` on."""
-        spans: list[Span] = []
-        for note in self.notes:
-            if note.step is not None and note.program is self.program and not note.stalled:
-                lane: Lane = "compute" if isinstance(note.step, ComputeStep) else "swap_in"
-                spans.append(Span(note.step.step, lane, note.start_s - start_s, note.end_s - start_s))
+        spans = [
+            Span(note.step.step, lane_of(note.step), note.start_s - start_s, note.end_s - start_s)
+            for note in self.notes
+            if note.step is not None and note.program is self.program and not note.stalled
+        ]
         return tuple(sorted(spans, key=lambda span: span.step))
 
     def spans(self) -> Iterator[LaneSpan]:
@@ -85,10 +85,10 @@ class Recording:
         for note in self.notes:
             program, step, times = note.program, note.step, (note.start_s, note.end_s)
             match step:
-                case SwapInStep():
-                    name = program.graph.tensors[step.segment].name
+                case SwapInStep() | SwapOutStep():
+                    name = program.graph.tensors[step.tensor].name
                     next_ones = ahead or program is not self.program
-                    yield LaneSpan(program.name, "swap_in", name, *times, nbytes=step.nbytes, ahead=next_ones)
+                    yield LaneSpan(program.name, lane_of(step), name, *times, nbytes=step.nbytes, ahead=next_ones)
                 case ComputeStep():
                     yield LaneSpan(program.name, "compute", ops[step.step], *times, stalled=note.stalled)
                 case None:
@@ -97,6 +97,17 @@ class Recording:
 
 Follow = Callable[[Recording], None]
 """Takes a recording that is complete. Called by a thread of the executor: it must not take long, nor raise."""
+
+
+def lane_of(step: Step) -> Lane:
+    """The lane that a step runs on."""
+    match step:
+        case ComputeStep():
+            return "compute"
+        case SwapInStep():
+            return "swap_in"
+        case SwapOutStep():
+            return "swap_out"
 
 
 def op_names(program: Program) -> dict[int, str]:

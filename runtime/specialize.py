@@ -90,6 +90,8 @@ class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads: tuple[Storage, ...]
     writes: tuple[Storage, ...]
     mutates: tuple[Storage, ...]
+    results: tuple[int, ...]
+    """Which of the tensors that the op returned has each of the storages in `writes`."""
     scratch_bytes: int = 0
     """What torch's allocator gave the op at once beyond its results: repacked weights, im2col buffers."""
 
@@ -218,14 +220,16 @@ class _Tracer:
     def _op(self, node: fx.Node, inputs: Any, outputs: Sequence[torch.Tensor], mutated: Sequence[Storage]) -> int:
         read = dict.fromkeys(_key(t) for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
         reads = tuple(self.storages[key] for key in read)
-        writes = []
-        for tensor in outputs:
+        writes, results = [], []
+        for n, tensor in enumerate(outputs):
             if _key(tensor) not in self.storages:
                 storage = Storage("activation", self.activations, tensor.untyped_storage().nbytes())
                 self.storages[_key(tensor)] = storage
                 self.activations += 1
                 writes.append(storage)
-        self.ops.append(TracedOp(node.name, _target_name(node.target), reads, tuple(writes), tuple(mutated)))
+                results.append(n)
+        target = _target_name(node.target)
+        self.ops.append(TracedOp(node.name, target, reads, tuple(writes), tuple(mutated), tuple(results)))
         return len(self.ops) - 1
 
     def _mutated(self, node: fx.Node, inputs: Any) -> list[Storage]:

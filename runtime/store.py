@@ -7,13 +7,16 @@ O_DIRECT where the file system has it, so that the page cache does not hold a se
 import mmap
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from runtime.memory import Copy, Source, StoreKind
+from runtime.direct import open_direct, read_fully
+from runtime.memory import Copy, Place, Source, StoreKind
 from runtime.pages import Bytes, give_back, large_region
+from runtime.places import file_places, ram_places
 from runtime.weights import Manifest, Table, dtype_of
 
 Store = Source[Bytes]
@@ -44,6 +47,9 @@ class RamStore:
         table = find_table(self.manifest, name)
         return table_view(self._bytes, table, table.offset)
 
+    def places(self, sizes: Sequence[int]) -> list[Place]:
+        return ram_places(sizes)
+
     def close(self) -> None:
         give_back(self._bytes)
 
@@ -56,7 +62,7 @@ class FileStore:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.manifest = manifest
         self._path = path
-        self._fd, self.direct = _open_direct(path)
+        self._fd, self.direct = open_direct(path, os.O_RDONLY)
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
         offset = self.manifest.segments[segment].offset
@@ -68,6 +74,9 @@ class FileStore:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         mapped.madvise(mmap.MADV_RANDOM)
         return table_view(np.frombuffer(mapped, np.uint8), table, table.offset)
+
+    def places(self, sizes: Sequence[int]) -> list[Place]:
+        return file_places(self._path.parent, sizes)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -83,50 +92,62 @@ class LimitedStore:
         self._latency_s = latency_s
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
+        link = self._link()
         copy = self._store.copy(segment, destination)
-        least_s = self._latency_s + destination.nbytes / self._bandwidth
-        copy_s = 0.0
-
-        def limited() -> None:
-            # The bytes arrive at the end of the wait, not at its start: nobody can read them too early unnoticed.
-            nonlocal copy_s
-            end = time.perf_counter() + least_s
-            _sleep_until(end - copy_s)
-            start = time.perf_counter()
-            copy()
-            copy_s = time.perf_counter() - start
-            _sleep_until(end)
-
-        return limited
+        return lambda: link.carry(copy, destination.nbytes)
 
     def table(self, name: str) -> torch.Tensor:
         return self._store.table(name)
+
+    def places(self, sizes: Sequence[int]) -> list[Place]:
+        return [_LimitedPlace(place, self._link(), self._link()) for place in self._store.places(sizes)]
+
+    def _link(self) -> "_SlowLink":
+        return _SlowLink(self._latency_s, self._bandwidth)
 
     def close(self) -> None:
         self._store.close()
 
 
+class _SlowLink:
+    """One copy's way: it knows how long the copy itself took the last time."""
+
+    def __init__(self, latency_s: float, bandwidth_bytes_per_s: float) -> None:
+        self._latency_s = latency_s
+        self._bandwidth = bandwidth_bytes_per_s
+        self._copy_s = 0.0
+
+    def carry(self, copy: Callable[[], None], nbytes: int) -> None:
+        """Copy. The bytes arrive at the end of the wait, not at its start: nobody can read them too early unnoticed."""
+        end = time.perf_counter() + self._latency_s + nbytes / self._bandwidth
+        _sleep_until(end - self._copy_s)
+        start = time.perf_counter()
+        copy()
+        self._copy_s = time.perf_counter() - start
+        _sleep_until(end)
+
+
+class _LimitedPlace:
+    """A place behind a slower link, which is as slow in the other direction."""
+
+    def __init__(self, place: Place, out: _SlowLink, back: _SlowLink) -> None:
+        self._place = place
+        self._out = out
+        self._back = back
+
+    def save(self, source: torch.Tensor) -> None:
+        self._out.carry(lambda: self._place.save(source), source.nbytes)
+
+    def load(self, destination: torch.Tensor) -> None:
+        self._back.carry(lambda: self._place.load(destination), destination.nbytes)
+
+    def close(self) -> None:
+        self._place.close()
+
+
 def _sleep_until(end_s: float) -> None:
     if (rest := end_s - time.perf_counter()) > 0:
         time.sleep(rest)
-
-
-def _open_direct(path: Path) -> tuple[int, bool]:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECT), True
-    except (OSError, AttributeError):  # tmpfs and some network file systems have no O_DIRECT
-        return os.open(path, os.O_RDONLY), False
-
-
-def read_fully(fd: int, destination: Bytes, offset: int) -> None:
-    """Fill the destination from an offset of the file on. Raises OSError, also where the file ends too early."""
-    view = destination.data
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
-        if count == 0:
-            raise OSError(f"weights file ends at byte {offset + done}, {len(view) - done} bytes too early")
-        done += count
 
 
 def find_table(manifest: Manifest, name: str) -> Table:

@@ -1,4 +1,4 @@
-"""The CPU's swap-in lane: a thread that copies in order, and the counters by which lanes wait for each other."""
+"""The CPU's swap lanes: threads that copy in order, and the counters by which lanes wait for each other."""
 
 import logging
 import threading
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from runtime.program import SwapInStep
+from runtime.program import SwapStep
 from runtime.recording import NoteStep
 
 _log = logging.getLogger("cohabit.runtime")
@@ -45,6 +45,8 @@ class Run:
 
     start_s: float
     compute_base: int
+    swap_out_base: int = 0
+    """The swap-out lane's counter before this run's swap-outs."""
     error: BaseException | None = None
     ahead: "Run | None" = None
     """The earlier submission of this run's prefix."""
@@ -62,29 +64,48 @@ class Run:
         first, base = next(part for part in reversed(self.parts) if part[0] < count)
         return base + count - first
 
+    def swap_out_ticket(self, count: int) -> int:
+        """The swap-out lane's counter when the first `count` swap-outs of this run have ended."""
+        return self.swap_out_base + count
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """The other swap lane, and what its counter is when so many of a run's steps there have ended."""
+
+    done: Counter
+    ticket: Callable[[Run, int], int]
+
 
 class SwapLane:
-    """The swap-in lane: a thread that does prepared copies in the order in which they are submitted."""
+    """A thread that does prepared copies in the order in which they are submitted. `other` is set before it starts."""
 
-    def __init__(self, computes: Counter) -> None:
+    def __init__(self, name: str, computes: Counter) -> None:
         self.done = Counter()
         self.submitted = 0
         self.busy_s = 0.0
+        self.other: Other | None = None
         self._computes = computes
-        self._queue: deque[tuple[Run, Sequence[SwapInStep]]] = deque()
+        self._queue: deque[tuple[Run, Sequence[SwapStep]]] = deque()
         self._wake = threading.Semaphore(0)
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="swap-in", daemon=True)
+        self._name = name
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
+        """Let the thread, if there is one, finish its queue and end."""
         self._closing = True
         self._wake.release()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
-    def submit(self, run: Run, steps: Sequence[SwapInStep]) -> None:
+    def submit(self, run: Run, steps: Sequence[SwapStep]) -> None:
         """Queue copies; `done` counts them on from `submitted` as it was before."""
         if steps:
             self.submitted += len(steps)
@@ -106,6 +127,9 @@ class SwapLane:
                 _hand_over(run)
             for step in steps:
                 self._computes.wait(run.compute_base + step.computes_before)
+                if step.others_before:
+                    assert self.other is not None
+                    self.other.done.wait(self.other.ticket(run, step.others_before))
                 start = time.perf_counter()
                 try:
                     step.copy()

@@ -5,6 +5,7 @@ ring's slots in turn, by the thread that issues the copies: the link then waits 
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import torch
 
 from planner.errors import format_bytes
 from runtime.cuda.surface import Driver, Event, HostBytes
+from runtime.direct import read_fully
 from runtime.errors import MemoryExceeded
-from runtime.memory import Copy, Source, StoreKind
+from runtime.memory import Copy, Place, Source, StoreKind
 from runtime.pages import anonymous_memory
-from runtime.store import find_table, read_fully, table_view
+from runtime.store import find_table, table_view
 from runtime.weights import Manifest
 
 RING_SLOTS = 3
@@ -35,13 +37,17 @@ class Pinned:
     def fits(self, nbytes: int) -> bool:
         return self.used_bytes + nbytes <= self.limit_bytes
 
-    def take(self, nbytes: int, what: str) -> HostBytes:
-        """Zeroed pinned memory, page aligned. Raises MemoryExceeded over the cap."""
+    def require(self, nbytes: int, what: str) -> None:
+        """Raise MemoryExceeded if so much would exceed the cap."""
         if not self.fits(nbytes):
             raise MemoryExceeded(
                 f"{what}: pinning {format_bytes(nbytes)} on top of {format_bytes(self.used_bytes)} exceeds the cap of"
                 f" {format_bytes(self.limit_bytes)}; raise the cap on pinned memory"
             )
+
+    def take(self, nbytes: int, what: str) -> HostBytes:
+        """Zeroed pinned memory, page aligned. Raises MemoryExceeded over the cap."""
+        self.require(nbytes, what)
         host = np.frombuffer(anonymous_memory(nbytes), np.uint8, count=nbytes)
         if nbytes:
             self._driver.pin(host)
@@ -87,6 +93,32 @@ class PinnedStore:
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)
         return self._driver.mapped(table_view(self._host, table, table.offset))
+
+    def places(self, sizes: Sequence[int]) -> list[Place]:
+        return pinned_places(self._driver, self._pinned, sizes)
+
+    def close(self) -> None:
+        self._pinned.give(self._host)
+
+
+def pinned_places(driver: Driver, pinned: Pinned, sizes: Sequence[int]) -> list[Place]:
+    """Pinned rooms for activations. Raises MemoryExceeded over the cap on pinned memory."""
+    pinned.require(sum(sizes), "activations that leave memory")
+    return [_PinnedPlace(driver, pinned, nbytes) for nbytes in sizes]
+
+
+class _PinnedPlace:
+    def __init__(self, driver: Driver, pinned: Pinned, nbytes: int) -> None:
+        self._driver = driver
+        self._pinned = pinned
+        self._host = pinned.take(nbytes, "an activation that leaves memory")
+        self._room = torch.from_numpy(self._host)
+
+    def save(self, source: torch.Tensor) -> None:
+        self._driver.copy(self._room, source)
+
+    def load(self, destination: torch.Tensor) -> None:
+        self._driver.copy(destination, self._room)
 
     def close(self) -> None:
         self._pinned.give(self._host)
@@ -168,6 +200,9 @@ class StagedStore:
             table_view(host, table, 0).copy_(self._source.table(name))
             self._hosts[name] = host
         return self._driver.mapped(table_view(self._hosts[name], table, 0))
+
+    def places(self, sizes: Sequence[int]) -> list[Place]:
+        return pinned_places(self._driver, self._pinned, sizes)
 
     def close(self) -> None:
         for host in self._hosts.values():

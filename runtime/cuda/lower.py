@@ -119,14 +119,14 @@ def joined(swap_ins: Sequence[SwapInStep], start: int, most_bytes: int = MOST_BY
         if last is not None and not later and _continues(last, step) and last.nbytes + step.nbytes <= most_bytes:
             copies[-1] = Copy(last.first, index + 1, last.segment, last.offset, last.nbytes + step.nbytes)
         else:
-            copies.append(Copy(index, index + 1, step.segment, step.offset, step.nbytes))
+            copies.append(Copy(index, index + 1, step.tensor, step.offset, step.nbytes))
     return tuple(copies)
 
 
 def _continues(copy: Copy, step: SwapInStep) -> bool:
     """Whether a swap-in's bytes lie right behind those of a copy that could be larger, here and there."""
     return (
-        step.segment == copy.segment + copy.last - copy.first
+        step.tensor == copy.segment + copy.last - copy.first
         and step.offset == copy.offset + copy.nbytes
         and copy.nbytes < ENOUGH_BYTES
     )

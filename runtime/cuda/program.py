@@ -15,6 +15,7 @@ from runtime.cuda.issue import Perform
 from runtime.cuda.lower import Copy, Kernels, Schedule, schedule
 from runtime.cuda.surface import Driver, Event, Graph, Pool
 from runtime.cuda.zone import zone_of
+from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source
 from runtime.program import Bases, Program, build
@@ -134,6 +135,11 @@ def equip(
 ) -> CudaProgram:
     """Give a bound program what it needs to be issued. Raises UnsupportedPlan, and MemoryExceeded for its buffers."""
     graph = lowered.graphs[program.batch]
+    if program.travellers:
+        raise UnsupportedPlan(
+            f"{program.name}: the plan swaps activations out, which is not done on this device yet; plan with"
+            " activations in memory"
+        )
     staged = bool(getattr(store, "staged", False))
     lowered_to = schedule(program, join=not staged)
     zone = zone_of(graph, program.plan)

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
 REQUESTS, DEVICE = 1, 2
 """The processes of the picture: a track per request, and the device's lanes."""
-COMPUTE, SWAP_IN = 0, 1
+COMPUTE, SWAP_IN, SWAP_OUT = 0, 1, 2
 """The device's tracks, which all models share."""
+_TRACKS = {"compute": COMPUTE, "swap_in": SWAP_IN, "swap_out": SWAP_OUT}
 
 Event = dict[str, Any]
 
@@ -23,6 +24,7 @@ def header_events() -> list[Event]:
         _meta("process_name", DEVICE, "device"),
         _meta("thread_name", DEVICE, "compute lane", COMPUTE),
         _meta("thread_name", DEVICE, "swap-in lane", SWAP_IN),
+        _meta("thread_name", DEVICE, "swap-out lane", SWAP_OUT),
     ]
 
 
@@ -64,7 +66,7 @@ def lane_events(recording: "Recording", trace_id: str, shift_s: float) -> Iterat
         yield {
             "ph": "X",
             "pid": DEVICE,
-            "tid": COMPUTE if span.lane == "compute" else SWAP_IN,
+            "tid": _TRACKS[span.lane],
             "name": name,
             "ts": (span.start_s + shift_s) * 1e6,
             "dur": (span.end_s - span.start_s) * 1e6,

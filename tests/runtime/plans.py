@@ -1,7 +1,13 @@
 """Plans made by hand, independent of the planner's searchers."""
 
+from itertools import accumulate
+
+from msgspec import structs
+
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
+from planner.sequences.sequence import Action, Verb, compute, drop, lay_out, swap_in, swap_out
+from planner.sequences.writer import Writer
 
 
 def _up(value: int, multiple: int) -> int:
@@ -47,3 +53,64 @@ def streaming_plan(graph: Graph, resident: frozenset[int] = frozenset()) -> Plan
         steps += [Drop(i) for i in streamed]
     inputs = tuple(Placement(i, places[i]) for i, t in enumerate(graph.tensors) if t.kind == "input")
     return Plan(graph.fingerprint, "", partition, position, inputs, tuple(residents), tuple(steps))
+
+
+def travelling_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
+    """Every parameter is resident; every activation but those to keep leaves when the next op does not use it."""
+    bare = without_parameters(graph)
+    actions = _travels(bare, keep)
+    placed = lay_out(bare, actions, ())
+    at = {(s.tensor, s.span.first): o for s, o in zip(placed.stays, placed.offsets, strict=True)}
+    partition = sum(graph.tensors[i].nbytes for i in graph.parameters)
+    starts = accumulate((graph.tensors[i].nbytes for i in graph.parameters), initial=0)
+    inputs = {i: partition + at[i, 0] for i, t in enumerate(graph.tensors) if t.kind == "input"}
+    writer = Writer(graph, partition, placed.peak_bytes, inputs, dict(zip(graph.parameters, starts, strict=False)))
+    for n, action in enumerate(actions):
+        match action.verb:
+            case Verb.COMPUTE:
+                scratch = placed.scratch.get(n)
+                outputs = [partition + at[t, n] for t in graph.ops[action.what].writes]
+                arrived = graph.outputs if action.what == len(graph.ops) - 1 else ()
+                arrived = tuple(t for t in arrived if t not in graph.ops[action.what].writes)
+                writer.compute(action.what, outputs, None if scratch is None else partition + scratch, arrived)
+            case Verb.SWAP_IN:
+                writer.swap_in(action.what, partition + at[action.what, n])
+            case Verb.SWAP_OUT:
+                writer.swap_out(action.what, behind_uses=True)
+            case Verb.DROP:
+                writer.drop(action.what)
+    return writer.plan("")
+
+
+def without_parameters(graph: Graph) -> Graph:
+    """The same graph whose parameters take no bytes."""
+    tensors = tuple(structs.replace(t, nbytes=0) if t.kind == "parameter" else t for t in graph.tensors)
+    ops = tuple(
+        structs.replace(o, reads=tuple(i for i in o.reads if tensors[i].kind != "parameter")) for o in graph.ops
+    )
+    outputs = tuple(i for i in graph.outputs if tensors[i].kind != "parameter")
+    return structs.replace(graph, tensors=tensors, ops=ops, outputs=outputs)
+
+
+def _travels(graph: Graph, keep: frozenset[int]) -> list[Action]:
+    last = len(graph.ops) - 1
+    needed = [set(op.reads) | (set(graph.outputs) if k == last else set()) for k, op in enumerate(graph.ops)]
+    here = {i for i, t in enumerate(graph.tensors) if t.kind == "input"}
+    saved: set[int] = set()
+    actions: list[Action] = []
+    for k, op in enumerate(graph.ops):
+        coming = sorted(needed[k] - here - set(op.writes))
+        actions += [swap_in(t) for t in coming]
+        actions.append(compute(k))
+        here |= {*coming, *op.writes}
+        saved -= set(op.mutates)
+        for t in sorted(here):
+            is_needed = t in graph.outputs or any(t in n for n in needed[k + 1 :])
+            if is_needed and (t in keep or k == last or t in needed[k + 1] or graph.tensors[t].kind == "input"):
+                continue
+            if is_needed and t not in saved:
+                actions.append(swap_out(t))
+                saved.add(t)
+            actions.append(drop(t))
+            here.discard(t)
+    return actions

@@ -130,7 +130,7 @@ def test_the_next_models_prefix_begins_while_this_one_computes(bench: Bench, fol
     assert not any(box.recordings for box in mail.values())
     copies = {name: [s for s in on("swap_in", spans) if s.model == "b"] for name, spans in told.items()}
     ahead = [span for spans in copies.values() for span in spans if span.ahead]
-    assert [s.name for s in ahead] == [bench.graph.tensors[s.segment].name for s in second.swap_ins[:2]]
+    assert [s.name for s in ahead] == [bench.graph.tensors[s.tensor].name for s in second.swap_ins[:2]]
     if followed == "second":
         assert sum(s.nbytes for s in copies["second"]) == second.link_bytes
         assert ahead[0].start_s < on("compute", told["second"])[0].start_s

@@ -178,7 +178,7 @@ def test_the_next_models_prefix_is_seen_to_begin_before_this_models_compute_ends
         events = written(handle, bench, tmp_path / "t.json")
     own = track(events, SWAP_IN, "b")
     prefix = [e for e in own if e["args"]["ahead"]]
-    names = [bench.graph.tensors[s.segment].name for s in program.swap_ins]
+    names = [bench.graph.tensors[s.tensor].name for s in program.swap_ins]
     assert [e["name"] for e in own] == names, "each copy once, in the plan's order"
     assert [e["name"] for e in prefix] == names[: program.prefix]
     assert sum(e["args"]["bytes"] for e in own) == program.link_bytes

@@ -102,6 +102,7 @@ def test_executions_are_on_the_devices_track(traced: tuple[Running, Path]) -> No
         "device",
         "compute lane",
         "swap-in lane",
+        "swap-out lane",
     }
 
 
