@@ -28,6 +28,9 @@ _WRITE_BYTES = 512 << 10
 _QUEUED_BYTES = 1 << 20
 """Of one stream's answers, before it has to wait for its client."""
 
+_RECEIVED = memoryview(bytearray(256 << 10))
+"""Where all connections' bytes arrive: they are taken from here before the next ones come."""
+
 _CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
     stream_reset_rate_limit=_RESETS,
@@ -56,7 +59,7 @@ class Stream(Protocol):
         ...
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """Belongs to the event loop's thread. What is sent goes out with the next `flush`."""
 
     def __init__(
@@ -86,11 +89,14 @@ class Connection(asyncio.Protocol):
         self._greeting = asyncio.get_running_loop().call_later(_GREETING_S, self._abandon, "it said nothing")
         self.flush()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _RECEIVED
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._is_over:
             return
         try:
-            self._http2.receive_data(data)
+            self._http2.receive_data(_RECEIVED[:nbytes])
         except ngh2.NGH2Error as error:
             self._abandon(str(error))
         else:
