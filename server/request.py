@@ -61,7 +61,7 @@ def respond(request: InferRequest, info: ModelInfo, arrays: Mapping[str, Array])
     missing = [o.tensor.name for o in request.outputs if o.tensor.name not in arrays]
     if missing:
         raise ExecutionFailed(info.name, f"it returned no {', '.join(missing)}")
-    outputs = tuple(_output(wanted, arrays[wanted.tensor.name], info) for wanted in request.outputs)
+    outputs = tuple([_output(wanted, arrays[wanted.tensor.name], info) for wanted in request.outputs])
     return InferResponse(info.name, info.version, outputs, request.id)
 
 

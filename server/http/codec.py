@@ -14,7 +14,15 @@ from server.protocol.datatypes import BYTES, DTYPES
 from server.protocol.matching import check_size, fit, unsigned, window_of
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_binary, from_json, to_binary, to_json
-from server.protocol.wire import InputBody, OutputBody, RequestBody, ResponseBody, encoder, request_decoder
+from server.protocol.wire import (
+    NO_DATA,
+    InputBody,
+    OutputBody,
+    RequestBody,
+    ResponseBody,
+    encoder,
+    request_decoder,
+)
 from server.request import InferRequest, InferResponse, OutputTensor
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
@@ -112,7 +120,7 @@ class _Tail:
         where = f"input '{body.name}'"
         size = unsigned(body.parameters, "binary_data_size", where) if body.parameters else None
         window = window_of(body.parameters, self._regions, where) if body.parameters else None
-        has_data = len(memoryview(body.data)) > 0
+        has_data = body.data is not NO_DATA
         if has_data + (size is not None) + (window is not None) != 1:
             raise InvalidRequest(
                 "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters',"

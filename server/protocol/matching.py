@@ -19,18 +19,19 @@ def fit(message: RequestBody, info: ModelInfo, regions: Regions, read: Read, bin
 
     `binary` says how outputs travel that the client says nothing about.
     """
-    _check_parameters(message.parameters)
+    parameters, priority, timeout_s = message.parameters, None, None
+    if parameters:
+        _check_parameters(parameters)
     _match_inputs(message.inputs, info)
     batch = _batch(message.inputs, info)
+    inputs = {body.name: read(body) for body in message.inputs}
+    if parameters:
+        binary = _flag(parameters, "binary_data_output", binary)
+        priority = unsigned(parameters, "priority", "the request") or None
+        timeout_s = _seconds(unsigned(parameters, "timeout", "the request"))
+    outputs = _outputs(message.outputs, info, regions, binary)
     return InferRequest(
-        model=info.name,
-        version=info.version,
-        inputs={body.name: read(body) for body in message.inputs},
-        batch=batch,
-        outputs=_outputs(message, info, regions, _flag(message.parameters, "binary_data_output", binary)),
-        id=message.id or None,
-        priority=unsigned(message.parameters, "priority", "the request") or None,
-        timeout_s=_seconds(unsigned(message.parameters, "timeout", "the request")),
+        info.name, info.version, inputs, batch, outputs, message.id or None, priority=priority, timeout_s=timeout_s
     )
 
 
@@ -72,10 +73,13 @@ def check_size(body: InputBody, nbytes: int) -> None:
 
 def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
     """Check names, datatypes and shapes; values come later."""
-    if [body.name for body in bodies] == [tensor.name for tensor in info.inputs]:
+    if len(bodies) == len(info.inputs):
         for body, tensor in zip(bodies, info.inputs, strict=True):
+            if body.name != tensor.name:
+                break
             _match_input(body, tensor, info)
-        return
+        else:
+            return
     specs = {tensor.name: tensor for tensor in info.inputs}
     seen: set[str] = set()
     for body in bodies:
@@ -143,13 +147,15 @@ def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
     return batch
 
 
-def _outputs(message: RequestBody, info: ModelInfo, regions: Regions, binary: bool) -> tuple[RequestedOutput, ...]:
+def _outputs(
+    bodies: Sequence[WantedBody], info: ModelInfo, regions: Regions, binary: bool
+) -> tuple[RequestedOutput, ...]:
     """What the client wants, in the model's order; all outputs if it names none."""
-    if not message.outputs:
-        return tuple(_output(tensor, {}, regions, binary) for tensor in info.outputs)
+    if not bodies:
+        return tuple([_output(tensor, {}, regions, binary) for tensor in info.outputs])
     wanted: dict[str, WantedBody] = {}
     known = [tensor.name for tensor in info.outputs]
-    for body in message.outputs:
+    for body in bodies:
         if body.name not in known:
             raise InvalidRequest(
                 f"unexpected inference output '{body.name}' for model '{info.name}', whose outputs are {known}"
@@ -157,7 +163,7 @@ def _outputs(message: RequestBody, info: ModelInfo, regions: Regions, binary: bo
         if body.name in wanted:
             raise InvalidRequest(f"output '{body.name}' already exists in request")
         wanted[body.name] = body
-    return tuple(_output(t, wanted[t.name].parameters, regions, binary) for t in info.outputs if t.name in wanted)
+    return tuple([_output(t, wanted[t.name].parameters, regions, binary) for t in info.outputs if t.name in wanted])
 
 
 def _output(tensor: TensorSpec, parameters: Parameters, regions: Regions, default: bool) -> RequestedOutput:
@@ -183,8 +189,6 @@ def _output(tensor: TensorSpec, parameters: Parameters, regions: Regions, defaul
 
 def _check_parameters(parameters: Parameters) -> None:
     """Custom parameters pass; a model made of tensors has no use for them."""
-    if not parameters:
-        return
     for key in parameters:
         if key.startswith("triton_"):
             raise InvalidRequest(

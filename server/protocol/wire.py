@@ -9,14 +9,17 @@ Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Parameters = dict[str, bool | Int64 | float | str]
 
+NO_DATA = Raw(b"")
+"""A tensor's values where a message has none: the very object, which the decoder puts there."""
+
 
 class InputBody(msgspec.Struct):
-    """A tensor that the client sends. `data` is empty where the values are elsewhere."""
+    """A tensor that the client sends. `data` is `NO_DATA` where the values are elsewhere."""
 
     name: str
     datatype: str
     shape: list[Dim]
-    data: Raw = Raw(b"")
+    data: Raw = NO_DATA
     parameters: Parameters = {}
 
 
