@@ -97,10 +97,8 @@ class DataPlane:
         request = self.tracer.attach(request)
         try:
             outputs = (await self._engine.infer(request)).outputs
-            if (
-                sum(outputs[o.tensor.name].nbytes for o in request.outputs if o.classes)
-                > _QUICK_CLASSIFICATION_BYTES
-            ):
+            classified = [outputs[o.tensor.name].nbytes for o in request.outputs if o.classes]
+            if classified and sum(classified) > _QUICK_CLASSIFICATION_BYTES:
                 return await asyncio.to_thread(respond, request, info, outputs)
             return respond(request, info, outputs)
         except RequestError as error:

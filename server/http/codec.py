@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,8 +28,7 @@ _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EXPLAINED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedResponse:
+class EncodedResponse(msgspec.Struct, frozen=True):
     """A body. `header_length` is the JSON's length where binary tensors follow it."""
 
     body: bytes

@@ -41,7 +41,8 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
 def to_binary(array: Array, datatype: str) -> bytes:
     if datatype == BYTES:
         return strings.to_binary(array)
-    return array.astype(DTYPES[datatype], copy=False).tobytes()
+    dtype = DTYPES[datatype]
+    return (array if array.dtype == dtype else array.astype(dtype)).tobytes()
 
 
 def to_json(array: Array) -> msgspec.Raw:
