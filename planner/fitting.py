@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from planner.errors import InfeasibleBudget
 from planner.graph import Graph
 from planner.library import Library
-from planner.offsets.feasible import PAGE_BYTES, Footprint
+from planner.offsets.feasible import PAGE_BYTES
 from planner.plan import Placement, Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.searchers.streaming import quick_latency_s
+from planner.searchers.quick import quick_latency_s
 from planner.sharing.demand import Demand, ModelDemand, workspaces
 from planner.sharing.entries import EntryPlanner
 
@@ -30,14 +30,16 @@ def split_budget(
 
     Every batch size is feasible with the result. Raises InfeasibleBudget.
     """
-    footprints = {batch: Footprint.of(graph) for batch, graph in graphs.items()}
-    neediest = max(footprints.values(), key=lambda f: f.least_bytes)
     budget = budget_bytes // PAGE_BYTES * PAGE_BYTES
+    demand = Demand.of(ModelDemand(next(iter(graphs.values())).name, graphs, profiles))
+    if budget < demand.least_bytes:
+        demand = demand.leaner()
+    footprints, neediest = demand.footprints, demand.neediest
     if budget < neediest.least_bytes:
         raise InfeasibleBudget(neediest.graph.name, neediest.neediest_op, budget_bytes, neediest.least_bytes)
     batch = min(graphs)
     best: tuple[float, int] | None = None
-    for workspace in workspaces([Demand.of(ModelDemand(neediest.graph.name, graphs, profiles))], budget):
+    for workspace in workspaces([demand], budget):
         partition = budget - workspace
         if any(f.least_workspace_bytes(partition) > workspace for f in footprints.values()):
             continue
@@ -51,6 +53,12 @@ def split_budget(
 def fit(model: ModelDemand, rooms: Sequence[Room]) -> Room | None:
     """Choose a workspace and a partition for one more model, for its least latency; None if no room will do."""
     demand = Demand.of(model)
+    chosen = _fit(demand, rooms)
+    return chosen if chosen is not None else _fit(demand.leaner(), rooms)
+
+
+def _fit(demand: Demand, rooms: Sequence[Room]) -> Room | None:
+    model = demand.model
     batch = demand.smallest_batch
     best: tuple[float, Room] | None = None
     for room in rooms:
@@ -67,12 +75,13 @@ def fit(model: ModelDemand, rooms: Sequence[Room]) -> Room | None:
 
 def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
     """Sizes of the workspace that are worth trying for a model."""
-    return workspaces([Demand.of(model)], memory_bytes)
+    demand = Demand.of(model)
+    return sorted({*workspaces([demand], memory_bytes), *workspaces([demand.leaner()], memory_bytes)})
 
 
 def least_bytes(model: ModelDemand) -> int:
     """Least memory, partition and workspace together, in which a model can run at all its batch sizes."""
-    return Demand.of(model).least_bytes
+    return Demand.of(model).leaner().least_bytes
 
 
 def plan_model(

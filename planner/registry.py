@@ -20,13 +20,17 @@ _HOMES: Final = {
 }
 """Module below planner.searchers, and class."""
 
+_BESIDE_A_PARTITION: Final = {"travelling": "travelling.Travelling"}
+"""Those that `best` asks where there is a workspace, and that can plan nothing else."""
+
 SEARCHERS: Final = tuple(_HOMES)
 
 
 def maker(searcher: str) -> Callable[[Problem, int], AnySearcher]:
     """What starts a search by this name for a problem and a seed. Raises UnknownSearcher."""
-    if searcher not in _HOMES:
+    homes = _HOMES | _BESIDE_A_PARTITION
+    if searcher not in homes:
         raise UnknownSearcher(searcher, SEARCHERS)
-    module, _, name = _HOMES[searcher].partition(".")
+    module, _, name = homes[searcher].partition(".")
     made: Callable[[Problem, int], AnySearcher] = getattr(import_module(f"planner.searchers.{module}"), name)
     return made

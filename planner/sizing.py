@@ -89,9 +89,22 @@ def shares(
 def _partition(
     demands: Sequence[Demand], memory: int, least_workspace: int, on_progress: Progress | None
 ) -> tuple[int, list[int]]:
-    """Choose the shared workspace and the partitions that minimise the sum of rate times latency."""
+    """Choose the shared workspace and the partitions that minimise the sum of rate times latency.
+
+    Where activations do not fit, they are to leave memory when nobody uses them.
+    """
     if not demands:
         return 0, []
+    try:
+        return _partition_for(demands, memory, least_workspace, on_progress)
+    except InfeasibleBudget:
+        leaner = [demand.leaner() for demand in demands]
+        return _partition_for(leaner, memory, least_workspace, on_progress)
+
+
+def _partition_for(
+    demands: Sequence[Demand], memory: int, least_workspace: int, on_progress: Progress | None
+) -> tuple[int, list[int]]:
     neediest = max(demands, key=lambda d: d.least_bytes)
     if memory < neediest.least_bytes:
         raise InfeasibleBudget(neediest.model.name, neediest.neediest.neediest_op, memory, neediest.least_bytes)

@@ -85,7 +85,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "searchers": {
             *("beaumont", "bounds", "home", "offsets", "sequences", "streaming", "swapadvisor", "tensile"),
         },
-        "sharing": {"offsets", "searchers"},
+        "sharing": {"offsets", "searchers", "sequences"},
     },
 }
 PUT_TOGETHER = {"server": {"cli", "serve"}, "planner": {"sizing", "fitting"}}

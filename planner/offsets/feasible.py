@@ -1,4 +1,4 @@
-"""The least memory in which a graph can run with its activations in memory all along.
+"""The least memory in which a graph can run with its activations in memory all along, or in a zone of a given size.
 
 An op needs all its parameters at once. They may lie in the partition or in the window, which is what the
 activations leave of the workspace at that op; each lies in one piece in one of the two. All sizes are in pages, and
@@ -32,10 +32,18 @@ class Footprint:
     activations: ActivationLayout
     overlay: bool
     """Whether the window begins where the activations of the moment end, or where they ever do."""
+    travelling: bool = False
+    """Whether activations leave memory and come back."""
 
     @staticmethod
     def of(graph: Graph, overlay: bool = False) -> "Footprint":
         return Footprint(graph, place_activations(graph, low=overlay), overlay)
+
+    @staticmethod
+    def of_zone(graph: Graph, zone_bytes: int) -> "Footprint":
+        """What a graph needs if its activations make do with so many bytes, wherever in them they lie."""
+        busy = ((0, zone_bytes),) if zone_bytes else ()
+        return Footprint(graph, ActivationLayout({}, {}, (busy,) * max(len(graph.ops), 1)), False, True)
 
     @property
     def activation_bytes(self) -> int:

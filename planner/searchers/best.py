@@ -2,7 +2,8 @@
 
 On a single model's budget the portfolio tries every searcher for a little, then gives each the effort that it thinks
 is enough, those that did best first, so that it is never worse than any of them at that effort. Whoever has the best
-plan then goes on. A partition beside a shared workspace is ours alone.
+plan then goes on. A partition beside a shared workspace is ours alone: `streaming`, and `travelling` where activations
+do not fit, or where they leave the parameters little room and streaming is far from the bound.
 """
 
 import math
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from planner.errors import InfeasibleBudget, UnsupportedProblem
+from planner.offsets.feasible import PAGE_BYTES, Footprint
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.registry import maker
 from planner.searcher import AnySearcher
 from planner.sequences.serial import require
+from planner.sequences.zone import Zones
 
 OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "particle_swarm", "dynprog")
 """Quick ones first."""
@@ -35,6 +38,10 @@ TASTE: Final = 1 / 16
 """Share of its effort that each of the others gets before they are compared."""
 AT_BOUND: Final = 1e-4
 """A gap this small is none."""
+WORTH_TRAVELLING: Final = 0.05
+"""A gap to the bound that activations may have to travel for, where they need not."""
+NARROW: Final = 2
+"""Times the largest op's parameters: with more beside the activations, copies overlap with ops as it is."""
 
 
 class Best:
@@ -48,10 +55,15 @@ class Best:
         single = not problem.workspace_bytes
         try:
             self._member(0)
-        except (InfeasibleBudget, UnsupportedProblem):
-            if not single or problem.residents is not None:
+        except (InfeasibleBudget, UnsupportedProblem) as refusal:
+            if single and problem.residents is not None:
                 raise
             self._names.clear()
+            if not single:
+                self._travel_instead(refusal)
+        else:
+            if not single and _is_narrow(problem):
+                self._names.append("travelling")
         if single and problem.residents is None:
             self._names += OTHERS
             require(problem)
@@ -86,11 +98,24 @@ class Best:
     def write(self, candidate: Candidate) -> Plan:
         return self._member(candidate.member).write(candidate.inner)
 
+    def _travel_instead(self, refusal: InfeasibleBudget | UnsupportedProblem) -> None:
+        """Activations do not fit as they are. Raises the refusal, or another that asks for less."""
+        if isinstance(refusal, UnsupportedProblem):
+            raise refusal
+        self._names.append("travelling")
+        try:
+            self._member(0)
+        except InfeasibleBudget as other:
+            raise min(refusal, other, key=lambda r: r.least_bytes) from other
+
     def _ask(self) -> Iterator[Sequence[Candidate]]:
         everyone = range(len(self._names))
         others = [i for i in everyone if self._names[i] != "streaming"]
         for i in everyone[: len(self._names) - len(others)]:
-            yield from self._turn(i, lambda ours: ours.evaluations * (OURS_FIRST if others else 1))
+            ahead = OURS_FIRST if others and not self.problem.workspace_bytes else 1
+            yield from self._turn(i, _times(ahead))
+            if self.problem.workspace_bytes and self._least_s[i] <= self.problem.bound_s * (1 + WORTH_TRAVELLING):
+                others.clear()
         left: dict[int, float] = {}
         for i in others:
             if self._is_at_bound():
@@ -131,6 +156,20 @@ class Best:
         if i not in self._members:
             self._members[i] = maker(self._names[i])(self.problem, self._seed)
         return self._members[i]
+
+
+def _is_narrow(problem: Problem) -> bool:
+    """Whether parameters must stream past activations that leave them little room, and could leave."""
+    graph = problem.graph
+    footprint = Footprint.of(graph)
+    window = problem.workspace_bytes - footprint.activation_bytes
+    if window >= NARROW * max(footprint.op_pages) * PAGE_BYTES or graph.parameter_bytes <= problem.partition_bytes:
+        return False
+    return Zones(graph).has_gaps
+
+
+def _times(factor: int) -> Callable[[AnySearcher], float]:
+    return lambda searcher: searcher.evaluations * factor
 
 
 def _most(count: float) -> Callable[[AnySearcher], float]:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from planner.bounds.relaxation import relax
 from planner.errors import UnsupportedProblem
 from planner.offsets.feasible import PAGE_BYTES, Footprint
-from planner.plan import Compute, Plan
+from planner.plan import Compute, Placement, Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
 from planner.streaming import stream
@@ -23,7 +23,7 @@ from planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
 from planner.streaming.emit import emit, placements
 from planner.streaming.memory import NOWHERE
 from planner.streaming.residents import by_share, capacities, guesses
-from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, play
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, Swaps, homes, play
 from planner.streaming.views import Views
 from planner.streaming.workload import Workload
 
@@ -65,7 +65,7 @@ class Streaming:
 
     is_compiled = True
 
-    def __init__(self, problem: Problem, seed: int) -> None:
+    def __init__(self, problem: Problem, seed: int, views: Views | None = None) -> None:
         if problem.residents is not None and not problem.workspace_bytes:
             raise UnsupportedProblem(
                 f"{problem.graph.name}: given residents need a workspace beside their partition"
@@ -76,7 +76,7 @@ class Streaming:
                 " searcher for a training graph"
             )
         self.problem = problem
-        self.views = Views(problem)
+        self.views = Views(problem) if views is None else views
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._judged: list[tuple[float, Candidate]] = []
@@ -106,11 +106,7 @@ class Streaming:
 
     def write(self, candidate: Candidate) -> Plan:
         problem, view = self.problem, self.views[candidate.order]
-        decisions = self._decisions(candidate)
-        home = self._home(view.work, decisions)
-        residents = placements(view.work, home) if problem.residents is None else problem.residents
-        swaps, _ = play(view.work.arrays, home, decisions)
-        plan = emit(view.work, problem.partition_bytes, problem.workspace_bytes, residents, swaps)
+        plan = emit(problem.partition_bytes, problem.workspace_bytes, *self.played(candidate))
         return replace(
             plan,
             graph=problem.graph.fingerprint,
@@ -118,8 +114,20 @@ class Streaming:
             steps=tuple(replace(s, op=view.order[s.op]) if isinstance(s, Compute) else s for s in plan.steps),
         )
 
+    def played(self, candidate: Candidate) -> tuple[Workload, tuple[Placement, ...], Swaps]:
+        """What a candidate comes to: residents, and the swap-ins of one inference."""
+        work, given = self.views[candidate.order].work, self.problem.residents
+        decisions = self._decisions(candidate)
+        home = self._home(work, decisions)
+        swaps, _ = play(work.arrays, home, decisions)
+        return work, placements(work, home) if given is None else given, swaps
+
+    def first(self) -> Candidate:
+        """A candidate at once, before other orders are looked at."""
+        return next(self._guesses(0))
+
     def _ask(self) -> Iterator[Sequence[Candidate]]:
-        first = next(self._guesses(0))  # a plan at once, before other orders are looked at
+        first = self.first()
         yield [first]
         yield [c for c in self._starts if c != first]
         yield list(self._relaxed())
@@ -217,8 +225,8 @@ class Streaming:
         return cost.period_s <= profile.compute_s * (1 + 1e-6) and cost.link_bytes <= necessary
 
 
-def quick_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
-    """Latency that a search would at least reach, in a few milliseconds. Raises InfeasibleBudget."""
+def first_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
+    """Latency of the best of a few guesses, in a few milliseconds. Raises InfeasibleBudget."""
     work = Workload.of(footprint, profile, partition_bytes, workspace_bytes)
     hold = holds_up_to(work.arrays, float(work.arrays.swap_s.max(initial=0.0)))
     least_s = np.inf

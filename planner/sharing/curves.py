@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from planner.offsets.feasible import PAGE_BYTES, Footprint
 from planner.profile import Profile
-from planner.searchers.streaming import quick_latency_s
+from planner.searchers.quick import quick_latency_s
 
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 
@@ -22,13 +22,14 @@ class LatencyCurves:
     """Remembers what it has planned."""
 
     def __init__(self) -> None:
-        self._latency_s: dict[tuple[str, str, int, int], float] = {}
+        self._latency_s: dict[tuple[str, bool, str, int, int], float] = {}
 
     def latency_s(
         self, footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int
     ) -> float:
         """Predicted latency of a plan made in a hurry. Raises InfeasibleBudget."""
-        key = (footprint.graph.fingerprint, profile.fingerprint, partition_bytes, workspace_bytes)
+        graph = footprint.graph.fingerprint
+        key = (graph, footprint.travelling, profile.fingerprint, partition_bytes, workspace_bytes)
         if key not in self._latency_s:
             self._latency_s[key] = quick_latency_s(footprint, profile, partition_bytes, workspace_bytes)
         return self._latency_s[key]

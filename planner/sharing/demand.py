@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from planner.graph import Graph
 from planner.offsets.feasible import Footprint, page_aligned
 from planner.profile import Profile
+from planner.sequences.zone import Zones
 
 WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
 """Sizes of the window to try, in units of the largest op's parameters."""
@@ -31,6 +32,10 @@ class Demand:
     @staticmethod
     def of(model: ModelDemand) -> "Demand":
         return Demand(model, {batch: Footprint.of(g) for batch, g in model.graphs.items()})
+
+    def leaner(self) -> "Demand":
+        """The same with activations that leave memory when nobody uses them: less memory, and more time."""
+        return Demand(self.model, {batch: _leanest(f) for batch, f in self.footprints.items()})
 
     @property
     def smallest_batch(self) -> int:
@@ -58,6 +63,11 @@ class Demand:
         """Least partition with which all batches are feasible; None if the workspace is too small."""
         least = [f.least_partition_bytes(workspace) for f in self.footprints.values()]
         return max((b for b in least if b is not None), default=0) if None not in least else None
+
+
+def _leanest(footprint: Footprint) -> Footprint:
+    zone_bytes = page_aligned(Zones(footprint.graph).leanest().nbytes)
+    return Footprint.of_zone(footprint.graph, zone_bytes) if zone_bytes < footprint.activation_bytes else footprint
 
 
 def workspaces(demands: Sequence[Demand], memory: int) -> list[int]:

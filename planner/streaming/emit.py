@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 
 def emit(
-    work: Workload, partition_bytes: int, workspace_bytes: int, residents: tuple[Placement, ...], swaps: Swaps
+    partition_bytes: int, workspace_bytes: int, work: Workload, residents: tuple[Placement, ...], swaps: Swaps
 ) -> Plan:
     """Make a plan in which the ops run in the graph's order and activations have fixed places."""
     graph, layout = work.footprint.graph, work.footprint.activations
@@ -64,7 +64,7 @@ def _drops(
     work: Workload, residents: frozenset[int], tensor: list[int], needed_by: list[int]
 ) -> dict[int, list[int]]:
     """Tensors to give up behind each op (-1: before the first): after the last read of each stay in memory."""
-    graph, ops = work.footprint.graph, len(work.footprint.uses)
+    graph = work.footprint.graph
     drops: dict[int, list[int]] = defaultdict(list)
     last_touch = {i: 0 for i, t in enumerate(graph.tensors) if t.kind == "input"}
     for k, op in enumerate(graph.ops):
@@ -73,6 +73,17 @@ def _drops(
     for t, k in last_touch.items():
         if graph.tensors[t].kind != "parameter" and t not in graph.outputs:
             drops[k].append(t)
+    for k, parameters in parameter_drops(work, residents, tensor, needed_by).items():
+        drops[k] += parameters
+    return drops
+
+
+def parameter_drops(
+    work: Workload, residents: frozenset[int], tensor: list[int], needed_by: list[int]
+) -> dict[int, list[int]]:
+    """Parameters to give up behind each op. `tensor[i]` is brought in for op `needed_by[i]`."""
+    ops = len(work.footprint.uses)
+    drops: dict[int, list[int]] = defaultdict(list)
     reads: dict[int, list[int]] = {t: [] for t in residents}
     for k, uses in enumerate(work.footprint.uses):
         for t in uses:

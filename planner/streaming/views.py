@@ -25,9 +25,12 @@ class View:
 class Views:
     """The orders that are worth planning. All but the first are made when they are asked for."""
 
-    def __init__(self, problem: Problem) -> None:
-        """Raises InfeasibleBudget with the least budget if none is feasible."""
-        self._others = _feasible_views(problem)
+    def __init__(self, problem: Problem, zone_bytes: int | None = None) -> None:
+        """Raises InfeasibleBudget with the least budget if none is feasible.
+
+        With `zone_bytes` activations make do with those, which is known for the graph's own order alone.
+        """
+        self._others = _feasible_views(problem) if zone_bytes is None else _in_zone(problem, zone_bytes)
         self._made = [next(self._others)]
 
     def __getitem__(self, order: int) -> View:
@@ -41,6 +44,11 @@ class Views:
 
     def __iter__(self) -> Iterator[View]:
         return (self[i] for i in range(len(self)))
+
+
+def _in_zone(problem: Problem, zone_bytes: int) -> Iterator[View]:
+    footprint = Footprint.of_zone(problem.graph, zone_bytes)
+    yield View(tuple(range(len(problem.graph.ops))), _workload(footprint, problem.profile, problem))
 
 
 def _feasible_views(problem: Problem) -> Iterator[View]:

@@ -24,6 +24,30 @@ def chain(parameter_bytes: Sequence[int], activation_bytes: int = PAGE, batch: i
     return _graph("chain", batch, tensors, ops, (2 * count,))
 
 
+def unet(levels: int = 5, level_bytes: int = 16 * PAGE) -> Graph:
+    """Down and up again, past skip connections that wait for as long as it takes: large, and idle for most of the time.
+
+    Each level has half of the pixels and twice the channels, so that its activations are as large as those above.
+    """
+    tensors = [parameter(f"W{i}", PAGE << min(i, 2 * levels - i)) for i in range(2 * levels + 1)]
+    tensors.append(Tensor("X", PAGE, "input"))
+    ops: list[Op] = []
+
+    def add(name: str, reads: Sequence[int], nbytes: int) -> int:
+        tensors.append(Tensor(name, nbytes, "activation"))
+        ops.append(Op(name, "conv", tuple(reads), (len(tensors) - 1,)))
+        return len(tensors) - 1
+
+    value, skips = len(tensors) - 1, []
+    for level in range(levels):
+        skips.append(add(f"down{level}", (level, value), level_bytes))
+        value = add(f"pool{level}", (skips[-1],), level_bytes // 4)
+    value = add("bottom", (levels, value), level_bytes // 2)
+    for level in reversed(range(levels)):
+        value = add(f"up{level}", (2 * levels - level, value, skips[level]), level_bytes)
+    return _graph("unet", 1, tensors, ops, (add("out", (value,), PAGE),))
+
+
 def profile_of(
     graph: Graph,
     op_s: float | Sequence[float] = 1.0,

@@ -1,0 +1,13 @@
+"""Latency that a search would at least reach, from a plan made at once."""
+
+from planner.offsets.feasible import Footprint
+from planner.problem import Problem
+from planner.profile import Profile
+from planner.searchers import streaming, travelling
+
+
+def quick_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
+    """What can be planned at once. Raises InfeasibleBudget."""
+    if footprint.travelling:
+        return travelling.first_latency_s(Problem(footprint.graph, profile, partition_bytes, workspace_bytes))
+    return streaming.first_latency_s(footprint, profile, partition_bytes, workspace_bytes)
