@@ -1,7 +1,7 @@
 """The calls of Triton's GRPCInferenceService, each a few lines around the data plane."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from google.protobuf import json_format
@@ -16,7 +16,7 @@ from server.grpc.call import Call
 from server.grpc.codec import decode_request, encode_response
 from server.grpc.errors import message_of, unforeseen
 from server.grpc.framing import Content
-from server.grpc.wire import parse
+from server.grpc.wire import Parsed, parse
 from server.protocol.shared_memory import CudaRequest, SystemRequest
 from server.request import InferResponse
 from server.request_trace import HEADER
@@ -127,11 +127,11 @@ class Api:
     async def model_infer(self, request: Content, call: Call) -> Any:
         traceparent = call.header(_TRACEPARENT)
         if traceparent is None and not self._plane.tracer.follows_all:
-            return await self._infer(*parse(request), call.left_s())
+            return await self._infer(parse(request), call.left_s())
         with self._plane.tracer.request(traceparent) as trace:
             if traceparent is not None:
                 call.add_header(HEADER, trace.context.header)
-            return await self._infer(*parse(request), call.left_s())
+            return await self._infer(parse(request), call.left_s())
 
     async def model_stream_infer(self, requests: AsyncIterator[Content], call: Call) -> AsyncIterator[Any]:
         """Answer each request of a stream, in order; several are under way together.
@@ -170,23 +170,25 @@ class Api:
             return await self._answer_unfollowed(request)
 
     async def _answer_unfollowed(self, request: Content) -> Any:
-        message = None
+        request_id = ""
         try:
-            message, raw = parse(request)
-            response = await self._infer(message, raw, None)
+            parsed = parse(request)
+            request_id = parsed.message.id
+            response = await self._infer(parsed, None)
         except RequestError as error:
-            return _failed(message_of(error), message)
+            return _failed(message_of(error), request_id)
         except Exception:
-            return _failed(unforeseen("ModelStreamInfer"), message)
+            return _failed(unforeseen("ModelStreamInfer"), request_id)
         response.parameters[_FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response)
 
-    async def _infer(self, message: Any, raw: Sequence[memoryview], left_s: float | None) -> Any:
+    async def _infer(self, parsed: Parsed, left_s: float | None) -> Any:
         """Answer a request; `left_s` is the call's own deadline, beyond which nobody waits for it."""
+        message, raw = parsed.message, parsed.raw
         info = self._plane.servable(message.model_name, message.model_version or None)
         with self._plane.bodies.share() as share:
-            share.take(message.ByteSize() + sum(tensor.nbytes for tensor in raw))
-            if message.ByteSize() <= _QUICK_BYTES and not self._plane.regions.slow:
+            share.take(parsed.nbytes)
+            if parsed.message_bytes <= _QUICK_BYTES and not self._plane.regions.slow:
                 request = decode_request(message, raw, info, self._plane.regions)
             else:
                 request = await asyncio.to_thread(decode_request, message, raw, info, self._plane.regions)
@@ -205,9 +207,9 @@ async def _encode(response: InferResponse) -> Any:
         raise
 
 
-def _failed(text: str, message: Any) -> Any:
+def _failed(text: str, request_id: str) -> Any:
     response = pb.ModelStreamInferResponse(error_message=text)
-    response.infer_response.id = message.id if message is not None else ""
+    response.infer_response.id = request_id
     response.infer_response.parameters[_FINAL].bool_param = True
     return response
 

@@ -13,6 +13,7 @@ from server.grpc import headers
 from server.grpc.connection import Connection
 from server.grpc.errors import Refusal, Status, status_of
 from server.grpc.framing import IDENTITY, Assembly, Content, Message, inflate, require_known
+from server.protocol.body_memory import BodyMemory
 
 
 class Method(Protocol):
@@ -38,6 +39,11 @@ class Desk(Protocol):
         """Of one message."""
         ...
 
+    @property
+    def bodies(self) -> BodyMemory:
+        """What all messages together take until they are handed on."""
+        ...
+
     def admit(self, headers: Mapping[bytes, bytes]) -> Method:
         """Find what a call is for. Raises RequestError or Refusal for one that is not answered."""
         ...
@@ -57,7 +63,7 @@ class Call:
         self._connection = connection
         self._id = stream_id
         self._headers = dict(reversed(fields))  # of several by one name, the first
-        self._assembly = Assembly(desk.most_bytes)
+        self._assembly = Assembly(desk.most_bytes, desk.bodies)
         self._messages: deque[Message] = deque()
         self._owed_bytes = 0
         """Received and not acknowledged, because there are messages that have not been read."""
@@ -172,6 +178,8 @@ class Call:
             self._task.cancel()
         self._has_ended = True
         self._acknowledge_all()
+        self._messages.clear()
+        self._assembly.give_up()
         if self._method is not None:
             self._method = None
             self._desk.left()
@@ -198,6 +206,7 @@ class Call:
             self.fail(status_of(error, method.name))
 
     async def _content(self, message: Message) -> Content:
+        self._assembly.handed_on(message)
         if not message.compressed:
             return message.content
         return await asyncio.to_thread(inflate, message.content, self._encoding, self._desk.most_bytes)

@@ -17,7 +17,7 @@ _GREETING_S = 20.0
 _STREAM_WINDOW_BYTES = 1 << 20
 _CONNECTION_WINDOW_BYTES = (1 << 31) - 1
 """Streams are held back one by one: nobody who waits for its own messages to be read keeps others waiting."""
-_FRAME_BYTES = 64 << 10
+_FRAME_BYTES = 128 << 10
 _HEADER_LIST_BYTES = 16 << 10
 _MOST_STREAMS = 1 << 16
 """Of one connection. How many calls there may be in all is not said to clients, who are told when it is over."""
@@ -101,7 +101,8 @@ class Connection(asyncio.BufferedProtocol):
             self._abandon(str(error))
         else:
             self._dispatch()
-            self.flush()
+            if self._http2.want_write:
+                self.flush()
 
     def pause_writing(self) -> None:
         self._is_writable = False
@@ -155,8 +156,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._is_over:
             return
         try:
-            while self._is_writable and (output := self._http2.data_to_send(_WRITE_BYTES)):
-                self._transport.write(output)
+            while self._is_writable:
+                output = self._http2.data_to_send(_WRITE_BYTES)
+                if output:
+                    self._transport.write(output)
+                if len(output) < _WRITE_BYTES:
+                    break
         except ngh2.NGH2Error as error:
             self._abandon(str(error))
             return

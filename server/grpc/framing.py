@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from server.errors import InvalidRequest, PayloadTooLarge, Unsupported
+from server.protocol.body_memory import BodyMemory
 
 Content = bytes | memoryview
 
@@ -23,13 +24,16 @@ class Message(NamedTuple):
 
 
 class Assembly:
-    """One stream's messages, whatever pieces they come in.
+    """One stream's messages, whatever pieces they come in; what they take is taken from the memory for all bodies.
 
     A message of one piece is cut out of it; what comes in several is copied once, to where all of it has room.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, bodies: BodyMemory) -> None:
         self._most_bytes = most_bytes
+        self._bodies = bodies
+        self._held_bytes = 0
+        """Of messages that are coming or have not been handed on."""
         self._prefix = b""
         self._body: memoryview | None = None
         """What there will be of a message whose prefix has come; None before that."""
@@ -40,12 +44,21 @@ class Assembly:
         return self._body is None and not self._prefix
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take a piece; returns the messages that end in it. Raises PayloadTooLarge or InvalidRequest."""
+        """Take a piece; returns the messages that end in it. Raises PayloadTooLarge, Overloaded or InvalidRequest."""
         if self.is_between_messages and len(data) >= _PREFIX_BYTES:
             nbytes = self._length(data)
             if len(data) == _PREFIX_BYTES + nbytes:
+                self._hold(nbytes)
                 return [Message(data[_PREFIX_BYTES:], bool(data[0]))]
         return self._feed_piecewise(memoryview(data))
+
+    def handed_on(self, message: Message) -> None:
+        """Somebody else counts this message's bytes from now on."""
+        self._hold(-len(message.content))
+
+    def give_up(self) -> None:
+        """Nothing that is here will be handed on."""
+        self._hold(-self._held_bytes)
 
     def _feed_piecewise(self, data: memoryview) -> list[Message]:
         complete = []
@@ -56,7 +69,9 @@ class Assembly:
                 data = data[taken:]
                 if len(self._prefix) < _PREFIX_BYTES:
                     break
-                self._body, self._filled = np.empty(self._length(self._prefix), np.uint8).data, 0
+                nbytes = self._length(self._prefix)
+                self._hold(nbytes)
+                self._body, self._filled = np.empty(nbytes, np.uint8).data, 0
             piece = data[: len(self._body) - self._filled]
             self._body[self._filled : self._filled + len(piece)] = piece
             self._filled += len(piece)
@@ -65,6 +80,13 @@ class Assembly:
                 complete.append(Message(self._body, bool(self._prefix[0])))
                 self._prefix, self._body = b"", None
         return complete
+
+    def _hold(self, nbytes: int) -> None:
+        if nbytes > 0:
+            self._bodies.take(nbytes)
+        else:
+            self._bodies.give_back(-nbytes)
+        self._held_bytes += nbytes
 
     def _length(self, prefix: bytes) -> int:
         nbytes = int.from_bytes(prefix[1:_PREFIX_BYTES], "big")

@@ -16,6 +16,7 @@ from server.grpc.framing import Content
 from server.grpc.guard import permission_of
 from server.grpc.headers import text
 from server.operate.access import Access, Permission
+from server.protocol.body_memory import BodyMemory
 
 _Read = Callable[[Content], Any]
 _Write = Callable[[Any], bytes]
@@ -61,7 +62,15 @@ class _Streaming:
 class Reception:
     """Lets calls in that are permitted, as many as there may be at once. Event loop's thread."""
 
-    def __init__(self, methods: Mapping[bytes, Method], access: Access, most_calls: int, most_bytes: int) -> None:
+    def __init__(
+        self,
+        methods: Mapping[bytes, Method],
+        access: Access,
+        bodies: BodyMemory,
+        most_calls: int,
+        most_bytes: int,
+    ) -> None:
+        self.bodies = bodies
         self.most_bytes = most_bytes
         self._methods = {path: (method, permission_of(method.name)) for path, method in methods.items()}
         self._access = access

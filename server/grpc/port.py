@@ -38,7 +38,9 @@ class GrpcServer:
         methods = {
             path: method for service, calls in services for path, method in methods_of(service, calls).items()
         }
-        self._reception = Reception(methods, access, _MOST_CALLS, max_body_bytes + _HEADER_ALLOWANCE_BYTES)
+        self._reception = Reception(
+            methods, access, plane.bodies, _MOST_CALLS, max_body_bytes + _HEADER_ALLOWANCE_BYTES
+        )
         self._connections: set[Connection] = set()
         self._listening: asyncio.Server | None = None
 

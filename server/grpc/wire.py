@@ -4,7 +4,7 @@ protobuf for Python copies a `bytes` field when it parses and again whenever it 
 and not copied at all.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 from tritonclient.grpc.service_pb2 import ModelInferRequest
@@ -20,14 +20,25 @@ _FIXED_BYTES = {1: 8, 5: 4}
 _VARINT, _LENGTH_DELIMITED = 0, 2
 
 
-def parse(data: bytes | memoryview) -> tuple[Any, list[memoryview]]:
-    """Return the message without its raw tensors, and these. Raises InvalidRequest for what is no such message."""
+class Parsed(NamedTuple):
+    """A request, in two parts: its raw tensors, and the message that has all else."""
+
+    message: Any
+    raw: list[memoryview]
+    nbytes: int
+    """Of both."""
+    message_bytes: int
+
+
+def parse(data: bytes | memoryview) -> Parsed:
+    """Part a request from its raw tensors. Raises InvalidRequest for what is no ModelInferRequest."""
+    nbytes = len(data)
     try:
-        if len(data) <= _SMALL_BYTES:
+        if nbytes <= _SMALL_BYTES:
             message = ModelInferRequest.FromString(data)
-            return message, [memoryview(raw) for raw in message.raw_input_contents]
+            return Parsed(message, [memoryview(raw) for raw in message.raw_input_contents], nbytes, nbytes)
         rest, tensors = _split(memoryview(data))
-        return ModelInferRequest.FromString(rest), tensors
+        return Parsed(ModelInferRequest.FromString(rest), tensors, nbytes, len(rest))
     except (DecodeError, IndexError) as error:
         raise InvalidRequest(f"the request is no ModelInferRequest: {error}") from error
 

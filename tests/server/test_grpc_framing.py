@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.errors import InvalidRequest, PayloadTooLarge, Unsupported
+from server.errors import InvalidRequest, Overloaded, PayloadTooLarge, Unsupported
 from server.grpc.framing import Assembly, inflate, prefix_of, require_known
+from server.protocol.body_memory import BodyMemory
 
 MOST_BYTES = 1000
 MESSAGES = st.lists(st.tuples(st.binary(max_size=200), st.booleans()), max_size=6)
@@ -26,9 +27,17 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @given(messages=MESSAGES, cuts=st.lists(st.integers(0, 2000), max_size=12))
 def test_messages_come_out_whole_however_they_were_cut(messages: list[tuple[bytes, bool]], cuts: list[int]) -> None:
-    assembly = Assembly(MOST_BYTES)
+    memory = BodyMemory(sum(len(content) for content, _ in messages))
+    assembly = Assembly(MOST_BYTES, memory)
     found = [message for piece in pieces(framed(messages), cuts) for message in assembly.feed(piece)]
     assert [(bytes(message.content), message.compressed) for message in found] == messages
+    if any(content for content, _ in messages):
+        with pytest.raises(Overloaded):
+            memory.take(1)
+    for message in found[1:]:
+        assembly.handed_on(message)
+    assembly.give_up()
+    memory.take(sum(len(content) for content, _ in messages))
     assert assembly.is_between_messages
 
 
@@ -36,7 +45,7 @@ def test_messages_come_out_whole_however_they_were_cut(messages: list[tuple[byte
 def test_an_unfinished_message_is_known_as_such(content: bytes, missing: int) -> None:
     data = framed([(content, False)])
     data = data[: max(1, len(data) - missing)]
-    assembly = Assembly(MOST_BYTES)
+    assembly = Assembly(MOST_BYTES, BodyMemory(1 << 20))
     assert assembly.feed(data) == []
     assert not assembly.is_between_messages
 
@@ -44,7 +53,7 @@ def test_an_unfinished_message_is_known_as_such(content: bytes, missing: int) ->
 @pytest.mark.parametrize("size", [1, 5, 2000])
 def test_a_message_over_the_limit_is_refused_by_its_prefix(size: int) -> None:
     data = prefix_of(bytes(MOST_BYTES + 1)) + bytes(MOST_BYTES + 1)
-    assembly = Assembly(MOST_BYTES)
+    assembly = Assembly(MOST_BYTES, BodyMemory(1 << 20))
 
     def feed() -> None:
         for start in range(0, 10, size):
@@ -56,7 +65,7 @@ def test_a_message_over_the_limit_is_refused_by_its_prefix(size: int) -> None:
 
 def test_a_prefix_that_is_none() -> None:
     with pytest.raises(InvalidRequest, match="a message begins with 80"):
-        Assembly(MOST_BYTES).feed(b"PRI * HTTP/2.0")
+        Assembly(MOST_BYTES, BodyMemory(1 << 20)).feed(b"PRI * HTTP/2.0")
 
 
 @pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])

@@ -23,6 +23,7 @@ from server.grpc.errors import Refusal, Status
 from server.grpc.headers import ending, timeout_s
 from server.grpc.methods import Reception
 from server.operate.access import OPEN
+from server.protocol.body_memory import BodyMemory
 
 SERVICE = "/inference.GRPCInferenceService"
 INFER = f"{SERVICE}/ModelInfer"
@@ -356,13 +357,30 @@ def test_a_server_that_stops_answers_what_is_under_way() -> None:
         assert stopping.result(10)
 
 
+def test_messages_that_are_coming_share_the_budget_of_all_bodies() -> None:
+    with running(serving(identity("one", "FP32")), queue_bytes=1 << 20) as server, peer(server) as client:
+        slow = client.open()
+        client.send(slow, b"\0" + (600 << 10).to_bytes(4, "big") + b"the beginning")
+        eventually(lambda: calls_under_way(server) == 1)
+        other = client.open()
+        client.send(other, b"\0" + (600 << 10).to_bytes(4, "big"))
+        refused = client.until_closed(other)
+        assert refused["grpc-status"] == "14"
+        assert int(refused["grpc-retry-pushback-ms"]) > 0
+        assert infers(server)  # a small one has room
+        client.http2.reset_stream(slow)
+        client.flush()
+        eventually(lambda: calls_under_way(server) == 0)
+        server.server.plane.bodies.take(1 << 20)  # nothing is left behind
+
+
 def test_calls_over_the_limit_are_refused() -> None:
     class Nothing:
         name, takes_stream = "ModelInfer", False
 
         async def run(self, call: Call) -> None: ...
 
-    reception = Reception({INFER.encode(): Nothing()}, OPEN, most_calls=2, most_bytes=1)
+    reception = Reception({INFER.encode(): Nothing()}, OPEN, BodyMemory(1), most_calls=2, most_bytes=1)
     head = {b":path": INFER.encode()}
     reception.admit(head)
     reception.admit(head)

@@ -92,7 +92,7 @@ def test_bodies_under_way_share_a_budget() -> None:
         body = json.dumps({"inputs": [x()]}).encode()
         with connected(server) as slow:
             head = b"POST /v2/models/one/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 99900\r\n\r\n"
-            slow.sendall(head + b" " * 99_800)
+            slow.sendall(head + b" " * 99_840)
             deadline = time.monotonic() + 10
             while (refused := ask(server, "POST", "/v2/models/one/infer", body)).status != 503:
                 assert time.monotonic() < deadline
@@ -174,7 +174,8 @@ def test_tensors_of_a_grpc_message_are_views_of_it() -> None:
     tensor = np.arange(4096, dtype=np.float32)
     message = ModelInferRequest(model_name="one", id="seven", raw_input_contents=[tensor.tobytes(), b"", b"tail"])
     data = message.SerializeToString()
-    parsed, raw = parse(data)
+    parsed, raw, nbytes, message_bytes = parse(data)
+    assert (nbytes, message_bytes < 100) == (len(data), True)
     assert (parsed.model_name, parsed.id, len(parsed.raw_input_contents)) == ("one", "seven", 0)
     assert [bytes(part) for part in raw] == [tensor.tobytes(), b"", b"tail"]
     assert np.shares_memory(np.frombuffer(raw[0], np.uint8), np.frombuffer(data, np.uint8))
