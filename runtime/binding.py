@@ -76,6 +76,9 @@ def bind(form: Form, statics: Mapping[int, Any], frees: tuple[int, ...], table: 
             keyword_slots = _has_slot(kwargs)
     nested = [(position, template[position]) for position in form.nested if _has_slot(template[position])]
 
+    if target is torch.ops.aten.alias.default and flat:
+        return _same(flat[0][1], out, frees)
+
     def call(frame: Frame) -> None:
         values = template.copy()
         for position, slot in flat:
@@ -84,6 +87,17 @@ def bind(form: Form, statics: Mapping[int, Any], frees: tuple[int, ...], table: 
             values[position] = filled(tree, lambda slot: frame[slot.index])
         own = filled(kwargs, lambda slot: frame[slot.index]) if keyword_slots else kwargs
         frame[out] = target(*values, **own)
+        for slot in frees:
+            frame[slot] = None
+
+    return call
+
+
+def _same(source: int, out: int, frees: tuple[int, ...]) -> Call:
+    """A call of `alias`, which has nothing to compute: another name for a value."""
+
+    def call(frame: Frame) -> None:
+        frame[out] = frame[source]
         for slot in frees:
             frame[slot] = None
 
