@@ -23,7 +23,7 @@ from runtime.recording import Follow, Recording
 from runtime.slots import Frame
 from runtime.swap_lane import Counter, Other, Run, SwapLane
 
-_SWITCH_INTERVAL_S = 1e-4
+_SWITCH_INTERVAL_S = 5e-4
 
 
 @dataclass(slots=True)
