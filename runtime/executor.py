@@ -194,6 +194,9 @@ class Executor:
         first = 0
         run.swap_out_base = self._out.submitted
         ahead, self._ahead = self._ahead, None
+        if not (program.swap_ins or program.swap_outs):  # all is resident
+            self._submit_ahead(program, recording)
+            return
         if ahead is not None and ahead.program is program:
             first = program.prefix
             run.parts.append((0, ahead.base))
@@ -288,11 +291,10 @@ class Executor:
 
         The next run of the model loads its residents anew.
         """
-        earlier = [run, run.ahead, restored.run if restored is not None else None]
-        error = next((r.error for r in earlier if r is not None and r.error is not None), None)
-        if error is not None:
-            self._stale.add(program.name)
-            raise DeviceError(f"{program.name}: a copy failed: {error}") from error
+        for earlier in (run, run.ahead, restored.run if restored is not None else None):
+            if earlier is not None and earlier.error is not None:
+                self._stale.add(program.name)
+                raise DeviceError(f"{program.name}: a copy failed: {earlier.error}") from earlier.error
 
     def _output(self, program: Program, frame: Frame, slot: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         if slot in program.constants:
