@@ -1,10 +1,12 @@
 """The engine tells the model that comes next, so that its copies begin beside the inference before it."""
 
 import asyncio
+import threading
 
 import numpy as np
 from server_fakes import FakeServable, Gate, identity
 
+from server.engine.doorbell import Doorbell
 from server.engine.engine import Engine
 from server.engine.statistics import ModelStatistics
 from server.errors import InvalidRequest
@@ -17,10 +19,11 @@ def request(model: str, batch: int) -> InferRequest:
     return InferRequest(model, 1, {"x": np.zeros((batch, 4), np.float32)}, batch, ())
 
 
-async def run_three() -> tuple[FakeServable, FakeServable]:
+async def run_three(prefetches: bool = True) -> tuple[FakeServable, FakeServable]:
     """A request for `first` waits at a gate until one for `second` and one more for `first` are queued."""
     gate = Gate()
     first, second = FakeServable(identity("first", "FP32").info, gate), identity("second", "FP32")
+    first.prefetches = second.prefetches = prefetches
     engine = Engine(Scheduler(8))
     for servable in (first, second):
         engine.add(servable, ModelStatistics())
@@ -40,6 +43,25 @@ async def test_the_next_model_hears_of_its_turn_before_the_one_ahead_of_it_runs(
     first, second = await run_three()
     assert first.expected == [2], "while `second` ran"
     assert second.expected == [], "nothing was known when the first request began"
+
+
+async def test_models_without_leading_copies_are_not_told_of_their_turn() -> None:
+    first, second = await run_three(prefetches=False)
+    assert first.expected == second.expected == []
+
+
+def test_a_ring_that_nobody_waits_for_is_remembered_once() -> None:
+    bell = Doorbell()
+    bell.ring()
+    bell.ring()
+    bell.wait()
+    waiter = threading.Thread(target=bell.wait)
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive(), "two rings were one"
+    bell.ring()
+    waiter.join(10)
+    assert not waiter.is_alive()
 
 
 FASTER = {1: 1.0, 2: 1.1, 4: 1.2}
