@@ -26,8 +26,8 @@ _PLAIN = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 """What stands for itself in a message besides letters and digits; all else is written %XX."""
 
 
-def beginning(metadata: Metadata) -> list[Header]:
-    return [*BEGINNING, *_written(metadata)]
+def beginning(metadata: Metadata) -> Sequence[Header]:
+    return (*BEGINNING, *_written(metadata)) if metadata else BEGINNING
 
 
 def ending(status: Status) -> list[Header]:
