@@ -39,12 +39,17 @@ class Memory(Protocol[Room_co]):
 class Place(Protocol):
     """Room in the host for one activation, whose bytes come as a flat tensor of the device."""
 
+    @property
+    def room(self) -> torch.Tensor | None:
+        """Pinned memory, where the device copies by itself: then nobody calls `save` or `load`."""
+        ...
+
     def save(self, source: torch.Tensor) -> None:
-        """Copy an activation's bytes here, or issue that."""
+        """Copy an activation's bytes here."""
         ...
 
     def load(self, destination: torch.Tensor) -> None:
-        """Copy them back, or issue that."""
+        """Copy them back."""
         ...
 
     def close(self) -> None:

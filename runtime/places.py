@@ -51,6 +51,8 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 
 class _RamPlace:
+    room = None
+
     def __init__(self, room: Bytes) -> None:
         self._room = room
 
@@ -86,6 +88,8 @@ class _ScratchFile:
 
 class _FilePlace:
     """Used by one lane each way: saved by the swap-out lane's thread, loaded by the swap-in lane's."""
+
+    room = None
 
     def __init__(self, file: _ScratchFile, offset: int) -> None:
         self._file = file

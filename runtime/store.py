@@ -130,6 +130,8 @@ class _SlowLink:
 class _LimitedPlace:
     """A place behind a slower link, which is as slow in the other direction."""
 
+    room = None
+
     def __init__(self, place: Place, out: _SlowLink, back: _SlowLink) -> None:
         self._place = place
         self._out = out

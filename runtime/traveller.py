@@ -38,7 +38,7 @@ class Traveller:
     def save(self) -> None:
         """Copy it out. The swap-out lane's."""
         if self._storage is not None:
-            self._place.save(_bytes_of(self._storage))
+            self._place.save(self._bytes)
             self._release()
 
     def release(self, frame: Frame) -> None:
@@ -55,10 +55,37 @@ class Traveller:
     def bring(self) -> None:
         """Take memory and fill it. The swap-in lane's, when all users of the stay before are done."""
         if self._storage is not None:
-            self._storage.resize_(self.journey.nbytes)
-            self._place.load(_bytes_of(self._storage))
-            self._stay += 1
-            self._left = self._users[self._stay]
+            self.refill()
+            self._place.load(self._bytes)
+
+    def way_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a copy out goes and comes from, for a device whose copies are issued and not made."""
+        return self._room, self._bytes
+
+    def way_back(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._bytes, self._room
+
+    @property
+    def _room(self) -> torch.Tensor:
+        assert self._place.room is not None, "a place that copies by itself"
+        return self._place.room
+
+    @property
+    def _bytes(self) -> torch.Tensor:
+        assert self._storage is not None, "an activation that has not been made"
+        return _bytes_of(self._storage)
+
+    def empty(self) -> None:
+        """Give up the bytes, in the order of the stream that uses them."""
+        assert self._storage is not None
+        self._storage.resize_(0)
+
+    def refill(self) -> None:
+        """Take bytes again, to be filled by whoever waits for this."""
+        assert self._storage is not None
+        self._storage.resize_(self.journey.nbytes)
+        self._stay += 1
+        self._left = self._users[self._stay]
 
     def forget(self, frame: Frame | None = None) -> None:
         """Let go of the storage: the frame alone holds it then. The compute lane's, behind the last op that uses it."""

@@ -76,6 +76,9 @@ class CudaDriver:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source, non_blocking=True)
 
+    def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.copy(*ends())
+
     def record(self, event: torch.cuda.Event) -> None:
         event.record(torch.cuda.current_stream(self._index))
 

@@ -18,7 +18,6 @@ from types import TracebackType
 import torch
 
 from planner.errors import CohabitError, format_bytes
-from planner.plan import Compute
 from runtime.backend import Result
 from runtime.captures import Capture
 from runtime.cuda.capture import capture
@@ -231,8 +230,7 @@ class CudaExecutor:
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that nothing is allocated or compiled when requests come."""
-        order = [step.op for step in program.plan.steps if isinstance(step, Compute)]
-        program.ready.pool = pool = fitting_pool(self._lanes, program.graph, order, program.zone)
+        program.ready.pool = pool = fitting_pool(self._lanes, program.graph, program.plan.steps, program.zone)
         try:
             self._try_out(program)
         except CohabitError:
@@ -284,6 +282,7 @@ class CudaExecutor:
             if not self._driver.well():
                 self._lost = str(error)
                 raise DeviceLost(f"{program.name}: the device is lost: {error}") from error
+            program.forget()
             if isinstance(error, DeviceError):
                 raise
             raise DeviceError(f"{program.name}: {error}") from error

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.cuda.issue import Lanes, Marks, Perform, issue, issue_lane, issue_serially
-from runtime.cuda.lower import Commands, Copy, Kernels
+from runtime.cuda.issue import Lanes, Marks, Perform, issue, issue_serially, issue_some
+from runtime.cuda.lower import Commands, Work
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.surface import Event
 from runtime.cuda.transfers import Feeder
@@ -48,15 +48,15 @@ def _issue_by_two(
     marks = Marks()
     errors: list[Exception] = []
 
-    def attempt(command: Kernels | Copy) -> None:
+    def attempt(command: Work) -> None:
         try:
             perform(command)
         except Exception as error:  # the lane goes on, so that nobody waits for its records in vain
             errors.append(error)
 
-    feeder.submit(lambda: issue_lane(lanes, "swap_in", commands, events, attempt, marks))
+    feeder.submit(lambda: issue_some(lanes, ["swap_in"], commands, events, attempt, marks))
     try:
-        issue_lane(lanes, "compute", commands, events, perform, marks)
+        issue_some(lanes, ["compute", "swap_out"], commands, events, perform, marks)
     finally:
         marks.abandon()
         feeder.drain()

@@ -1,4 +1,4 @@
-"""Issues commands to the two streams: by one thread in their order, or by one thread per lane.
+"""Issues commands to the three streams: by one thread in their order, or the swap-in lane's by another.
 
 A wait issued before its record waits for nothing. Where each lane has its own thread, `Marks` holds a thread back
 until the other one has issued the record.
@@ -9,26 +9,33 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from runtime.cuda.lower import Commands, Copy, Issue, Kernels, Lane, Record, Wait
+from runtime.cuda.lower import Commands, Issue, Lane, Record, Wait, Work
 from runtime.cuda.surface import Driver, Event, Stream
 
-Perform = Callable[[Kernels | Copy], None]
+Perform = Callable[[Work], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The device's two streams."""
+    """The device's three streams."""
 
     driver: Driver
     compute: Stream
     swap_in: Stream
+    swap_out: Stream
 
     @staticmethod
     def of(driver: Driver) -> "Lanes":
-        return Lanes(driver, driver.stream(), driver.stream())
+        return Lanes(driver, driver.stream(), driver.stream(), driver.stream())
 
     def stream(self, lane: Lane) -> Stream:
-        return self.compute if lane == "compute" else self.swap_in
+        match lane:
+            case "compute":
+                return self.compute
+            case "swap_in":
+                return self.swap_in
+            case "swap_out":
+                return self.swap_out
 
 
 class Marks:
@@ -58,25 +65,29 @@ class Marks:
 
 def issue(lanes: Lanes, commands: Commands, events: Sequence[Event], perform: Perform) -> None:
     """Issue everything from this thread."""
-    for lane, part in groupby(commands.issues, key=lambda i: i.lane):
-        with lanes.driver.on(lanes.stream(lane)):
-            _issue(lanes.driver, part, events, perform, None)
+    _issue_lanes(lanes, commands.issues, events, perform, None)
 
 
-def issue_lane(
-    lanes: Lanes, lane: Lane, commands: Commands, events: Sequence[Event], perform: Perform, marks: Marks
+def issue_some(
+    lanes: Lanes, some: Sequence[Lane], commands: Commands, events: Sequence[Event], perform: Perform, marks: Marks
 ) -> None:
-    """Issue one lane's commands, while another thread issues the other's."""
-    part = [i for i in commands.issues if i.lane == lane]
-    with lanes.driver.on(lanes.stream(lane)):
-        _issue(lanes.driver, part, events, perform, marks)
+    """Issue some lanes' commands, while another thread issues the others'."""
+    _issue_lanes(lanes, [i for i in commands.issues if i.lane in some], events, perform, marks)
+
+
+def _issue_lanes(
+    lanes: Lanes, issues: Iterable[Issue], events: Sequence[Event], perform: Perform, marks: Marks | None
+) -> None:
+    for lane, part in groupby(issues, key=lambda i: i.lane):
+        with lanes.driver.on(lanes.stream(lane)):
+            _issue(lanes.driver, part, events, perform, marks)
 
 
 def issue_serially(lanes: Lanes, commands: Commands, perform: Perform) -> None:
     """Issue everything to the compute stream: the same work without overlap."""
     with lanes.driver.on(lanes.compute):
         for item in commands.issues:
-            if isinstance(item.command, Kernels | Copy):
+            if not isinstance(item.command, Record | Wait):
                 perform(item.command)
 
 
@@ -93,5 +104,5 @@ def _issue(
                 if marks is not None:
                     marks.until(event)
                 driver.wait(events[event])
-            case Kernels() | Copy() as command:
+            case command:
                 perform(command)

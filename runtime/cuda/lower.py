@@ -1,16 +1,21 @@
-"""A program as commands for two streams: kernels, copies, and the fewest events that keep the plan's order.
+"""A program as commands for three streams: kernels, copies, and the fewest events that keep the plan's order.
 
     compute   K0      W0 K1          K2 R1 ...         K  kernels of one op        W  wait for an event
     swap_in   C(0,1)  R0       ...      W1 C(2)        C  one copy of neighbours   R  record an event
+    swap_out     ... S(0) ...                          S  an activation's copy to the host
 
-Streams are in order, so a wait for something earlier than what a stream has waited for already is left out. Commands
-stand in an order in which they can be issued by one thread: no wait before its record.
+Streams are in order, so a wait for something earlier than what a stream has waited for already is left out, and so is
+one that another implies. Commands stand in an order in which they can be issued by one thread: no wait before its
+record. What activations take and give up, they do in the compute stream's order (`Empty`, `Refill`), whose allocator
+may then use the bytes for whatever comes behind.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
+from planner.plan import Compute, Drop, SwapIn, SwapOut
 from runtime.program import Program, SwapInStep
 
 ENOUGH_BYTES = 2 << 20
@@ -23,7 +28,8 @@ FORK = 0
 LINK_FREE = 1
 """The event behind the last copy."""
 
-Lane = Literal["compute", "swap_in"]
+Lane = Literal["compute", "swap_in", "swap_out"]
+LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,38 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Save:
+    """The copy of `program.swap_outs[index]`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """`program.travellers[traveller]` gives up its bytes: its copy out has ended."""
+
+    traveller: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """`program.travellers[traveller]` takes bytes again."""
+
+    traveller: int
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """The copy of `program.swap_ins[index]`, an activation's."""
+
+    index: int
+
+
+Work = Kernels | Copy | Save | Empty | Refill | Return
+"""What is carried out, as opposed to recorded and waited for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     event: int
 
@@ -59,7 +97,7 @@ class Issue:
     """One command for one lane."""
 
     lane: Lane
-    command: Kernels | Copy | Record | Wait
+    command: Work | Record | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,61 +170,136 @@ def _continues(copy: Copy, step: SwapInStep) -> bool:
     )
 
 
+_Ended = tuple[int, int]
+"""How far a lane is: steps of its kind that have ended, and how many takings and givings of bytes behind the last."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A command that takes time, at its place in the plan's order, with how far it needs the other lane to be."""
+    """A command at its place in the plan's order, with how far it needs the other lanes to be."""
 
     step: int
     lane: Lane
-    command: Kernels | Copy
-    needs: int
-    """Kernels: swap-ins that must have ended; a copy: compute steps."""
-    ends: int
-    """How far its own lane is when it has ended, in the same unit."""
+    command: Work
+    needs: dict[Lane, _Ended]
+    ends: _Ended
+    """How far its own lane is when it has ended."""
+
+
+_NOTHING: _Ended = (0, 0)
 
 
 def _commands(program: Program, start: int, end: int, most_bytes: int) -> Commands:
-    """Kernels, and swap-ins from `start` up to `end`; those before are there."""
+    """Kernels, swap-outs, and swap-ins from `start` up to `end`; those before are there."""
     placed = sorted(_placed(program, start, end, most_bytes), key=lambda p: p.step)
     waits = _waits(placed, start)
-    copies = [n for n, p in enumerate(placed) if p.lane == "swap_in"]
-    events = {position: n for n, position in enumerate(sorted(set(waits.values())), LINK_FREE + 1)}
+    waited = sorted({position for positions in waits.values() for position in positions})
+    events = {position: n for n, position in enumerate(waited, LINK_FREE + 1)}
     count = LINK_FREE + 1 + len(events)
+    copies = [n for n, p in enumerate(placed) if p.lane == "swap_in"]
     issues: list[Issue] = []
     if copies and copies[0] not in waits:
         issues = [Issue("compute", Record(FORK)), Issue("swap_in", Wait(FORK))]
     for position, item in enumerate(placed):
-        if position in waits:
-            issues.append(Issue(item.lane, Wait(events[waits[position]])))
+        issues += [Issue(item.lane, Wait(events[other])) for other in waits.get(position, ())]
         issues.append(Issue(item.lane, item.command))
         if copies and position == copies[-1]:
             issues.append(Issue(item.lane, Record(LINK_FREE)))
         if position in events:
             issues.append(Issue(item.lane, Record(events[position])))
-    if copies and copies[-1] not in events:  # a graph ends on one lane
-        issues += [Issue("swap_in", Record(count)), Issue("compute", Wait(count))]
-        count += 1
+    for lane in LANES[1:]:  # a graph ends on one lane
+        last = max((n for n, p in enumerate(placed) if p.lane == lane), default=None)
+        by_compute = {other for n, others in waits.items() if placed[n].lane == "compute" for other in others}
+        if last is not None and last not in by_compute:
+            issues += [Issue(lane, Record(count)), Issue("compute", Wait(count))]
+            count += 1
     return Commands(tuple(issues), count)
 
 
 def _placed(program: Program, start: int, end: int, most_bytes: int) -> Iterator[_Placed]:
+    """Commands lane by lane; of one step, those of the compute lane come first."""
     for index, compute in enumerate(program.computes):
-        yield _Placed(compute.step, "compute", Kernels(index), min(compute.swap_ins_before, end), index + 1)
+        needs: dict[Lane, _Ended] = {
+            "swap_in": (min(compute.swap_ins_before, end), 0),
+            "swap_out": (compute.swap_outs_before, 0),
+        }
+        yield _Placed(compute.step, "compute", Kernels(index), needs, (index + 1, 0))
+    refilled: dict[int, _Ended] = {}
+    for change in _changes(program):
+        refilled[change.step] = change.ends
+        yield change
     behind = 0
-    for copy in joined(program.swap_ins[start:end], start, most_bytes):
-        behind = max(behind, *(s.computes_before for s in program.swap_ins[copy.first : copy.last]))
-        yield _Placed(program.swap_ins[copy.first].step, "swap_in", copy, behind, copy.last)
-
-
-def _waits(placed: Sequence[_Placed], start: int) -> dict[int, int]:
-    """For each command that must wait, the position of the one that it waits for; none that lane order gives."""
-    known = {"compute": start, "swap_in": 0}
-    waits: dict[int, int] = {}
-    for position, item in enumerate(placed):
-        if item.needs <= known[item.lane]:
+    for first, part in _parts(program.swap_ins[:end], start):
+        if part[0].traveller is not None:
+            at = part[0].step
+            yield _Placed(at, "swap_in", Return(first), {"compute": refilled[at]}, (first + 1, 0))
             continue
-        other = next(n for n, p in enumerate(placed) if p.lane != item.lane and p.ends >= item.needs)
-        assert other < position, "a plan waits for what it issues later"
-        waits[position] = other
-        known[item.lane] = placed[other].ends
+        for copy in joined(part, first, most_bytes):
+            steps = program.swap_ins[copy.first : copy.last]
+            behind = max(behind, *(s.computes_before for s in steps))
+            outs = max(s.others_before for s in steps)
+            needs = {"compute": (behind, 0), "swap_out": (outs, 0)}
+            yield _Placed(steps[0].step, "swap_in", copy, needs, (copy.last, 0))
+    for index, step in enumerate(program.swap_outs):
+        needs = {"compute": (step.computes_before, 0), "swap_in": (step.others_before, 0)}
+        yield _Placed(step.step, "swap_out", Save(index), needs, (index + 1, 0))
+
+
+def _parts(swap_ins: Sequence[SwapInStep], start: int) -> Iterator[tuple[int, Sequence[SwapInStep]]]:
+    """Runs of parameters, and activations one by one, each with the index of its first, from an index on."""
+    for comes_back, part in groupby(swap_ins[start:], key=lambda s: s.traveller is not None):
+        steps = list(part)
+        if comes_back:
+            yield from ((start + n, [step]) for n, step in enumerate(steps))
+        else:
+            yield start, steps
+        start += len(steps)
+
+
+def _changes(program: Program) -> Iterator[_Placed]:
+    """What activations give up and take, where their drops and swap-ins stand in the plan.
+
+    Bytes are given up when the copy out has ended. Whoever fills bytes that were taken waits for the compute stream to
+    get there: everything that used them before was issued to it earlier.
+    """
+    number = {t.journey.tensor: n for n, t in enumerate(program.travellers)}
+    saved = dict.fromkeys(number, 0)
+    left = {t.journey.tensor: len(t.journey.stays) - 1 for t in program.travellers}
+    outs = {s.step: n + 1 for n, s in enumerate(program.swap_outs)}
+    ended: _Ended = _NOTHING
+    for index, step in enumerate(program.plan.steps if number else ()):
+        if isinstance(step, Compute):
+            ended = (ended[0] + 1, 0)
+        elif isinstance(step, SwapOut):
+            saved[step.tensor] = outs[index]
+        elif isinstance(step, SwapIn) and step.tensor in number:
+            ended = (ended[0], ended[1] + 1)
+            yield _Placed(index, "compute", Refill(number[step.tensor]), {}, ended)
+        elif isinstance(step, Drop) and left.get(step.tensor, 0):
+            left[step.tensor] -= 1
+            ended = (ended[0], ended[1] + 1)
+            needs: dict[Lane, _Ended] = {"swap_out": (saved[step.tensor], 0)}
+            yield _Placed(index, "compute", Empty(number[step.tensor]), needs, ended)
+
+
+def _waits(placed: Sequence[_Placed], start: int) -> dict[int, list[int]]:
+    """For each command that must wait, the positions of those it waits for; none that lane order or another gives."""
+    known: dict[Lane, dict[Lane, _Ended]] = {lane: dict.fromkeys(LANES, _NOTHING) for lane in LANES}
+    known["compute"]["swap_in"] = known["swap_out"]["swap_in"] = (start, 0)
+    after: list[dict[Lane, _Ended]] = []
+    waits: dict[int, list[int]] = {}
+    for position, item in enumerate(placed):
+        mine = known[item.lane]
+        others = {
+            next(n for n, p in enumerate(placed) if p.lane == lane and p.ends >= needed): lane
+            for lane, needed in item.needs.items()
+            if needed > mine[lane]
+        }
+        for other in sorted(others, reverse=True):  # the latest first: it may imply the others
+            assert other < position, "a plan waits for what it issues later"
+            if placed[other].ends > mine[others[other]]:
+                waits.setdefault(position, []).append(other)
+                mine.update({lane: max(mine[lane], there) for lane, there in after[other].items()})
+        mine[item.lane] = item.ends
+        after.append(dict(mine))
     return waits

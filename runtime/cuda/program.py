@@ -12,15 +12,15 @@ from planner.profile import Profile
 from runtime.cuda.buffers import Buffers
 from runtime.cuda.host import Pinned
 from runtime.cuda.issue import Perform
-from runtime.cuda.lower import Copy, Kernels, Schedule, schedule
+from runtime.cuda.lower import Copy, Empty, Kernels, Refill, Return, Save, Schedule, Work, schedule
 from runtime.cuda.surface import Driver, Event, Graph, Pool
 from runtime.cuda.zone import zone_of
-from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source
 from runtime.program import Bases, Program, build
 from runtime.slots import Frame
 from runtime.specialize import Trace
+from runtime.traveller import Traveller
 
 _READS_ON_HOST = ("item", "_local_scalar_dense")
 
@@ -84,8 +84,21 @@ class CudaProgram(Program):
         self.buffers.download(values)
         frame[:] = [None] * len(frame)
 
+    def returning(self, index: int) -> Traveller:
+        """The activation that a swap-in brings back."""
+        traveller = self.swap_ins[index].traveller
+        assert traveller is not None
+        return traveller
+
+    def forget(self) -> None:
+        """Let go of activations that an inference has left behind because it failed."""
+        for traveller in self.travellers:
+            traveller.forget()
+
     def close(self) -> None:
-        """Give up graphs, pool and buffers. Nothing may be under way."""
+        """Give up graphs, pool, buffers and places in the host. Nothing may be under way."""
+        for traveller in self.travellers:
+            traveller.close()
         ready = self.ready
         for graph in {id(g): g for g in (ready.whole, ready.rest) if g is not None}.values():
             graph.close()
@@ -99,11 +112,20 @@ class CudaProgram(Program):
     def performing(self, driver: Driver, frame: Frame) -> Perform:
         """How commands are carried out for one inference."""
 
-        def perform(command: Kernels | Copy) -> None:
-            if isinstance(command, Kernels):
-                driver.launch(lambda: self.compute(command.index, frame))
-            else:
-                self.copies[command]()
+        def perform(command: Work) -> None:
+            match command:
+                case Kernels(index):
+                    driver.launch(lambda: self.compute(index, frame))
+                case Copy():
+                    self.copies[command]()
+                case Save(index):
+                    driver.carry(self.swap_outs[index].traveller.way_out)
+                case Return(index):
+                    driver.carry(self.returning(index).way_back)
+                case Empty(traveller):
+                    driver.launch(self.travellers[traveller].empty)
+                case Refill(traveller):
+                    driver.launch(self.travellers[traveller].refill)
 
         return perform
 
@@ -135,11 +157,6 @@ def equip(
 ) -> CudaProgram:
     """Give a bound program what it needs to be issued. Raises UnsupportedPlan, and MemoryExceeded for its buffers."""
     graph = lowered.graphs[program.batch]
-    if program.travellers:
-        raise UnsupportedPlan(
-            f"{program.name}: the plan swaps activations out, which is not done on this device yet; plan with"
-            " activations in memory"
-        )
     staged = bool(getattr(store, "staged", False))
     lowered_to = schedule(program, join=not staged)
     zone = zone_of(graph, program.plan)

@@ -11,6 +11,7 @@ import torch
 
 from planner.errors import format_bytes
 from planner.graph import Graph
+from planner.plan import Compute, Drop, Step, SwapIn
 from runtime.cuda.issue import Lanes
 from runtime.cuda.surface import Pool
 from runtime.errors import MemoryExceeded
@@ -23,14 +24,14 @@ LEAST_LARGE_BYTES = 10 << 20
 MOST_SMALL_SEGMENTS = 64
 
 
-def fitting_pool(lanes: Lanes, graph: Graph, order: Sequence[int], memory: torch.Tensor) -> Pool:
-    """A pool of the given bytes in which a graph's tensors fit, its ops in this order.
+def fitting_pool(lanes: Lanes, graph: Graph, steps: Sequence[Step], memory: torch.Tensor) -> Pool:
+    """A pool of the given bytes in which a graph's tensors fit in the course of these steps.
 
     Raises MemoryExceeded if there is none.
     """
     for small_segments in _divisions(memory.nbytes):
         pool = make_pool(lanes, memory, small_segments)
-        if rehearse(lanes, graph, order, pool):
+        if rehearse(lanes, graph, steps, pool):
             return pool
         pool.close()
     raise MemoryExceeded(
@@ -53,12 +54,17 @@ def large_bytes(zone_bytes: int, small_segments: int) -> int:
     return whole if whole >= LEAST_LARGE_BYTES else 0
 
 
-def rehearse(lanes: Lanes, graph: Graph, order: Sequence[int], pool: Pool) -> bool:
-    """Whether a graph's inputs, activations and scratch can be had from a pool, its ops in this order."""
+def rehearse(lanes: Lanes, graph: Graph, steps: Sequence[Step], pool: Pool) -> bool:
+    """Whether a graph's inputs, activations and scratch can be had from a pool in the course of these steps."""
     driver = lanes.driver
-    ops = [graph.ops[n] for n in order]
-    last_use = {i: n for n, op in enumerate(ops) for i in (*op.reads, *op.writes)}
+    ops = {n: graph.ops[step.op] for n, step in enumerate(steps) if isinstance(step, Compute)}
+    last_use = {i: n for n, op in ops.items() for i in (*op.reads, *op.writes)}
     kept = set(graph.outputs)
+    comes_back = {
+        s.tensor: n
+        for n, s in enumerate(steps)
+        if isinstance(s, SwapIn) and graph.tensors[s.tensor].kind != "parameter"
+    }
 
     def make(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=driver.device)
@@ -66,11 +72,16 @@ def rehearse(lanes: Lanes, graph: Graph, order: Sequence[int], pool: Pool) -> bo
     with driver.on(lanes.compute), driver.allocating(pool):
         try:
             held = {i: make(t.nbytes) for i, t in enumerate(graph.tensors) if t.kind == "input"}
-            for n, op in enumerate(ops):
-                held |= {i: make(graph.tensors[i].nbytes) for i in op.writes}
-                make(op.scratch_bytes)
-                for i in [i for i in held if last_use.get(i, -1) <= n and i not in kept]:
-                    del held[i]
+            for n, step in enumerate(steps):
+                if isinstance(step, Drop) and comes_back.get(step.tensor, -1) > n:
+                    del held[step.tensor]
+                elif isinstance(step, SwapIn) and step.tensor in comes_back:
+                    held[step.tensor] = make(graph.tensors[step.tensor].nbytes)
+                elif isinstance(step, Compute):
+                    held |= {i: make(graph.tensors[i].nbytes) for i in ops[n].writes}
+                    make(ops[n].scratch_bytes)
+                    for i in [i for i in held if last_use.get(i, -1) <= n and i not in kept]:
+                        del held[i]
             held.clear()
         except torch.OutOfMemoryError:
             return False

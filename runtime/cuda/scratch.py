@@ -12,10 +12,11 @@ import msgspec
 import torch
 
 from planner.graph import Graph
+from planner.plan import Compute
 from runtime.cuda.arena import CudaArena
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Lanes
-from runtime.cuda.lower import Copy, Kernels
+from runtime.cuda.lower import Kernels, Work
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.rehearsal import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pool
 from runtime.cuda.zone import ALIGNMENT_BYTES
@@ -39,7 +40,7 @@ def kernel_scratch(lanes: Lanes, program: CudaProgram, graph: Graph, examples: S
     frame: Frame = [None] * program.frame_slots
     peaks = [0] * len(graph.ops)
 
-    def perform(command: Kernels | Copy) -> None:
+    def perform(command: Work) -> None:
         assert isinstance(command, Kernels), "everything is resident"
         peaks[command.index] = driver.peak_bytes(lambda: program.compute(command.index, frame))
 
@@ -86,7 +87,7 @@ def live_peak_bytes(graph: Graph) -> int:
 
 def _fits(lanes: Lanes, graph: Graph, memory: torch.Tensor) -> bool:
     try:
-        fitting_pool(lanes, graph, range(len(graph.ops)), memory).close()
+        fitting_pool(lanes, graph, [Compute(n) for n in range(len(graph.ops))], memory).close()
     except MemoryExceeded:
         return False
     return True

@@ -2,7 +2,7 @@
 
 from planner.timeline import Span, Timeline
 from runtime.cuda.issue import Perform
-from runtime.cuda.lower import Copy, Kernels
+from runtime.cuda.lower import Copy, Empty, Kernels, Refill, Return, Save, Work
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.surface import Driver, Event
 
@@ -14,7 +14,7 @@ class Stopwatch:
         self._driver = driver
         self._program = program
         self._origin = driver.event(timed=True)
-        self._timed: list[tuple[Kernels | Copy, Event, Event]] = []
+        self._timed: list[tuple[Work, Event, Event]] = []
 
     def start(self) -> None:
         """Begin, on the current stream."""
@@ -23,7 +23,7 @@ class Stopwatch:
     def timing(self, perform: Perform) -> Perform:
         """The same commands, timed. May be called by several threads."""
 
-        def timed(command: Kernels | Copy) -> None:
+        def timed(command: Work) -> None:
             before, after = self._driver.event(timed=True), self._driver.event(timed=True)
             self._driver.record(before)
             perform(command)
@@ -37,10 +37,17 @@ class Stopwatch:
         spans: list[Span] = []
         for command, before, after in self._timed:
             start_s, end_s = (self._driver.seconds(self._origin, e) for e in (before, after))
-            if isinstance(command, Kernels):
-                spans.append(Span(self._program.computes[command.index].step, "compute", start_s, end_s))
-            else:
-                spans += self._parts(command, start_s, end_s)
+            match command:
+                case Kernels(index):
+                    spans.append(Span(self._program.computes[index].step, "compute", start_s, end_s))
+                case Save(index):
+                    spans.append(Span(self._program.swap_outs[index].step, "swap_out", start_s, end_s))
+                case Return(index):
+                    spans.append(Span(self._program.swap_ins[index].step, "swap_in", start_s, end_s))
+                case Copy():
+                    spans += self._parts(command, start_s, end_s)
+                case Empty() | Refill():
+                    pass
         spans.sort(key=lambda s: s.step)
         latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
         return Timeline(tuple(spans), latency_s, None, self._program.link_bytes)

@@ -97,6 +97,10 @@ class Driver(Protocol):
         """Issue a copy. A pinned buffer must stay as it is until an event behind the copy has been reached."""
         ...
 
+    def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Issue a copy whose destination and source, one of them pinned, launched kernels have made by then."""
+        ...
+
     def record(self, event: Event) -> None: ...
 
     def wait(self, event: Event) -> None:

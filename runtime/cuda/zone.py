@@ -57,12 +57,15 @@ def _activations(graph: Graph, plan: Plan) -> list[tuple[Region, int, int]]:
             ranges += [_range(a, graph.tensors[t].nbytes) for a, t in zip(step.outputs, op.writes, strict=True)]
             if step.scratch is not None:
                 ranges.append(_range(step.scratch, op.scratch_bytes))
+        elif isinstance(step, SwapIn) and graph.tensors[step.tensor].kind != "parameter":
+            ranges.append(_range(step.address, graph.tensors[step.tensor].nbytes))
     return [r for r in ranges if r[2] > r[1]]
 
 
 def _parameters(graph: Graph, plan: Plan) -> list[tuple[Region, int, int]]:
     ranges = [_range(p.address, graph.tensors[p.tensor].nbytes) for p in plan.residents]
-    ranges += [_range(s.address, graph.tensors[s.tensor].nbytes) for s in plan.steps if isinstance(s, SwapIn)]
+    swap_ins = [s for s in plan.steps if isinstance(s, SwapIn) and graph.tensors[s.tensor].kind == "parameter"]
+    ranges += [_range(s.address, graph.tensors[s.tensor].nbytes) for s in swap_ins]
     return [r for r in ranges if r[2] > r[1]]
 
 
