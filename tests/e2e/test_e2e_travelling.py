@@ -1,0 +1,138 @@
+"""A model whose activations alone exceed the memory given is served in it, with the bits of its resident run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from loadgen.zoo.exporting import export_model, save_model
+from planner.check import peak_bytes
+from planner.errors import InfeasibleBudget
+from planner.offsets.feasible import Footprint
+from planner.plan import SwapIn, SwapOut
+from runtime.binding import Call
+from runtime.memory import StoreKind
+from runtime.program import ComputeStep, Program
+from tests.e2e.serving import infer, serving
+from tests.e2e.test_e2e_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
+
+LEVELS = 6
+BATCH = 4
+
+
+class LongSkips(nn.Module):
+    """A U-Net's skip connections, all of one size: each waits from its level's way down to its way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(3 if n == 0 else 8, 8, 3, padding=1) for n in range(LEVELS))
+        self.up = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(LEVELS))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        skips = []
+        for conv in self.down:
+            x = torch.relu(conv(x))
+            skips.append(x)
+        for conv in self.up:
+            x = torch.tanh(conv(x) + skips.pop())
+        return {"y": x}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("travelling")
+    torch.manual_seed(0)
+    example = {"x": torch.zeros(2, 3, 64, 64)}
+    path = root / "skips" / "1" / "model.pt2"
+    save_model(export_model(LongSkips().eval(), example), path, {})
+    return root
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def resident(repository: Path, cache: Path) -> list[torch.Tensor]:
+    """The outputs with all the memory that there could be use for."""
+    with deployed(repository, "256MiB", cache) as device:
+        plan = device.entry("skips").plans[BATCH]
+        assert not any(isinstance(step, SwapIn | SwapOut) for step in plan.steps)
+        return device.run("skips", BATCH)
+
+
+@pytest.fixture(scope="module")
+def least(repository: Path, cache: Path) -> int:
+    with pytest.raises(InfeasibleBudget) as caught, deployed(repository, "64KiB", cache):
+        pass
+    return caught.value.least_bytes
+
+
+@pytest.fixture(params=["ram", "file"])
+def small(request: pytest.FixtureRequest, repository: Path, cache: Path, least: int) -> Iterator[Deployed]:
+    """The model in the least memory that will do."""
+    store: StoreKind = request.param
+    with deployed(repository, str(least), cache, store=store) as device:
+        yield device
+
+
+def test_a_budget_below_the_activations_peak_gives_the_resident_run_s_bits(
+    small: Deployed, resident: list[torch.Tensor]
+) -> None:
+    graph, plan = small.lowered["skips"].graphs[BATCH], small.entry("skips").plans[BATCH]
+    assert small.deployment.memory_bytes < Footprint.of(graph).activations.peak_bytes
+    assert any(isinstance(step, SwapOut) for step in plan.steps)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(small.run("skips", BATCH), resident, strict=True))
+    small.run("skips", 1)
+
+
+def test_no_step_holds_more_than_the_plan_has_for_activations(small: Deployed) -> None:
+    watch = FrameWatch(range(small.arena.address, small.arena.address + small.arena.nbytes))
+    for _ in range(3):
+        small.run("skips", BATCH, watch.observe)
+        assert max(watch.held.values()) <= small.deployment.workspace_bytes
+
+
+def on_one_thread(program: Program) -> Program:
+    """The same steps in the plan's order on the compute lane, the one thread whose allocations a profiler sees."""
+    copies = {s.step: s for s in (*program.swap_ins, *program.swap_outs)}
+    computes = {c.step: c for c in program.computes}
+    waiting: list[Call] = []
+    steps: list[ComputeStep] = []
+    for step in sorted({**copies, **computes}):
+        if step in copies:
+            waiting.append(lambda frame, copy=copies[step].copy: copy())
+        else:
+            calls = (*waiting, *computes[step].calls)
+            steps.append(replace(computes[step], calls=calls, swap_ins_before=0, swap_outs_before=0))
+            waiting = []
+    return replace(program, computes=tuple(steps), swap_ins=(), swap_outs=(), epilogue=0, prefix=0, restored={})
+
+
+def test_torch_allocates_no_more_than_the_plan_counts(small: Deployed) -> None:
+    servable, examples = small.servables["skips"], small.lowered["skips"].examples
+    graph, plan = small.lowered["skips"].graphs[BATCH], small.entry("skips").plans[BATCH]
+    program = on_one_thread(servable.programs[BATCH])
+    servable.executor.run(program, examples(BATCH))
+    allocated = allocated_peak_bytes(program, examples(BATCH), servable)
+    assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS) <= small.deployment.workspace_bytes
+    assert allocated < Footprint.of(graph).activations.peak_bytes
+
+
+def test_it_is_served_in_the_least_memory_and_a_page_less_is_refused(
+    repository: Path, cache: Path, least: int
+) -> None:
+    x = np.random.default_rng(0).random((BATCH, 3, 64, 64), np.float32)
+    answers = []
+    for memory in (str(least), "256MiB"):
+        with serving(repository, memory, cache, batch_sizes=(1, BATCH)) as server:
+            answers.append(infer(server.address, "skips", {"x": x})["y"])
+    assert np.array_equal(*answers)
+    with pytest.raises(InfeasibleBudget), deployed(repository, str(least - 4096), cache):
+        pass
