@@ -294,6 +294,15 @@ def test_the_scratch_file_has_no_name(bench: Bench, tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_dismissed_program_gives_its_places_back(bench: Bench) -> None:
+    program = bench.program(travelling_plan(bench.graph))
+    bench.run(program)
+    rooms = [t._place._room for t in program.travellers]  # type: ignore[attr-defined]
+    assert any(room.any() for room in rooms)
+    bench.executor.dismiss(program)
+    assert not any(room.any() for room in rooms), "pages that were given back read zeros"
+
+
 def test_an_executor_without_swap_outs_has_two_threads(bench: Bench) -> None:
     bench.run(bench.program(resident_plan(bench.graph)))
     assert isinstance(bench.executor, Executor)
