@@ -20,12 +20,16 @@ from runtime.weights import Manifest
 
 
 class CpuBackend:
-    """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash."""
+    """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash.
+
+    With `scripted`, stretches of a program's calls run outside of Python's interpreter; profiles are measured op by op.
+    """
 
     name = "cpu"
 
-    def __init__(self, link_bandwidth_bytes_per_s: float | None = None) -> None:
+    def __init__(self, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool = False) -> None:
         self._bandwidth = link_bandwidth_bytes_per_s
+        self._scripted = scripted
         self._executor = Executor()
         self._started = False
 
@@ -60,7 +64,7 @@ class CpuBackend:
         bases: Bases,
         store: Source[Bytes],
     ) -> Program:
-        return build(lowered, plan, profile, arena, bases, store)
+        return build(lowered, plan, profile, arena, bases, store, scripted=self._scripted)
 
     def movable(
         self,

@@ -244,7 +244,8 @@ class Executor:
         clock = time.perf_counter
         stall_s = 0.0
         finished = run.compute_base
-        for step in program.computes:
+        follows_each_op = serial or observe is not None or run.note is not None
+        for step in program.computes if follows_each_op else program.stretched or program.computes:
             ticket = run.ticket(step.swap_ins_before)
             if restored is not None and restored.tickets:
                 ticket = max(ticket, *(restored.tickets.get(s, 0) for s in step.first_reads), 0)
@@ -270,7 +271,7 @@ class Executor:
                 call(frame)
             if run.note is not None:
                 run.note(step, start, clock())
-            finished += 1
+            finished += step.length
             if finished < run.compute_base + len(program.computes):
                 # The last one is told by `run`: outputs that are parameters leave before the epilogue starts.
                 self._computes.advance(finished)

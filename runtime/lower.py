@@ -16,6 +16,7 @@ from runtime.errors import UnsupportedModel
 from runtime.model import Model, Port, from_program
 from runtime.options import DEFAULTS, Options, apply
 from runtime.rewrite import rewrite
+from runtime.scripted import Scripts
 from runtime.specialize import Trace, build_graph, specialize
 from runtime.weights import Manifest
 
@@ -49,6 +50,11 @@ class Lowered:
     @cached_property
     def bound(self) -> dict[int, Bound]:
         """The newest of each batch size, so that a model that comes back to its place is not bound again."""
+        return {}
+
+    @cached_property
+    def scripts(self) -> dict[int, Scripts]:
+        """The newest of each batch size, so that a model that moves is not compiled again."""
         return {}
 
     @property

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
 import torch
@@ -16,6 +16,7 @@ from runtime.blueprint import Blueprint, Bound, CallDraft, Statics, SwapInDraft,
 from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.memory import Copy, Memory, Room, Source
+from runtime.scripted import Known, bind_script, compiled
 from runtime.slots import Frame
 from runtime.traveller import Traveller, travellers
 from runtime.weights import dtype_of
@@ -31,6 +32,8 @@ class ComputeStep:
     first_reads: tuple[int, ...]
     """Initial residents that this step is the first to read: the last run's epilogue may still be copying them."""
     swap_outs_before: int = 0
+    length: int = 1
+    """How many compute steps of the plan it stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ class Program:
     constants: dict[int, torch.Tensor]
     """Output slots that are parameters or views of them."""
     link_bytes: int
+    stretched: tuple[ComputeStep, ...] = field(default=(), kw_only=True)
+    """The compute steps where stretches of them are one, if any are (`runtime.scripted`)."""
 
     @property
     def returns(self) -> int:
@@ -121,15 +126,24 @@ class Bases:
 
 
 def build(
-    lowered: Lowered, plan: Plan, profile: Profile | None, arena: Memory[Room], bases: Bases, store: Source[Room]
+    lowered: Lowered,
+    plan: Plan,
+    profile: Profile | None,
+    arena: Memory[Room],
+    bases: Bases,
+    store: Source[Room],
+    *,
+    scripted: bool = False,
 ) -> Program:
     """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan.
 
     A plan that was built before from the same `lowered` is neither checked nor drafted again, and in the same place
-    only its copies are new.
+    only its copies are new. With `scripted`, stretches of its calls are compiled, once for all places.
     """
     blueprint = blueprint_of(lowered, plan, profile, arena.device)
-    return _Builder(blueprint, arena, bases, store).build(lowered)
+    builder = _Builder(blueprint, arena, bases, store)
+    program = builder.build(lowered)
+    return replace(program, stretched=builder.stretched(lowered, program.computes)) if scripted else program
 
 
 def blueprint_of(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Blueprint:
@@ -221,6 +235,30 @@ class _Builder(Generic[Room]):
             constants=self._known(drafted.constants),
             link_bytes=sum(s.nbytes for s in drafted.swap_ins) + sum(s.nbytes for s in drafted.swap_outs),
         )
+
+    def stretched(self, lowered: Lowered, computes: Sequence[ComputeStep]) -> tuple[ComputeStep, ...]:
+        """The compute steps with each compiled stretch of them as one. Behind `build`."""
+        batch = self.blueprint.trace.batch
+        known = lowered.scripts.get(batch)
+        if known is None or known.blueprint is not self.blueprint:
+            known = lowered.scripts[batch] = compiled(self.blueprint)
+        steps: list[ComputeStep] = []
+        done = 0
+        for script in known.scripts:
+            steps += computes[done : script.steps.start]
+            call = bind_script(script, [self._tensor(k) for k in script.known])
+            steps.append(replace(computes[script.steps.start], calls=(call,), length=len(script.steps)))
+            done = script.steps.stop
+        return (*steps, *computes[done:]) if known.scripts else ()
+
+    def _tensor(self, known: Known) -> torch.Tensor:
+        if known.static is not None:
+            static: torch.Tensor = self.statics[known.static]
+            return static
+        if known.table is not None:
+            return self.store.table(known.table)
+        assert known.constant is not None
+        return known.constant
 
     def _bound(self, lowered: Lowered) -> Bound:
         """The calls, which may have been made before for the same place."""

@@ -40,6 +40,8 @@ class ServeConfig:
     device: str = "cpu"
     store: Store = "ram"
     link_bandwidth_bytes_per_s: float | None = None
+    scripted: bool = False
+    """Whether stretches of a model's calls run outside of Python's interpreter, on the CPU."""
     threads: int | None = None
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     prefetch: bool = True
@@ -94,6 +96,7 @@ def config_of(options: argparse.Namespace) -> ServeConfig:
         device=options.device,
         store=options.store,
         link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
+        scripted=options.scripted,
         threads=optional("--threads", options.threads, integer(1, 1024)),
         batch_sizes=read("--batch-sizes", options.batch_sizes, _batch_sizes),
         prefetch=options.prefetch,
@@ -125,6 +128,10 @@ def _refuse_contradictions(config: ServeConfig) -> None:
         raise ConfigError("--load-model needs --model-control explicit")
     if config.model_control != "none" and config.layout not in ("partitioned", "resident"):
         raise ConfigError(f"--model-control {config.model_control} needs a layout in which models have partitions")
+    if config.scripted and config.device != "cpu":
+        raise ConfigError(f"--scripted is for the CPU; {config.device} replays graphs, which need no Python between ops")
+    if config.scripted and config.layout not in ("partitioned", "resident"):
+        raise ConfigError("--scripted needs a layout in which models have partitions")
     if config.model_control == "explicit" and not isinstance(config.memory, FixedSize):
         raise ConfigError("--memory: a share of the weights means nothing before models are loaded; give a size")
 

@@ -43,6 +43,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="begin the next model's copies beside the inference before its own (default: yes)",
     )
     compute.add_argument(
+        "--scripted",
+        action="store_true",
+        help="on the CPU, run stretches of a model's ops as one call outside of Python, with the same bits: less time per"
+        " inference, most of all under load. Models are still measured op by op, so that predicted times are too high by"
+        " Python's share",
+    )
+    compute.add_argument(
         "--batch-sizes",
         default="1,2,4,8",
         metavar="N,N,...",

@@ -73,7 +73,7 @@ def say_what_is_done_otherwise(source: ModelSource) -> None:
 def open_backend(config: ServeConfig) -> Backend:
     """The device that models run on; sets torch's threads. Raises DeviceError where there is none of that name."""
     torch.set_num_threads(config.threads or default_threads())
-    return open_device(config.device, config.link_bandwidth_bytes_per_s)
+    return open_device(config.device, config.link_bandwidth_bytes_per_s, scripted=config.scripted)
 
 
 def default_threads() -> int:

@@ -31,6 +31,10 @@ def cpu() -> CpuBackend:
     return CpuBackend()
 
 
+def scripted_cpu() -> CpuBackend:
+    return CpuBackend(scripted=True)
+
+
 def fake_cuda(seed: int = 0) -> CudaBackend:
     return CudaBackend(FakeDriver(seed))
 
@@ -65,6 +69,7 @@ def has_gpu() -> bool:
 
 BACKENDS = [
     pytest.param(cpu, id="cpu"),
+    pytest.param(scripted_cpu, id="cpu-scripted"),
     pytest.param(fake_cuda, id="fake-cuda"),
     pytest.param(fake_streams, id="fake-cuda-uncaptured"),
     pytest.param(fake_staged, id="fake-cuda-staged"),

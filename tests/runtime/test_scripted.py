@@ -1,0 +1,290 @@
+"""Stretches of calls outside of Python's interpreter: the same bits, the same memory, the same errors, the same waits."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import runtime.scripted
+from planner.fitting import split_budget
+from planner.graph import Graph
+from planner.plan import Compute, Plan, SwapIn
+from planner.problem import Problem
+from planner.search import search
+from runtime.errors import DeviceError
+from runtime.lower import Lowered, lower
+from runtime.memory import StoreKind
+from runtime.profile import resident_plan
+from runtime.program import Bases, Program
+from runtime.stretches import stretches
+from tests.planner.graphs import profile_of
+from tests.runtime import models
+from tests.runtime.backends import Bench, cpu, opened, scripted_cpu
+from tests.runtime.late import LateStore
+from tests.runtime.plans import streaming_plan, travelling_plan
+
+BATCH = 2
+LEFT_TO_PYTHON = {"branch": "cond", "scalar": "aten.item.default"}
+"""What models of the tests have that TorchScript is not asked to do."""
+
+
+@pytest.fixture(autouse=True)
+def _even_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.scripted, "FEWEST_CALLS", 1)
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lowered]:
+    found = {}
+    for name, (make, examples) in models.CASES.items():
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(0)
+        models.export(make(), examples, folder / "model.pt2")  # type: ignore[operator]
+        found[name] = lower(folder / "model.pt2", name, [BATCH], folder / "cache")
+    return found
+
+
+def by_python(lowered: Lowered) -> list[torch.Tensor]:
+    with opened(cpu, lowered) as bench:
+        return bench.run(bench.program(resident_plan(bench.graph))).outputs
+
+
+def is_equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["ram", "file"])
+@pytest.mark.parametrize("name", models.CASES)
+def test_stretches_give_the_bits_of_single_calls(name: str, kind: StoreKind, lowered: dict[str, Lowered]) -> None:
+    expected = by_python(lowered[name])
+    with opened(scripted_cpu, lowered[name]) as bench:
+        store = bench.backend.open_store(kind, bench.lowered.weights_path, bench.lowered.manifest)
+        graph = bench.graph
+        for plan in (
+            resident_plan(graph),
+            streaming_plan(graph),
+            streaming_plan(graph, frozenset(graph.parameters[::2])),
+        ):
+            program = bench.program(plan, store)
+            for _ in range(3):
+                assert is_equal(bench.run(program).outputs, expected)
+        store.close()
+
+
+@pytest.mark.parametrize("name", models.CASES)
+def test_what_torch_s_allocator_is_asked_for_is_the_same_and_in_the_same_order(
+    name: str, lowered: dict[str, Lowered]
+) -> None:
+    """What dies within a stretch is given back with its last reader, as it is between calls of Python's."""
+    changes = []
+    for make in (cpu, scripted_cpu):
+        with opened(make, lowered[name]) as bench:
+            program = bench.program(resident_plan(bench.graph))
+            bench.run(program)
+            changes.append(allocations(bench, program))
+    assert changes[0] == changes[1]
+    assert len(changes[0]) > 3
+
+
+def allocations(bench: Bench, program: Program) -> list[int]:
+    """Bytes taken, and given back (below zero), one by one."""
+    inputs = bench.lowered.examples(BATCH)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        bench.executor.run(program, inputs)
+    assert profiler.profiler is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
+@pytest.mark.parametrize("name", models.CASES)
+def test_a_resident_program_is_one_call_but_for_what_torchscript_is_not_asked_to_do(
+    name: str, lowered: dict[str, Lowered]
+) -> None:
+    with opened(scripted_cpu, lowered[name]) as bench:
+        program = bench.program(resident_plan(bench.graph))
+        scripted = {n for script in lowered[name].scripts[BATCH].scripts for n in script.steps}
+        left = [
+            [str(call.form.target) for call in step.calls]
+            for n, step in enumerate(lowered[name].blueprints[BATCH].computes)
+            if n not in scripted
+        ]
+        assert sum(step.length for step in program.stretched) == len(program.computes)
+        if name in LEFT_TO_PYTHON:
+            assert LEFT_TO_PYTHON[name] in left[0]
+        else:
+            assert (len(program.stretched), left) == (1, [])
+
+
+def random_plans(graph: Graph, seed: int) -> list[Plan]:
+    """Searched plans of less and less memory, at some speeds of the link."""
+    generator = random.Random(seed)
+    plans = []
+    weights = sum(graph.tensors[i].nbytes for i in graph.parameters)
+    for share in (0.3, 0.5, 0.7, 0.9):
+        profile = profile_of(graph, op_seconds=[generator.uniform(1e-5, 1e-3) for _ in graph.ops])
+        budget = int(weights * share) // 4096 * 4096 + (1 << 20)
+        partition, workspace = split_budget({BATCH: graph}, {BATCH: profile}, budget)
+        plans.append(search(Problem(graph, profile, partition, workspace)))
+    return plans
+
+
+@pytest.mark.parametrize("name", ["wide", "large_layers", "tied"])
+def test_only_the_first_step_of_a_stretch_waits_and_only_its_last_is_waited_for(
+    name: str, lowered: dict[str, Lowered]
+) -> None:
+    """Told by the plan alone: its steps name what they wait for."""
+    graph, lengths = lowered[name].graphs[BATCH], []
+    for plan in [p for seed in range(3) for p in random_plans(graph, seed)]:
+        with opened(scripted_cpu, lowered[name]) as bench:
+            program = bench.program(plan)
+            blueprint = lowered[name].blueprints[BATCH]
+            found = list(stretches(blueprint))
+            assert [n for stretch in found for n in stretch] == list(range(len(program.computes)))
+            lengths += [len(stretch) for stretch in found]
+            first = {stretch.start for stretch in found}
+            last = {stretch.stop - 1 for stretch in found}
+        computes = [i for i, step in enumerate(plan.steps) if isinstance(step, Compute)]
+        restored = {p.tensor for p in plan.residents} & {s.tensor for s in plan.steps if isinstance(s, SwapIn)}
+        waited, read = -1, set[int]()
+        for n, index in enumerate(computes):
+            step = plan.steps[index]
+            assert isinstance(step, Compute)
+            copies = [i for i in step.after if isinstance(plan.steps[i], SwapIn)]
+            back = restored & set(graph.ops[step.op].reads) - read
+            if max(copies, default=-1) > waited or back:
+                assert n in first
+            waited, read = max([waited, *copies]), read | set(graph.ops[step.op].reads)
+        for step in plan.steps:
+            if isinstance(step, SwapIn):
+                awaited = [i for i in step.after if isinstance(plan.steps[i], Compute)]
+                assert not awaited or computes.index(max(awaited)) in last
+    assert max(lengths) > 1
+
+
+@pytest.mark.parametrize("name", ["wide", "large_layers", "tied"])
+def test_no_stretch_reads_what_has_not_arrived_however_late_copies_are(
+    name: str, lowered: dict[str, Lowered]
+) -> None:
+    expected = by_python(lowered[name])
+    with opened(scripted_cpu, lowered[name]) as bench:
+        late = LateStore(bench.lowered.weights_path, bench.lowered.manifest)
+        late.latency_s = 0.002
+        for plan in random_plans(bench.graph, seed=7):
+            program = bench.program(plan, late)
+            for _ in range(3):
+                assert is_equal(bench.run(program).outputs, expected)
+        late.close()
+
+
+def test_activations_that_travel_are_left_to_python(lowered: dict[str, Lowered]) -> None:
+    expected = by_python(lowered["own_sums"])
+    with opened(scripted_cpu, lowered["own_sums"]) as bench:
+        program = bench.program(travelling_plan(bench.graph))
+        assert all(step.length == 1 for step in program.stretched)
+        assert is_equal(bench.run(program).outputs, expected)
+
+
+def test_an_operator_s_error_comes_in_its_own_words(lowered: dict[str, Lowered]) -> None:
+    messages = []
+    for make in (cpu, scripted_cpu):
+        with opened(make, lowered["tied"]) as bench:
+            program = bench.program(resident_plan(bench.graph))
+            inputs = bench.lowered.examples(BATCH)
+            with pytest.raises(DeviceError) as caught:
+                bench.executor.run(program, [torch.full_like(inputs[0], 9_999_999)])
+            messages.append(str(caught.value))
+            bench.run(program)
+    assert messages == ["tied: index out of range in self"] * 2
+    assert is_equal(by_python(lowered["tied"]), bench_free(lowered["tied"]))
+
+
+def bench_free(lowered: Lowered) -> list[torch.Tensor]:
+    """The answer of a program after one of its runs has failed."""
+    with opened(scripted_cpu, lowered) as bench:
+        program = bench.program(resident_plan(bench.graph))
+        inputs = bench.lowered.examples(BATCH)
+        with pytest.raises(DeviceError):
+            bench.executor.run(program, [torch.full_like(inputs[0], 9_999_999)])
+        return bench.run(program).outputs
+
+
+def test_whoever_follows_each_op_gets_each_op(lowered: dict[str, Lowered]) -> None:
+    with opened(scripted_cpu, lowered["wide"]) as bench:
+        program = bench.program(resident_plan(bench.graph))
+        assert len(program.stretched) == 1
+
+        def refuse(frame: list[Any]) -> None:
+            raise AssertionError("a stretch ran")
+
+        guarded = replace(program, stretched=(replace(program.stretched[0], calls=(refuse,)),))
+        with pytest.raises(DeviceError, match="a stretch ran"):
+            bench.run(guarded)
+        steps: list[int] = []
+        inputs = bench.lowered.examples(BATCH)
+        bench.executor.run(guarded, inputs, observe=lambda step, frame: steps.append(step))  # type: ignore[call-arg]
+        bench.executor.run(guarded, inputs, serial=True)
+        timeline = bench.executor.run(guarded, inputs, traced=True).timeline
+        bench.executor.run(guarded, inputs, follow=lambda recording: None)
+        assert timeline is not None
+        assert len(timeline.spans) == len(steps) == len(program.computes)
+
+
+def test_the_graph_that_runs_is_the_one_that_was_written(lowered: dict[str, Lowered]) -> None:
+    with opened(scripted_cpu, lowered["attention"]) as bench:
+        bench.run(bench.program(resident_plan(bench.graph)))
+        ran = torch.jit.last_executed_optimized_graph()
+        calls = [c for step in lowered["attention"].blueprints[BATCH].computes for c in step.calls]
+    kinds = [node.kind() for node in ran.nodes()]
+    ours = ["aten::" + str(c.form.target).split(".")[1] for c in calls if str(c.form.target).startswith("aten.")]
+    assert [kind for kind in kinds if kind.startswith("aten::") and kind != "aten::clear"] == ours
+    assert not [kind for kind in kinds if "Differentiable" in kind or "Fusion" in kind or "BatchMM" in kind]
+
+
+def test_others_on_the_thread_may_go_on_having_their_scripts_optimised(lowered: dict[str, Lowered]) -> None:
+    with opened(scripted_cpu, lowered["tied"]) as bench:
+        program = bench.program(resident_plan(bench.graph))
+        assert torch._C._get_graph_executor_optimize()
+        bench.run(program)
+        assert torch._C._get_graph_executor_optimize()
+
+
+def test_a_model_that_moves_is_not_compiled_again(lowered: dict[str, Lowered]) -> None:
+    model = lowered["tied"]
+    expected = by_python(model)
+    with opened(scripted_cpu, model) as bench:
+        plan = resident_plan(bench.graph)
+        first = bench.backend.build(model, plan, None, bench.arena, Bases(0, plan.partition_bytes), bench.store)
+        scripts = model.scripts[BATCH]
+        bases = Bases(16 << 20, (16 << 20) + plan.partition_bytes)
+        second = bench.backend.build(model, plan, None, bench.arena, bases, bench.store)
+        assert model.scripts[BATCH] is scripts
+        assert [len(p.stretched) for p in (first, second)] == [1, 1]
+        for program in (first, second, first):
+            bench.executor.load(program)
+            assert is_equal(bench.run(program).outputs, expected)
+
+
+def test_what_enters_a_stretch_and_dies_there_is_held_by_nobody_else(tmp_path: Path) -> None:
+    """An input that its first op alone reads is gone when that op has run, though Python is not back yet."""
+    torch.manual_seed(0)
+    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, tmp_path / "model.pt2")
+    model = lower(tmp_path / "model.pt2", "wide", [BATCH], tmp_path / "cache")
+    with opened(scripted_cpu, model) as bench:
+        program = bench.program(resident_plan(bench.graph))
+        (script,) = model.scripts[BATCH].scripts
+        assert script.dying == program.input_slots
+        frame = program.frame()
+        buffer = np.ones((BATCH, 384), np.float32)
+        frame[script.dying[0]] = torch.from_numpy(buffer)
+        with torch.inference_mode():
+            program.stretched[0].calls[0](frame)
+        assert [n for n, value in enumerate(frame) if value is not None] == list(script.leaving)
+        import sys
+
+        assert sys.getrefcount(buffer) == 2, "this name, and the count's own"
