@@ -5,9 +5,7 @@ from runtime.cpu import CpuBackend
 from runtime.errors import DeviceError
 
 
-def open_device(
-    name: str, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool = False
-) -> Backend:
+def open_device(name: str, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool = False) -> Backend:
     """Take a device into use. Raises DeviceError where there is none of that name.
 
     Only a CPU's link can be slowed down, and only a CPU's calls be `scripted`.

@@ -3,11 +3,13 @@
 What Python costs between two ops is small alone, and large beside a busy thread: every op gives Python up and has to
 wait until it gets it back. Here nothing is optimised, so that bits and memory are those of the calls: no graph pass
 joins ops or changes their order, parameters are arguments (as constants, their bytes would be looked at when they are
-not there yet), and a value that dies in a stretch is held by TorchScript alone, which lets go of it with its last reader.
+not there yet), and a value that dies in a stretch is held by TorchScript alone, which lets go of it with its last
+reader.
 """
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +32,9 @@ _MEMORY_FORMATS = {
 }
 """As TorchScript numbers them."""
 _ITEM_OF = (operator.getitem, getitem)
-_BY_SCALAR = frozenset({"aten::add", "aten::add_", "aten::sub", "aten::sub_", "aten::mul", "aten::mul_", "aten::div", "aten::div_"})
+_BY_SCALAR = frozenset(
+    {"aten::add", "aten::add_", "aten::sub", "aten::sub_", "aten::mul", "aten::mul_", "aten::div", "aten::div_"}
+)
 """Operators whose `Scalar` overload makes a tensor of the number, as Python does for their `Tensor` overload."""
 _OPERATORS_OWN_WORDS = "\nRuntimeError: "
 
@@ -180,10 +184,8 @@ def _written(blueprint: Blueprint, steps: range) -> Script | None:
     freed = {slot for call in calls for slot in call.frees}
     leaving = tuple(call.form.out for call in calls if call.form.out not in freed)
     function = writer.function(leaving)
-    try:
+    with suppress(RuntimeError):  # it is compiled, and refuses the empty list before any op
         _run(function, _tensor_list(), _tensor_list())
-    except RuntimeError:
-        pass  # compiled, and refused the empty list before any op
     return Script(
         steps=steps,
         function=function,
@@ -203,7 +205,7 @@ def _is_for(chosen: str, schema: Any) -> bool:
 
 
 class _Writer:
-    """Writes calls into a graph whose arguments are two lists: values of the frame, which it empties, and known ones."""
+    """Writes calls into a graph of two arguments: a list of values of the frame, which it empties, and known ones."""
 
     def __init__(self, others: _Others) -> None:
         self.entering: dict[int, _Value] = {}
@@ -211,7 +213,7 @@ class _Writer:
         self._others = others
         self._made: dict[int, _Value] = {}
         self._known_values: dict[tuple[int | None, str | None, int], _Value] = {}
-        self._graph = torch._C.Graph()
+        self._graph: Any = torch._C.Graph()
         entering, known = (self._graph.addInput() for _ in range(2))
         for argument in (entering, known):
             argument.setType(torch._C.ListType.ofTensors())
@@ -235,7 +237,9 @@ class _Writer:
         results = [self._made[slot] for slot in leaving]
         values = [self._tuple(value) if isinstance(value, list) else value for value in results]
         self._graph.registerOutput(self._tuple(values))
-        function: Callable[[Any, Any], tuple[Any, ...]] = torch._C._create_function_from_graph("stretch", self._graph)
+        function: Callable[[Any, Any], tuple[Any, ...]] = torch._C._create_function_from_graph(
+            "stretch", self._graph
+        )
         return function
 
     def _tuple(self, values: Sequence[_Value]) -> _Value:

@@ -6,17 +6,19 @@ from runtime.blueprint import Blueprint
 
 
 def stretches(blueprint: Blueprint) -> Iterator[range]:
-    """Every compute step is in one of them, in order. A plan whose activations travel has stretches of one step."""
+    """Every compute step is in one of them, in order. Where activations travel, each has one step."""
     computes = blueprint.computes
     if blueprint.journeys:
         yield from (range(n, n + 1) for n in range(len(computes)))
         return
     initial = {p.tensor for p in blueprint.plan.residents}
     restored = {s.tensor for s in blueprint.swap_ins if s.tensor in initial}
-    told = {s.computes_before for s in (*blueprint.swap_ins, *blueprint.swap_outs)}
+    told = {s.computes_before for s in blueprint.swap_ins}
     first = swap_ins = 0
     for n, step in enumerate(computes):
-        waits = step.swap_ins_before > swap_ins or step.swap_outs_before or not restored.isdisjoint(step.first_reads)
+        waits = (
+            step.swap_ins_before > swap_ins or step.swap_outs_before or not restored.isdisjoint(step.first_reads)
+        )
         if n > first and (waits or n in told):
             yield range(first, n)
             first = n

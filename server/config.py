@@ -129,7 +129,9 @@ def _refuse_contradictions(config: ServeConfig) -> None:
     if config.model_control != "none" and config.layout not in ("partitioned", "resident"):
         raise ConfigError(f"--model-control {config.model_control} needs a layout in which models have partitions")
     if config.scripted and config.device != "cpu":
-        raise ConfigError(f"--scripted is for the CPU; {config.device} replays graphs, which need no Python between ops")
+        raise ConfigError(
+            f"--scripted is for the CPU; {config.device} replays graphs, which need no Python between ops"
+        )
     if config.scripted and config.layout not in ("partitioned", "resident"):
         raise ConfigError("--scripted needs a layout in which models have partitions")
     if config.model_control == "explicit" and not isinstance(config.memory, FixedSize):

@@ -45,9 +45,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     compute.add_argument(
         "--scripted",
         action="store_true",
-        help="on the CPU, run stretches of a model's ops as one call outside of Python, with the same bits: less time per"
-        " inference, most of all under load. Models are still measured op by op, so that predicted times are too high by"
-        " Python's share",
+        help="on the CPU, run stretches of a model's ops as one call outside of Python, with the same bits and less"
+        " time per inference, above all under load; models are still measured op by op, so that predicted times are"
+        " too high by Python's share (default: no)",
     )
     compute.add_argument(
         "--batch-sizes",
