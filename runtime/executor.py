@@ -105,7 +105,9 @@ class Executor:
         return seconds
 
     def dismiss(self, program: Program) -> None:
-        """A program holds nothing of a CPU."""
+        """Give back a program's places in the host. It holds nothing else."""
+        for traveller in program.travellers:
+            traveller.close()
 
     def capture(self, program: Program) -> Capture | None:
         """A CPU has no graphs."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ _MEASURING_S = 0.3
 """Time to spend on each figure, beyond the fewest runs."""
 _FEWEST_RUNS = 7
 _MOST_RUNS = 200
+_ACTIVATION_BYTES = (4 << 20, BLOCK_BYTES)
 
 
 def device_name(threads: int, store: Store, limit: str = "") -> str:
@@ -81,11 +83,12 @@ def measure(
             if not profiles:
                 executor.load(program)
                 link = _measure_link(lowered.manifest, store, arena, executor, cold)
+                way_out = _measure_way_out(store)
             alone_s, op_seconds = _measure_ops(lowered, program, executor, cold)
             if not profiles:
                 copies = _copies(lowered.manifest, store, arena, None)
                 slowdowns = _measure_contention(program, lowered.examples(batch), executor, copies, cold, alone_s)
-            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, link, *slowdowns)
+            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, way_out, *slowdowns)
     return profiles
 
 
@@ -167,6 +170,24 @@ def _measure_link(manifest: Manifest, store: Store, arena: Arena, executor: Exec
     latency_s = statistics.median(executor.copy(blocks) for _ in range(5)) / len(blocks)
     streaming_s = max(whole_s - latency_s * len(whole), whole_s * 0.05)
     return Link(latency_s, sum(step.nbytes for step in whole) / streaming_s)
+
+
+def _measure_way_out(store: Store) -> Link:
+    """Copy an activation of some size out, then one of a block, to places of the store."""
+    times_s = []
+    for place, nbytes in zip(store.places(_ACTIVATION_BYTES), _ACTIVATION_BYTES, strict=True):
+        source = torch.zeros(nbytes, dtype=torch.uint8)
+        place.save(source)  # its pages are taken now
+        times_s.append(statistics.median(_timed(partial(place.save, source)) for _ in range(5)))
+        place.close()
+    whole_s, latency_s = times_s
+    return Link(latency_s, _ACTIVATION_BYTES[0] / max(whole_s - latency_s, whole_s * 0.05))
+
+
+def _timed(copy: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    copy()
+    return time.perf_counter() - start
 
 
 def _copies(manifest: Manifest, store: Store, arena: Arena, most: int | None) -> list[SwapInStep]:

@@ -52,7 +52,7 @@ class ServeConfig:
     """Most bytes of inputs that may wait, of all models together."""
     max_body_bytes: int = 64 << 20
     max_connections: int = 1024
-    """Per HTTP port."""
+    """Per port."""
     exit_timeout_s: float = 30.0
     model_rates: Mapping[str, float] = field(default_factory=dict)
     """Expected requests per second by model; a model without a rate counts as their mean."""

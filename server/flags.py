@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--max-connections",
         default="1024",
         metavar="N",
-        help="connections that an HTTP port has open at once (default: %(default)s)",
+        help="connections that a port has open at once (default: %(default)s)",
     )
     http.add_argument(
         "--exit-timeout-secs",

@@ -110,7 +110,7 @@ class Server:
         app = make_app(self.plane, self._config.max_body_bytes, access)
         self.http_url = await self._listen(app, self._config.http_port, "--http-port")
         if self._config.grpc_port is not None:
-            self._grpc = GrpcServer(self.plane, self._config.max_body_bytes, access)
+            self._grpc = GrpcServer(self.plane, self._config.max_body_bytes, access, self._config.max_connections)
             self.grpc_address = await self._grpc.start(self._config.host, self._config.grpc_port)
         metrics = Metrics(self.registry, self._lanes, Machine(self._use, access).families)
         url = await self._listen(make_metrics_app(metrics, access), self._config.metrics_port, "--metrics-port")

@@ -30,7 +30,9 @@ _GLANCE_S = 0.01
 class GrpcServer:
     """Owns one listening port. All methods belong to the event loop's thread."""
 
-    def __init__(self, plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> None:
+    def __init__(
+        self, plane: DataPlane, max_body_bytes: int, access: Access = OPEN, max_connections: int = 1024
+    ) -> None:
         services = (
             (service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"], Api(plane)),
             (health_pb2.DESCRIPTOR.services_by_name["Health"], Health(plane)),
@@ -41,6 +43,7 @@ class GrpcServer:
         self._reception = Reception(
             methods, access, plane.bodies, _MOST_CALLS, max_body_bytes + _HEADER_ALLOWANCE_BYTES
         )
+        self._max_connections = max_connections
         self._connections: set[Connection] = set()
         self._listening: asyncio.Server | None = None
 
@@ -66,13 +69,22 @@ class GrpcServer:
             connection.close()
         await _until(lambda: not self._connections, _LAST_BYTES_S)
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> asyncio.BaseProtocol:
+        if len(self._connections) >= self._max_connections:
+            return _Refusal()
         connection = Connection(self._open_stream, self._connections.discard)
         self._connections.add(connection)
         return connection
 
     def _open_stream(self, connection: Connection, stream_id: int, fields: Sequence[Header]) -> Call:
         return Call(self._reception, connection, stream_id, fields)
+
+
+class _Refusal(asyncio.Protocol):
+    """Closes at once: to a client of gRPC that is UNAVAILABLE, to be tried again."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 async def _until(condition: Callable[[], bool], patience_s: float) -> None:

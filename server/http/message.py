@@ -3,6 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
+from functools import cache
 from http import HTTPStatus
 
 import msgspec
@@ -62,12 +63,9 @@ class Response(msgspec.Struct):
 
     def head(self, connection: bytes) -> bytes:
         """Everything before the body; `connection` is a header line, or nothing."""
-        lines = [_STATUS_LINES[self.status], b"Content-Length: %d\r\n" % len(self.body), _date_line(), connection]
-        if self.content_type is not None:
-            lines.append(_line("Content-Type", self.content_type))
-        lines += [_line(name, value) for name, value in self.headers.items()]
-        lines.append(b"\r\n")
-        return b"".join(lines)
+        lines = (_STATUS_LINES[self.status], _date_line(), connection, _content_line(self.content_type))
+        headers = b"".join(_line(name, value) for name, value in self.headers.items()) if self.headers else b""
+        return b"%b%b%b%b%bContent-Length: %d\r\n\r\n" % (*lines, headers, len(self.body))
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -75,6 +73,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def _line(name: str, value: str) -> bytes:
     return f"{name}: {value}\r\n".encode("latin-1")
+
+
+@cache
+def _content_line(content_type: str | None) -> bytes:
+    return b"" if content_type is None else _line("Content-Type", content_type)
 
 
 class _Date:

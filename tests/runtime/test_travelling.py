@@ -18,7 +18,7 @@ from runtime.errors import DeviceError, UnsupportedPlan
 from runtime.executor import Executor
 from runtime.lower import Lowered, lower
 from runtime.memory import Place, StoreKind
-from runtime.profile import resident_plan
+from runtime.profile import measure, resident_plan
 from runtime.program import Program
 from runtime.recording import Recording
 from runtime.slots import Frame
@@ -294,9 +294,30 @@ def test_the_scratch_file_has_no_name(bench: Bench, tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_dismissed_program_gives_its_places_back(bench: Bench) -> None:
+    program = bench.program(travelling_plan(bench.graph))
+    bench.run(program)
+    rooms = [t._place._room for t in program.travellers]  # type: ignore[attr-defined]
+    assert any(room.any() for room in rooms)
+    bench.executor.dismiss(program)
+    assert not any(room.any() for room in rooms), "pages that were given back read zeros"
+
+
 def test_an_executor_without_swap_outs_has_two_threads(bench: Bench) -> None:
     bench.run(bench.program(resident_plan(bench.graph)))
     assert isinstance(bench.executor, Executor)
     assert bench.executor._out._thread is None
     bench.run(bench.program(travelling_plan(bench.graph)))
     assert bench.executor._out._thread is not None
+
+
+@pytest.mark.parametrize("kind", ["ram", "file"])
+def test_the_way_out_is_measured_apart_from_the_way_in(kind: StoreKind, lowered: dict[str, Lowered]) -> None:
+    """A link's limit is on each of them; a store may be slower to write than to read."""
+    model = lowered["own_sums"]
+    store = open_store(kind, model.weights_path, model.manifest)
+    fast = measure(model, store, "test")[2].swap_out
+    slow = measure(model, LimitedStore(store, 2e8), "test")[2].swap_out
+    assert slow.bandwidth_bytes_per_s <= 2.1e8
+    assert fast.latency_s > 0
+    store.close()

@@ -429,4 +429,4 @@ def test_answers_have_a_date_and_a_length(own: Running) -> None:
     answer = ask(own, "GET", "/v2")
     assert answer.headers["date"].endswith(" GMT")
     assert int(answer.headers["content-length"]) == len(answer.body)
-    assert list(answer.headers) == ["content-length", "date", "content-type"]
+    assert list(answer.headers) == ["date", "content-type", "content-length"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from server_fakes import Running, identity, running, serving
 from server_http import ask, infer, x
-from tritonclient.grpc.service_pb2 import ModelInferRequest
+from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 
 from server.errors import ClientTooSlow, ConfigError, InvalidRequest, PayloadTooLarge, RequestError
 from server.grpc.errors import CODES
@@ -65,6 +65,22 @@ def test_connections_over_the_limit_are_told_so(narrow: Running) -> None:
         except (ConnectionError, AssertionError):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_grpc_connections_over_the_limit_are_closed(narrow: Running) -> None:
+    host, port = narrow.grpc.rsplit(":", 1)
+    address = (host.strip("[]"), int(port))
+    held = [socket.create_connection(address, timeout=10) for _ in range(3)]
+    for connection in held:  # the server's settings come at once
+        assert connection.recv(9)
+    with grpc.insecure_channel(narrow.grpc) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"", timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        for connection in held:
+            connection.close()
+        assert call(b"", timeout=20, wait_for_ready=True) == ServerLiveResponse(live=True).SerializeToString()
 
 
 async def test_a_body_that_does_not_come_is_given_up() -> None:
