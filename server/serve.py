@@ -88,7 +88,9 @@ class Server:
         self._lanes = Lanes(config.compute_lanes, config.queue_limit, config.queue_bytes, prefetch=config.prefetch)
         self._lifecycle = Lifecycle(config, self.registry, self._lanes)
         regions = Regions(open_region if config.takes_client_shm else no_system)
-        self._trace_file = TraceFile(config.trace_file, lanes=config.compute_lanes) if config.trace_file is not None else None
+        self._trace_file: TraceFile | None = None
+        if config.trace_file is not None:
+            self._trace_file = TraceFile(config.trace_file, lanes=config.compute_lanes)
         tracer = Tracer(_trace_control(config), self._trace_file)
         bodies = BodyMemory(config.queue_bytes)
         self.plane = DataPlane(self.registry, self._lanes, self._lifecycle, regions, bodies, tracer)

@@ -142,9 +142,7 @@ class House:
         lowered, profiles, store = prepared.lowered, prepared.profiles, prepared.store
         return {batch: self.shared.add(lowered, plan, profiles[batch], store) for batch, plan in plans.items()}
 
-    def tenant(
-        self, holder: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0
-    ) -> Tenant:
+    def tenant(self, holder: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> Tenant:
         """A model that has arrived."""
         say_what_is_done_otherwise(prepared.source)
         lowered, config = prepared.lowered, prepared.source.config
@@ -175,7 +173,9 @@ class House:
             partition_bytes=sum(extent.nbytes for extent in self.partitions.held.values()),
             free_bytes=self.partitions.free_bytes,
             lane_busy_s={
-                lane_name("swap_in", lane, len(busy_s)): busy for lane, busy in enumerate(busy_s) if busy is not None
+                lane_name("swap_in", lane, len(busy_s)): busy
+                for lane, busy in enumerate(busy_s)
+                if busy is not None
             },
             pinned_total_bytes=None if pinned is None else pinned.limit_bytes,
             pinned_used_bytes=0 if pinned is None else pinned.used_bytes,

@@ -23,8 +23,8 @@ def draw(deployment: Deployment, weight_bytes: Mapping[str, int], lanes: Mapping
         row = _row(entry, weight_bytes[entry.name], shared=deployment.layout in ONE_REGION)
         table.add_row(*row, *([str(lanes[entry.name])] if deployment.lanes > 1 else []))
     table.add_section()
-    for row in _workspaces(deployment):
-        table.add_row(*row)
+    for workspace in _workspaces(deployment):
+        table.add_row(*workspace)
     text = io.StringIO()
     Console(file=text, width=120, highlight=False).print(table)
     return text.getvalue().rstrip()

@@ -1,4 +1,4 @@
-"""Who has which bytes of the arena: the lanes' workspaces at the bottom, partitions from the top down, the rest free."""
+"""Who has which bytes of the arena: workspaces at the bottom, partitions from the top down, the rest free."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -250,10 +250,10 @@ def test_a_client_that_leaves_takes_its_request_with_it() -> None:
         assert gate.entered.wait(20)
         second.send(post(INFER, path="/v2/models/slow/infer"))
         deadline = time.monotonic() + 20
-        while server.server.plane._engine.pending("slow") != 1:
+        while server.server.plane._lanes.pending("slow") != 1:
             assert time.monotonic() < deadline
         second.socket.close()
-        while server.server.plane._engine.pending("slow") != 0:
+        while server.server.plane._lanes.pending("slow") != 0:
             assert time.monotonic() < deadline
         gate.open.set()
         assert first.answer()[0] == 200
