@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,50 +104,36 @@ def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answe
         assert "lane" in server.loaded.memory_map.splitlines()[2]
 
 
-def test_models_come_go_and_make_room_on_both_lanes_while_they_are_asked(repository: Path, plans: Path) -> None:
-    changes = {"compute_lanes": LANES, "load_models": ("a", "b")}
-    with controlled(repository, "9MiB", plans, **changes) as (server, client):
-        before = held(server)
-        with under_load(server, {"a": 0, "b": 1}) as wrong:
-            client.load_model("c")
-            assert_nobody_is_in_anothers_bytes(server)
-            assert is_answer_of(2, answer(server, "c"))
-            assert server.loaded.housing is not None
-            searches = server.loaded.housing._tasks
-            eventually(lambda: not searches)  # better plans are in use by now
-        assert wrong == []
-        after = held(server)
-        assert after["a"] + after["b"] < before["a"] + before["b"], "they have moved"
-        lane_of_c = lanes_of(server)["c"]
-        client.load_model("c")
-        assert lanes_of(server)["c"] == lane_of_c, "another version stays where the model was"
-        client.unload_model("a")
-        client.load_model("a")
-        assert set(lanes_of(server).values()) == {0, 1}
-        assert_nobody_is_in_anothers_bytes(server)
-
-
-def test_workspaces_that_must_grow_move_every_model_while_it_is_asked(
-    stacks: Stacks, plans: Path, repository: Path
+def test_models_come_change_and_go_on_both_lanes_and_the_workspaces_grow_while_they_are_asked(
+    repository: Path, plans: Path
 ) -> None:
-    """One model alone takes no workspace to speak of; four that swap want windows in it."""
+    """The workspaces that suit one model are smaller than those that suit four, so everybody moves."""
     changes = {"compute_lanes": LANES, "load_models": ("a",)}
     with controlled(repository, "8MiB", plans, **changes) as (server, client):
         partitions = server.loaded.house.partitions
-        before = partitions.workspace_bytes
+        workspace, partition = partitions.workspace_bytes, held(server)["a"]
         with under_load(server, {"a": 0}) as wrong:
             for name in "bcd":
                 client.load_model(name)
                 assert_nobody_is_in_anothers_bytes(server)
             for name, seed in SEEDS.items():
                 assert is_answer_of(seed, answer(server, name))
-        assert wrong == []
-        assert partitions.workspace_bytes > before
-        client.unload_model("a")
-        with under_load(server, {"b": 1, "c": 2, "d": 3}) as wrong:
+        assert partitions.workspace_bytes > workspace
+        assert held(server)["a"] < partition
+        lane = lanes_of(server)["c"]
+        client.load_model("c")
+        assert lanes_of(server)["c"] == lane, "another version stays where the model was"
+        with under_load(server, {"b": 1, "c": 2, "d": 3}) as wrong_of_others:
+            client.unload_model("a")
             client.load_model("a")
             assert is_answer_of(0, answer(server, "a"))
-        assert wrong == []
+        assert wrong == wrong_of_others == []
+        assert server.loaded.housing is not None
+        searches = server.loaded.housing._tasks
+        eventually(lambda: not searches)  # better plans are in use by now
+        assert_nobody_is_in_anothers_bytes(server)
+        assert set(lanes_of(server).values()) == {0, 1}
+        assert all(is_answer_of(seed, answer(server, name)) for name, seed in SEEDS.items())
 
 
 def test_a_resident_model_that_needs_larger_workspaces_than_there_are_is_refused_with_the_way_out(
@@ -158,7 +143,7 @@ def test_a_resident_model_that_needs_larger_workspaces_than_there_are_is_refused
     stacks.put(tmp_path, "large", 1)
     changes = {"compute_lanes": LANES, "load_models": ("small",), "layout": "resident"}
     with controlled(tmp_path, "20MiB", plans, **changes) as (server, client):
-        with pytest.raises(InferenceServerException, match="each of the 2 lanes has .* load it at the start"):
+        with pytest.raises(InferenceServerException, match=r"each of the 2 lanes has .* load it at the start"):
             client.load_model("large", config='{"max_batch_size": 8}')
         assert is_answer_of(0, answer(server, "small"))
         client.load_model("large")
@@ -180,8 +165,6 @@ def test_traces_say_on_which_lane_a_request_ran(repository: Path, plans: Path, t
             assert is_answer_of(seed, answer(server, name))
         expected = lanes_of(server)
         assert ask(server.address, "GET", "/v2/health/ready")[0] == 200
-    import json
-
     events = [e for e in json.loads(trace.read_text()) if e["ph"] == "X"]
     of_models = {(e["args"].get("model", e["name"]), e["tid"] // 3) for e in events if e["pid"] == 2}
     assert of_models == set(expected.items())
