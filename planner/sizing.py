@@ -1,7 +1,7 @@
 """How much memory each model gets: from plans, request rates and the device's memory to a deployment.
 
-A deployment's arena begins with the workspace. The partitions end where the memory ends, the first model's last, so
-that both can grow into what lies between.
+A deployment's arena begins with the workspaces, one per compute lane and all of one size. The partitions end where the
+memory ends, the first model's last, so that both can grow into what lies between.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,15 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: LayoutName
     memory_bytes: int
     workspace_bytes: int
-    """The arena's first bytes."""
+    """Of each lane; the arena begins with them."""
     entries: tuple[Entry, ...]
+    lanes: int = 1
 
     @property
     def taken_bytes(self) -> int:
         """Bytes that somebody has."""
         lowest = min((entry.partition_offset for entry in self.entries), default=self.memory_bytes)
-        return self.workspace_bytes + self.memory_bytes - lowest
+        return self.lanes * self.workspace_bytes + self.memory_bytes - lowest
 
 
 def deploy(
@@ -51,18 +52,20 @@ def deploy(
     *,
     seed: int = 0,
     least_workspace_bytes: int = 0,
+    lanes: int = 1,
     on_progress: Progress | None = None,
 ) -> Deployment:
     """Size every model and plan every batch. Raises InfeasibleBudget with the least memory that would do.
 
-    Plans that stay as they are may need `least_workspace_bytes`.
+    Plans that stay as they are may need `least_workspace_bytes`. A layout with one region has one lane.
     """
+    assert lanes == 1 or layout not in ONE_REGION
     demands = [Demand.of(model) for model in models]
     memory = memory_bytes // PAGE_BYTES * PAGE_BYTES
     if layout == "partitioned":
-        workspace, partitions = _partition(demands, memory, least_workspace_bytes, on_progress)
+        workspace, partitions = _partition(demands, memory, least_workspace_bytes, lanes, on_progress)
     elif layout == "resident":
-        workspace, partitions = _all_resident(demands, memory)
+        workspace, partitions = _all_resident(demands, memory, lanes)
     else:
         workspace, partitions = _one_region(demands, memory, layout)
     planner = EntryPlanner(library, seed, sum(len(d.model.graphs) for d in demands), on_progress)
@@ -75,55 +78,58 @@ def deploy(
             continue
         entries.append(planner.entry(demand, top - partition, partition, workspace))
         top -= partition
-    return Deployment(layout, memory, workspace, tuple(entries))
+    return Deployment(layout, memory, workspace, tuple(entries), lanes)
 
 
 def shares(
-    models: Sequence[ModelDemand], memory_bytes: int, least_workspace_bytes: int = 0
+    models: Sequence[ModelDemand], memory_bytes: int, least_workspace_bytes: int = 0, lanes: int = 1
 ) -> tuple[int, list[int]]:
-    """The workspace and the partitions that `deploy` would give, without plans. Raises InfeasibleBudget."""
+    """A lane's workspace and the partitions that `deploy` would give, without plans. Raises InfeasibleBudget."""
     memory = memory_bytes // PAGE_BYTES * PAGE_BYTES
-    return _partition([Demand.of(model) for model in models], memory, least_workspace_bytes, None)
+    return _partition([Demand.of(model) for model in models], memory, least_workspace_bytes, lanes, None)
 
 
 def _partition(
-    demands: Sequence[Demand], memory: int, least_workspace: int, on_progress: Progress | None
+    demands: Sequence[Demand], memory: int, least_workspace: int, lanes: int, on_progress: Progress | None
 ) -> tuple[int, list[int]]:
-    """Choose the shared workspace and the partitions that minimise the sum of rate times latency.
+    """Choose the lanes' workspace and the partitions that minimise the sum of rate times latency.
 
     Where activations do not fit, they are to leave memory when nobody uses them.
     """
     if not demands:
         return 0, []
     try:
-        return _partition_for(demands, memory, least_workspace, on_progress)
+        return _partition_for(demands, memory, least_workspace, lanes, on_progress)
     except InfeasibleBudget:
         leaner = [demand.leaner() for demand in demands]
-        return _partition_for(leaner, memory, least_workspace, on_progress)
+        return _partition_for(leaner, memory, least_workspace, lanes, on_progress)
 
 
 def _partition_for(
-    demands: Sequence[Demand], memory: int, least_workspace: int, on_progress: Progress | None
+    demands: Sequence[Demand], memory: int, least_workspace: int, lanes: int, on_progress: Progress | None
 ) -> tuple[int, list[int]]:
     neediest = max(demands, key=lambda d: d.least_bytes)
-    if memory < neediest.least_bytes:
+    if lanes == 1 and memory < neediest.least_bytes:
         raise InfeasibleBudget(neediest.model.name, neediest.neediest.neediest_op, memory, neediest.least_bytes)
     curves = LatencyCurves()
     best: tuple[float, int, list[int]] | None = None
-    sizes = sorted({max(size, least_workspace) for size in workspaces(demands, memory)})
+    needed: list[int] = []
+    sizes = sorted({max(size, least_workspace) for size in workspaces(demands, max(memory, neediest.least_bytes))})
     for done, workspace in enumerate(sizes):
         if on_progress is not None:
             on_progress(done, len(sizes), f"workspace of {workspace} bytes")
         floors = [d.least_partition_bytes(workspace) for d in demands]
         least = [b for b in floors if b is not None]
-        if len(least) < len(demands) or sum(least) + workspace > memory:
+        if len(least) < len(demands):
             continue
-        cost, partitions = _share_out(demands, least, workspace, memory - workspace, curves)
+        needed.append(sum(least) + lanes * workspace)
+        if needed[-1] > memory:
+            continue
+        cost, partitions = _share_out(demands, least, workspace, memory - lanes * workspace, curves)
         if best is None or cost < best[0] * (1 - 1e-6):
             best = (cost, workspace, partitions)
-    if best is None:  # partitions of nothing next to the largest workspace are feasible, unless it must be larger
-        needed = min(sum(d.least_partition_bytes(w) or 0 for d in demands) + w for w in sizes)
-        raise InfeasibleBudget(neediest.model.name, neediest.neediest.neediest_op, memory, needed)
+    if best is None:  # partitions of nothing next to one largest workspace are feasible, unless it must be larger
+        raise InfeasibleBudget(neediest.model.name, neediest.neediest.neediest_op, memory, min(needed))
     return best[1], best[2]
 
 
@@ -169,11 +175,11 @@ def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> l
     return given
 
 
-def _all_resident(demands: Sequence[Demand], memory: int) -> tuple[int, list[int]]:
+def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> tuple[int, list[int]]:
     """Everything stays in memory."""
     workspace = max((d.activation_bytes for d in demands), default=0)
     partitions = [d.parameter_bytes for d in demands]
-    least = sum(partitions) + workspace
+    least = sum(partitions) + lanes * workspace
     if least > memory:
         raise InfeasibleBudget(f"{len(demands)} models", None, memory, least)
     return workspace, partitions

@@ -123,7 +123,13 @@ class Backend(Protocol):
         ...
 
     @property
-    def executor(self) -> Executor: ...
+    def executor(self) -> Executor:
+        """That of the first compute lane."""
+        ...
+
+    def executors(self, count: int) -> Sequence[Executor]:
+        """One per compute lane, each for a thread of its own and programs with a workspace of their own."""
+        ...
 
     def measure(
         self, lowered: Lowered, store: Source[Any], cache: Path | None, on_progress: OnProgress

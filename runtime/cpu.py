@@ -1,5 +1,6 @@
-"""The CPU as a device: anonymous memory, stores that threads read, and the executor with its two threads."""
+"""The CPU as a device: anonymous memory, stores that threads read, and executors with two threads each."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from runtime.moving import Movable
 from runtime.pages import Bytes
 from runtime.profile import device_name, profile
 from runtime.program import Bases, Program, build
-from runtime.store import LimitedStore, open_store
+from runtime.store import LimitedStore, Links, open_store
 from runtime.weights import Manifest
 
 
@@ -30,23 +31,26 @@ class CpuBackend:
     def __init__(self, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool = False) -> None:
         self._bandwidth = link_bandwidth_bytes_per_s
         self._scripted = scripted
-        self._executor = Executor()
-        self._started = False
+        self._links = Links()
+        self._executors: list[Executor] = []
 
     def arena(self, nbytes: int) -> Arena:
         return Arena(nbytes)
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> Source[Bytes]:
         store = open_store(kind, path, manifest)
-        return store if self._bandwidth is None else LimitedStore(store, self._bandwidth)
+        return store if self._bandwidth is None else LimitedStore(store, self._bandwidth, links=self._links)
 
     @property
     def executor(self) -> Executor:
-        """The executor, started when it is first asked for."""
-        if not self._started:
-            self._executor.start()
-            self._started = True
-        return self._executor
+        return self.executors(1)[0]
+
+    def executors(self, count: int) -> Sequence[Executor]:
+        """Started when they are first asked for."""
+        while len(self._executors) < count:
+            self._executors.append(Executor())
+            self._executors[-1].start()
+        return self._executors[:count]
 
     def measure(
         self, lowered: Lowered, store: Source[Bytes], cache: Path | None, on_progress: OnProgress
@@ -78,5 +82,5 @@ class CpuBackend:
         return Movable(lowered, plan, profile, arena, store)
 
     def close(self) -> None:
-        if self._started:
-            self._executor.close()
+        for executor in self._executors:
+            executor.close()

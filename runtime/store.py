@@ -6,6 +6,7 @@ O_DIRECT where the file system has it, so that the page cache does not hold a se
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,17 +83,31 @@ class FileStore:
         os.close(self._fd)
 
 
-class LimitedStore:
-    """A store behind a slower link: each copy takes at least `latency_s + bytes / bandwidth`, by really waiting."""
+class Links:
+    """A bus, which carries one copy at a time in each direction."""
 
-    def __init__(self, store: Store, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> None:
+    def __init__(self) -> None:
+        self.to_device = threading.Lock()
+        self.to_host = threading.Lock()
+
+
+class LimitedStore:
+    """A store behind a slower link: each copy takes at least `latency_s + bytes / bandwidth`, by really waiting.
+
+    Stores with the same `links` share them: a copy waits for those of other threads.
+    """
+
+    def __init__(
+        self, store: Store, bandwidth_bytes_per_s: float, latency_s: float = 0.0, links: "Links | None" = None
+    ) -> None:
         self._store = store
         self.kind = store.kind
         self._bandwidth = bandwidth_bytes_per_s
         self._latency_s = latency_s
+        self._links = links or Links()
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
-        link = self._link()
+        link = self._link(self._links.to_device)
         copy = self._store.copy(segment, destination)
         return lambda: link.carry(copy, destination.nbytes)
 
@@ -100,10 +115,11 @@ class LimitedStore:
         return self._store.table(name)
 
     def places(self, sizes: Sequence[int]) -> list[Place]:
-        return [_LimitedPlace(place, self._link(), self._link()) for place in self._store.places(sizes)]
+        out, back = self._links.to_host, self._links.to_device
+        return [_LimitedPlace(place, self._link(out), self._link(back)) for place in self._store.places(sizes)]
 
-    def _link(self) -> "_SlowLink":
-        return _SlowLink(self._latency_s, self._bandwidth)
+    def _link(self, turn: threading.Lock) -> "_SlowLink":
+        return _SlowLink(self._latency_s, self._bandwidth, turn)
 
     def close(self) -> None:
         self._store.close()
@@ -112,19 +128,21 @@ class LimitedStore:
 class _SlowLink:
     """One copy's way: it knows how long the copy itself took the last time."""
 
-    def __init__(self, latency_s: float, bandwidth_bytes_per_s: float) -> None:
+    def __init__(self, latency_s: float, bandwidth_bytes_per_s: float, turn: threading.Lock) -> None:
         self._latency_s = latency_s
         self._bandwidth = bandwidth_bytes_per_s
+        self._turn = turn
         self._copy_s = 0.0
 
     def carry(self, copy: Callable[[], None], nbytes: int) -> None:
         """Copy. The bytes arrive at the end of the wait, not at its start: nobody can read them too early unnoticed."""
-        end = time.perf_counter() + self._latency_s + nbytes / self._bandwidth
-        _sleep_until(end - self._copy_s)
-        start = time.perf_counter()
-        copy()
-        self._copy_s = time.perf_counter() - start
-        _sleep_until(end)
+        with self._turn:
+            end = time.perf_counter() + self._latency_s + nbytes / self._bandwidth
+            _sleep_until(end - self._copy_s)
+            start = time.perf_counter()
+            copy()
+            self._copy_s = time.perf_counter() - start
+            _sleep_until(end)
 
 
 class _LimitedPlace:

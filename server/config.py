@@ -22,6 +22,7 @@ PortAccess = Literal["open", "token"]
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 _LARGEST_BATCH = 1 << 16
+_MOST_LANES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class ServeConfig:
     scripted: bool = False
     """Whether stretches of a model's calls run outside of Python's interpreter, on the CPU."""
     threads: int | None = None
+    compute_lanes: int = 1
+    """How many inferences run side by side, of different models."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     prefetch: bool = True
     """Whether the next model's copies begin beside the inference before its own."""
@@ -97,6 +100,7 @@ def config_of(options: argparse.Namespace) -> ServeConfig:
         store=options.store,
         link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
         scripted=options.scripted,
+        compute_lanes=read("--compute-lanes", options.compute_lanes, integer(1, _MOST_LANES)),
         threads=optional("--threads", options.threads, integer(1, 1024)),
         batch_sizes=read("--batch-sizes", options.batch_sizes, _batch_sizes),
         prefetch=options.prefetch,
@@ -134,6 +138,11 @@ def _refuse_contradictions(config: ServeConfig) -> None:
         )
     if config.scripted and config.layout not in ("partitioned", "resident"):
         raise ConfigError("--scripted needs a layout in which models have partitions")
+    if config.compute_lanes > 1 and config.layout not in ("partitioned", "resident"):
+        raise ConfigError(
+            f"--compute-lanes {config.compute_lanes} needs a layout in which models have partitions; in"
+            f" {config.layout} they share one region, which one inference at a time may change"
+        )
     if config.model_control == "explicit" and not isinstance(config.memory, FixedSize):
         raise ConfigError("--memory: a share of the weights means nothing before models are loaded; give a size")
 

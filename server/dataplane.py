@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from server import log
 from server.descriptions import extensions
-from server.engine.engine import Engine
+from server.engine.lanes import Lanes
 from server.errors import InvalidRequest, ModelNotFound, RequestError, ShuttingDown, Unsupported
 from server.lifecycle.control import Control
 from server.model import ModelInfo
@@ -29,7 +29,7 @@ class DataPlane:
     def __init__(
         self,
         registry: Registry,
-        engine: Engine,
+        lanes: Lanes,
         control: Control,
         regions: Regions,
         bodies: BodyMemory,
@@ -41,7 +41,7 @@ class DataPlane:
         """What requests of both protocols take until they are in a queue."""
         self.tracer = tracer or Tracer(TraceControl())
         self.log_settings = LogSettings()
-        self._engine = engine
+        self._lanes = lanes
         self.control = control
 
     @property
@@ -50,15 +50,15 @@ class DataPlane:
 
     def not_ready(self) -> str | None:
         """Say why the server is not ready, or None if it is."""
-        if self._engine.draining:
+        if self._lanes.draining:
             return "the server is shutting down"
-        if self._engine.lost is not None:
-            return f"the device is lost: {self._engine.lost}"
+        if self._lanes.lost is not None:
+            return f"the device is lost: {self._lanes.lost}"
         reason = self.registry.not_ready()
         return None if reason is None else f"the server is not ready; {reason}"
 
     def is_ready(self, model: str, version: str | None) -> bool:
-        if self._engine.draining:
+        if self._lanes.draining:
             return False
         try:
             return self.registry.find(model, version).state is State.READY
@@ -81,12 +81,12 @@ class DataPlane:
 
         Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull if it would have no place in the queue.
         """
-        if self._engine.draining:
+        if self._lanes.draining:
             raise ShuttingDown
         entry = self.registry.find(model, version)
         info = entry.info
         try:
-            self._engine.require_room(model)
+            self._lanes.require_room(model)
         except RequestError as error:
             entry.statistics.rejected(error)
             raise
@@ -96,7 +96,7 @@ class DataPlane:
         """Queue and execute a request. Raises RequestError, with the client's id in front."""
         request = self.tracer.attach(request)
         try:
-            outputs = (await self._engine.infer(request)).outputs
+            outputs = (await self._lanes.infer(request)).outputs
             classified = [outputs[o.tensor.name].nbytes for o in request.outputs if o.classes]
             if classified and sum(classified) > _QUICK_CLASSIFICATION_BYTES:
                 return await asyncio.to_thread(respond, request, info, outputs)

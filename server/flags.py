@@ -37,6 +37,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     compute = parser.add_argument_group("compute")
     add_thread_flag(compute)
     compute.add_argument(
+        "--compute-lanes",
+        default="1",
+        metavar="N",
+        help="inferences that run side by side; each model belongs to one lane, each lane takes a workspace of its own,"
+        " and on a CPU the lanes divide the cores. Pays where models are too small to keep the device busy one at a"
+        " time; large ones are slower for it (default: %(default)s)",
+    )
+    compute.add_argument(
         "--prefetch",
         action=argparse.BooleanOptionalAction,
         default=True,

@@ -132,6 +132,13 @@ class Footprint:
     predicted_s: Mapping[int, float] = field(default_factory=dict)
     bound_s: Mapping[int, float] = field(default_factory=dict)
     """Lower bounds of these seconds for any plan in this memory."""
+    lane: int = 0
+    """The compute lane that executes the model."""
+
+
+def lane_name(kind: str, lane: int, lanes: int) -> str:
+    """What people call a lane of a kind: there is a number only where there are several."""
+    return kind if lanes == 1 else f"{kind}_{lane}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ class RequestTrace:
     swapped_bytes: int = 0
     rows: int = 0
     """Of the execution, other requests' included."""
+    lane: int = 0
+    """Where it was executed."""
     error: str | None = None
     fields: dict[str, str] = field(init=False)
     """What log lines say of the request."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from server.config import LOOPBACK, ServeConfig
 from server.dataplane import DataPlane
-from server.engine.engine import Engine
+from server.engine.lanes import Lanes
 from server.errors import ConfigError, StartFailed
 from server.grpc.port import GrpcServer
 from server.http.app import make_app, make_metrics_app
@@ -29,7 +29,6 @@ from server.operate.tracing import Tracer
 from server.protocol.body_memory import BodyMemory
 from server.protocol.shared_memory import Regions, no_system
 from server.protocol.shared_memory_files import open_region
-from server.scheduling.scheduler import Scheduler
 from server.settings import TraceControl, TraceSettings
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class LoadCancelled(BaseException):
 
 
 class Server:
-    """One HTTP port, one metrics port, one engine. All methods belong to the event loop's thread."""
+    """One HTTP port, one metrics port, an engine per compute lane. All methods belong to the event loop's thread."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.registry = Registry(config.strict_readiness)
@@ -86,13 +85,15 @@ class Server:
         self.grpc_address: str | None = None
         self.metrics_url = ""
         self._config = config
-        self._engine = Engine(Scheduler(config.queue_limit, config.queue_bytes), prefetch=config.prefetch)
-        self._lifecycle = Lifecycle(config, self.registry, self._engine)
+        self._lanes = Lanes(config.compute_lanes, config.queue_limit, config.queue_bytes, prefetch=config.prefetch)
+        self._lifecycle = Lifecycle(config, self.registry, self._lanes)
         regions = Regions(open_region if config.takes_client_shm else no_system)
-        self._trace_file = TraceFile(config.trace_file) if config.trace_file is not None else None
+        self._trace_file: TraceFile | None = None
+        if config.trace_file is not None:
+            self._trace_file = TraceFile(config.trace_file, lanes=config.compute_lanes)
         tracer = Tracer(_trace_control(config), self._trace_file)
         bodies = BodyMemory(config.queue_bytes)
-        self.plane = DataPlane(self.registry, self._engine, self._lifecycle, regions, bodies, tracer)
+        self.plane = DataPlane(self.registry, self._lanes, self._lifecycle, regions, bodies, tracer)
         self._http: list[HttpServer] = []
         self._grpc: GrpcServer | None = None
         self._loaded: Loaded | None = None
@@ -107,13 +108,13 @@ class Server:
         self._tokens = TokenFiles(self._config, access)
         self._watching.append(asyncio.create_task(self._tokens.follow()))
         self._warn_if_open(access)
-        self._engine.start()
+        self._lanes.start()
         app = make_app(self.plane, self._config.max_body_bytes, access)
         self.http_url = await self._listen(app, self._config.http_port, "--http-port")
         if self._config.grpc_port is not None:
             self._grpc = GrpcServer(self.plane, self._config.max_body_bytes, access, self._config.max_connections)
             self.grpc_address = await self._grpc.start(self._config.host, self._config.grpc_port)
-        metrics = Metrics(self.registry, self._engine, Machine(self._use, access).families)
+        metrics = Metrics(self.registry, self._lanes, Machine(self._use, access).families)
         url = await self._listen(make_metrics_app(metrics, access), self._config.metrics_port, "--metrics-port")
         self.metrics_url = f"{url}/metrics"
 
@@ -159,8 +160,8 @@ class Server:
         self._stopping = True
         for task in self._watching:
             task.cancel()
-        drained = await self._engine.drain(self._config.exit_timeout_s)
-        ended = await self._engine.stop(_DEVICE_ENDS_S)
+        drained = await self._lanes.drain(self._config.exit_timeout_s)
+        ended = await self._lanes.stop(_DEVICE_ENDS_S)
         await self._lifecycle.close()
         if self._grpc is not None:
             await self._grpc.stop(_ANSWERS_WRITTEN_S)
@@ -181,7 +182,7 @@ class Server:
             if name in loaded.servables:
                 servable = loaded.servables[name]
                 entry = self.registry.loaded(servable, loaded.footprints.get(name))
-                self._engine.add(servable, entry.statistics, source.policy)
+                self._lanes.add(servable, entry.statistics, source.policy, entry.footprint.lane)
             else:
                 self.registry.failed(name, loaded.failures.get(name, "the loader left it out"))
         for entry in self.registry:
@@ -193,7 +194,7 @@ class Server:
 
     def _use(self) -> DeviceUse:
         use = DeviceUse() if self._loaded is None else self._loaded.use()
-        return replace(use, lane_busy_s={"compute": self._engine.computed_s, **use.lane_busy_s})
+        return replace(use, lane_busy_s={**self._lanes.computed_s, **use.lane_busy_s})
 
     def _is_wanted(self, model: str) -> bool:
         """Whether a model is loaded at start."""

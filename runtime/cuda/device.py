@@ -1,7 +1,8 @@
-"""A CUDA device: one arena, pinned stores, two streams, captured programs."""
+"""A CUDA device: one arena, pinned stores, streams for each compute lane, captured programs."""
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from planner.plan import Plan
 from planner.profile import Profile
 from runtime.cuda.arena import CudaArena
-from runtime.cuda.executor import CudaExecutor
+from runtime.cuda.executor import CudaExecutor, Shared
 from runtime.cuda.host import Pinned, PinnedStore, Ring, StagedStore
 from runtime.cuda.issue import Lanes
 from runtime.cuda.moving import CudaMovable
@@ -35,12 +36,20 @@ class CudaDevice:
         self.pinned = Pinned(driver, pinned_limit_bytes or _default_limit_bytes())
         self.lanes = Lanes.of(driver)
         self._ring = Ring(driver, self.pinned)
-        self._executor = CudaExecutor(self.lanes)
-        self._executor.start()
+        self._shared = Shared()
+        self._executors = [CudaExecutor(self.lanes, self._shared)]
+        self.executor.start()
 
     @property
     def executor(self) -> CudaExecutor:
-        return self._executor
+        return self._executors[0]
+
+    def executors(self, count: int) -> Sequence[CudaExecutor]:
+        """One per compute lane, each with streams of its own."""
+        while len(self._executors) < count:
+            self._executors.append(CudaExecutor(Lanes.of(self.driver), self._shared))
+            self._executors[-1].start()
+        return self._executors[:count]
 
     def arena(self, nbytes: int) -> CudaArena:
         before = self.driver.memory()
@@ -65,7 +74,8 @@ class CudaDevice:
 
     def staged(self, source: Source[HostBytes], manifest: Manifest) -> StagedStore:
         """Any host store, behind the staging ring."""
-        self._executor.settle()
+        for executor in self._executors:
+            executor.settle()
         return StagedStore(source, manifest, self.driver, self._ring, self.pinned)
 
     def build(
@@ -94,8 +104,9 @@ class CudaDevice:
 
     def close(self) -> None:
         """Dismiss every program, and take the pins off what is still pinned."""
-        self._executor.close()
-        if self._executor.lost is None:
+        for executor in self._executors:
+            executor.close()
+        if self._shared.lost is None:
             self._ring.close()
             self.pinned.close()
 

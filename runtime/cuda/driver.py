@@ -28,7 +28,8 @@ class CudaDriver:
         libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {_backends.cudnn.version()}"
         self.name = f"{torch.cuda.get_device_name(index)}, {libraries}"
         self._index = index
-        self._adopted: set[int] = set()
+        self._adopted: set[tuple[int, int]] = set()
+        """Threads, each with the compute stream that it issues to."""
 
     @staticmethod
     def open(index: int = 0) -> "CudaDriver":
@@ -44,7 +45,8 @@ class CudaDriver:
     # Streams and events
 
     def adopt_thread(self, compute: torch.cuda.Stream) -> None:
-        if threading.get_ident() in self._adopted:
+        adopted = threading.get_ident(), compute.cuda_stream
+        if adopted in self._adopted:
             return
         torch.cuda.set_device(self._index)
         with torch.cuda.stream(compute), torch.inference_mode():
@@ -55,7 +57,7 @@ class CudaDriver:
                 torch.bmm(square[None], square[None])
                 torch.nn.functional.conv2d(square[None, None], square[None, None, :3, :3])
         torch.cuda.synchronize(self._index)
-        self._adopted.add(threading.get_ident())
+        self._adopted.add(adopted)
 
     def stream(self) -> torch.cuda.Stream:
         stream: torch.cuda.Stream = _cuda.Stream(self.device)

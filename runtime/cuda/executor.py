@@ -10,9 +10,12 @@ known, A's epilogue behind B's own copies.
 """
 
 import logging
+import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
@@ -37,11 +40,23 @@ from runtime.slots import Frame
 _log = logging.getLogger("cohabit.cuda")
 
 
-class CudaExecutor:
-    """Runs programs one at a time. Every method is called by the one thread that owns the device."""
+@dataclass(slots=True)
+class Shared:
+    """What the executors of one device have in common."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    alone: threading.RLock = field(default_factory=threading.RLock)
+    """Held by who allocates, captures, or synchronises the whole device. Replays need none of it."""
+    lost: str | None = None
+
+
+class CudaExecutor:
+    """Runs programs one at a time. Every method is called by one thread; a device has an executor per compute lane."""
+
+    def __init__(self, lanes: Lanes, shared: Shared) -> None:
         self._lanes = lanes
+        self._shared = shared
+        self._thread: int | None = None
+        """The one that this executor was last called by."""
         self._driver = lanes.driver
         self._feeder = Feeder()
         self._transfers = Transfers(lanes, self._feeder)
@@ -53,7 +68,6 @@ class CudaExecutor:
         """The program whose prefix was submitted before its turn."""
         self._epilogue: CudaProgram | None = None
         """The program whose epilogue is put off until the next inference has been issued."""
-        self._lost: str | None = None
         self._admitted: list[CudaProgram] = []
 
     def __enter__(self) -> "CudaExecutor":
@@ -66,19 +80,25 @@ class CudaExecutor:
         self.close()
 
     def start(self) -> None:
-        self._driver.adopt_thread(self._lanes.compute)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        if self._thread != threading.get_ident():
+            with self._shared.alone:
+                self._driver.adopt_thread(self._lanes.compute)
+            self._thread = threading.get_ident()
 
     def close(self) -> None:
         """Let the lanes finish and end; programs that were admitted are dismissed."""
         for program in self._admitted:
             self.dismiss(program)
-        if self._lost is None:
+        if self._shared.lost is None:
             self.settle()
         self._feeder.close()
 
     @property
     def lost(self) -> str | None:
-        return self._lost
+        return self._shared.lost
 
     def load(self, program: Program, *, follow: Follow | None = None) -> float:
         """Put a program's initial residents in place and wait for them. Returns the seconds.
@@ -90,12 +110,13 @@ class CudaExecutor:
         start = time.perf_counter()
         self._bring(program)
         if program.ready.pool is None:
-            self._admit(program)
+            with self._shared.alone:
+                self._admit(program)
         return time.perf_counter() - start
 
     def _bring(self, program: CudaProgram) -> None:
         with self._faults(program):
-            self._driver.adopt_thread(self._lanes.compute)
+            self._adopt()
             self._ahead = None
             self._flush_epilogue()
             self._transfers.take(program.name)
@@ -134,7 +155,7 @@ class CudaExecutor:
         """Run one inference. See `runtime.backend.Executor`. `follow` hears when it began and ended, and no more."""
         assert isinstance(program, CudaProgram)
         with self._faults(program):
-            self._driver.adopt_thread(self._lanes.compute)
+            self._adopt()
         start = time.perf_counter()
         if program.ready.pool is None or program.name in self._stale:
             self.load(program)
@@ -183,7 +204,8 @@ class CudaExecutor:
         if watch is None and not serial and graph is not None:
             behind = self._replay(program, graph)
         else:
-            behind = self._stream(program, commands, watch, serial)
+            with self._shared.alone:  # until its activations are gone, too
+                behind = self._stream(program, commands, watch, serial)
         with self._driver.on(self._lanes.compute):
             self._driver.record(self._answered)
         if expected is not None and expected.name not in (program.name, *self._stale):
@@ -263,24 +285,28 @@ class CudaExecutor:
     def dismiss(self, program: Program) -> None:
         """Give back the graphs, the pool and the buffers of a program that will not be run any more."""
         assert isinstance(program, CudaProgram)
-        if self._lost is not None:
+        if self._shared.lost is not None:
             return  # nothing can be given back to a device that does not answer: it ends with the process
         self.settle()
         self._ahead = self._expected = None
         self._admitted = [p for p in self._admitted if p is not program]
-        program.close()
+        with self._shared.alone:
+            program.close()
 
     @contextmanager
     def _faults(self, program: CudaProgram) -> Iterator[None]:
         """Turn whatever goes wrong into DeviceError, or DeviceLost where the device is gone."""
-        if self._lost is not None:
-            raise DeviceLost(f"{program.name}: the device is lost ({self._lost}); start the server anew")
+        if self._shared.lost is not None:
+            raise DeviceLost(f"{program.name}: the device is lost ({self._shared.lost}); start the server anew")
         try:
             yield
         except Exception as error:
             self._stale.add(program.name)
-            if not self._driver.well():
-                self._lost = str(error)
+            with self._shared.alone:
+                traceback.clear_frames(error.__traceback__)  # activations of the run that failed
+                well = self._driver.well()
+            if not well:
+                self._shared.lost = str(error)
                 raise DeviceLost(f"{program.name}: the device is lost: {error}") from error
             program.forget()
             if isinstance(error, DeviceError):

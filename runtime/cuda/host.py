@@ -131,7 +131,7 @@ class _Slot:
 
 
 class Ring:
-    """A few pinned slots that copies go through, one after the other. Used by one thread at a time."""
+    """A few pinned slots that copies go through, one after the other, whichever lane's they are. For any thread."""
 
     def __init__(self, driver: Driver, pinned: Pinned) -> None:
         self._driver = driver
@@ -139,28 +139,31 @@ class Ring:
         self._slots: list[_Slot] = []
         self._next = 0
         self.slot_bytes = 0
+        self._turn = threading.Lock()
 
     def fit(self, nbytes: int) -> None:
         """Make the slots at least this large. Raises MemoryExceeded over the cap on pinned memory."""
-        if nbytes <= self.slot_bytes:
-            return
-        self.close()
-        for _ in range(RING_SLOTS):
-            host = self._pinned.take(nbytes, "the staging ring")
-            self._slots.append(_Slot(host, torch.from_numpy(host)))
-        self.slot_bytes = nbytes
+        with self._turn:
+            if nbytes <= self.slot_bytes:
+                return
+            self.close()
+            for _ in range(RING_SLOTS):
+                host = self._pinned.take(nbytes, "the staging ring")
+                self._slots.append(_Slot(host, torch.from_numpy(host)))
+            self.slot_bytes = nbytes
 
     def pass_through(self, source: Source[HostBytes], segment: int, destination: torch.Tensor) -> None:
         """Fill the next slot, when the copy out of it has ended, and issue the copy to the device."""
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
-        if slot.emptied is not None:
-            self._driver.synchronize(slot.emptied)
-        nbytes = destination.nbytes
-        source.copy(segment, slot.host[:nbytes])()
-        self._driver.copy(destination, slot.tensor[:nbytes])
-        slot.emptied = slot.emptied or self._driver.event()
-        self._driver.record(slot.emptied)
+        with self._turn:
+            slot = self._slots[self._next]
+            self._next = (self._next + 1) % len(self._slots)
+            if slot.emptied is not None:
+                self._driver.synchronize(slot.emptied)
+            nbytes = destination.nbytes
+            source.copy(segment, slot.host[:nbytes])()
+            self._driver.copy(destination, slot.tensor[:nbytes])
+            slot.emptied = slot.emptied or self._driver.event()
+            self._driver.record(slot.emptied)
 
     def close(self) -> None:
         """Wait for the copies that are under way and give the slots back."""

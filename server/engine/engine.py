@@ -29,11 +29,19 @@ class Engine:
     """Every method belongs to the event loop's thread; the device belongs to `DeviceThread`."""
 
     def __init__(
-        self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic, prefetch: bool = True
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.monotonic,
+        prefetch: bool = True,
+        lane: int = 0,
+        on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        """`on_lost` hears why, once, when nothing can be executed any more."""
         self._scheduler = scheduler
         self._clock = clock
         self._device = DeviceThread(scheduler, self, clock, prefetch)
+        self._lane = lane
+        self._on_lost = on_lost
         self._current: dict[str, int] = {}
         """Each model's generation: what requests that come now are for."""
         self._lost: str | None = None
@@ -121,6 +129,8 @@ class Engine:
         servable refuses with.
         """
         self._refuse_if_over()
+        if self._lane and request.trace is not None:
+            request.trace.lane = self._lane
         try:
             with self._device.lock:
                 ticket = self._scheduler.submit(self._clock(), request)
@@ -204,9 +214,13 @@ class Engine:
         for ticket in older:
             self.refused(ticket, ModelNotFound(model, ticket.request.version, "replaced"), "OTHER")
 
+    def refuse(self) -> None:
+        """Take no new request from now on."""
+        self._draining = True
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the others to be answered; False if that took too long."""
-        self._draining = True
+        self.refuse()
         return await self._until(lambda: not self._waiting, timeout_s)
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -317,3 +331,4 @@ class Engine:
             order.settle(DeviceLost(reason))
         for ticket in list(self._waiting):
             self.refused(ticket, DeviceLost(reason), "BACKEND")
+        self._on_lost(reason)

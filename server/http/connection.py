@@ -207,13 +207,8 @@ class Connection(asyncio.BufferedProtocol):
     def _parse(self, data: memoryview) -> None:
         """Read heads and short bodies; a long one comes in place from now on."""
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            (end,) = upgrade.args
-            self._ignore_upgrade()
-            if end < len(data):
-                self._parse(data[end:])
-            return
+            while (end := self._feed(data)) < len(data):
+                data = data[end:]
         except httptools.HttpParserError as error:
             self._refuse(error)
             return
@@ -221,6 +216,16 @@ class Connection(asyncio.BufferedProtocol):
             self._in_place = self._incoming.body.length is not None
         elif self._in_head:
             self._count_unfinished(len(data))
+
+    def _feed(self, data: memoryview) -> int:
+        """Have the parser read; returns how far it came: all, unless it takes the rest for another protocol's."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade()
+            end: int = upgrade.args[0]
+            return end
+        return len(data)
 
     def _ignore_upgrade(self) -> None:
         """Go on with HTTP/1.1, as a server may; a body that is still to come gets a head that tells the parser so."""

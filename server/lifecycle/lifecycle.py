@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from planner.errors import CohabitError
 from server.config import ServeConfig
-from server.engine.engine import Engine
+from server.engine.lanes import Lanes
 from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown
 from server.lifecycle.control import ControlMode
 from server.models.registry import Registry
@@ -23,11 +23,11 @@ _log = logging.getLogger("cohabit.lifecycle")
 class Lifecycle:
     """What `Control` promises. All methods belong to the event loop's thread."""
 
-    def __init__(self, config: ServeConfig, registry: Registry, engine: Engine) -> None:
+    def __init__(self, config: ServeConfig, registry: Registry, lanes: Lanes) -> None:
         self.mode: ControlMode = config.model_control
         self._config = config
         self._registry = registry
-        self._engine = engine
+        self._lanes = lanes
         self._housing: Housing | None = None
         self._opened = asyncio.Event()
         self._serving: dict[str, Tenant] = {}
@@ -36,7 +36,7 @@ class Lifecycle:
 
     def open(self, housing: "Housing", tenants: Mapping[str, "Tenant"]) -> None:
         """Begin, with what was loaded at start."""
-        housing.open(self._engine, self)
+        housing.open(self._lanes, self)
         self._housing = housing
         self._serving = dict(tenants)
         self._opened.set()
@@ -125,10 +125,10 @@ class Lifecycle:
             if tenant is None:
                 prepared.store.close()
         entry = self._registry.loaded(tenant.servable, tenant.footprint, source.config)
-        self._engine.add(tenant.servable, entry.statistics, source.policy)
+        self._lanes.add(tenant.servable, entry.statistics, source.policy, tenant.lane)
         self._serving[source.name] = tenant
         if old is not None and old.holder in housing.house.tenants:
-            await self._engine.finish(source.name, self._config.exit_timeout_s, older_only=True)
+            await self._lanes.finish(source.name, self._config.exit_timeout_s, older_only=True)
             await housing.release(old)
         _log.info("model loaded", extra={"fields": {"model": source.name, "version": source.version}})
 
@@ -142,7 +142,7 @@ class Lifecycle:
         """There is no room for two versions: the one so far goes before the new one comes."""
         self._registry.loading(old.name, old.prepared.source.version, old.prepared.source.config)
         self._serving.pop(old.name, None)
-        await self._engine.finish(old.name, self._config.exit_timeout_s)
+        await self._lanes.finish(old.name, self._config.exit_timeout_s)
 
     def changed(self, tenant: "Tenant") -> None:
         if self._serving.get(tenant.name) is tenant:
@@ -154,7 +154,7 @@ class Lifecycle:
             self._registry.failed(tenant.name, f"it could not be moved: {reason}")
 
     async def _ready_housing(self) -> "Housing":
-        if self._engine.draining:
+        if self._lanes.draining:
             raise ShuttingDown
         await self._opened.wait()
         assert self._housing is not None

@@ -11,7 +11,8 @@ from runtime.sharing import SHARINGS
 from server.config import ServeConfig
 from server.engine.servable import ProgramServable
 from server.memory.arrival import Arrival
-from server.memory.house import House, Tenant
+from server.memory.division import divided
+from server.memory.house import House, Tenant, load_of
 from server.memory.housing import Housing
 from server.memory.memory_map import draw
 from server.memory.partitions import Extent
@@ -47,7 +48,8 @@ class Loaded:
     @property
     def memory_map(self) -> str:
         weights = {name: tenant.prepared.weight_bytes for name, tenant in self.tenants.items()}
-        return draw(self.deployment, weights) if weights else ""
+        lanes = {name: tenant.lane for name, tenant in self.tenants.items()}
+        return draw(self.deployment, weights, lanes) if weights else ""
 
     def use(self) -> DeviceUse:
         return self.house.use()
@@ -77,11 +79,12 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
         config.memory.of(sum(p.weight_bytes for p in prepared)),
         config.layout,
         Library(cache_of(config)),
+        lanes=config.compute_lanes,
         on_progress=lambda done, total, text: on_progress("planning", f"{done} of {total}, {text}"),
     )
     # Where nothing is loaded later, what nobody has is not taken from the device either.
     arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
-    house = House(backend, deployment.memory_bytes, arena_bytes)
+    house = House(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
     housing = None
     if config.model_control != "none":
         housing = Housing(house, Workshop(config, backend), keeps_all=config.layout == "resident")
@@ -97,7 +100,9 @@ def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress
     unused = deployment.memory_bytes - house.partitions.arena_bytes
     if deployment.layout in SHARINGS and prepared:
         house.share(SHARINGS[deployment.layout])
-    for entry, model in zip(deployment.entries, prepared, strict=True):
+    loads = [load_of(model, entry.plans) for entry, model in zip(deployment.entries, prepared, strict=True)]
+    lanes = divided(loads, deployment.lanes)
+    for entry, model, lane in zip(deployment.entries, prepared, lanes, strict=True):
         on_progress(entry.name, "bringing residents in")
         extent = Extent(entry.partition_offset - unused, entry.partition_bytes)
         holder = house.new_holder(entry.name)
@@ -105,9 +110,9 @@ def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress
             house.tenant(holder, model, entry.plans, house.bind_shared(model, entry.plans))
             continue
         house.partitions.put(holder, extent)
-        programs = house.bind(model, entry.plans, extent)
-        house.tenant(holder, model, entry.plans, programs)
-        _arrive(house.arrival(programs))
+        programs = house.bind(model, entry.plans, extent, lane)
+        house.tenant(holder, model, entry.plans, programs, lane)
+        _arrive(house.arrival(programs, lane))
 
 
 def _arrive(arrival: Arrival) -> None:

@@ -1,4 +1,4 @@
-"""The device's memory, and the models that live in it: each in a partition of its own, beside one workspace."""
+"""The device's memory, and the models that live in it: each in a partition of its own, beside its lane's workspace."""
 
 import copy
 import time
@@ -12,8 +12,9 @@ from runtime.program import Bases, Program
 from runtime.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
 from server.memory.arrival import Arrival
+from server.memory.division import lightest
 from server.memory.partitions import Extent, Partitions
-from server.model import DeviceUse, Footprint
+from server.model import DeviceUse, Footprint, lane_name
 from server.models.prepared import Prepared, say_what_is_done_otherwise
 from server.models.shelf import Plans
 
@@ -29,12 +30,19 @@ class Tenant:
     prepared: Prepared
     plans: Plans
     servable: ProgramServable
+    lane: int = 0
+    """The compute lane whose executor and workspace it uses."""
     shares: bool = False
     """Whether it has no bytes of its own: what is there between its runs is whatever nobody else needed."""
 
     @property
     def name(self) -> str:
         return self.prepared.source.name
+
+    @property
+    def load(self) -> float:
+        """How much of its lane's time it is expected to take; without known rates, what one inference does."""
+        return load_of(self.prepared, self.plans)
 
     @property
     def footprint(self) -> Footprint:
@@ -46,16 +54,26 @@ class Tenant:
             resident_bytes=0 if self.shares else sum(tensors[p.tensor].nbytes for p in plan.residents),
             predicted_s={b: p.provenance.latency_s for b, p in self.plans.items() if p.provenance is not None},
             bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
+            lane=self.lane,
         )
+
+
+def load_of(prepared: Prepared, plans: Plans) -> float:
+    """Expected requests per second times the seconds of one."""
+    batch = min(plans)
+    provenance = plans[batch].provenance
+    seconds = prepared.profiles[batch].compute_s if provenance is None else provenance.latency_s
+    return prepared.rate_per_s * seconds
 
 
 class House:
     """Binding is for any thread; chores are for the engine's, and bookkeeping for the event loop's."""
 
-    def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int) -> None:
+    def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int, lanes: int = 1) -> None:
         self.backend = backend
+        self.executors = backend.executors(lanes)
         self.memory_bytes = memory_bytes
-        self.partitions = Partitions(arena_bytes)
+        self.partitions = Partitions(arena_bytes, lanes=lanes)
         self.arena: Memory[object] = backend.arena(arena_bytes)
         self.tenants: dict[str, Tenant] = {}
         self.shared: SharedRegion | None = None
@@ -64,10 +82,18 @@ class House:
 
     def share(self, sharing: Sharing) -> None:
         """Make one region of all that is not the workspace."""
+        assert len(self.executors) == 1
         workspace_bytes = self.partitions.workspace_bytes
         region_bytes = self.partitions.arena_bytes - workspace_bytes
         self.partitions.put("(shared)", Extent(workspace_bytes, region_bytes))
         self.shared = SharedRegion(self.backend, sharing, self.arena, workspace_bytes, region_bytes)
+
+    def lightest_lane(self) -> int:
+        """Where one more model is to run."""
+        sums = [0.0] * len(self.executors)
+        for tenant in self.tenants.values():
+            sums[tenant.lane] += tenant.load
+        return lightest(sums)
 
     def new_holder(self, name: str) -> str:
         """A name for the bytes of one version of a model."""
@@ -84,12 +110,23 @@ class House:
             partitions.give_back(without)
         return fit(prepared.demand, partitions.rooms(workspaces_for(prepared.demand, partitions.arena_bytes)))
 
-    def bind(self, prepared: Prepared, plans: Plans, extent: Extent, gently: bool = False) -> Programs:
+    def bind(
+        self,
+        prepared: Prepared,
+        plans: Plans,
+        extent: Extent,
+        lane: int = 0,
+        *,
+        workspace_bytes: int | None = None,
+        gently: bool = False,
+    ) -> Programs:
         """Make programs of plans for a partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
 
-        Binding holds the interpreter; `gently` leaves it to those who serve for half of the time.
+        `workspace_bytes` is what each lane will have when the programs run, if not what it has now. Binding holds
+        the interpreter; `gently` leaves it to those who serve for half of the time.
         """
-        bases = Bases(partition=extent.offset, workspace=0)
+        each = self.partitions.workspace_bytes if workspace_bytes is None else workspace_bytes
+        bases = Bases(partition=extent.offset, workspace=lane * each)
         programs: Programs = {}
         for batch, plan in plans.items():
             start_s = time.perf_counter()
@@ -105,7 +142,7 @@ class House:
         lowered, profiles, store = prepared.lowered, prepared.profiles, prepared.store
         return {batch: self.shared.add(lowered, plan, profiles[batch], store) for batch, plan in plans.items()}
 
-    def tenant(self, holder: str, prepared: Prepared, plans: Plans, programs: Programs) -> Tenant:
+    def tenant(self, holder: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> Tenant:
         """A model that has arrived."""
         say_what_is_done_otherwise(prepared.source)
         lowered, config = prepared.lowered, prepared.source.config
@@ -113,14 +150,14 @@ class House:
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
         info = describe(lowered, prepared.source.version, most)
-        runner = self.backend.executor if self.shared is None else self.shared
+        runner = self.executors[lane] if self.shared is None else self.shared
         servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
-        self.tenants[holder] = tenant = Tenant(holder, prepared, plans, servable, self.shared is not None)
+        self.tenants[holder] = tenant = Tenant(holder, prepared, plans, servable, lane, self.shared is not None)
         return tenant
 
-    def arrival(self, programs: Programs, then: Callable[[], None] = lambda: None) -> Arrival:
-        """Bring the residents in; all batch sizes have the same ones."""
-        return Arrival(self.backend.executor, [programs[batch] for batch in sorted(programs)], then)
+    def arrival(self, programs: Programs, lane: int, then: Callable[[], None] = lambda: None) -> Arrival:
+        """Bring the residents in, a chore of the lane's thread; all batch sizes have the same ones."""
+        return Arrival(self.executors[lane], [programs[batch] for batch in sorted(programs)], then)
 
     def leave(self, holder: str) -> None:
         """Give a tenant's bytes back. Nothing of it may be on the lanes; its store is the caller's to close."""
@@ -128,14 +165,18 @@ class House:
         self.tenants.pop(holder, None)
 
     def use(self) -> DeviceUse:
-        """What the memory is used for now, and how long the swap-in lane has worked, where the device tells."""
+        """What the memory is used for now, and how long the swap-in lanes have worked, where the device tells."""
         pinned = getattr(self.backend, "pinned", None)
-        busy_s = getattr(self.backend.executor, "swap_busy_s", None)
+        busy_s = [getattr(executor, "swap_busy_s", None) for executor in self.executors]
         return DeviceUse(
-            workspace_bytes=self.partitions.workspace_bytes,
+            workspace_bytes=self.partitions.workspaces.nbytes,
             partition_bytes=sum(extent.nbytes for extent in self.partitions.held.values()),
             free_bytes=self.partitions.free_bytes,
-            lane_busy_s={} if busy_s is None else {"swap_in": busy_s},
+            lane_busy_s={
+                lane_name("swap_in", lane, len(busy_s)): busy
+                for lane, busy in enumerate(busy_s)
+                if busy is not None
+            },
             pinned_total_bytes=None if pinned is None else pinned.limit_bytes,
             pinned_used_bytes=0 if pinned is None else pinned.used_bytes,
         )

@@ -7,13 +7,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from planner.errors import CohabitError, InfeasibleBudget
-from planner.fitting import Room
+from planner.errors import CohabitError, InfeasibleBudget, format_bytes
+from planner.fitting import Room, workspaces_for
+from runtime.errors import MemoryExceeded
 from runtime.program import Program
-from server.engine.engine import Engine
+from server.engine.lanes import Lanes
 from server.errors import RequestError
 from server.memory.house import House, Programs, Tenant
-from server.memory.moves import Leave, moves, packed
+from server.memory.moves import Leave, all_anew, moves, packed
 from server.memory.partitions import Extent
 from server.models.prepared import Prepared
 from server.models.shelf import Plans
@@ -48,8 +49,8 @@ class Housing:
         self._places = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open(self, engine: Engine, watcher: Watcher) -> None:
-        self._engine = engine
+    def open(self, lanes: Lanes, watcher: Watcher) -> None:
+        self._lanes = lanes
         self._watcher = watcher
 
     async def close(self) -> None:
@@ -70,13 +71,14 @@ class Housing:
             if room is None:
                 room = await self._make_room(prepared, old, stand_aside)
             plans = await asyncio.to_thread(self.workshop.quick_plans, prepared, room)
-            tenant = await self._settle(prepared, room, plans)
+            lane = self.house.lightest_lane() if old is None else old.lane
+            tenant = await self._settle(prepared, room, plans, lane)
         self._improve_later(tenant)
         return tenant
 
     async def retire(self, tenant: Tenant, timeout_s: float) -> None:
         """Answer what a model has been asked, then give its memory back. Nobody may ask it anything new."""
-        await self._engine.finish(tenant.name, timeout_s)
+        await self._lanes.finish(tenant.name, timeout_s)
         async with self._places:
             await self._vacate(tenant, forget=True)
 
@@ -101,7 +103,7 @@ class Housing:
             rooms[free] = self.house.room_for(prepared, without)
         return rooms[free]
 
-    async def _settle(self, prepared: Prepared, room: Room, plans: Plans) -> Tenant:
+    async def _settle(self, prepared: Prepared, room: Room, plans: Plans, lane: int) -> Tenant:
         """Bring a model into a room that is free."""
         house = self.house
         holder = house.new_holder(prepared.source.name)
@@ -111,11 +113,11 @@ class Housing:
         assert extent is not None
         programs: Programs = {}
         try:
-            programs = await asyncio.to_thread(house.bind, prepared, plans, extent, gently=True)
-            await self._engine.perform(house.arrival(programs))
-            return house.tenant(holder, prepared, plans, programs)
+            programs = await asyncio.to_thread(house.bind, prepared, plans, extent, lane, gently=True)
+            await self._lanes[lane].perform(house.arrival(programs, lane))
+            return house.tenant(holder, prepared, plans, programs, lane)
         except BaseException:
-            await self._give_up(programs)
+            await self._give_up(lane, programs)
             house.partitions.give_back(holder)
             raise
 
@@ -128,13 +130,13 @@ class Housing:
         if tenant.holder not in self.house.tenants:
             return
         if forget:
-            self._engine.remove(tenant.name)
-        await self._engine.between(lambda: self._dismiss(tenant.servable.programs))
+            self._lanes.remove(tenant.name)
+        await self._lanes[tenant.lane].between(lambda: self._dismiss(tenant.lane, tenant.servable.programs))
         await self._leave(tenant)
 
-    def _dismiss(self, programs: Mapping[int, Program]) -> None:
-        """Let the lanes finish, and give back what the programs hold. On the engine's thread."""
-        executor = self.house.backend.executor
+    def _dismiss(self, lane: int, programs: Mapping[int, Program]) -> None:
+        """Let the lane finish, and give back what the programs hold. On the lane's thread."""
+        executor = self.house.executors[lane]
         executor.settle()
         for program in programs.values():
             executor.dismiss(program)
@@ -149,20 +151,19 @@ class Housing:
         house = self.house
         others = [tenant for tenant in house.tenants.values() if tenant is not old]
         if self._keeps_all:
-            taken = sum(house.partitions.held[t.holder].nbytes for t in others) + house.partitions.workspace_bytes
-            least = taken + prepared.parameter_bytes
-            raise InfeasibleBudget(prepared.source.name, None, house.partitions.arena_bytes, least)
+            raise await asyncio.to_thread(self._no_room_to_keep_all, prepared, others)
         workspace, sizes = await asyncio.to_thread(
             self.workshop.shares,
             [*(tenant.prepared for tenant in others), prepared],
             house.partitions.arena_bytes,
             house.partitions.workspace_bytes if others else 0,
+            house.partitions.lanes,
         )
         held = {tenant.holder: house.partitions.held[tenant.holder] for tenant in others}
         kept = {t.holder: min(size, held[t.holder].nbytes) for t, size in zip(others, sizes[:-1], strict=True)}
         wanted = packed(kept, held, house.partitions.arena_bytes)
         plans = await self._plans_for(others, wanted, workspace)
-        programs = await self._bound(others, wanted, plans)
+        programs = await self._bound(others, wanted, plans, workspace)
         if old is not None:
             await self._let_go(old, stand_aside)
         await self._migrate({t.holder: t for t in others}, held, wanted, workspace, plans, programs)
@@ -170,6 +171,19 @@ class Housing:
             if tenant.holder in plans:
                 self._improve_later(tenant)
         return Room(workspace, sizes[-1])
+
+    def _no_room_to_keep_all(self, prepared: Prepared, others: list[Tenant]) -> CohabitError:
+        """Say what lacks where every parameter must be resident and nobody is moved."""
+        partitions, name = self.house.partitions, prepared.source.name
+        workspace = min(workspaces_for(prepared.demand, partitions.arena_bytes), default=0)
+        if partitions.lanes > 1 and workspace > partitions.workspace_bytes > 0:
+            return MemoryExceeded(
+                f"{name}: its activations need a workspace of {format_bytes(workspace)}, each of the"
+                f" {partitions.lanes} lanes has {format_bytes(partitions.workspace_bytes)}; load it at the start, or"
+                " before the others"
+            )
+        taken = sum(partitions.held[t.holder].nbytes for t in others) + partitions.workspaces.nbytes
+        return InfeasibleBudget(name, None, partitions.arena_bytes, taken + prepared.parameter_bytes)
 
     async def _plans_for(
         self, tenants: list[Tenant], wanted: Mapping[str, Extent], workspace: int
@@ -184,12 +198,18 @@ class Housing:
         }
 
     async def _bound(
-        self, tenants: list[Tenant], wanted: Mapping[str, Extent], plans: Mapping[str, Plans]
+        self, tenants: list[Tenant], wanted: Mapping[str, Extent], plans: Mapping[str, Plans], workspace: int
     ) -> dict[str, Programs]:
         """Programs at the places where models are wanted; what could be refused is refused before anybody moves."""
         return {
             t.holder: await asyncio.to_thread(
-                self.house.bind, t.prepared, plans.get(t.holder, t.plans), wanted[t.holder], gently=True
+                self.house.bind,
+                t.prepared,
+                plans.get(t.holder, t.plans),
+                wanted[t.holder],
+                t.lane,
+                workspace_bytes=workspace,
+                gently=True,
             )
             for t in tenants
         }
@@ -204,11 +224,13 @@ class Housing:
         programs: Mapping[str, Programs],
     ) -> None:
         partitions = self.house.partitions
-        steps = moves(held, wanted, workspace)
+        elsewhere = partitions.lanes > 1 and workspace > partitions.workspace_bytes  # all workspaces but the first
+        steps = all_anew(wanted) if elsewhere else moves(held, wanted, workspace)
         for step in steps:
             if isinstance(step, Leave):
-                self._engine.hold(tenants[step.holder].name, True)
+                self._lanes.hold(tenants[step.holder].name, True)
                 partitions.give_back(step.holder)
+        await self._at_rest({tenants[step.holder].lane for step in steps if isinstance(step, Leave)})
         partitions.grow_workspace(workspace)
         for step in steps:
             if not isinstance(step, Leave):
@@ -216,31 +238,38 @@ class Housing:
                 partitions.put(step.holder, step.extent)
                 await self._move(tenant, plans.get(step.holder, tenant.plans), programs[step.holder])
 
+    async def _at_rest(self, lanes: set[int]) -> None:
+        """Let lanes end what they do for models that are held. A single lane does things in their order anyway."""
+        if self.house.partitions.lanes > 1:
+            for lane in sorted(lanes):
+                await self._lanes[lane].between(self.house.executors[lane].settle)
+
     async def _move(self, tenant: Tenant, plans: Plans, programs: Programs) -> None:
         """Bring a model's residents to another place, or others to its own, while its requests wait."""
-        self._engine.hold(tenant.name, True)
+        self._lanes.hold(tenant.name, True)
         old = tenant.servable.programs
+        arrival = self.house.arrival(programs, tenant.lane, lambda: tenant.servable.switch(programs))
         try:
-            await self._engine.perform(self.house.arrival(programs, lambda: tenant.servable.switch(programs)))
+            await self._lanes[tenant.lane].perform(arrival)
         except CohabitError as error:
-            self._engine.remove(tenant.name)
-            await self._give_up(programs, old)
+            self._lanes.remove(tenant.name)
+            await self._give_up(tenant.lane, programs, old)
             await self._leave(tenant)
             self._watcher.lost(tenant, str(error))
             return
         self._switched(tenant, plans)
-        self._engine.hold(tenant.name, False)
-        await self._give_up(old)
+        self._lanes.hold(tenant.name, False)
+        await self._give_up(tenant.lane, old)
 
-    async def _give_up(self, *programs: Mapping[int, Program]) -> None:
+    async def _give_up(self, lane: int, *programs: Mapping[int, Program]) -> None:
         """Give back what programs hold that nobody runs any more, unless the device has nothing to give."""
         for some in programs:
             with suppress(RequestError):
-                await self._engine.between(partial(self._dismiss, some))
+                await self._lanes[lane].between(partial(self._dismiss, lane, some))
 
     def _switched(self, tenant: Tenant, plans: Plans) -> None:
         tenant.plans = plans
-        self._engine.replan(tenant.servable)
+        self._lanes.replan(tenant.servable)
         self._watcher.changed(tenant)
 
     def _improve_later(self, tenant: Tenant) -> None:
@@ -265,11 +294,13 @@ class Housing:
             if tenant.plans is not begun or tenant.holder not in self.house.tenants or not is_better(plans, begun):
                 return
             extent = self.house.partitions.held[tenant.holder]
-            programs = await asyncio.to_thread(self.house.bind, tenant.prepared, plans, extent, gently=True)
+            programs = await asyncio.to_thread(
+                self.house.bind, tenant.prepared, plans, extent, tenant.lane, gently=True
+            )
             if plans[min(plans)].residents == plan.residents:
                 old = tenant.servable.programs
-                await self._engine.between(lambda: tenant.servable.switch(programs))
-                await self._give_up(old)
+                await self._lanes[tenant.lane].between(lambda: tenant.servable.switch(programs))
+                await self._give_up(tenant.lane, old)
                 self._switched(tenant, plans)
             else:
                 await self._move(tenant, plans, programs)

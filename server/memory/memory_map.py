@@ -1,7 +1,7 @@
 """Draws a deployment for people: who has which bytes, how much of each model is resident, what its plan promises."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,20 +11,30 @@ from planner.errors import format_bytes
 from planner.sizing import ONE_REGION, Deployment, Entry
 
 _BAR_CELLS = 16
+_COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
 
 
-def draw(deployment: Deployment, weight_bytes: Mapping[str, int]) -> str:
-    """The memory map as text. `weight_bytes` counts host-side tables too, by model."""
+def draw(deployment: Deployment, weight_bytes: Mapping[str, int], lanes: Mapping[str, int]) -> str:
+    """The memory map as text. By model, `weight_bytes` counts host-side tables too, `lanes` says where it runs."""
     table = Table(box=SIMPLE_HEAD, title=_title(deployment), title_justify="left", title_style="bold")
-    for name in ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run"):
+    for name in (*_COLUMNS, *(["lane"] if deployment.lanes > 1 else [])):
         table.add_column(name, justify="left" if name in ("model", "") else "right")
     for entry in deployment.entries:
-        table.add_row(*_row(entry, weight_bytes[entry.name], shared=deployment.layout in ONE_REGION))
+        row = _row(entry, weight_bytes[entry.name], shared=deployment.layout in ONE_REGION)
+        table.add_row(*row, *([str(lanes[entry.name])] if deployment.lanes > 1 else []))
     table.add_section()
-    table.add_row("workspace", format_bytes(0), format_bytes(deployment.workspace_bytes), *[""] * 6)
+    for workspace in _workspaces(deployment):
+        table.add_row(*workspace)
     text = io.StringIO()
     Console(file=text, width=120, highlight=False).print(table)
     return text.getvalue().rstrip()
+
+
+def _workspaces(deployment: Deployment) -> Sequence[Sequence[str]]:
+    """One for each lane, from the arena's bottom up."""
+    each, lanes = deployment.workspace_bytes, range(deployment.lanes)
+    rows = [["workspace", format_bytes(lane * each), format_bytes(each)] for lane in lanes]
+    return rows if len(lanes) == 1 else [[*row, *[""] * 6, str(lane)] for lane, row in enumerate(rows)]
 
 
 def _title(deployment: Deployment) -> str:

@@ -46,6 +46,11 @@ def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_byt
     return steps
 
 
+def all_anew(wanted: Mapping[str, Extent]) -> list[Leave | Move]:
+    """Let every model leave before the first one comes, where what they all use is about to lie elsewhere."""
+    return [*(Leave(name) for name in wanted), *(Move(name, extent) for name, extent in wanted.items())]
+
+
 def _blockers(holder: str, at: Mapping[str, Extent], wanted: Mapping[str, Extent]) -> list[str]:
     """Who else is where a model is wanted."""
     return [name for name, extent in at.items() if name != holder and extent.overlaps(wanted[holder])]

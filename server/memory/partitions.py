@@ -1,4 +1,4 @@
-"""Who has which bytes of the arena: the workspace at the bottom, partitions from the top down, the rest free."""
+"""Who has which bytes of the arena: workspaces at the bottom, partitions from the top down, the rest free."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,14 +24,21 @@ class Extent:
 class Partitions:
     """The arena's bytes, by holder. Not thread-safe."""
 
-    def __init__(self, arena_bytes: int, workspace_bytes: int = 0) -> None:
+    def __init__(self, arena_bytes: int, workspace_bytes: int = 0, lanes: int = 1) -> None:
         self.arena_bytes = arena_bytes
+        self.lanes = lanes
         self._workspace_bytes = workspace_bytes
         self._held: dict[str, Extent] = {}
 
     @property
     def workspace_bytes(self) -> int:
+        """Of each lane."""
         return self._workspace_bytes
+
+    @property
+    def workspaces(self) -> Extent:
+        """Those of all lanes, one behind the other."""
+        return Extent(0, self.lanes * self._workspace_bytes)
 
     @property
     def held(self) -> Mapping[str, Extent]:
@@ -42,8 +49,8 @@ class Partitions:
         return sum(gap.nbytes for gap in self.gaps())
 
     def gaps(self, workspace_bytes: int | None = None) -> list[Extent]:
-        """The free stretches, lowest first, if the workspace had so many bytes."""
-        low = max(self._workspace_bytes, workspace_bytes or 0)
+        """The free stretches, lowest first, if each workspace had so many bytes."""
+        low = self.lanes * max(self._workspace_bytes, workspace_bytes or 0)
         gaps = []
         for extent in (*sorted(e for e in self._held.values() if e.nbytes), Extent(self.arena_bytes, 0)):
             if extent.offset > low:
@@ -75,7 +82,7 @@ class Partitions:
 
     def put(self, holder: str, extent: Extent) -> None:
         """Give exactly these bytes, which must be free."""
-        others = [Extent(0, self._workspace_bytes), *(e for name, e in self._held.items() if name != holder)]
+        others = [self.workspaces, *(e for name, e in self._held.items() if name != holder)]
         assert 0 <= extent.offset <= extent.end <= self.arena_bytes
         assert not any(extent.overlaps(other) for other in others)
         self._held[holder] = extent
@@ -87,12 +94,17 @@ class Partitions:
             self._workspace_bytes = 0
 
     def grow_workspace(self, nbytes: int) -> bool:
-        """Make the workspace at least so large; False if a partition is in the way."""
+        """Make each workspace at least so large; False if a partition is in the way.
+
+        Several cannot grow while somebody is there: all but the first would begin elsewhere.
+        """
         if not self._may_grow_to(nbytes):
             return False
         self._workspace_bytes = max(self._workspace_bytes, nbytes)
         return True
 
     def _may_grow_to(self, nbytes: int) -> bool:
-        workspace = Extent(0, nbytes)
-        return nbytes <= self.arena_bytes and not any(workspace.overlaps(e) for e in self._held.values())
+        if self.lanes > 1 and self._held and nbytes > self._workspace_bytes:
+            return False
+        workspaces = Extent(0, self.lanes * nbytes)
+        return workspaces.end <= self.arena_bytes and not any(workspaces.overlaps(e) for e in self._held.values())

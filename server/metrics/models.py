@@ -167,6 +167,7 @@ _METRICS = (
         "Parameters that stay in device memory between requests",
         lambda view: view.entry.footprint.resident_bytes,
     ),
+    _gauge("cohabit_compute_lane", "Which compute lane executes the model", lambda view: view.entry.footprint.lane),
     _gauge(
         "cohabit_resident_share",
         "Part of the parameters that stays in device memory",

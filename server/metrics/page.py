@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-from server.engine.engine import Engine
+from server.engine.lanes import Lanes
 from server.metrics.models import View, families_of
 from server.metrics.prometheus import Family, written
 from server.models.registry import Registry, State
@@ -12,14 +12,14 @@ from server.models.registry import Registry, State
 class Metrics:
     """Belongs to the event loop's thread, which only notes what there is to be read."""
 
-    def __init__(self, registry: Registry, engine: Engine, machine: Callable[[], Iterable[Family]]) -> None:
+    def __init__(self, registry: Registry, lanes: Lanes, machine: Callable[[], Iterable[Family]]) -> None:
         self._registry = registry
-        self._engine = engine
+        self._lanes = lanes
         self._machine = machine
 
     async def text(self) -> bytes:
         """Read and write everything, beside the event loop."""
         ready = [entry for entry in self._registry if entry.state is State.READY]
-        views = [View(e, self._engine.pending(e.name), self._engine.correction(e.name)) for e in ready]
+        views = [View(e, self._lanes.pending(e.name), self._lanes.correction(e.name)) for e in ready]
         states = {entry.name: entry.state is State.READY for entry in self._registry if entry.wanted}
         return await asyncio.to_thread(lambda: written((*families_of(views, states), *self._machine())))

@@ -72,13 +72,17 @@ def say_what_is_done_otherwise(source: ModelSource) -> None:
 
 def open_backend(config: ServeConfig) -> Backend:
     """The device that models run on; sets torch's threads. Raises DeviceError where there is none of that name."""
-    torch.set_num_threads(config.threads or default_threads())
+    torch.set_num_threads(threads_of(config))
     return open_device(config.device, config.link_bandwidth_bytes_per_s, scripted=config.scripted)
 
 
-def default_threads() -> int:
-    """One core is left to the swap-in lane and the front end, where there is more than one."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+def threads_of(config: ServeConfig) -> int:
+    """Threads that one inference computes with. Torch gives each lane's own thread a team of so many.
+
+    By default one core is left to the swap-in lane and the front end, where there is more than one, and the lanes
+    divide the others.
+    """
+    return config.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // config.compute_lanes)
 
 
 def cache_of(config: ServeConfig) -> Path:
@@ -149,7 +153,7 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
 
 
 def _marker(source: ModelSource, config: ServeConfig) -> Path:
-    threads = config.threads or default_threads()
+    threads = threads_of(config)
     options = asdict(options_of(source, config.device))
     made = (
         archive.fingerprint(source.path),

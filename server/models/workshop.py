@@ -76,11 +76,11 @@ class Workshop:
         )
 
     def shares(
-        self, models: Sequence[Prepared], memory_bytes: int, least_workspace_bytes: int
+        self, models: Sequence[Prepared], memory_bytes: int, least_workspace_bytes: int, lanes: int
     ) -> tuple[int, list[int]]:
-        """The workspace and the partitions that models should have. Raises ApartFailed if the memory is too small."""
+        """A lane's workspace, and the partitions that models should have. Raises ApartFailed for too little memory."""
         demands = [model.demand for model in models]
-        return self._apart.call(sizing.shares, demands, memory_bytes, least_workspace_bytes)
+        return self._apart.call(sizing.shares, demands, memory_bytes, least_workspace_bytes, lanes)
 
     def close(self) -> None:
         """End the other processes."""

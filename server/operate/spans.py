@@ -11,21 +11,29 @@ if TYPE_CHECKING:
 REQUESTS, DEVICE = 1, 2
 """The processes of the picture: a track per request, and the device's lanes."""
 COMPUTE, SWAP_IN, SWAP_OUT = 0, 1, 2
-"""The device's tracks, which all models share."""
+"""The tracks of the first compute lane; the others' follow, three each."""
 _TRACKS = {"compute": COMPUTE, "swap_in": SWAP_IN, "swap_out": SWAP_OUT}
+_NAMES = {COMPUTE: "compute lane", SWAP_IN: "swap-in lane", SWAP_OUT: "swap-out lane"}
 
 Event = dict[str, Any]
 
 
-def header_events() -> list[Event]:
+def header_events(lanes: int = 1) -> list[Event]:
     """Names of the tracks."""
     return [
         _meta("process_name", REQUESTS, "requests"),
         _meta("process_name", DEVICE, "device"),
-        _meta("thread_name", DEVICE, "compute lane", COMPUTE),
-        _meta("thread_name", DEVICE, "swap-in lane", SWAP_IN),
-        _meta("thread_name", DEVICE, "swap-out lane", SWAP_OUT),
+        *(
+            _meta("thread_name", DEVICE, name if lanes == 1 else f"{name} {lane}", track_of(track, lane))
+            for lane in range(lanes)
+            for track, name in _NAMES.items()
+        ),
     ]
+
+
+def track_of(track: int, lane: int) -> int:
+    """The number of a compute lane's track."""
+    return len(_TRACKS) * lane + track
 
 
 def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
@@ -46,7 +54,7 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
             {
                 "ph": "X",
                 "pid": DEVICE,
-                "tid": COMPUTE,
+                "tid": track_of(COMPUTE, trace.lane),
                 "name": trace.model,
                 "ts": trace.started_s * 1e6,
                 "dur": trace.busy_s * 1e6,
@@ -56,7 +64,7 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
     return events
 
 
-def lane_events(recording: "Recording", trace_id: str, shift_s: float) -> Iterator[Event]:
+def lane_events(recording: "Recording", trace_id: str, shift_s: float, lane: int = 0) -> Iterator[Event]:
     """What the lanes did for an execution: ops and their stalls within its span, and copies, perhaps of the next one.
 
     `shift_s` leads from the recording's clock to the monotonic one.
@@ -66,7 +74,7 @@ def lane_events(recording: "Recording", trace_id: str, shift_s: float) -> Iterat
         yield {
             "ph": "X",
             "pid": DEVICE,
-            "tid": _TRACKS[span.lane],
+            "tid": track_of(_TRACKS[span.lane], lane),
             "name": name,
             "ts": (span.start_s + shift_s) * 1e6,
             "dur": (span.end_s - span.start_s) * 1e6,

@@ -22,15 +22,15 @@ _MOST_BUFFERED_BYTES = 1 << 20
 class TraceFile:
     """For any thread; one of its own encodes and writes."""
 
-    def __init__(self, path: Path, most_bytes: int = _MOST_BYTES) -> None:
-        """Open the file anew. Raises ConfigError."""
+    def __init__(self, path: Path, most_bytes: int = _MOST_BYTES, lanes: int = 1) -> None:
+        """Open the file anew, for so many compute lanes. Raises ConfigError."""
         try:
             self._file: IO[bytes] = path.open("wb")
         except OSError as error:
             raise ConfigError(f"--trace-file: {path} cannot be written: {error.strerror}") from error
         self.path = path
         self._left_bytes = most_bytes
-        self._buffer: list[bytes] = [b"[\n" + b",\n".join(map(msgspec.json.encode, header_events()))]
+        self._buffer: list[bytes] = [b"[\n" + b",\n".join(map(msgspec.json.encode, header_events(lanes)))]
         self._buffered_bytes = 0
         self._traces = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="trace-file")

@@ -52,7 +52,7 @@ class Tracer:
         trace.model, trace.request_id = request.model, request.id
         if self._file is not None and self.control.wanted(request.model):
             frequency = self.control.settings(request.model).log_frequency
-            trace.wanted, trace.follow = True, partial(_write_lanes, self._file, trace.context.trace_id, frequency)
+            trace.wanted, trace.follow = True, partial(_write_lanes, self._file, trace, frequency)
         return msgspec.structs.replace(request, trace=trace)
 
     def _end(self, trace: RequestTrace) -> None:
@@ -71,9 +71,10 @@ class Tracer:
             self._file.write(events_of(trace, ended_s), flush_every=frequency)
 
 
-def _write_lanes(file: TraceFile, trace_id: str, flush_every: int, recording: "Recording") -> None:
+def _write_lanes(file: TraceFile, trace: RequestTrace, flush_every: int, recording: "Recording") -> None:
     """Write what the lanes did. Any thread."""
-    file.write(lane_events(recording, trace_id, _clock_shift_s()), flush_every, late=True)
+    events = lane_events(recording, trace.context.trace_id, _clock_shift_s(), trace.lane)
+    file.write(events, flush_every, late=True)
 
 
 def _clock_shift_s() -> float:

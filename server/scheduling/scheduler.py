@@ -43,6 +43,8 @@ class Scheduler:
     def __init__(self, queue_limit: int, queue_bytes: int | None = None) -> None:
         self._queue_limit = queue_limit
         self._queue_bytes = queue_bytes
+        self.neighbours: tuple[Scheduler, ...] = ()
+        """Those of other lanes, whose waiting bytes count too. They are read without their locks, and may be less."""
         self._models: dict[str, KnownModel] = {}
         self._waiting: dict[str, KnownModel] = {}
         """Those for which something waits that may be executed."""
@@ -325,5 +327,10 @@ class Scheduler:
         if limit is not None and known.queue.waiting(ticket.level) >= limit:
             raise QueueFull.of_model(model, limit, self._backlog_s(now_s))
         self.require_room(model, now_s)
-        if self._queue_bytes is not None and self._waiting_bytes + ticket.nbytes > self._queue_bytes:
+        if self._queue_bytes is not None and self._all_waiting_bytes() + ticket.nbytes > self._queue_bytes:
             raise QueueFull.of_bytes(model, self._queue_bytes, self._backlog_s(now_s))
+
+    def _all_waiting_bytes(self) -> int:
+        if not self.neighbours:
+            return self._waiting_bytes
+        return self._waiting_bytes + sum(scheduler.waiting_bytes for scheduler in self.neighbours)

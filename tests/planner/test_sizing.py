@@ -179,3 +179,28 @@ def test_workspace_is_never_smaller_than_plans_that_stay_need() -> None:
     assert deployment.workspace_bytes >= 15 * PAGE
     with pytest.raises(InfeasibleBudget):
         deploy(MODELS, 30 * PAGE, least_workspace_bytes=31 * PAGE)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_every_lane_has_a_workspace_that_the_memory_has_to_hold(lanes: int) -> None:
+    with pytest.raises(InfeasibleBudget) as refusal:
+        deploy(MODELS, PAGE, lanes=lanes)
+    least = refusal.value.least_bytes
+    with pytest.raises(InfeasibleBudget):
+        deploy(MODELS, least - PAGE, lanes=lanes)
+    deployment = deploy(MODELS, least, lanes=lanes)
+    taken = sum(entry.partition_bytes for entry in deployment.entries) + lanes * deployment.workspace_bytes
+    assert taken == deployment.taken_bytes <= least
+    lowest = min(entry.partition_offset for entry in deployment.entries)
+    assert lowest >= lanes * deployment.workspace_bytes
+    for entry, demand in zip(deployment.entries, MODELS, strict=True):
+        for batch, plan in entry.plans.items():
+            check(demand.graphs[batch], demand.profiles[batch], plan)
+            assert plan.workspace_bytes == deployment.workspace_bytes
+
+
+def test_resident_models_of_two_lanes_need_one_workspace_more() -> None:
+    deployment = deploy(MODELS, (26 + 2 * 8) * PAGE, "resident", lanes=2)
+    assert deployment.taken_bytes == (26 + 2 * 8) * PAGE
+    with pytest.raises(InfeasibleBudget):
+        deploy(MODELS, (26 + 2 * 8 - 1) * PAGE, "resident", lanes=2)

@@ -298,14 +298,14 @@ def test_a_client_that_gives_up_frees_its_place_in_the_queue(how: str) -> None:
         for stream in (first, second):
             client.send(stream, framed(request()), end=True)
         assert gate.entered.wait(10)
-        engine = server.server._engine
-        eventually(lambda: engine.pending("one") == 1)
+        lanes = server.server._lanes
+        eventually(lambda: lanes.pending("one") == 1)
         if how == "reset":
             client.http2.reset_stream(second)
             client.flush()
         else:
             client.socket.close()
-        eventually(lambda: engine.pending("one") == 0)
+        eventually(lambda: lanes.pending("one") == 0)
         eventually(lambda: calls_under_way(server) == (1 if how == "reset" else 0))
         gate.open.set()
         if how == "reset":
@@ -345,7 +345,7 @@ def test_a_server_that_stops_answers_what_is_under_way() -> None:
         client.send(stream, framed(request()), end=True)
         assert gate.entered.wait(10)
         stopping = asyncio.run_coroutine_threadsafe(server.server.stop(), server.loop)
-        eventually(lambda: server.server._engine.draining)
+        eventually(lambda: server.server._lanes.draining)
         late = client.open()
         client.send(late, framed(request()), end=True)
         assert client.until_closed(late)["grpc-status"] == "14"

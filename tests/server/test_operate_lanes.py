@@ -171,7 +171,7 @@ def test_the_next_models_prefix_is_seen_to_begin_before_this_models_compute_ends
         assert gate.entered.wait(WAIT_S)
         for model in ("a", "b"):
             answers.append(clients.submit(infer, handle, model, BODY))
-            while not handle.server._engine.pending(model):
+            while not handle.server._lanes.pending(model):
                 ask(handle, "GET", "/v2/health/live")
         gate.open.set()
         assert [answer.result().status for answer in answers] == [200] * 3

@@ -47,7 +47,7 @@ class Slow:
         return answers
 
     def pending(self, model: str = "slow") -> int:
-        return self.server.server._engine.pending(model)
+        return self.server.server._lanes.pending(model)
 
     def failures(self, reason: FailureReason) -> int:
         return self.server.server.registry.find("slow").statistics.failures[reason]
@@ -124,7 +124,7 @@ def test_client_that_leaves_while_its_request_runs_disturbs_nothing() -> None:
         with socket.create_connection(("127.0.0.1", slow.server.port)) as client:
             client.sendall(raw_request())
             assert slow.gate.entered.wait(10)
-        eventually(lambda: all(future.done() for future in slow.server.server._engine._waiting.values()))
+        eventually(lambda: all(future.done() for future in slow.server.server._lanes[0]._waiting.values()))
         slow.gate.open.set()
         assert slow.send().result().status == 200
         assert slow.failures("CANCELED") == 0  # it was executed, and is counted as that
@@ -188,7 +188,7 @@ def test_drain_answers_what_is_in_flight_and_refuses_the_rest() -> None:
     with slow_server() as slow:
         in_flight = [slow.occupy(), *slow.queue()]
         stopping = slow.clients.submit(slow.server.stop)
-        eventually(lambda: slow.server.server._engine.draining)
+        eventually(lambda: slow.server.server._lanes.draining)
         refused = slow.send().result()
         assert refused.status == 503
         assert "stopping" in refused.error

@@ -46,6 +46,7 @@ OURS = {
     "cohabit_partition_bytes",
     "cohabit_parameter_bytes",
     "cohabit_resident_bytes",
+    "cohabit_compute_lane",
     "cohabit_resident_share",
     "cohabit_predicted_seconds",
     "cohabit_bound_seconds",

@@ -1,0 +1,127 @@
+"""One compute lane and two: eight small models, the same memory, two servers that take turns at the same load."""
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks.record import markdown_table, record, work_of_two
+from benchmarks.traffic import Client, client_of
+from loadgen.preparation import prepare_visibly
+from loadgen.prepare import Prepared, recipes
+from loadgen.serve import running_server, server_command
+
+MODELS, ENTRIES = 8, ("ranker", "bert_small")
+LANES = (1, 2)
+SHARE_OF_WEIGHTS = 0.5
+BUSY = 0.6
+"""Arrival rate at which latency is measured, over the lowest saturation of the two."""
+AT_ONCE = 32
+"""Requests under way where saturation is measured."""
+TURNS = 4
+
+
+@dataclass(slots=True)
+class Found:
+    """What came out for one number of lanes."""
+
+    saturation_per_s: list[float] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)
+    answered: int = 0
+    sent: int = 0
+
+    @property
+    def peak_per_s(self) -> float:
+        return statistics.median(self.saturation_per_s)
+
+    def percentile_s(self, percent: float) -> float:
+        return float(np.percentile(self.latencies_s, percent))
+
+
+@asynccontextmanager
+async def serving(prepared: Sequence[Prepared], folder: Path, lanes: int) -> AsyncIterator[Client]:
+    """A client of a server with so many lanes, whose cache is kept between runs."""
+    memory_bytes = int(SHARE_OF_WEIGHTS * sum(one.weight_bytes for one in prepared))
+    command = server_command("cohabit", folder / "lanes", str(memory_bytes), None)
+    command += ["--cache", str(folder / "lanes-cache"), "--compute-lanes", str(lanes)]
+    models = [one.recipe.name for one in prepared]
+    async with running_server(command, patience_s=900) as url, client_of(url, models) as client:
+        yield client
+
+
+async def measured(prepared: Sequence[Prepared], folder: Path, turn_s: float) -> tuple[float, dict[int, Found]]:
+    """Saturation and latency by the number of lanes, and the rate at which latency was measured."""
+    models = [one.recipe.name for one in prepared]
+    found = {lanes: Found() for lanes in LANES}
+    async with AsyncExitStack() as stack:
+        clients = {lanes: await stack.enter_async_context(serving(prepared, folder, lanes)) for lanes in LANES}
+        for client in clients.values():
+            await client.closed_loop(models, AT_ONCE, 1.0)
+        for lanes in _in_turns():
+            traffic = await clients[lanes].closed_loop(models, AT_ONCE, turn_s)
+            found[lanes].saturation_per_s.append(traffic.goodput_per_s)
+        rate = BUSY * min(one.peak_per_s for one in found.values())
+        for turn, lanes in enumerate(_in_turns()):
+            traffic = await clients[lanes].open_loop(models, rate, turn_s, seed=turn // len(LANES))
+            found[lanes].latencies_s += traffic.ok_latencies_s
+            found[lanes].answered += len(traffic.ok_latencies_s)
+            found[lanes].sent += sum(traffic.statuses.values())
+    return rate, found
+
+
+def _in_turns() -> list[int]:
+    """Every number of lanes so many times, in an order that favours none."""
+    return [lanes for turn in range(TURNS) for lanes in (LANES if turn % 2 == 0 else LANES[::-1])]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    prepared = prepare_visibly(options.folder / "lanes", recipes(MODELS, ENTRIES), force=False, console=console)
+    rate, found = asyncio.run(measured(prepared, options.folder, options.turn))
+    one = found[LANES[0]]
+    rows = [
+        [
+            f"{lanes}",
+            f"{it.peak_per_s:.0f}",
+            f"{it.peak_per_s / one.peak_per_s:.2f}",
+            f"{min(it.saturation_per_s):.0f} - {max(it.saturation_per_s):.0f}",
+            f"{it.percentile_s(50) * 1e3:.1f}",
+            f"{it.percentile_s(99) * 1e3:.1f}",
+            f"{it.percentile_s(99) / one.percentile_s(99):.2f}",
+            f"{it.answered} of {it.sent}",
+        ]
+        for lanes, it in found.items()
+    ]
+    header = ["lanes", "saturation, 1/s", "over one lane's", "its turns", "p50, ms", "p99, ms", "over one lane's"]
+    table = markdown_table([*header, "answered"], rows)
+    console.print(table, markup=False, soft_wrap=True)
+    if options.record:
+        intro = (
+            f"{MODELS} models ({' and '.join(ENTRIES)} in turn) in {SHARE_OF_WEIGHTS:.0%} of their weights, the second"
+            f" workspace included. Two servers take turns, {TURNS} of {options.turn:g} s each: saturation with"
+            f" {AT_ONCE} requests under way, then p50 and p99 with {rate:.0f} requests/s arriving at random"
+            f" ({BUSY:.0%} of the lower saturation). Servers and load generator share the CPUs. Two processes that"
+            f" multiply matrices at once do {work_of_two():.2f} times the work of one here.\n"
+        )
+        console.print(f"wrote {record('lanes', 'Compute lanes', 'benchmarks.lanes', [intro, table])}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lanes", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    parser.add_argument("--turn", type=float, default=2.5, help="seconds of each turn (default: %(default)s)")
+    parser.add_argument("--record", action="store_true", help="write docs/results/lanes.md")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
