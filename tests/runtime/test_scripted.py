@@ -17,7 +17,7 @@ import runtime.scripted
 from planner.fitting import split_budget
 from planner.graph import Graph
 from planner.plan import Compute, Plan, SwapIn
-from planner.problem import Problem
+from planner.problem import Limit, Problem
 from planner.search import search
 from runtime.errors import DeviceError
 from runtime.lower import Lowered, lower
@@ -85,7 +85,7 @@ def test_stretches_give_the_bits_of_single_calls(name: str, kind: StoreKind, low
 
 
 @pytest.mark.parametrize("name", models.CASES)
-def test_what_torch_s_allocator_is_asked_for_is_the_same_and_in_the_same_order(
+def test_torch_s_allocator_is_asked_for_the_same_and_holds_no_more_at_any_time(
     name: str, lowered: dict[str, Lowered]
 ) -> None:
     """What dies within a stretch is given back with its last reader, as it is between calls of Python's."""
@@ -96,22 +96,21 @@ def test_what_torch_s_allocator_is_asked_for_is_the_same_and_in_the_same_order(
             bench.run(program)
             changes.append(allocations(bench, program))
     single, stretched = changes
-    assert len(single) > 3
-    if name in UNREAD_RESULTS:
-        assert sorted(stretched) == sorted(single)
-        assert max(accumulate(stretched)) <= max(accumulate(single))
-    else:
+    assert [taken for taken, _ in stretched] == [taken for taken, _ in single]
+    assert all(a <= b for (_, a), (_, b) in zip(stretched, single, strict=True))
+    if name not in UNREAD_RESULTS:
         assert stretched == single
 
 
-def allocations(bench: Bench, program: Program) -> list[int]:
-    """Bytes taken, and given back (below zero), one by one."""
+def allocations(bench: Bench, program: Program) -> list[tuple[int, int]]:
+    """Bytes of each allocation of a run, with all that are held then."""
     inputs = bench.lowered.examples(BATCH)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         bench.executor.run(program, inputs)
     assert profiler.profiler is not None
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return [(change, held) for change, held in zip(changes, accumulate(changes), strict=True) if change > 0]
 
 
 @pytest.mark.parametrize("name", models.CASES)
@@ -138,13 +137,15 @@ def random_plans(graph: Graph, seed: int) -> list[Plan]:
     generator = random.Random(seed)
     plans = []
     weights = sum(graph.tensors[i].nbytes for i in graph.parameters)
-    for share in (0.3, 0.5, 0.7, 0.9):
+    for share in (0.3, 0.6, 0.9):
         profile = profile_of(
             graph, [generator.uniform(1e-6, 1e-3) for _ in graph.ops], bandwidth=generator.choice([1e8, 1e9, 1e10])
         )
         budget = int(weights * share) // 4096 * 4096 + (1 << 20)
         partition, workspace = split_budget({BATCH: graph}, {BATCH: profile}, budget)
-        plans.append(search(Problem(graph, profile, partition, workspace)))
+        plans.append(
+            search(Problem(graph, profile, partition, workspace), "streaming", limit=Limit(evaluations=20))
+        )
     return plans
 
 
@@ -154,7 +155,7 @@ def test_only_the_first_step_of_a_stretch_waits_and_only_its_last_is_waited_for(
 ) -> None:
     """Told by the plan alone: its steps name what they wait for."""
     graph, lengths = lowered[name].graphs[BATCH], []
-    for plan in [p for seed in range(3) for p in random_plans(graph, seed)]:
+    for plan in [p for seed in range(2) for p in random_plans(graph, seed)]:
         with opened(scripted_cpu, lowered[name]) as bench:
             program = bench.program(plan)
             blueprint = lowered[name].blueprints[BATCH]
