@@ -41,8 +41,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="1",
         metavar="N",
         help="inferences that run side by side; each model belongs to one lane, each lane takes a workspace of its own,"
-        " and on a CPU the lanes divide the cores. Pays where models are too small to keep the device busy one at a"
-        " time; large ones are slower for it (default: %(default)s)",
+        " and on a CPU the lanes divide the cores. For models too small to keep the device busy one at a time: it pays"
+        " where cores, or a GPU's multiprocessors, are idle otherwise, and costs latency where not (default:"
+        " %(default)s)",
     )
     compute.add_argument(
         "--prefetch",

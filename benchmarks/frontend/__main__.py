@@ -26,8 +26,8 @@ _CLIENTS = (1, 16)
 _EXPLAINED = """Closed-loop clients in one process, servers in others, all on the same CPUs and started at once; of each
 figure the median of several rounds, in which the servers take turns. "p50 - compute" is what the front end and the
 queue add: the median latency without the mean of `compute_infer` in the server's own statistics. "Bare handlers" read
-the request and answer constants: aiohttp and grpc.aio, on which Python's servers usually stand. Cohabit's ports stand on
-httptools and libnghttp2.
+the request and answer constants: aiohttp and grpc.aio, on which Python's servers usually stand. Cohabit's ports stand
+on httptools and libnghttp2.
 """
 _NOT_FOUND = "tritonserver not found: pass --tritonserver PATH (the wheel nvidia-pytriton has one)"
 
