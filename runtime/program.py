@@ -16,10 +16,11 @@ from runtime.blueprint import Blueprint, Bound, CallDraft, Statics, SwapInDraft,
 from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.memory import Copy, Memory, Room, Source
-from runtime.scripted import Known, bind_script, compiled
+from runtime.scripted import bind_script, compiled
 from runtime.slots import Frame
 from runtime.traveller import Traveller, travellers
 from runtime.weights import dtype_of
+from runtime.writing import Known
 
 
 @dataclass(frozen=True, slots=True)
