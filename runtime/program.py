@@ -248,7 +248,10 @@ class _Builder(Generic[Room]):
         for script in known.scripts:
             steps += computes[done : script.steps.start]
             call = bind_script(script, [self._tensor(k) for k in script.known])
-            steps.append(replace(computes[script.steps.start], calls=(call,), length=len(script.steps)))
+            inside = computes[script.steps.start : script.steps.stop]
+            # The last run may have been another batch's, whose epilogue brings back what this plan never displaces.
+            first_reads = tuple(segment for step in inside for segment in step.first_reads)
+            steps.append(replace(inside[0], calls=(call,), first_reads=first_reads, length=len(inside)))
             done = script.steps.stop
         return (*steps, *computes[done:]) if known.scripts else ()
 

@@ -3,7 +3,7 @@
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 import runtime.scripted
 from planner.fitting import split_budget
 from planner.graph import Graph
-from planner.plan import Compute, Plan, SwapIn
+from planner.plan import Compute, Drop, Plan, SwapIn
 from planner.problem import Limit, Problem
 from planner.search import search
+from runtime.backend import Backend
 from runtime.errors import DeviceError
 from runtime.lower import Lowered, lower
 from runtime.memory import Copy, StoreKind
@@ -207,6 +209,41 @@ def test_no_stretch_reads_what_has_not_arrived_however_late_copies_are(
             for _ in range(3):
                 assert is_equal(bench.run(program).outputs, expected)
         late.close()
+
+
+class DestructiveStore(RamStore):
+    """A link on which nothing is left of the destination while a copy is under way."""
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        copy = super().copy(segment, destination)
+
+        def destroy_first() -> None:
+            destination[:] = 0xFF
+            time.sleep(0.02)
+            copy()
+
+        return destroy_first
+
+
+@pytest.mark.parametrize("name", ["wide", "large_layers", "tied"])
+@pytest.mark.parametrize("make", [cpu, scripted_cpu])
+def test_what_another_batch_s_epilogue_brings_back_is_waited_for(
+    name: str, make: Callable[[], Backend], lowered: dict[str, Lowered]
+) -> None:
+    """Batch sizes share their residents, and one's plan may displace what another's keeps."""
+    expected = by_python(lowered[name])
+    with opened(make, lowered[name]) as bench:
+        slow = DestructiveStore(bench.lowered.weights_path, bench.lowered.manifest)
+        keeps = streaming_plan(bench.graph, frozenset(bench.graph.parameters))
+        last = max(n for n, step in enumerate(keeps.steps) if isinstance(step, Compute))
+        displaced = keeps.residents[-1]
+        back = (Drop(displaced.tensor), SwapIn(displaced.tensor, displaced.address, (last,)))
+        displaces = structs.replace(keeps, steps=(*keeps.steps, *back))
+        first, second = bench.program(displaces, slow), bench.program(keeps, slow)
+        for _ in range(3):
+            assert is_equal(bench.run(first).outputs, expected)
+            assert is_equal(bench.run(second).outputs, expected)
+        slow.close()
 
 
 def test_activations_that_travel_are_left_to_python(lowered: dict[str, Lowered]) -> None:
