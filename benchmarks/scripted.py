@@ -7,10 +7,8 @@ what a server's event loop does under load: it wants Python, and gives it up for
 import argparse
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from runtime.executor import Executor
 from runtime.lower import Lowered, lower
 from runtime.profile import resident_plan
 from runtime.program import Bases, Program, build
+from runtime.repeating import repeating
 from runtime.scripted import compiled
 from runtime.store import open_store
 
@@ -71,7 +70,7 @@ def _measure(lowered: Lowered, rounds: int) -> Row:
         single = build(lowered, plan, None, arena, Bases(plan.workspace_bytes, 0), store)
         executor.load(program)
         alone_s = _in_turns(executor, (single, program), lowered, rounds)
-        with _busy():
+        with repeating(_want_python, "busy-python"):
             beside_s = _in_turns(executor, (single, program), lowered, rounds)
     store.close()
     blueprint = lowered.blueprints[1]
@@ -96,23 +95,11 @@ def _in_turns(
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-@contextmanager
-def _busy() -> Iterator[None]:
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            for _ in range(_WORK_BETWEEN_TURNS):
-                pass
-            time.sleep(0)
-
-    thread = threading.Thread(target=work, name="busy-python")
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+def _want_python() -> None:
+    """Hold the interpreter for a moment, and give it up."""
+    for _ in range(_WORK_BETWEEN_TURNS):
+        pass
+    time.sleep(0)
 
 
 def _table(rows: Sequence[Row]) -> str:

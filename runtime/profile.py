@@ -2,10 +2,9 @@
 
 import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from runtime.arena import Arena
 from runtime.executor import Executor
 from runtime.lower import Lowered
 from runtime.program import Bases, Program, SwapInStep, build
+from runtime.repeating import repeating
 from runtime.store import Store
 from runtime.weights import BLOCK_BYTES, Manifest
 
@@ -214,7 +214,7 @@ def _measure_contention(
         return 1.0, 1.0
     alone_copy_s = statistics.median(_seconds(copies) for _ in range(3))
     rounds: list[float] = []
-    with _copying(copies, rounds):
+    with repeating(lambda: rounds.append(_seconds(copies)), "busy-link"):
         latencies = []
         for _ in _repeat():
             cold()
@@ -222,24 +222,6 @@ def _measure_contention(
     beside_s = statistics.median(latencies)
     beside_copy_s = statistics.median(rounds) if rounds else alone_copy_s
     return max(1.0, beside_s / alone_s), max(1.0, beside_copy_s / alone_copy_s)
-
-
-@contextmanager
-def _copying(copies: Sequence[SwapInStep], rounds: list[float]) -> Iterator[None]:
-    """Copy round and round in another thread; `rounds` takes the seconds of each."""
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            rounds.append(_seconds(copies))
-
-    thread = threading.Thread(target=work, name="busy-link")
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def _seconds(copies: Sequence[SwapInStep]) -> float:

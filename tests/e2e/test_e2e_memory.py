@@ -1,6 +1,5 @@
 """Memory is a hard cap: parameters in use, activations and the whole process stay within what was promised."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,7 @@ from planner.sizing import Deployment, Entry
 from runtime.arena import Arena
 from runtime.executor import Frame
 from runtime.lower import Lowered
-from runtime.pages import Bytes
 from runtime.program import Program
-from runtime.store import Copy, RamStore
 from server.config import ServeConfig
 from server.engine.servable import ProgramServable
 from server.lifecycle import loader
@@ -33,6 +30,7 @@ from server.models.repository import scan
 from server.sizes import parse_memory
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
+from tests.runtime.late import LateStore
 
 NON_PARAMETERS = ("input", "activation")
 
@@ -269,19 +267,6 @@ def test_torch_allocates_no_more_for_an_inference_than_the_plan_counts(
         allocated = allocated_peak_bytes(servable.programs[batch], inputs, servable)
         plan, graph = device.entry(name).plans[batch], device.lowered[name].graphs[batch]
         assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS)
-
-
-class LateStore(RamStore):
-    """A link that is slower than the plan was told, and whose bytes all arrive at the very end of a copy."""
-
-    def copy(self, segment: int, destination: Bytes) -> Copy:
-        copy = super().copy(segment, destination)
-
-        def late() -> None:
-            time.sleep(0.002)
-            copy()
-
-        return late
 
 
 @pytest.mark.parametrize("share", [30, 40, 50, 60, 70, 80, 90, 100])

@@ -27,16 +27,10 @@ from tests.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, 
 from tests.runtime.plans import streaming_plan
 from tests.runtime.test_executor import evicting_plan, prefix_plan
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEEDS = range(25)
 WIDTH = 264  # the least whose layers' weights are segments of their own
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Activations that leave a CUDA device's memory and come back: a third stream, and no wait too few or too many."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -25,6 +25,8 @@ from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.plans import travelling_plan
 from tests.runtime.test_cuda_order import lowering, schedule_of, wait_count, without, wrong_runs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEEDS = range(25)
 WIDTH = 264
 
@@ -45,14 +47,6 @@ class Skips(nn.Module):
             skip = skips.pop()
             x = torch.tanh(layer(x) + (skip if skips else skip.view(-1, 2, WIDTH // 2).flatten(1)))
         return x
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The executor keeps the plan's order, its memory and its promises, also when something fails."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -28,6 +27,7 @@ from runtime.store import LimitedStore, RamStore, Store, open_store
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, Bench, cpu, opened
+from tests.runtime.late import LateStore
 from tests.runtime.plans import streaming_plan
 
 
@@ -106,19 +106,6 @@ def host_store(bench: Bench) -> Store:
     return open_store("ram", bench.lowered.weights_path, bench.lowered.manifest)
 
 
-class LateStore(RamStore):
-    """A store whose bytes arrive at the end of the time that a copy takes."""
-
-    def copy(self, segment, destination):  # type: ignore[no-untyped-def]
-        copy = super().copy(segment, destination)
-
-        def late() -> None:
-            time.sleep(0.01)
-            copy()
-
-        return late
-
-
 def test_a_resident_on_its_way_back_while_the_last_op_runs_is_waited_for(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
     plan = evicting_plan(bench.graph)
@@ -127,6 +114,7 @@ def test_a_resident_on_its_way_back_while_the_last_op_runs_is_waited_for(bench: 
     reader = max(i for i, s in enumerate(others) if isinstance(s, Compute))
     early = structs.replace(plan, steps=(*others, replace_after(brought_back, (reader,)), last_op))
     late = LateStore(bench.lowered.weights_path, bench.lowered.manifest)
+    late.late_s = 0.01
     program = bench.program(early, bench.host(late))
     assert all(s.step < early.epilogue_start for s in program.swap_ins)
     for _ in range(5):

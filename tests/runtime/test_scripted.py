@@ -2,7 +2,6 @@
 
 import random
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -23,15 +22,14 @@ from planner.search import search
 from runtime.backend import Backend
 from runtime.errors import DeviceError
 from runtime.lower import Lowered, lower
-from runtime.memory import Copy, StoreKind
-from runtime.pages import Bytes
+from runtime.memory import StoreKind
 from runtime.profile import resident_plan
 from runtime.program import Bases, Program
-from runtime.store import RamStore
 from runtime.stretches import stretches
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened, scripted_cpu
+from tests.runtime.late import LateStore
 from tests.runtime.plans import streaming_plan, travelling_plan
 
 BATCH = 2
@@ -184,19 +182,6 @@ def test_only_the_first_step_of_a_stretch_waits_and_only_its_last_is_waited_for(
     assert max(lengths) > 1
 
 
-class LateStore(RamStore):
-    """A link whose bytes all arrive at the very end of a copy."""
-
-    def copy(self, segment: int, destination: Bytes) -> Copy:
-        copy = super().copy(segment, destination)
-
-        def late() -> None:
-            time.sleep(0.002)
-            copy()
-
-        return late
-
-
 @pytest.mark.parametrize("name", ["wide", "large_layers", "tied"])
 def test_no_stretch_reads_what_has_not_arrived_however_late_copies_are(
     name: str, lowered: dict[str, Lowered]
@@ -211,20 +196,6 @@ def test_no_stretch_reads_what_has_not_arrived_however_late_copies_are(
         late.close()
 
 
-class DestructiveStore(RamStore):
-    """A link on which nothing is left of the destination while a copy is under way."""
-
-    def copy(self, segment: int, destination: Bytes) -> Copy:
-        copy = super().copy(segment, destination)
-
-        def destroy_first() -> None:
-            destination[:] = 0xFF
-            time.sleep(0.02)
-            copy()
-
-        return destroy_first
-
-
 @pytest.mark.parametrize("name", ["wide", "large_layers", "tied"])
 @pytest.mark.parametrize("make", [cpu, scripted_cpu])
 def test_what_another_batch_s_epilogue_brings_back_is_waited_for(
@@ -233,7 +204,8 @@ def test_what_another_batch_s_epilogue_brings_back_is_waited_for(
     """Batch sizes share their residents, and one's plan may displace what another's keeps."""
     expected = by_python(lowered[name])
     with opened(make, lowered[name]) as bench:
-        slow = DestructiveStore(bench.lowered.weights_path, bench.lowered.manifest)
+        slow = LateStore(bench.lowered.weights_path, bench.lowered.manifest)
+        slow.late_s = 0.02
         keeps = streaming_plan(bench.graph, frozenset(bench.graph.parameters))
         last = max(n for n, step in enumerate(keeps.steps) if isinstance(step, Compute))
         displaced = keeps.residents[-1]
