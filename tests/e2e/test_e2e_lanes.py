@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from tritonclient.utils import InferenceServerException
 
+from planner.profile import Link, Profile
+from runtime import cpu
+from runtime.lower import Lowered
 from runtime.program import Program
 from server.memory.house import House
 from tests.e2e.serving import Running, ask, refused_start, serving
@@ -34,6 +38,26 @@ def repository(stacks: Stacks, tmp_path: Path) -> Path:
     for name, seed in SEEDS.items():
         stacks.put(tmp_path, name, seed)
     return tmp_path
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned for is a device on which computing a layer takes as long as bringing half of its MiB."""
+    measured = cpu.profile
+
+    def as_if(lowered: Lowered, *others: Any) -> dict[int, Profile]:
+        return {
+            batch: structs.replace(
+                profile,
+                op_seconds=(100e-6,) * len(profile.op_seconds),
+                swap_in=Link(5e-6, 5e9),
+                compute_slowdown=1.0,
+                swap_slowdown=1.0,
+            )
+            for batch, profile in measured(lowered, *others).items()
+        }
+
+    monkeypatch.setattr(cpu, "profile", as_if)
 
 
 def lanes_of(server: Running) -> dict[str, int]:
@@ -105,7 +129,7 @@ def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answe
 
 
 def test_models_come_change_and_go_on_both_lanes_and_the_workspaces_grow_while_they_are_asked(
-    repository: Path, plans: Path
+    repository: Path, plans: Path, unhurried: None
 ) -> None:
     """The workspaces that suit one model are smaller than those that suit four, so everybody moves."""
     changes = {"compute_lanes": LANES, "load_models": ("a",)}
