@@ -41,6 +41,9 @@ class Result:
 class Runner(Protocol):
     """Runs programs one at a time. Every method is called by the one thread that owns the device."""
 
+    changes_threads: bool
+    """Whether the thread that owns the device may be another one between two runs."""
+
     @property
     def lost(self) -> str | None:
         """Why nothing can run any more, or None while the device is well."""

@@ -1,8 +1,8 @@
 """The executor: issues programs to the lanes and keeps their order, without taking a decision.
 
-The compute lane is the thread that calls `run`; the swap-in lane is a thread of its own, and so is the swap-out lane,
-once there are activations to swap out. All lanes are in order, so "after step k" is "k + 1 steps of that lane have
-finished", and an event is a number on a counter.
+The compute lane is the thread that calls `run` at the time; the swap-in lane is a thread of its own, and so is the
+swap-out lane, once there are activations to swap out. All lanes are in order, so "after step k" is "k + 1 steps of that
+lane have finished", and an event is a number on a counter.
 """
 
 import sys
@@ -46,7 +46,9 @@ class _Ahead:
 
 
 class Executor:
-    """Runs programs one at a time. All methods are called by one thread, which is the compute lane."""
+    """Runs programs one at a time. The compute lane is whoever calls, one thread at a time."""
+
+    changes_threads = True
 
     def __init__(self) -> None:
         self._computes = Counter()

@@ -68,6 +68,8 @@ class SharedRegion:
     To those who run programs it is an executor: each run first decides what has to be copied where.
     """
 
+    changes_threads = False
+
     def __init__(
         self, backend: Backend, sharing: Sharing, arena: Memory[Any], workspace_bytes: int, region_bytes: int
     ) -> None:

@@ -96,7 +96,7 @@ class Servable(Protocol):
         ...
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: "Follow | None" = None) -> Execution:
-        """Run one inference; called on the engine's thread only. `follow` gets what the device's lanes did for it.
+        """Run one inference; called by whoever has the device. `follow` gets what the device's lanes did for it.
 
         Every request has every input. Along the first dimension they follow each other in the model's batch, and
         make `rows` together; without a batch (`max_batch_size` is 0) there is one request, and `rows` is 1. Inputs
@@ -106,6 +106,11 @@ class Servable(Protocol):
         Raises InvalidRequest for values that the model cannot take. Whatever else is raised becomes this
         request's error, and the engine lives on.
         """
+        ...
+
+    @property
+    def only_computes(self) -> bool:
+        """Whether `execute` waits for nothing, no copy and no other device, and may be called by any thread."""
         ...
 
     @property

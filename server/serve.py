@@ -85,14 +85,20 @@ class Server:
         self.grpc_address: str | None = None
         self.metrics_url = ""
         self._config = config
-        self._lanes = Lanes(config.compute_lanes, config.queue_limit, config.queue_bytes, prefetch=config.prefetch)
+        bodies = BodyMemory(config.queue_bytes)
+        self._lanes = Lanes(
+            config.compute_lanes,
+            config.queue_limit,
+            config.queue_bytes,
+            prefetch=config.prefetch,
+            receives=lambda: bodies.is_taken,
+        )
         self._lifecycle = Lifecycle(config, self.registry, self._lanes)
         regions = Regions(open_region if config.takes_client_shm else no_system)
         self._trace_file: TraceFile | None = None
         if config.trace_file is not None:
             self._trace_file = TraceFile(config.trace_file, lanes=config.compute_lanes)
         tracer = Tracer(_trace_control(config), self._trace_file)
-        bodies = BodyMemory(config.queue_bytes)
         self.plane = DataPlane(self.registry, self._lanes, self._lifecycle, regions, bodies, tracer)
         self._http: list[HttpServer] = []
         self._grpc: GrpcServer | None = None

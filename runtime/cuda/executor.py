@@ -52,6 +52,8 @@ class Shared:
 class CudaExecutor:
     """Runs programs one at a time. Every method is called by one thread; a device has an executor per compute lane."""
 
+    changes_threads = False
+
     def __init__(self, lanes: Lanes, shared: Shared) -> None:
         self._lanes = lanes
         self._shared = shared

@@ -1,4 +1,7 @@
-"""The thread that owns the device: executes what the scheduler chooses, and a piece of a chore in between."""
+"""The thread that owns the device: executes what the scheduler chooses, and a piece of a chore in between.
+
+What is over sooner than two threads hand it over, the event loop executes itself while this thread has nothing to do.
+"""
 
 import asyncio
 import logging
@@ -8,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import call
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
@@ -19,12 +23,15 @@ from server.errors import ExecutionFailed, RequestError
 from server.model import Execution, Servable
 from server.request import InferRequest
 from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import Scheduler, Work
+from server.scheduling.scheduler import Scheduler, Work, anything
 
 if TYPE_CHECKING:
     from runtime.recording import Follow
 
 _log = logging.getLogger("cohabit.engine")
+
+BRIEF_S = 5e-4
+"""As long as a busy thread may keep the interpreter from the event loop anyway (`runtime.executor`)."""
 
 Outcome = Execution | RequestError
 
@@ -62,7 +69,10 @@ class Listener(Protocol):
 
 
 class DeviceThread:
-    """`lock` guards the scheduler, `orders` and `stopped`; whoever changes one of them lets the thread look."""
+    """`lock` guards the scheduler, `orders` and `stopped`; whoever changes one of them lets the thread look.
+
+    Whoever has `_device` may execute: the thread, unless it has nothing to do, or else the event loop.
+    """
 
     def __init__(
         self, scheduler: Scheduler, listener: Listener, clock: Callable[[], float], prefetch: bool
@@ -81,6 +91,7 @@ class DeviceThread:
         self._clock = clock
         self._prefetch = prefetch
         self._bell = Doorbell()
+        self._device = threading.Lock()
         self._chore_is_next = False
         """Whether an inference ran since the last piece of a chore."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -93,6 +104,31 @@ class DeviceThread:
         """Let the thread look at what has changed. Event loop's thread."""
         self._bell.ring()
 
+    def work_briefly(self) -> bool:
+        """Execute what is next, if that is brief and the thread has nothing to do; False if the thread has to look.
+
+        Event loop's thread.
+        """
+        if not self._device.acquire(blocking=False):
+            return False
+        try:
+            with self.lock:
+                if self.stopped or self.orders:
+                    return False
+                work = self._next(self._clock(), self._is_brief)
+            if work is not None:
+                self._work(work, call)
+            return work is not None
+        except Exception as error:
+            self._fail(error)
+            return False
+        finally:
+            self._device.release()
+
+    def _is_brief(self, work: Work, predicted_s: float) -> bool:
+        model = self.models[work.model, work.tickets[0].generation]
+        return predicted_s <= BRIEF_S and model.servable.only_computes
+
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has ended, if it was started."""
         if self._thread.is_alive():
@@ -104,35 +140,38 @@ class DeviceThread:
 
     def _run(self) -> None:
         try:
-            while (pick := self._take()) is not None:
-                if isinstance(pick, Work):
-                    self._work(pick)
-                else:
-                    self._advance(pick)
+            while not self.stopped:
+                with self._device:
+                    wait_s = self._turn()
+                if wait_s:
+                    self._bell.wait(None if wait_s == math.inf else wait_s)
         except BaseException as error:  # a fault of ours: nobody must wait for an answer that never comes
-            _log.exception("the engine has failed")
-            self._tell(self._listener.device_lost, f"the engine has failed: {type(error).__name__}: {error}")
+            self._fail(error)
 
-    def _take(self) -> Work | Order | None:
-        """Wait for the next thing to do: inferences and chores take turns; None to stop."""
-        while True:
-            with self.lock:
-                if self.stopped:
-                    return None
-                now_s = self._clock()
-                if self.orders and self._chore_is_next:
-                    self._chore_is_next = False
-                    return self.orders[0]
-                work = self.scheduler.next(now_s)
-                if hopeless := self.scheduler.shed(now_s):
-                    self._tell(self._listener.too_late, hopeless)
-                if work is not None:
-                    self._chore_is_next = True
-                    return work
-                if self.orders:
-                    return self.orders[0]
-                wake_s = self.scheduler.wake_s(now_s)
-            self._bell.wait(None if wake_s == math.inf else max(wake_s - now_s, 0.0))
+    def _fail(self, error: BaseException) -> None:
+        _log.error("the engine has failed", exc_info=error)
+        self._tell(self._listener.device_lost, f"the engine has failed: {type(error).__name__}: {error}")
+
+    def _turn(self) -> float:
+        """Do the next thing, inferences and chores in turn; returns for how many seconds there is nothing to do."""
+        with self.lock:
+            now_s = self._clock()
+            order = self.orders[0] if self.orders else None
+            work = None if order is not None and self._chore_is_next else self._next(now_s)
+            self._chore_is_next = work is not None
+            wait_s = self.scheduler.wake_s(now_s) - now_s if work is None and order is None else 0.0
+        if work is not None:
+            self._work(work, self._tell)
+        elif order is not None:
+            self._advance(order)
+        return max(wait_s, 0.0)
+
+    def _next(self, now_s: float, suits: Callable[[Work, float], bool] = anything) -> Work | None:
+        """Take what is to be executed next, and refuse what is too late."""
+        work = self.scheduler.next(now_s, suits)
+        if hopeless := self.scheduler.shed(now_s):
+            self._tell(self._listener.too_late, hopeless)
+        return work
 
     def _advance(self, order: Order) -> None:
         error: BaseException | None = None
@@ -153,7 +192,7 @@ class DeviceThread:
         except RuntimeError:  # the loop has closed: nobody waits any more
             _log.debug("the event loop has closed")
 
-    def _work(self, work: Work) -> None:
+    def _work(self, work: Work, tell: Callable[..., None]) -> None:
         """Execute requests together; should that fail, one by one, so that each fails for itself alone."""
         model, tickets = self.models[work.model, work.tickets[0].generation], work.tickets
         started_s = self._clock()
@@ -164,9 +203,9 @@ class DeviceThread:
             self.scheduler.finished(work, now_s, None if failed else now_s - started_s)
         if failed and len(tickets) > 1:
             outcomes = [outcome for ticket in tickets for outcome in self._execute(model, [ticket])]
-        self._tell(self._listener.executed, tickets, outcomes, self._clock())
+        tell(self._listener.executed, tickets, outcomes, self._clock())
         if model.servable.lost is not None:
-            self._tell(self._listener.device_lost, model.servable.lost)
+            tell(self._listener.device_lost, model.servable.lost)
 
     def _execute(self, model: Model, tickets: Sequence[Ticket]) -> list[Outcome]:
         """Execute requests as one batch; either all are answered and counted, or there is one error for each."""

@@ -33,13 +33,18 @@ class Engine:
         scheduler: Scheduler,
         clock: Callable[[], float] = time.monotonic,
         prefetch: bool = True,
+        receives: Callable[[], bool] = lambda: False,
         lane: int = 0,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`on_lost` hears why, once, when nothing can be executed any more."""
+        """`receives` says whether bodies are on their way: then the event loop has no time to execute anything itself.
+
+        `on_lost` hears why, once, when nothing can be executed any more.
+        """
         self._scheduler = scheduler
         self._clock = clock
         self._device = DeviceThread(scheduler, self, clock, prefetch)
+        self._receives = receives
         self._lane = lane
         self._on_lost = on_lost
         self._current: dict[str, int] = {}
@@ -158,7 +163,10 @@ class Engine:
 
     def _let_device_look(self) -> None:
         self._waking = False
-        self._device.look()
+        if self._receives() or not self._device.work_briefly():
+            self._device.look()
+        elif len(self._scheduler):
+            self._wake_device()
 
     async def between(self, action: Callable[[], _T]) -> _T:
         """Call a function on the engine's thread between two inferences. It should take less time than one."""

@@ -23,13 +23,14 @@ class Lanes:
         queue_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         prefetch: bool = True,
+        receives: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Bytes that wait are limited for all lanes together."""
+        """Bytes that wait are limited for all lanes together. `receives`: see `Engine`."""
         schedulers = [Scheduler(queue_limit, queue_bytes) for _ in range(count)]
         for scheduler in schedulers:
             scheduler.neighbours = tuple(other for other in schedulers if other is not scheduler)
         self._engines = [
-            Engine(scheduler, clock, prefetch, lane=lane, on_lost=self._all_lost)
+            Engine(scheduler, clock, prefetch, receives, lane=lane, on_lost=self._all_lost)
             for lane, scheduler in enumerate(schedulers)
         ]
         self._engine_of: dict[str, Engine] = {}

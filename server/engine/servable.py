@@ -93,11 +93,17 @@ class ProgramServable:
         return {batch: capture for batch, capture in found.items() if capture is not None}
 
     @property
+    def only_computes(self) -> bool:
+        return self.executor.changes_threads and not any(
+            program.swap_ins or program.swap_outs for program in self.programs.values()
+        )
+
+    @property
     def prefetches(self) -> bool:
         return any(program.prefix for program in self.programs.values())
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
-        """Run one inference; on the engine's thread."""
+        """Run one inference; by whoever has the device."""
         program = self._planned(rows)
         tensors = [_tensor([inputs[p.name] for inputs in requests], p, rows, program.batch) for p in self.inputs]
         result = self.executor.run(program, tensors, follow=follow)

@@ -15,6 +15,11 @@ class BodyMemory:
         self._limit_bytes = limit_bytes
         self._taken_bytes = 0
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether a body is being received or decoded."""
+        return self._taken_bytes > 0
+
     def share(self) -> "Share":
         """What one body takes; given back at the end, when its request is in a queue and counts there."""
         return Share(self)

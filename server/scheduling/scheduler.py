@@ -4,7 +4,7 @@ Requests that cannot be answered within their timeout are refused as soon as tha
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -35,6 +35,10 @@ class Work(msgspec.Struct, frozen=True):
     @property
     def rows(self) -> int:
         return sum([ticket.request.batch for ticket in self.tickets])
+
+
+def anything(work: Work, predicted_s: float) -> bool:
+    return True
 
 
 class Scheduler:
@@ -185,10 +189,11 @@ class Scheduler:
                 hopeless.append(ticket)
         return hopeless
 
-    def next(self, now_s: float) -> Work | None:
+    def next(self, now_s: float, suits: Callable[[Work, float], bool] = anything) -> Work | None:
         """Take the next requests to execute, or None if none waits, or all are kept back.
 
-        What turns out to be too late by now is passed over, and left to `shed`.
+        What turns out to be too late by now is passed over, and left to `shed`. Nothing is taken if what is next does
+        not suit, which is asked with its predicted seconds.
         """
         while (chosen := self._choose(now_s)) is not None and self._is_too_late(chosen[1], now_s):
             (ticket,) = chosen[1].tickets
@@ -198,14 +203,16 @@ class Scheduler:
         if chosen is None:
             return None
         model, batch = chosen
-        known = self._models[model]
+        known, work = self._models[model], Work(model, batch.tickets)
+        if not suits(work, known.estimate.predicted_s(batch.rows)):
+            return None
         for ticket in batch.tickets:
             known.queue.remove(ticket)
             self._left(ticket)
         self._look_at(model, known)
         self._order.took(model, batch)
         self._busy_until_s = now_s + known.estimate.seconds(batch.rows)
-        return Work(model, batch.tickets)
+        return work
 
     def finished(self, work: Work, now_s: float, seconds: float | None) -> None:
         """Hear that work has ended, after `seconds`; None if they say nothing about the next time."""

@@ -35,6 +35,7 @@ class FakeServable:
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
     readiness: Readiness = field(default_factory=Readiness)
     lost: str | None = None
+    only_computes: bool = False
     prefetches: bool = True
     captures: Mapping[int, Capture] = field(default_factory=lambda: {1: Capture(1, 4096, None)})
 
