@@ -79,6 +79,19 @@ def bind(form: Form, statics: Mapping[int, Any], frees: tuple[int, ...], table: 
     if target is torch.ops.aten.alias.default and flat:
         return _same(flat[0][1], out, frees)
 
+    function = target._op if isinstance(target, torch._ops.OpOverload) else target  # it only passes on
+
+    def plain(frame: Frame) -> None:
+        values = template.copy()
+        for position, slot in flat:
+            values[position] = frame[slot]
+        frame[out] = function(*values, **kwargs)
+        for slot in frees:
+            frame[slot] = None
+
+    if not (nested or keyword_slots):
+        return plain
+
     def call(frame: Frame) -> None:
         values = template.copy()
         for position, slot in flat:
@@ -86,7 +99,7 @@ def bind(form: Form, statics: Mapping[int, Any], frees: tuple[int, ...], table: 
         for position, tree in nested:
             values[position] = filled(tree, lambda slot: frame[slot.index])
         own = filled(kwargs, lambda slot: frame[slot.index]) if keyword_slots else kwargs
-        frame[out] = target(*values, **own)
+        frame[out] = function(*values, **own)
         for slot in frees:
             frame[slot] = None
 

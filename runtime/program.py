@@ -106,6 +106,11 @@ class Program:
     """The compute steps where stretches of them are one, if any are (`runtime.scripted`)."""
 
     @property
+    def only_computes(self) -> bool:
+        """Whether it waits for no copy."""
+        return not (self.swap_ins or self.swap_outs)
+
+    @property
     def returns(self) -> int:
         """How many swap-ins there are up to the last that brings an activation back."""
         return max((i + 1 for i, s in enumerate(self.swap_ins) if s.traveller is not None), default=0)

@@ -72,20 +72,20 @@ def _tensor(info: ModelInfo, tensor: TensorSpec) -> dict[str, Any]:
 
 
 def _model_statistics(name: str, model_version: str, s: ModelStatistics) -> dict[str, Any]:
-    nothing = _total(Total())
+    nothing = _total(Total(0, 0.0))
     return {
         "name": name,
         "version": model_version,
-        "last_inference": s.last_inference_ms,
+        "last_inference": round(s.last_inference_s * 1e3),
         "inference_count": s.inference_count,
         "execution_count": s.execution_count,
         "inference_stats": {
             "success": _total(s.success),
             "fail": _total(s.fail),
             "queue": _total(s.queue),
-            "compute_input": _total(s.prepare),
-            "compute_infer": _total(s.compute),
-            "compute_output": _total(s.output),
+            "compute_input": _total(s.answered.prepare),
+            "compute_infer": _total(s.answered.compute),
+            "compute_output": _total(s.answered.output),
             "cache_hit": nothing,
             "cache_miss": nothing,
         },

@@ -194,49 +194,55 @@ class DeviceThread:
 
     def _work(self, work: Work, tell: Callable[..., None]) -> None:
         """Execute requests together; should that fail, one by one, so that each fails for itself alone."""
-        model, tickets = self.models[work.model, work.tickets[0].generation], work.tickets
+        tickets = work.tickets
+        model = self.models[work.model, tickets[0].generation]
         started_s = self._clock()
-        outcomes = self._execute(model, tickets)
+        outcomes, ended_s = self._execute(model, tickets, work.rows, started_s)
         failed = isinstance(outcomes[0], RequestError)
         with self.lock:
-            now_s = self._clock()
-            self.scheduler.finished(work, now_s, None if failed else now_s - started_s)
+            self.scheduler.finished(work, ended_s, None if failed else ended_s - started_s)
         if failed and len(tickets) > 1:
-            outcomes = [outcome for ticket in tickets for outcome in self._execute(model, [ticket])]
-        tell(self._listener.executed, tickets, outcomes, self._clock())
+            outcomes = [self._alone(model, ticket) for ticket in tickets]
+            ended_s = self._clock()
+        tell(self._listener.executed, tickets, outcomes, ended_s)
         if model.servable.lost is not None:
             tell(self._listener.device_lost, model.servable.lost)
 
-    def _execute(self, model: Model, tickets: Sequence[Ticket]) -> list[Outcome]:
-        """Execute requests as one batch; either all are answered and counted, or there is one error for each."""
-        requests, started_s = [ticket.request for ticket in tickets], self._clock()
-        rows = sum([request.batch for request in requests])
+    def _alone(self, model: Model, ticket: Ticket) -> Outcome:
+        """Execute one of the requests that failed together."""
+        (outcome,), _ = self._execute(model, [ticket], ticket.request.batch, self._clock())
+        return outcome
+
+    def _execute(
+        self, model: Model, tickets: Sequence[Ticket], rows: int, started_s: float
+    ) -> tuple[Sequence[Outcome], float]:
+        """Execute requests as one batch; either all are answered and counted, or there is one error for each.
+
+        Returns when it ended, too.
+        """
+        requests = [ticket.request for ticket in tickets]
+        traced = [ticket for ticket in tickets if ticket.request.trace is not None]
         try:
             self._tell_next()
             inputs = [request.inputs for request in requests]
-            execution = model.servable.execute(inputs, rows, _follower(requests))
+            execution = model.servable.execute(inputs, rows, _follower(traced))
         except RequestError as error:
-            return [error] * len(tickets)
+            return [error] * len(tickets), self._clock()
         except Exception as error:
-            trace = requests[0].trace
-            fields = {
-                "model": requests[0].model,
-                "request": requests[0].id,
-                **(trace.fields if trace is not None else {}),
-            }
-            _log.exception("execution failed", extra={"fields": fields})
-            return [ExecutionFailed(requests[0].model, f"{type(error).__name__}: {error}")] * len(tickets)
-        parting_s = self._clock()
-        answers: list[Outcome] = [*parted(requests, execution)]
+            return [_failure(requests[0], error)] * len(tickets), self._clock()
+        answers = [execution]
         ended_s = self._clock()
-        execution = replace(execution, output_s=execution.output_s + ended_s - parting_s)
+        if len(requests) > 1:
+            answers, parting_s = parted(requests, execution), ended_s
+            ended_s = self._clock()
+            execution = replace(execution, output_s=execution.output_s + ended_s - parting_s)
         self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
         busy_s, queued_s = ended_s - started_s, [started_s - ticket.arrived_s for ticket in tickets]
-        model.statistics.executed(rows, execution, busy_s, queued_s, round(time.time() * 1e3))
-        for ticket in tickets:
+        model.statistics.executed(rows, execution, busy_s, queued_s, time.time())
+        for ticket in traced:
             if (trace := ticket.request.trace) is not None:
                 trace.executed(ticket.arrived_s, started_s, busy_s, execution, rows)
-        return answers
+        return answers, ended_s
 
     def _tell_next(self) -> None:
         """Let the next request's model begin its copies."""
@@ -245,12 +251,19 @@ class DeviceThread:
                 ahead = self.scheduler.ahead(self._clock())
             model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
             if ahead is not None and model is not None:
-                model.servable.expect(ahead.rows, _follower(t.request for t in ahead.tickets) is not None)
+                model.servable.expect(ahead.rows, _follower(ahead.tickets) is not None)
 
 
-def _follower(requests: Iterable[InferRequest]) -> "Follow | None":
+def _follower(tickets: Iterable[Ticket]) -> "Follow | None":
     """Whoever wants to know what the lanes do for one of these requests: the first, if there are several."""
-    for request in requests:
-        if request.trace is not None and request.trace.follow is not None:
-            return request.trace.follow
+    for ticket in tickets:
+        if (trace := ticket.request.trace) is not None and trace.follow is not None:
+            return trace.follow
     return None
+
+
+def _failure(request: InferRequest, error: Exception) -> ExecutionFailed:
+    """What a client hears of a fault that nobody foresaw; it is logged while it is handled."""
+    trace = {} if request.trace is None else request.trace.fields
+    _log.exception("execution failed", extra={"fields": {"model": request.model, "request": request.id, **trace}})
+    return ExecutionFailed(request.model, f"{type(error).__name__}: {error}")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -60,6 +60,10 @@ class ProgramServable:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     executor: Runner
+    only_computes: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.switch(self.programs)
 
     @property
     def seconds_by_batch(self) -> Mapping[int, float]:
@@ -93,12 +97,6 @@ class ProgramServable:
         return {batch: capture for batch, capture in found.items() if capture is not None}
 
     @property
-    def only_computes(self) -> bool:
-        return self.executor.changes_threads and not any(
-            program.swap_ins or program.swap_outs for program in self.programs.values()
-        )
-
-    @property
     def prefetches(self) -> bool:
         return any(program.prefix for program in self.programs.values())
 
@@ -126,22 +124,27 @@ class ProgramServable:
     def switch(self, programs: Mapping[int, Program]) -> None:
         """Run these programs from now on, whose residents are there; on the engine's thread."""
         self.programs = programs
+        self.only_computes = self.executor.changes_threads and all(p.only_computes for p in programs.values())
 
     def _planned(self, rows: int) -> Program:
         """The program of the smallest batch that holds so many rows."""
         if not self.info.max_batch_size:
             return self.programs[min(self.programs)]
-        return self.programs[min([batch for batch in self.programs if batch >= rows])]
+        return self.programs.get(rows) or self.programs[min([b for b in self.programs if b >= rows])]
 
 
 def _tensor(arrays: Sequence[Array], port: Port, rows: int, planned: int) -> torch.Tensor:
     """One copy of all, which belongs to the inference, padded to the planned batch."""
-    own = np.empty(port.at(planned), arrays[0].dtype)
-    if port.shape and port.shape[0] is None:
-        np.concatenate(arrays, out=own[:rows])
-        own[rows:] = own[rows - 1]
+    batched = bool(port.shape) and port.shape[0] is None
+    if batched and rows == planned and len(arrays) == 1:
+        own = arrays[0].copy()
     else:
-        own[...] = arrays[0]
+        own = np.empty(port.at(planned), arrays[0].dtype)
+        if batched:
+            np.concatenate(arrays, out=own[:rows])
+            own[rows:] = own[rows - 1]
+        else:
+            own[...] = arrays[0]
     tensor = torch.from_numpy(own)
     return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
 

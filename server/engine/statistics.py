@@ -27,90 +27,117 @@ _RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
 """Triton's."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Total:
     """How often something happened, and how long it took in all."""
 
-    count: int = 0
-    ns: int = 0
+    count: int
+    seconds: float
 
-    def add(self, seconds: float, count: int = 1) -> None:
-        """Note something that happened, or that happened `count` times and took so long in all."""
-        self.count += count
-        self.ns += round(seconds * 1e9)
+    @property
+    def ns(self) -> int:
+        return round(self.seconds * 1e9)
 
 
 @dataclass(slots=True)
 class Parts:
-    """What executions of one batch size took, whatever number of requests they answered."""
+    """What a number of requests, or of executions, took."""
 
-    prepare: Total = field(default_factory=Total)
-    compute: Total = field(default_factory=Total)
-    output: Total = field(default_factory=Total)
+    count: int = 0
+    prepare_s: float = 0.0
+    compute_s: float = 0.0
+    output_s: float = 0.0
+
+    @property
+    def prepare(self) -> Total:
+        """From leaving the queue until the model computes: Triton's compute_input."""
+        return Total(self.count, self.prepare_s)
+
+    @property
+    def compute(self) -> Total:
+        return Total(self.count, self.compute_s)
+
+    @property
+    def output(self) -> Total:
+        """From there being outputs until each request has its own: Triton's compute_output."""
+        return Total(self.count, self.output_s)
 
 
 @dataclass(slots=True)
 class ModelStatistics:
-    success: Total = field(default_factory=Total)
-    fail: Total = field(default_factory=Total)
-    queue: Total = field(default_factory=Total)
-    prepare: Total = field(default_factory=Total)
-    """From leaving the queue until the model computes: Triton's compute_input."""
-    compute: Total = field(default_factory=Total)
-    output: Total = field(default_factory=Total)
-    """From there being outputs until each request has its own: Triton's compute_output."""
+    answered: Parts = field(default_factory=Parts)
+    """Of requests that were answered."""
+    queue_s: float = 0.0
+    success_s: float = 0.0
+    failed_count: int = 0
+    failed_s: float = 0.0
     batches: dict[int, Parts] = field(default_factory=dict)
     """Executions by batch size."""
     execution_count: int = 0
     inference_count: int = 0
     """Samples: a request of batch 8 counts 8."""
-    last_inference_ms: int = 0
-    """Milliseconds since the epoch; 0 before the first."""
+    last_inference_s: float = 0.0
+    """Since the epoch; 0 before the first."""
     stall_s: float = 0.0
     swapped_bytes: int = 0
     prefetch_hits: int = 0
-    queue_s: Histogram = field(default_factory=Histogram)
-    compute_s: Histogram = field(default_factory=Histogram)
+    queued: Histogram = field(default_factory=Histogram)
+    computed: Histogram = field(default_factory=Histogram)
     """Of executions, whatever number of requests they answer."""
     response_ms: Histogram = field(default_factory=lambda: Histogram(_RESPONSE_BOUNDS_MS))
     failures: dict[FailureReason, int] = field(
         default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     )
-
     rejections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
 
+    @property
+    def success(self) -> Total:
+        return Total(self.answered.count, self.success_s)
+
+    @property
+    def fail(self) -> Total:
+        return Total(self.failed_count, self.failed_s)
+
+    @property
+    def queue(self) -> Total:
+        return Total(self.answered.count, self.queue_s)
+
     def executed(
-        self, rows: int, execution: Execution, busy_s: float, queued_s: Sequence[float], wall_ms: int
+        self, rows: int, execution: Execution, busy_s: float, queued_s: Sequence[float], wall_s: float
     ) -> None:
         """Count an execution that kept the device busy for `busy_s`, and its answers.
 
         Each of their requests had waited for what `queued_s` has of it.
         """
+        compute_s, output_s, count = execution.compute_s, execution.output_s, len(queued_s)
+        prepare_s = max(0.0, busy_s - compute_s - output_s)
         self.execution_count += 1
         self.inference_count += rows
-        self.last_inference_ms = wall_ms
+        self.last_inference_s = wall_s
         parts = self.batches.get(rows) or self.batches.setdefault(rows, Parts())
-        prepare_s = max(0.0, busy_s - execution.compute_s - execution.output_s)
-        count = len(queued_s)
-        for own, of_batch, seconds in (
-            (self.prepare, parts.prepare, prepare_s),
-            (self.compute, parts.compute, execution.compute_s),
-            (self.output, parts.output, execution.output_s),
-        ):
-            own.add(count * seconds, count)
-            of_batch.add(seconds)
-        self.queue.add(sum(queued_s), count)
-        self.success.add(sum(queued_s) + count * busy_s, count)
+        parts.count += 1
+        parts.prepare_s += prepare_s
+        parts.compute_s += compute_s
+        parts.output_s += output_s
+        answered = self.answered
+        answered.count += count
+        answered.prepare_s += count * prepare_s
+        answered.compute_s += count * compute_s
+        answered.output_s += count * output_s
+        waited_s = sum(queued_s)
+        self.queue_s += waited_s
+        self.success_s += waited_s + count * busy_s
         for queue_s in queued_s:
-            self.queue_s.add(queue_s)
+            self.queued.add(queue_s)
             self.response_ms.add((queue_s + busy_s) * 1e3)
         self.stall_s += execution.stall_s
         self.swapped_bytes += execution.swapped_bytes
         self.prefetch_hits += execution.prefetched
-        self.compute_s.add(execution.compute_s)
+        self.computed.add(compute_s)
 
     def failed(self, reason: FailureReason, seconds: float) -> None:
-        self.fail.add(seconds)
+        self.failed_count += 1
+        self.failed_s += seconds
         self.failures[reason] += 1
 
     def rejected(self, error: errors.RequestError) -> None:

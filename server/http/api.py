@@ -10,6 +10,7 @@ from server.http.answers import json_response, which
 from server.http.codec import EncodedResponse, decode_request, encode_response, parse_header_length
 from server.http.compression import chosen_encoding, compress
 from server.http.errors import error_response
+from server.http.forms import Forms
 from server.http.message import JSON, Request, Response
 from server.model import ModelInfo
 from server.protocol.model_config import config_as_json
@@ -30,6 +31,7 @@ class InferenceApi:
     def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
         self._plane = plane
         self._max_body_bytes = max_body_bytes
+        self._forms = Forms()
 
     async def live(self, request: Request) -> Response:
         return json_response({"live": True})
@@ -91,7 +93,7 @@ class InferenceApi:
     async def _decode(self, body: memoryview, header_length: int | None, info: ModelInfo) -> InferRequest:
         json_bytes = len(body) if header_length is None else header_length
         if json_bytes <= _QUICK_JSON_BYTES and not self._plane.regions.slow:
-            return decode_request(body, header_length, info, self._plane.regions)
+            return decode_request(body, header_length, info, self._plane.regions, self._forms)
         return await asyncio.to_thread(decode_request, body, header_length, info, self._plane.regions)
 
 

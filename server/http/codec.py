@@ -3,11 +3,13 @@
 import json
 import math
 import re
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from server.errors import InvalidRequest, RequestError
+from server.http.forms import LONGEST_BYTES, Forms
 from server.model import Array, ModelInfo
 from server.protocol.datatypes import BYTES, DTYPES
 from server.protocol.matching import check_size, fit, unsigned, window_of
@@ -44,10 +46,12 @@ def parse_header_length(text: str | None) -> int | None:
     return int(text)
 
 
-def decode_request(body: memoryview, header_length: int | None, info: ModelInfo, regions: Regions) -> InferRequest:
+def decode_request(
+    body: memoryview, header_length: int | None, info: ModelInfo, regions: Regions, forms: Forms | None = None
+) -> InferRequest:
     """Turn a request's body into tensors that fit the model; binary ones are views of `body`.
 
-    Raises RequestError, with the client's id in front.
+    `forms` remembers what was read before. Raises RequestError, with the client's id in front.
     """
     if not body:
         raise InvalidRequest(f"the request for model '{info.name}' has an empty body")
@@ -58,8 +62,20 @@ def decode_request(body: memoryview, header_length: int | None, info: ModelInfo,
             f"Inference-Header-Content-Length is {header_length}, but the body has only {len(body)} bytes"
         )
     json_length = len(body) if header_length is None else header_length
-    message = _parse(body[:json_length])
-    tail = _Tail(body[json_length:], regions)
+    if forms is None or header_length is None or header_length > LONGEST_BYTES:
+        return _fitted(_parse(body[:json_length]), body[json_length:], info, regions)
+    head = bytes(body[:json_length])
+    known = forms.request(head, body, info)
+    if known is not None:
+        return known
+    message = _parse(head)
+    request = _fitted(message, body[json_length:], info, regions)
+    forms.remember(head, message, request, info)
+    return request
+
+
+def _fitted(message: RequestBody, binary: memoryview, info: ModelInfo, regions: Regions) -> InferRequest:
+    tail = _Tail(binary, regions)
     try:
         request = fit(message, info, regions, tail.read)
         tail.check_end(info)
@@ -71,6 +87,8 @@ def decode_request(body: memoryview, header_length: int | None, info: ModelInfo,
 
 def encode_response(response: InferResponse) -> EncodedResponse:
     """Write JSON, followed by the binary tensors if there are any; what goes to shared memory is written there."""
+    if response.id is None and all(output.binary and output.window is None for output in response.outputs):
+        return _encode_binary(response)
     described: list[OutputBody] = []
     tail: list[bytes] = []
     for output in response.outputs:
@@ -80,14 +98,32 @@ def encode_response(response: InferResponse) -> EncodedResponse:
             output.window.write(memoryview(binary))
         elif binary is not None:
             tail.append(binary)
-    header = encoder.encode(
-        ResponseBody(
-            id=response.id or msgspec.UNSET,
-            model_name=response.model,
-            model_version=str(response.version),
-            outputs=described,
-        )
+    header = _header(response.id, response.model, response.version, described)
+    return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
+
+
+def _header(request_id: str | None, model: str, version: int, outputs: list[OutputBody]) -> bytes:
+    body = ResponseBody(model, str(version), outputs, request_id or msgspec.UNSET)
+    return encoder.encode(body)
+
+
+@lru_cache(maxsize=1024)
+def _binary_header(model: str, version: int, outputs: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> bytes:
+    """What stands in front of outputs that are all bytes; each is a name, a datatype, a shape and a length."""
+    bodies = [OutputBody(name, kind, shape, {"binary_data_size": size}) for name, kind, shape, size in outputs]
+    return _header(None, model, version, bodies)
+
+
+def _encode_binary(response: InferResponse) -> EncodedResponse:
+    """Of a response all of whose outputs are bytes: what stands in front of them is remembered."""
+    tail = [to_binary(output.array, output.tensor.datatype) for output in response.outputs]
+    described = tuple(
+        [
+            (output.tensor.name, output.tensor.datatype, output.array.shape, len(binary))
+            for output, binary in zip(response.outputs, tail, strict=True)
+        ]
     )
+    header = _binary_header(response.model, response.version, described)
     return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
 
 
@@ -150,7 +186,7 @@ class _Tail:
         return self._binary[start : start + size]
 
 
-def _parse(header: memoryview) -> RequestBody:
+def _parse(header: memoryview | bytes) -> RequestBody:
     try:
         return request_decoder.decode(header)
     except msgspec.ValidationError as error:
@@ -166,7 +202,7 @@ def _parse(header: memoryview) -> RequestBody:
         raise InvalidRequest(f"failed to parse the request JSON: {error}") from error
 
 
-def _input_with_constant(header: memoryview) -> str | None:
+def _input_with_constant(header: memoryview | bytes) -> str | None:
     """Name the input whose data has a bare NaN or Infinity; such JSON does not parse, so it is read leniently."""
     if len(header) > _EXPLAINED_BYTES:
         return None

@@ -111,17 +111,17 @@ _METRICS = (
     _counted(
         "nv_inference_compute_input_duration_us",
         "Cumulative microseconds that executions took beside computing",
-        lambda s: s.prepare.ns // 1000,
+        lambda s: s.answered.prepare.ns // 1000,
     ),
     _counted(
         "nv_inference_compute_infer_duration_us",
         "Cumulative microseconds that models computed",
-        lambda s: s.compute.ns // 1000,
+        lambda s: s.answered.compute.ns // 1000,
     ),
     _counted(
         "nv_inference_compute_output_duration_us",
         "Cumulative microseconds that executions took to hand out their outputs",
-        lambda s: s.output.ns // 1000,
+        lambda s: s.answered.output.ns // 1000,
     ),
     _gauge(
         "nv_inference_pending_request_count",
@@ -133,11 +133,11 @@ _METRICS = (
         "Milliseconds from a request's arrival to its response",
         lambda s: s.response_ms,
     ),
-    _histogram("cohabit_queue_seconds", "Seconds that answered requests waited in the queue", lambda s: s.queue_s),
+    _histogram("cohabit_queue_seconds", "Seconds that answered requests waited in the queue", lambda s: s.queued),
     _histogram(
         "cohabit_compute_seconds",
         "Seconds that executions computed, their stalls included",
-        lambda s: s.compute_s,
+        lambda s: s.computed,
     ),
     _counted("cohabit_swapped_bytes", "Bytes copied in and out for inferences", lambda s: s.swapped_bytes),
     _counted("cohabit_stall_seconds", "Seconds that computing waited for parameters", lambda s: s.stall_s),

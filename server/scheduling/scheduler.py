@@ -31,10 +31,7 @@ class Work(msgspec.Struct, frozen=True):
 
     model: str
     tickets: tuple[Ticket, ...]
-
-    @property
-    def rows(self) -> int:
-        return sum([ticket.request.batch for ticket in self.tickets])
+    rows: int
 
 
 def anything(work: Work, predicted_s: float) -> bool:
@@ -203,15 +200,17 @@ class Scheduler:
         if chosen is None:
             return None
         model, batch = chosen
-        known, work = self._models[model], Work(model, batch.tickets)
-        if not suits(work, known.estimate.predicted_s(batch.rows)):
+        known, work = self._models[model], Work(model, batch.tickets, batch.rows)
+        estimate = known.estimate
+        predicted_s = estimate.predicted_s(batch.rows)
+        if not suits(work, predicted_s):
             return None
         for ticket in batch.tickets:
             known.queue.remove(ticket)
             self._left(ticket)
         self._look_at(model, known)
         self._order.took(model, batch)
-        self._busy_until_s = now_s + known.estimate.seconds(batch.rows)
+        self._busy_until_s = now_s + predicted_s * estimate.correction
         return work
 
     def finished(self, work: Work, now_s: float, seconds: float | None) -> None:
@@ -234,7 +233,7 @@ class Scheduler:
         if chosen is None:
             return None
         self._order.announce(chosen[0])
-        return Work(chosen[0], chosen[1].tickets)
+        return Work(chosen[0], chosen[1].tickets, chosen[1].rows)
 
     def wake_s(self, now_s: float) -> float:
         """When `next` may find something that it does not find now, though nothing arrives; infinite for never."""

@@ -134,6 +134,7 @@ class Patient:
     """The executor, but its last op waits until a store's copies have begun: they do so beside this inference."""
 
     lost = None
+    changes_threads = False
 
     def __init__(self, executor: Executor, store: GatedStore) -> None:
         self._executor, self._store = executor, store

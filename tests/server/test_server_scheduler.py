@@ -66,7 +66,7 @@ def test_oldest_request_of_all_models_runs_first() -> None:
 def test_requests_of_one_instant_run_in_order_of_arrival() -> None:
     scheduler = scheduler_of()
     tickets = [scheduler.submit(0.0, request()) for _ in range(3)]
-    assert [scheduler.next(0.0) for _ in tickets] == [Work("m", (ticket,)) for ticket in tickets]
+    assert [scheduler.next(0.0) for _ in tickets] == [Work("m", (ticket,), 1) for ticket in tickets]
 
 
 def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
@@ -104,7 +104,7 @@ def test_cancelled_request_never_runs() -> None:
     kept, dropped = scheduler.submit(0.0, request()), scheduler.submit(0.0, request())
     assert scheduler.cancel(dropped)
     assert not scheduler.cancel(dropped)
-    assert scheduler.next(0.0) == Work("m", (kept,))
+    assert scheduler.next(0.0) == Work("m", (kept,), 1)
     assert not scheduler.cancel(kept)
     assert scheduler.next(0.0) is None
 
@@ -224,7 +224,7 @@ def test_refusals_do_not_keep_a_model_of_unknown_times_from_running() -> None:
     with pytest.raises(RequestTimedOut):
         scheduler.submit(0.0, request(timeout_s=-1.0))
     waiting = scheduler.submit(0.0, request())
-    assert scheduler.next(0.0) == Work("m", (waiting,))
+    assert scheduler.next(0.0) == Work("m", (waiting,), 1)
 
 
 def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> None:
@@ -402,7 +402,7 @@ def test_late_request_goes_behind_the_others_where_the_policy_says_so() -> None:
     late = scheduler.submit(0.0, request())
     punctual = scheduler.submit(0.9, request())
     assert scheduler.shed(1.5) == []
-    assert [scheduler.next(1.5), scheduler.next(1.5)] == [Work("m", (punctual,)), Work("m", (late,))]
+    assert [scheduler.next(1.5), scheduler.next(1.5)] == [Work("m", (punctual,), 1), Work("m", (late,), 1)]
 
 
 def test_concurrency_counts_what_waits_and_what_runs() -> None:
@@ -451,7 +451,7 @@ def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() ->
     work = scheduler.next(1.0)
     assert work is not None
     assert work.model == "announced"
-    assert scheduler.next(2.0) == Work("older", (older,))
+    assert scheduler.next(2.0) == Work("older", (older,), 1)
 
 
 def test_model_whose_residents_are_on_their_way_back_lets_another_go_first() -> None:
