@@ -14,6 +14,7 @@ import httptools
 from server.errors import InvalidRequest
 from server.http.body import Body
 from server.http.errors import error_response
+from server.http.heads import Head, Heads, whole_head
 from server.http.message import Request, Response
 
 SCRATCH_BYTES = 256 << 10
@@ -54,17 +55,21 @@ class _Refused(Exception):
 class Connection(asyncio.BufferedProtocol):
     """Receives into `scratch`, which all connections share, or a long body where it is to stay."""
 
-    def __init__(self, owner: Owner, answer: Answer, most_body_bytes: int, scratch: memoryview) -> None:
+    def __init__(
+        self, owner: Owner, answer: Answer, most_body_bytes: int, scratch: memoryview, heads: Heads
+    ) -> None:
         self._owner = owner
         self._answer = answer
         self._most_body_bytes = most_body_bytes
         self._scratch = scratch
+        self._heads = heads
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._target = b""
         self._headers: dict[bytes, bytes] = {}
         self._header_count = self._head_bytes = self._unfinished_bytes = 0
-        self._in_head = True
+        self._in_head = self._is_between = True
+        """Whether a head is being read; whether the next byte is the first of a request."""
         self._resumes = False
         """Whether the head that is being read only repeats how long the body is."""
         self._incoming: Request | None = None
@@ -152,7 +157,7 @@ class Connection(asyncio.BufferedProtocol):
         self._target, self._headers = b"", {}
         self._header_count = self._head_bytes = 0
         self._unfinished_bytes = -1
-        self._in_head = True
+        self._in_head, self._is_between = True, False
 
     def on_url(self, part: bytes) -> None:
         self._target += part
@@ -197,7 +202,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._parser.should_upgrade() and self._body.length != 0:
             return  # the parser takes the body for another protocol's
         self._body.end()
-        self._incoming = None
+        self._incoming, self._is_between = None, True
 
     @property
     def _body(self) -> Body:
@@ -206,16 +211,42 @@ class Connection(asyncio.BufferedProtocol):
 
     def _parse(self, data: memoryview) -> None:
         """Read heads and short bodies; a long one comes in place from now on."""
+        text = whole_head(data) if self._is_between else b""
+        known = self._heads.find(text)
+        if known is not None and len(data) <= len(text) + known.length:
+            self._begin(known, bytes(data[len(text) :]))
+            return
+        waiting = len(self._requests)
         try:
             while (end := self._feed(data)) < len(data):
                 data = data[end:]
         except httptools.HttpParserError as error:
             self._refuse(error)
             return
+        if text and len(self._requests) == waiting + 1:
+            self._remember(text, self._requests[-1])
         if self._incoming is not None:
             self._in_place = self._incoming.body.length is not None
         elif self._in_head:
             self._count_unfinished(len(data))
+
+    def _begin(self, head: Head, data: bytes) -> None:
+        """Begin a request whose head is known with what has come of its body, behind which there is nothing."""
+        body = Body(head.length, self._most_body_bytes, self._on_body_wanted)
+        request = Request(head.method, head.target, head.headers, body, head.keep_alive)
+        self._requests.append(request)
+        self._awaits_continue = False
+        if data:
+            body.add(data)
+        if body.nbytes == body.length:
+            body.end()
+        else:
+            self._incoming, self._in_place, self._is_between = request, True, False
+
+    def _remember(self, text: bytes, request: Request) -> None:
+        if request.body.length is not None:
+            head = Head(request.method, request.target, request.headers, request.body.length, request.keep_alive)
+            self._heads.remember(text, head)
 
     def _feed(self, data: memoryview) -> int:
         """Have the parser read; returns how far it came: all, unless it takes the rest for another protocol's."""

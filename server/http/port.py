@@ -7,6 +7,7 @@ import msgspec
 
 from server.errors import ConfigError
 from server.http.connection import SCRATCH_BYTES, Answer, Connection
+from server.http.heads import Heads
 
 _ANSWERS_WRITTEN_S = 2.0
 _BACKLOG = 512
@@ -21,6 +22,7 @@ class HttpServer:
         self._max_connections = max_connections
         self._most_body_bytes = most_body_bytes
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._heads = Heads()
         self._connections: set[Connection] = set()
         self._all_lost = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -63,7 +65,7 @@ class HttpServer:
     def _accept(self) -> asyncio.BaseProtocol:
         if len(self._connections) >= self._max_connections:
             return _Refusal(self._max_connections)
-        connection = Connection(self, self._answer, self._most_body_bytes, self._scratch)
+        connection = Connection(self, self._answer, self._most_body_bytes, self._scratch, self._heads)
         self._connections.add(connection)
         return connection
 
