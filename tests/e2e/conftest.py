@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from server import log
-from server.settings import LogSettings
 from tests.e2e.archives import Archives
 
 
@@ -26,9 +24,3 @@ def _the_process_stays_as_it_was() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     sys.setswitchinterval(patience)
-
-
-@pytest.fixture(autouse=True)
-def _usual_log() -> None:
-    """What a server was told to log before is forgotten: its filters stay on the handlers that tests listen with."""
-    log.apply(LogSettings())
