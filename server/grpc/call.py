@@ -8,12 +8,13 @@ from typing import Protocol
 
 from grpc import StatusCode
 
-from server.errors import RequestError
+from server.errors import ClientTooSlow, RequestError
 from server.grpc import headers
 from server.grpc.connection import Connection
 from server.grpc.errors import Refusal, Status, status_of
 from server.grpc.framing import IDENTITY, Assembly, Content, Message, inflate, require_known
 from server.protocol.body_memory import BodyMemory
+from server.protocol.patience import patience_s
 
 
 class Method(Protocol):
@@ -77,6 +78,8 @@ class Call:
         self._metadata: list[tuple[str, str]] = []
         self._has_begun = False
         self._has_ended = False
+        self._waits_since: tuple[int, float] | None = None
+        """For a client's message: behind how many, and since when."""
 
     def header(self, name: bytes) -> str | None:
         value = self._headers.get(name)
@@ -132,6 +135,8 @@ class Call:
         if self._has_begun or self._metadata:
             self._begin_answer()
             self._end(headers.ending(status))
+            if not self._is_half_closed:
+                self._stop_reading()
         else:
             self._refuse([*headers.BEGINNING, *headers.ending(status)])
 
@@ -170,6 +175,18 @@ class Call:
         elif self._method is not None and not self._takes_stream:
             self._task = asyncio.get_running_loop().create_task(self._run(self._method))
         self._wake()
+
+    def end_if_overdue(self, now_s: float) -> None:
+        """End a call whose client takes too long over a message."""
+        begun = not self._assembly.is_between_messages or not (self._is_half_closed or self._takes_stream)
+        if self._has_ended or self._owed_bytes or not begun:
+            self._waits_since = None
+        elif self._waits_since is None or self._waits_since[0] != self._assembly.messages:
+            self._waits_since = (self._assembly.messages, now_s)
+        else:
+            waited_s, nbytes = now_s - self._waits_since[1], self._assembly.received_bytes
+            if waited_s > patience_s(nbytes):
+                self._break_off(status_of(ClientTooSlow(nbytes, waited_s), "call"))
 
     def closed(self) -> None:
         if self._alarm is not None:
@@ -231,7 +248,11 @@ class Call:
         self._has_ended = True
         if self._connection.begin_answer(self._id, answer, end=True):
             self._connection.flush()
-            self._connection.stop_reading(self._id)
+            self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        self._connection.stop_reading(self._id)
+        self._connection.flush()
 
     def _break_off(self, status: Status) -> None:
         """End a call whose method may be running."""

@@ -54,6 +54,10 @@ class Stream(Protocol):
         """The client has sent everything."""
         ...
 
+    def end_if_overdue(self, now_s: float) -> None:
+        """Look whether the client takes too long; from time to time."""
+        ...
+
     def closed(self) -> None:
         """It is over, answered or not: nothing can be sent any more."""
         ...
@@ -169,6 +173,11 @@ class Connection(asyncio.BufferedProtocol):
         for stream_id, waiting in self._waiting.items():
             if not waiting.done() and self._http2.queued_body_size(stream_id) <= _QUEUED_BYTES:
                 waiting.set_result(None)
+
+    def end_overdue(self, now_s: float) -> None:
+        """End calls whose clients take too long."""
+        for stream in list(self._streams.values()):
+            stream.end_if_overdue(now_s)
 
     def announce_end(self) -> None:
         """Ask the client to make no more calls here; those that it makes nevertheless are still answered."""

@@ -33,11 +33,18 @@ class Assembly:
         self._most_bytes = most_bytes
         self._bodies = bodies
         self._held_bytes = 0
-        """Of messages that are coming or have not been handed on."""
+        """Of messages that have not been handed on, as far as they have come."""
         self._prefix = b""
         self._body: memoryview | None = None
         """What there will be of a message whose prefix has come; None before that."""
         self._filled = 0
+        self.messages = 0
+        """How many have come as a whole."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Of a message that has not come as a whole."""
+        return len(self._prefix) + self._filled
 
     @property
     def is_between_messages(self) -> bool:
@@ -49,6 +56,7 @@ class Assembly:
             nbytes = self._length(data)
             if len(data) == _PREFIX_BYTES + nbytes:
                 self._hold(nbytes)
+                self.messages += 1
                 return [Message(data[_PREFIX_BYTES:], bool(data[0]))]
         return self._feed_piecewise(memoryview(data))
 
@@ -69,16 +77,16 @@ class Assembly:
                 data = data[taken:]
                 if len(self._prefix) < _PREFIX_BYTES:
                     break
-                nbytes = self._length(self._prefix)
-                self._hold(nbytes)
-                self._body, self._filled = np.empty(nbytes, np.uint8).data, 0
+                self._body, self._filled = np.empty(self._length(self._prefix), np.uint8).data, 0
             piece = data[: len(self._body) - self._filled]
+            self._hold(len(piece))
             self._body[self._filled : self._filled + len(piece)] = piece
             self._filled += len(piece)
             data = data[len(piece) :]
             if self._filled == len(self._body):
                 complete.append(Message(self._body, bool(self._prefix[0])))
-                self._prefix, self._body = b"", None
+                self._prefix, self._body, self._filled = b"", None, 0
+                self.messages += 1
         return complete
 
     def _hold(self, nbytes: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 from grpc_health.v1 import health_pb2
@@ -25,6 +26,7 @@ _BACKLOG = 512
 _LAST_BYTES_S = 1.0
 """How long connections that are closed may take to write what they have."""
 _GLANCE_S = 0.01
+_LOOK_EVERY_S = 1.0
 
 
 class GrpcServer:
@@ -46,6 +48,7 @@ class GrpcServer:
         self._max_connections = max_connections
         self._connections: set[Connection] = set()
         self._listening: asyncio.Server | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
         """Listen; returns host and port, where 0 has become a free one. Raises ConfigError."""
@@ -54,6 +57,7 @@ class GrpcServer:
             self._listening = await loop.create_server(self._connect, host, port, backlog=_BACKLOG)
         except OSError as error:
             raise ConfigError(f"--grpc-port: cannot listen on {host} port {port}: {error}") from error
+        self._watch = asyncio.create_task(self._end_overdue())
         actual = self._listening.sockets[0].getsockname()[1]
         return f"[{host}]:{actual}" if ":" in host else f"{host}:{actual}"
 
@@ -62,6 +66,8 @@ class GrpcServer:
         if self._listening is None:
             return
         self._listening.close()
+        if self._watch is not None:
+            self._watch.cancel()
         for connection in list(self._connections):
             connection.announce_end()
         await _until(lambda: all(connection.is_idle for connection in self._connections), grace_s)
@@ -75,6 +81,13 @@ class GrpcServer:
         connection = Connection(self._open_stream, self._connections.discard)
         self._connections.add(connection)
         return connection
+
+    async def _end_overdue(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            now_s = time.monotonic()
+            for connection in list(self._connections):
+                connection.end_overdue(now_s)
 
     def _open_stream(self, connection: Connection, stream_id: int, fields: Sequence[Header]) -> Call:
         return Call(self._reception, connection, stream_id, fields)

@@ -8,15 +8,13 @@ import numpy as np
 
 from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, RequestError, UnknownEncoding
 from server.protocol.body_memory import Share
+from server.protocol.patience import patience_s
 
 READ_AHEAD_BYTES = 256 << 10
 """Of a body that nobody has asked for yet; its client has to wait with the rest."""
 
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 _IDENTITY = frozenset({"", "identity"})
-_PATIENCE_S = 30.0
-_LEAST_BYTES_PER_S = 4096
-"""What a client has to send on average, after the first `_PATIENCE_S`."""
 
 
 class Body:
@@ -104,7 +102,7 @@ class Body:
         self._buffer, self._chunks = None, bytearray()
         self._on_change()
 
-    async def read(self, limit_bytes: int, share: Share, patience_s: float = _PATIENCE_S) -> memoryview:
+    async def read(self, limit_bytes: int, share: Share) -> memoryview:
         """Wait for all of it, counted by `share`. Raises PayloadTooLarge, Overloaded or ClientTooSlow."""
         if self.length is not None and self.length > limit_bytes:
             raise PayloadTooLarge(f"the request body of {self.length} bytes", limit_bytes)
@@ -112,7 +110,7 @@ class Body:
         self._account(self.nbytes)
         if not (self.complete or self._error):
             self._on_change()
-            await self._wait(patience_s)
+            await self._wait()
         self._share = None
         if self._error is not None:
             raise self._error
@@ -124,18 +122,18 @@ class Body:
             self._waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiter], timeout=seconds)
 
-    async def _wait(self, patience_s: float) -> None:
+    async def _wait(self) -> None:
         """Wait until it is complete or has failed; the longer, the more bytes have come."""
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         started_s = loop.time()
-        end_s = started_s + patience_s
+        end_s = started_s + patience_s(self.nbytes)
         while not self._waiter.done():
             if loop.time() >= end_s:
                 self.fail(ClientTooSlow(self.nbytes, loop.time() - started_s))
                 return
             await asyncio.wait([self._waiter], timeout=end_s - loop.time())
-            end_s = started_s + patience_s + self.nbytes / _LEAST_BYTES_PER_S
+            end_s = started_s + patience_s(self.nbytes)
 
     def _account(self, nbytes: int) -> None:
         assert self._share is not None

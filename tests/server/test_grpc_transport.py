@@ -18,11 +18,13 @@ from tritonclient.grpc import service_pb2 as pb
 
 from server.errors import InvalidRequest
 from server.grpc import connection as connection_module
+from server.grpc import port as port_module
 from server.grpc.call import Call
 from server.grpc.errors import Refusal, Status
 from server.grpc.headers import ending, timeout_s
 from server.grpc.methods import Reception
 from server.operate.access import OPEN
+from server.protocol import patience
 from server.protocol.body_memory import BodyMemory
 
 SERVICE = "/inference.GRPCInferenceService"
@@ -72,7 +74,8 @@ class Peer:
         self.seen += events
         while self.acknowledges and self.owed:
             stream, nbytes = self.owed.popitem()
-            self.http2.acknowledge_received_data(nbytes, stream)
+            with contextlib.suppress(ngh2.ConnectionStateError):  # the server has ended the connection
+                self.http2.acknowledge_received_data(nbytes, stream)
         self.socket.sendall(self.http2.data_to_send())
         self.seen += self.http2.events()
 
@@ -359,11 +362,13 @@ def test_a_server_that_stops_answers_what_is_under_way() -> None:
 
 def test_messages_that_are_coming_share_the_budget_of_all_bodies() -> None:
     with running(serving(identity("one", "FP32")), queue_bytes=1 << 20) as server, peer(server) as client:
-        slow = client.open()
-        client.send(slow, b"\0" + (600 << 10).to_bytes(4, "big") + b"the beginning")
-        eventually(lambda: calls_under_way(server) == 1)
-        other = client.open()
-        client.send(other, b"\0" + (600 << 10).to_bytes(4, "big"))
+        prefix = b"\0" + (900 << 10).to_bytes(4, "big")
+        slow, other = client.open(), client.open()
+        client.send(slow, prefix + bytes(600 << 10))
+        client.send(other, prefix)  # what is only announced takes nothing yet
+        client.read_until_silent()
+        assert calls_under_way(server) == 2
+        client.send(other, bytes(600 << 10))
         refused = client.until_closed(other)
         assert refused["grpc-status"] == "14"
         assert int(refused["grpc-retry-pushback-ms"]) > 0
@@ -372,6 +377,38 @@ def test_messages_that_are_coming_share_the_budget_of_all_bodies() -> None:
         client.flush()
         eventually(lambda: calls_under_way(server) == 0)
         server.server.plane.bodies.take(1 << 20)  # nothing is left behind
+
+
+def test_a_message_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(port_module, "_LOOK_EVERY_S", 0.02)
+    with running(serving(identity("one", "FP32"))) as server, peer(server) as client:
+        begun, silent, stream, idle = client.open(), client.open(), client.open(STREAM), client.open(STREAM)
+        client.send(begun, b"\0" + (1 << 10).to_bytes(4, "big") + b"the beginning")
+        client.send(stream, framed(request()) + b"\0")
+        for slow, nbytes in ((begun, 5 + 13), (silent, 0), (stream, 1)):
+            ended = client.until_closed(slow)
+            assert ended["grpc-status"] == "4"
+            assert unquote(ended["grpc-message"]).startswith(
+                f"the request body came too slowly: {nbytes} bytes in 0."
+            )
+        assert client.received(stream), "what had come was answered"
+        assert calls_under_way(server) == 1, "between messages a stream may rest"
+        client.send(idle, framed(request()), end=True)
+        assert client.until_closed(idle)["grpc-status"] == "0"
+
+
+def test_a_message_that_goes_on_coming_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(port_module, "_LOOK_EVERY_S", 0.01)
+    message = framed(request(columns=4096, model="wide"))
+    with running(serving(identity("wide", "FP32", (4096,)))) as server, peer(server) as client:
+        stream = client.open()
+        step = 2048  # good for half a second
+        for start in range(0, len(message), step):
+            client.send(stream, message[start : start + step], end=start + step >= len(message))
+            time.sleep(0.05)
+        assert client.until_closed(stream)["grpc-status"] == "0"
 
 
 def test_calls_over_the_limit_are_refused() -> None:

@@ -21,6 +21,7 @@ from server.grpc.port import GrpcServer
 from server.grpc.wire import parse
 from server.http.body import Body
 from server.http.errors import STATUS
+from server.protocol import patience
 from server.protocol.body_memory import BodyMemory
 from server.protocol.json_numbers import decode, encode
 
@@ -83,17 +84,19 @@ def test_grpc_connections_over_the_limit_are_closed(narrow: Running) -> None:
         assert call(b"", timeout=20, wait_for_ready=True) == ServerLiveResponse(live=True).SerializeToString()
 
 
-async def test_a_body_that_does_not_come_is_given_up() -> None:
+async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.1)
     body = Body(20, MIB, lambda: None)
     body.add(b"beginning")
     with BodyMemory(MIB).share() as share, pytest.raises(ClientTooSlow, match=r"9 bytes in 0\.1"):
-        await body.read(MIB, share, patience_s=0.1)
+        await body.read(MIB, share)
 
 
-async def test_a_body_that_goes_on_coming_is_waited_for() -> None:
+async def test_a_body_that_goes_on_coming_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.05)
     body = Body(None, MIB, lambda: None)
     with BodyMemory(MIB).share() as share:
-        reading = asyncio.create_task(body.read(MIB, share, patience_s=0.05))
+        reading = asyncio.create_task(body.read(MIB, share))
         for _ in range(3):
             body.add(bytes(200))  # 200 bytes are good for another 49 ms
             await asyncio.sleep(0.04)
