@@ -18,9 +18,9 @@ from runtime.lower import Lowered
 from runtime.memory import Copy, Memory, Room, Source
 from runtime.scripted import bind_script, compiled
 from runtime.slots import Frame
+from runtime.stretches import stretches
 from runtime.traveller import Traveller, travellers
 from runtime.weights import dtype_of
-from runtime.writing import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,22 @@ class Program:
     def frame(self) -> Frame:
         """Room for every value of a run."""
         return [None] * self.frame_slots
+
+
+def joined(
+    computes: Sequence[ComputeStep], stretches: Sequence[tuple[range, tuple[Call, ...]]]
+) -> tuple[ComputeStep, ...]:
+    """The compute steps with each stretch of them, in order, as one that has these calls; nothing without stretches."""
+    steps: list[ComputeStep] = []
+    done = 0
+    for stretch, calls in stretches:
+        inside = computes[stretch.start : stretch.stop]
+        # The last run may have been another batch's, whose epilogue brings back what this plan never displaces.
+        first_reads = tuple(segment for step in inside for segment in step.first_reads)
+        steps += computes[done : stretch.start]
+        steps.append(replace(inside[0], calls=calls, first_reads=first_reads, length=len(inside)))
+        done = stretch.stop
+    return (*steps, *computes[done:]) if stretches else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,27 +258,9 @@ class _Builder(Generic[Room]):
         batch = self.blueprint.trace.batch
         known = lowered.scripts.get(batch)
         if known is None or known.blueprint is not self.blueprint:
-            known = lowered.scripts[batch] = compiled(self.blueprint)
-        steps: list[ComputeStep] = []
-        done = 0
-        for script in known.scripts:
-            steps += computes[done : script.steps.start]
-            call = bind_script(script, [self._tensor(k) for k in script.known])
-            inside = computes[script.steps.start : script.steps.stop]
-            # The last run may have been another batch's, whose epilogue brings back what this plan never displaces.
-            first_reads = tuple(segment for step in inside for segment in step.first_reads)
-            steps.append(replace(inside[0], calls=(call,), first_reads=first_reads, length=len(inside)))
-            done = script.steps.stop
-        return (*steps, *computes[done:]) if known.scripts else ()
-
-    def _tensor(self, known: Known) -> torch.Tensor:
-        if known.static is not None:
-            static: torch.Tensor = self.statics[known.static]
-            return static
-        if known.table is not None:
-            return self.store.table(known.table)
-        assert known.constant is not None
-        return known.constant
+            known = lowered.scripts[batch] = compiled(lowered.name, self.blueprint, stretches(self.blueprint))
+        calls = [(s.steps, (bind_script(s, self.statics.__getitem__, self.store.table),)) for s in known.scripts]
+        return joined(computes, calls)
 
     def _bound(self, lowered: Lowered) -> Bound:
         """The calls, which may have been made before for the same place."""
