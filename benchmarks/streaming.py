@@ -46,6 +46,8 @@ class Row:
     share: float
     scripted: bool
     resident_s: float
+    profiled_s: float
+    """The resident run's time by the profile, whose ratio with the predicted one no drift of the machine changes."""
     bound_s: float
     predicted_s: float
     streamed_s: float
@@ -87,6 +89,7 @@ class _Way:
     """One way of running a model: its plan for a share of the weights, and the resident plan."""
 
     scripted: bool
+    profile: Profile
     plan: Plan
     streamed: Program
     whole: Program
@@ -116,9 +119,9 @@ def _measure(
             whole_bases = Bases(len(plans) * room + resident.workspace_bytes, len(plans) * room)
             streamed = build(lowered, plan, profile, arena, bases, store, scripted=scripted)
             whole = build(lowered, resident, None, arena, whole_bases, store, scripted=scripted)
-            ways.append(_Way(scripted, plan, streamed, whole))
+            ways.append(_Way(scripted, profile, plan, streamed, whole))
         if options.traces is not None:
-            _write_traces(lowered, store, share, plans[True][0], ways[-1], executor, options.traces, say)
+            _write_traces(lowered, store, share, ways[-1], executor, options.traces, say)
         return _rounds(lowered, store, share, ways, executor, options.rounds, say)
 
 
@@ -130,7 +133,6 @@ def _write_traces(
     lowered: Lowered,
     store: Store,
     share: float,
-    profile: Profile,
     way: _Way,
     executor: Executor,
     folder: Path,
@@ -141,7 +143,7 @@ def _write_traces(
     measured = executor.run(way.streamed, lowered.examples(1), traced=True).timeline
     assert measured is not None
     graph = lowered.graphs[1]
-    timelines = {"predicted": simulate(graph, way.plan, profile), "measured": measured}
+    timelines = {"predicted": simulate(graph, way.plan, way.profile), "measured": measured}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{lowered.name}-{store.kind}-{share:.0%}.json"
     path.write_bytes(chrome_trace(timelines, graph, way.plan))
@@ -207,6 +209,7 @@ class _Runs:
             share=share,
             scripted=self._way.scripted,
             resident_s=statistics.median(self._resident),
+            profiled_s=self._way.profile.compute_s,
             bound_s=found.bound_s,
             predicted_s=found.latency_s,
             streamed_s=statistics.median(self._streamed),
@@ -222,7 +225,8 @@ class _Runs:
 def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     header = (
         "model, store, share of weights", "run", "resident ms", "bound ms", "predicted ms", "streamed ms (min-max)",
-        "predicted / streamed", "streamed / resident", "serial ms", "serial / streamed", "MiB copied", "copy GB/s",
+        "predicted / streamed", "streamed / resident", "as predicted", "serial ms", "serial / streamed",
+        "MiB copied", "copy GB/s",
     )  # fmt: skip
     cells = [
         [
@@ -234,6 +238,7 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
             f"{r.streamed_s * 1e3:.1f} ({r.fastest_s * 1e3:.1f}-{r.slowest_s * 1e3:.1f})",
             f"{r.predicted_s / r.streamed_s:.3f}",
             f"{r.streamed_s / r.resident_s:.3f}",
+            f"{r.predicted_s / r.profiled_s:.3f}",
             f"{r.serial_s * 1e3:.1f}",
             f"{r.serial_s / r.streamed_s:.2f}",
             f"{r.link_bytes / 2**20:.0f}",

@@ -1,5 +1,6 @@
 """Measures a lowered model on this machine: seconds per op, the link's latency and bandwidth, and their contention."""
 
+import math
 import platform
 import statistics
 import time
@@ -21,10 +22,11 @@ from planner.timeline import Span
 from runtime.arena import Arena
 from runtime.executor import Executor
 from runtime.lower import Lowered
-from runtime.program import Bases, ComputeStep, Program, SwapInStep, build
+from runtime.program import Bases, ComputeStep, Program, SwapInStep, build, in_pieces
 from runtime.recording import Note, Recording
 from runtime.repeating import repeating
 from runtime.store import Store
+from runtime.stretches import between
 from runtime.weights import BLOCK_BYTES, Manifest
 
 _MEASURING_S = 0.3
@@ -32,6 +34,8 @@ _MEASURING_S = 0.3
 _FEWEST_RUNS = 7
 _MOST_RUNS = 200
 _ACTIVATION_BYTES = (4 << 20, BLOCK_BYTES)
+_OPS_IN_A_PIECE = 4
+"""About as many as are between two waits of a plan that has to stream."""
 
 
 def device_name(threads: int, store: Store, limit: str = "", *, scripted: bool = False) -> str:
@@ -100,7 +104,8 @@ def measure(
             if not profiles:
                 copies = _copies(lowered.manifest, store, arena, None)
                 slowdowns = _measure_contention(program, lowered.examples(batch), executor, copies, cold, alone_s)
-            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, way_out, *slowdowns)
+                stretch_s = _measure_stretch(lowered, program, store, executor, cold) if program.stretched else 0.0
+            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, way_out, *slowdowns, stretch_s)
     return profiles
 
 
@@ -280,6 +285,25 @@ def _measure_contention(
     beside_s = statistics.median(latencies)
     beside_copy_s = statistics.median(rounds) if rounds else alone_copy_s
     return max(1.0, beside_s / alone_s), max(1.0, beside_copy_s / alone_copy_s)
+
+
+def _measure_stretch(lowered: Lowered, program: Program, store: Store, executor: Executor, cold: _Cold) -> float:
+    """What it costs to end one stretch and begin another: a resident model in many, against the same in few.
+
+    Most of it is that Python's code and TorchScript's have left the processor's caches. The fastest runs are compared,
+    because whatever else the machine does only makes runs slower.
+    """
+    pieces = in_pieces(lowered, program, store, _OPS_IN_A_PIECE)
+    more = sum(1 for _ in between(range(0, len(program.computes), _OPS_IN_A_PIECE), len(program.computes))) - 1
+    if more < 1:
+        return 0.0
+    fastest_s = {False: math.inf, True: math.inf}
+    for _ in _repeat():
+        for cut, one in ((False, program), (True, pieces)):
+            cold()
+            seconds, _ = _followed(one, lowered.examples(one.batch), executor)
+            fastest_s[cut] = min(fastest_s[cut], seconds)
+    return max(0.0, fastest_s[True] - fastest_s[False]) / more
 
 
 def _seconds(copies: Sequence[SwapInStep]) -> float:

@@ -18,7 +18,7 @@ from runtime.lower import Lowered
 from runtime.memory import Copy, Memory, Room, Source
 from runtime.scripted import bind_script, compiled
 from runtime.slots import Frame
-from runtime.stretches import stretches
+from runtime.stretches import between, stretches
 from runtime.traveller import Traveller, travellers
 from runtime.weights import dtype_of
 
@@ -161,6 +161,15 @@ def build(
     builder = _Builder(blueprint, arena, bases, store)
     program = builder.build(lowered)
     return replace(program, stretched=builder.stretched(lowered, program.computes)) if scripted else program
+
+
+def in_pieces(lowered: Lowered, program: Program, store: Source[Any], ops: int) -> Program:
+    """The program that `build` made last of a batch, in stretches of at most so many ops although nothing waits."""
+    blueprint, statics = lowered.blueprints[program.batch], lowered.bound[program.batch].statics
+    count = len(program.computes)
+    scripts = compiled(lowered.name, blueprint, between(range(0, count, ops), count)).scripts
+    calls = [(s.steps, (bind_script(s, statics.__getitem__, store.table),)) for s in scripts]
+    return replace(program, stretched=joined(program.computes, calls))
 
 
 def blueprint_of(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Blueprint:

@@ -20,7 +20,7 @@ from runtime.blueprint import Blueprint, CallDraft
 from runtime.slots import Frame, Slot
 from runtime.writing import Known, NotTensors, UnscriptableError, Writer, not_tensors_of
 
-FEWEST_CALLS = 3
+FEWEST_CALLS = 5
 """Below this, what goes in and out costs more than Python does."""
 
 _OPERATORS_OWN_WORDS = "\nRuntimeError: "
