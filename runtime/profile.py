@@ -169,7 +169,7 @@ def _measure_ops(
     op_seconds = by_op.medians()
     if not program.stretched:
         return by_op.latency_s, op_seconds
-    return as_served.latency_s, _as_served(program.stretched, as_served.medians(), op_seconds)
+    return as_served.latency_s, shared_out(program.stretched, as_served.medians(), op_seconds)
 
 
 class _Times:
@@ -206,10 +206,10 @@ def _followed(
     return max((note.end_s for note in notes), default=start_s) - start_s, notes
 
 
-def _as_served(
+def shared_out(
     stretched: Sequence[ComputeStep], seconds: Sequence[float], op_seconds: Sequence[float]
 ) -> tuple[float, ...]:
-    """Seconds per op, scaled so that those of each step of `stretched` together take as long as the step does."""
+    """Seconds per op: what each step of `stretched` takes, shared out to its ops as they share it when they run alone."""
     scaled: list[float] = []
     for step, step_s in zip(stretched, seconds, strict=True):
         own = op_seconds[len(scaled) : len(scaled) + step.length]
