@@ -209,7 +209,7 @@ def _followed(
 def shared_out(
     stretched: Sequence[ComputeStep], seconds: Sequence[float], op_seconds: Sequence[float]
 ) -> tuple[float, ...]:
-    """Seconds per op: what each step of `stretched` takes, shared out to its ops as they share it when they run alone."""
+    """Seconds per op: those of each step of `stretched`, shared out to its ops by what they take when run alone."""
     scaled: list[float] = []
     for step, step_s in zip(stretched, seconds, strict=True):
         own = op_seconds[len(scaled) : len(scaled) + step.length]
