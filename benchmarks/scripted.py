@@ -26,6 +26,7 @@ from runtime.program import Bases, Program, build
 from runtime.repeating import repeating
 from runtime.scripted import compiled
 from runtime.store import open_store
+from runtime.stretches import stretches as stretches_of
 
 MODELS = ("bert_small", "minilm", "ranker", "mobilenet_v2")
 _WORK_BETWEEN_TURNS = 2000
@@ -75,7 +76,7 @@ def _measure(lowered: Lowered, rounds: int) -> Row:
     store.close()
     blueprint = lowered.blueprints[1]
     start = time.perf_counter()
-    compiled(blueprint)
+    compiled(lowered.name, blueprint, stretches_of(blueprint))
     compile_s = time.perf_counter() - start
     calls = sum(len(step.calls) for step in blueprint.computes)
     stretches = sum(step.length > 1 for step in program.stretched)

@@ -1,8 +1,8 @@
 """Streaming parameters against having them: predicted and measured time, overlap, and the copy lane's bandwidth.
 
 Three models at 25 % and 50 % of their weights, from both stores, each next to its own resident run, to the same plan
-with every copy waited for, and to the bound. Everything of a row runs in turn in one process, so that its ratios hold
-on a machine whose speed drifts.
+with every copy waited for, and to the bound: op by op, and in stretches, each with a profile of its own kind.
+Everything of a model's share runs in turn in one process, so that ratios hold on a machine whose speed drifts.
 """
 
 import argparse
@@ -44,7 +44,10 @@ class Row:
     model: str
     store: str
     share: float
+    scripted: bool
     resident_s: float
+    profiled_s: float
+    """The resident run's time by the profile, whose ratio with the predicted one no drift of the machine changes."""
     bound_s: float
     predicted_s: float
     streamed_s: float
@@ -68,113 +71,174 @@ def main(argv: Sequence[str] | None = None) -> int:
         lowered = lower(
             options.folder / "zoo" / recipe.name / "1" / "model.pt2", recipe.name, [1], options.folder / "lowered"
         )
-        for kind in STORES:
+        for kind in options.stores:
             store = open_store(kind, lowered.weights_path, lowered.manifest)
-            rows += [_measure(lowered, store, share, options, console.print) for share in SHARES]
+            for share in options.shares:
+                rows += _measure(lowered, store, share, options, console.print)
             store.close()
-    path = record(
-        "streaming",
-        "Streamed against resident, predicted against measured",
-        "benchmarks.streaming",
-        _sections(rows, options),
-    )
-    print(path.read_text())
+    sections = _sections(rows, options)
+    if options.record:
+        title = "Streamed against resident, predicted against measured"
+        sections = [record("streaming", title, "benchmarks.streaming", sections).read_text()]
+    print("\n".join(sections))
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way of running a model: its plan for a share of the weights, and the resident plan."""
+
+    scripted: bool
+    profile: Profile
+    plan: Plan
+    streamed: Program
+    whole: Program
 
 
 def _measure(
     lowered: Lowered, store: Store, share: float, options: argparse.Namespace, say: Callable[[str], None]
-) -> Row:
-    """Profile, plan, and run in turns: resident, streamed, serial."""
-    graph = lowered.graphs[1]
-    say(f"{lowered.name}: {store.kind} store, {share:.0%}: profiling")
-    profile = measure(lowered, store, device_name(options.threads, store))[1]
+) -> list[Row]:
+    """Profile and plan each way, and run in turns: resident, streamed, serial."""
+    graph, resident = lowered.graphs[1], resident_plan(lowered.graphs[1])
     weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
     budget = int(weights * share) // 4096 * 4096
-    partition, workspace = split_budget({1: graph}, {1: profile}, budget)
-    plan = search(Problem(graph, profile, partition, workspace))
-    resident = resident_plan(graph)
-    total = partition + workspace
-    with Arena(total + resident.partition_bytes) as arena, Executor() as executor:
-        streamed = build(lowered, plan, profile, arena, Bases(0, partition), store)
-        whole = build(lowered, resident, None, arena, Bases(total, total), store)
+    plans: dict[bool, tuple[Profile, Plan]] = {}
+    for scripted in (False, True):
+        say(f"{lowered.name}: {store.kind} store, {share:.0%}, {_named(scripted)}: profiling")
+        device = device_name(options.threads, store, scripted=scripted)
+        profile = measure(lowered, store, device, scripted=scripted)[1]
+        partition, workspace = split_budget({1: graph}, {1: profile}, budget)
+        plans[scripted] = profile, search(Problem(graph, profile, partition, workspace))
+    room = max(plan.partition_bytes + plan.workspace_bytes for _, plan in plans.values())
+    whole_bytes = resident.partition_bytes + resident.workspace_bytes
+    with Arena(len(plans) * room + whole_bytes) as arena, Executor() as executor:
+        ways = []
+        for scripted, (profile, plan) in plans.items():
+            end = room * (1 + scripted)  # each partition is its own way's: others leave its residents alone
+            bases = Bases(end - plan.partition_bytes, end - room)
+            whole_bases = Bases(len(plans) * room + resident.workspace_bytes, len(plans) * room)
+            streamed = build(lowered, plan, profile, arena, bases, store, scripted=scripted)
+            whole = build(lowered, resident, None, arena, whole_bases, store, scripted=scripted)
+            ways.append(_Way(scripted, profile, plan, streamed, whole))
         if options.traces is not None:
-            executor.load(streamed)
-            measured = executor.run(streamed, lowered.examples(1), traced=True).timeline
-            assert measured is not None
-            timelines = {"predicted": simulate(graph, plan, profile), "measured": measured}
-            options.traces.mkdir(parents=True, exist_ok=True)
-            path = options.traces / f"{lowered.name}-{store.kind}-{share:.0%}.json"
-            path.write_bytes(chrome_trace(timelines, graph, plan))
-            say(f"  {path}: open it at ui.perfetto.dev or chrome://tracing")
-        return _rounds(lowered, store, share, profile, plan, streamed, whole, executor, options.rounds, say)
+            _write_traces(lowered, store, share, ways[-1], executor, options.traces, say)
+        return _rounds(lowered, store, share, ways, executor, options.rounds, say)
+
+
+def _named(scripted: bool) -> str:
+    return "in stretches" if scripted else "op by op"
+
+
+def _write_traces(
+    lowered: Lowered,
+    store: Store,
+    share: float,
+    way: _Way,
+    executor: Executor,
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
+    """The predicted timeline, and a measured one, in which each op runs alone."""
+    executor.load(way.streamed)
+    measured = executor.run(way.streamed, lowered.examples(1), traced=True).timeline
+    assert measured is not None
+    graph = lowered.graphs[1]
+    timelines = {"predicted": simulate(graph, way.plan, way.profile), "measured": measured}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{lowered.name}-{store.kind}-{share:.0%}.json"
+    path.write_bytes(chrome_trace(timelines, graph, way.plan))
+    say(f"  {path}: open it at ui.perfetto.dev or chrome://tracing")
 
 
 def _rounds(
     lowered: Lowered,
     store: Store,
     share: float,
-    profile: Profile,
-    plan: Plan,
-    streamed: Program,
-    whole: Program,
+    ways: Sequence[_Way],
     executor: Executor,
     rounds: int,
     say: Callable[[str], None],
-) -> Row:
-    inputs = lowered.examples(1)
-    times: dict[str, list[float]] = {"resident": [], "streamed": [], "serial": []}
-    copying: list[float] = []
-    executor.load(whole)
-    executor.run(whole, inputs)
-    executor.load(streamed)
-    executor.run(streamed, inputs)
+) -> list[Row]:
+    runs = [_Runs(lowered, way, executor) for way in ways]
+    for run in runs:
+        run.warm_up()
     for _ in range(rounds):
-        # The streamed program's partition is its own: the others leave its residents alone.
-        times["resident"].append(executor.run(whole, inputs).latency_s)
-        executor.settle()
-        before = executor.swap_busy_s
-        times["streamed"].append(executor.run(streamed, inputs).latency_s)
-        executor.settle()
-        copying.append(executor.swap_busy_s - before)
-        times["serial"].append(executor.run(streamed, inputs, serial=True).latency_s)
-        executor.settle()
-    assert plan.provenance is not None
-    median = {name: statistics.median(values) for name, values in times.items()}
-    row = Row(
-        model=lowered.name,
-        store=store.kind,
-        share=share,
-        resident_s=median["resident"],
-        bound_s=plan.provenance.bound_s,
-        predicted_s=plan.provenance.latency_s,
-        streamed_s=median["streamed"],
-        fastest_s=min(times["streamed"]),
-        slowest_s=max(times["streamed"]),
-        serial_s=median["serial"],
-        link_bytes=streamed.link_bytes,
-        copy_bytes_per_s=streamed.link_bytes / statistics.median(copying) if streamed.link_bytes else 0.0,
-        gap=plan.provenance.gap,
-    )
-    shown = ((row.streamed_s, "streamed"), (row.predicted_s, "predicted"), (row.resident_s, "resident"))
-    say("  " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name in shown))
-    return row
+        for run in runs:
+            run.once()
+    rows = [run.row(store.kind, share) for run in runs]
+    for row in rows:
+        shown = ((row.streamed_s, "streamed"), (row.predicted_s, "predicted"), (row.resident_s, "resident"))
+        say(f"  {_named(row.scripted)}: " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name in shown))
+    return rows
+
+
+class _Runs:
+    """The times of one way."""
+
+    def __init__(self, lowered: Lowered, way: _Way, executor: Executor) -> None:
+        self._lowered, self._way, self._executor = lowered, way, executor
+        self._resident: list[float] = []
+        self._streamed: list[float] = []
+        self._serial: list[float] = []
+        self._copying: list[float] = []
+
+    def warm_up(self) -> None:
+        for program in (self._way.whole, self._way.streamed):
+            self._executor.load(program)
+            self._run(program)
+
+    def once(self) -> None:
+        """Run resident, streamed and serial once each."""
+        self._resident.append(self._run(self._way.whole))
+        before = self._executor.swap_busy_s
+        self._streamed.append(self._run(self._way.streamed))
+        self._copying.append(self._executor.swap_busy_s - before)
+        self._serial.append(self._run(self._way.streamed, serial=True))
+
+    def _run(self, program: Program, serial: bool = False) -> float:
+        latency_s = self._executor.run(program, self._lowered.examples(1), serial=serial).latency_s
+        self._executor.settle()
+        return latency_s
+
+    def row(self, kind: StoreKind, share: float) -> Row:
+        found, link_bytes = self._way.plan.provenance, self._way.streamed.link_bytes
+        assert found is not None
+        return Row(
+            model=self._lowered.name,
+            store=kind,
+            share=share,
+            scripted=self._way.scripted,
+            resident_s=statistics.median(self._resident),
+            profiled_s=self._way.profile.compute_s,
+            bound_s=found.bound_s,
+            predicted_s=found.latency_s,
+            streamed_s=statistics.median(self._streamed),
+            fastest_s=min(self._streamed),
+            slowest_s=max(self._streamed),
+            serial_s=statistics.median(self._serial),
+            link_bytes=link_bytes,
+            copy_bytes_per_s=link_bytes / statistics.median(self._copying) if link_bytes else 0.0,
+            gap=found.gap,
+        )
 
 
 def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     header = (
-        "model, store, share of weights", "resident ms", "bound ms", "predicted ms", "streamed ms (min-max)",
-        "predicted / streamed", "streamed / resident", "serial ms", "serial / streamed", "MiB copied", "copy GB/s",
+        "model, store, share of weights", "run", "resident ms", "bound ms", "predicted ms", "streamed ms (min-max)",
+        "predicted / streamed", "streamed / resident", "as predicted", "serial ms", "serial / streamed",
+        "MiB copied", "copy GB/s",
     )  # fmt: skip
     cells = [
         [
             f"{r.model}, {r.store}, {r.share:.0%}",
+            _named(r.scripted),
             f"{r.resident_s * 1e3:.1f}",
             f"{r.bound_s * 1e3:.1f}",
             f"{r.predicted_s * 1e3:.1f}",
             f"{r.streamed_s * 1e3:.1f} ({r.fastest_s * 1e3:.1f}-{r.slowest_s * 1e3:.1f})",
             f"{r.predicted_s / r.streamed_s:.3f}",
             f"{r.streamed_s / r.resident_s:.3f}",
+            f"{r.predicted_s / r.profiled_s:.3f}",
             f"{r.serial_s * 1e3:.1f}",
             f"{r.serial_s / r.streamed_s:.2f}",
             f"{r.link_bytes / 2**20:.0f}",
@@ -184,10 +248,10 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     ]
     return [
         f"Batch 1, {options.threads} compute thread(s), medians of {options.rounds} rounds; a round runs resident,"
-        " streamed and serial once each. *Bound* and *predicted* come from a profile taken just before. *Serial* is"
-        " the streamed plan with every copy waited for before the next step. The share is of all weights, embedding"
-        " tables included; these stay in the host store at every budget. Partition and workspace together are the"
-        " share.\n",
+        " streamed and serial once each, op by op and in stretches. *Bound* and *predicted* come from a profile taken"
+        " just before, in the same way. *Serial* is the streamed plan with every copy waited for before the next step."
+        " The share is of all weights, embedding tables included; these stay in the host store at every budget."
+        " Partition and workspace together are the share.\n",
         markdown_table(header, cells),
     ]
 
@@ -195,6 +259,11 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.streaming", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="zoo models (default: %(default)s)")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=list(SHARES), help="of the weights (default: %(default)s)"
+    )
+    parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES), help="(default: %(default)s)")
+    parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="(default: yes)")
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: %(default)s)")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="write predicted and measured timelines there")

@@ -33,6 +33,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     """Factor (>= 1) by which an op takes longer while a transfer is in flight."""
     swap_slowdown: float = 1.0
     """Factor (>= 1) by which a transfer takes longer while an op runs."""
+    stretch_s: float = 0.0
+    """What it costs to end one stretch of ops and begin another, where devices run ops in stretches between waits."""
     format_version: int = FORMAT_VERSION
 
     @cached_property

@@ -119,6 +119,7 @@ def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[Lanes, list[tu
     residents = {p.tensor for p in plan.residents}
     if back := {tensor: position for tensor, position in restored.items() if tensor in residents}:
         lanes.carried[: len(reads)] = [max((back[i] for i in read if i in back), default=NOTHING) for read in reads]
+    charge_stretches(lanes, profile.stretch_s)
     return lanes, issued
 
 
@@ -139,6 +140,31 @@ def empty_lanes(length: Ints) -> Lanes:
     """Arrays for lanes without any waits."""
     longest = length.max()
     return Lanes(length, np.zeros((3, longest)), np.full((3, longest, 3), NOTHING), np.full(longest, NOTHING))
+
+
+@compiled
+def charge_stretches(lanes: Lanes, stretch_s: float) -> None:
+    """Add to each op that begins a stretch, but for the first, what that costs. In place.
+
+    An op begins one if it is the first to wait for a copy, or if a copy waits for the op before it.
+    """
+    if stretch_s == 0.0:
+        return
+    computes = lanes.length[COMPUTE]
+    begins = np.zeros(computes + 1, np.bool_)
+    for lane in (SWAP_IN, SWAP_OUT):
+        for i in range(lanes.length[lane]):
+            begins[lanes.wait[lane, i, COMPUTE] + 1] = True  # of those that wait for nothing, the first
+    swap_in = swap_out = carried = NOTHING
+    for i in range(computes):
+        wait = lanes.wait[COMPUTE, i]
+        if wait[SWAP_IN] > swap_in or wait[SWAP_OUT] > swap_out or lanes.carried[i] > carried:
+            begins[i] = True
+        swap_in, swap_out = max(swap_in, wait[SWAP_IN]), max(swap_out, wait[SWAP_OUT])
+        carried = max(carried, lanes.carried[i])
+    for i in range(1, computes):
+        if begins[i]:
+            lanes.work_s[COMPUTE, i] += stretch_s
 
 
 def run_once(lanes: Lanes, profile: Profile) -> tuple[Floats, Floats]:

@@ -23,14 +23,14 @@ from runtime.weights import Manifest
 class CpuBackend:
     """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash.
 
-    With `scripted`, stretches of a program's calls run outside of Python's interpreter; profiles are measured op by op.
+    With `scripted`, stretches of a program's calls run outside of Python's interpreter, and profiles are of such runs.
     """
 
     name = "cpu"
 
     def __init__(self, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool = False) -> None:
         self._bandwidth = link_bandwidth_bytes_per_s
-        self._scripted = scripted
+        self.scripted = scripted
         self._links = Links()
         self._executors: list[Executor] = []
 
@@ -56,8 +56,8 @@ class CpuBackend:
         self, lowered: Lowered, store: Source[Bytes], cache: Path | None, on_progress: OnProgress
     ) -> tuple[Lowered, dict[int, Profile]]:
         limit = "" if self._bandwidth is None else f" at {self._bandwidth:.0f} B/s"
-        device = device_name(torch.get_num_threads(), store, limit)
-        return lowered, profile(lowered, store, device, cache, on_progress)
+        device = device_name(torch.get_num_threads(), store, limit, scripted=self.scripted)
+        return lowered, profile(lowered, store, device, cache, on_progress, scripted=self.scripted)
 
     def build(
         self,
@@ -68,7 +68,7 @@ class CpuBackend:
         bases: Bases,
         store: Source[Bytes],
     ) -> Program:
-        return build(lowered, plan, profile, arena, bases, store, scripted=self._scripted)
+        return build(lowered, plan, profile, arena, bases, store, scripted=self.scripted)
 
     def movable(
         self,
@@ -79,7 +79,7 @@ class CpuBackend:
         bases: Bases,
         store: Source[Bytes],
     ) -> Movable:
-        return Movable(lowered, plan, profile, arena, store)
+        return Movable(lowered, plan, profile, arena, store, scripted=self.scripted)
 
     def close(self) -> None:
         for executor in self._executors:

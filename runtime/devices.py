@@ -1,18 +1,28 @@
 """Opens a device by its name: `cpu`, `cuda`, or `cuda:1`."""
 
+import torch
+
 from runtime.backend import Backend
 from runtime.cpu import CpuBackend
 from runtime.errors import DeviceError
+from runtime.scripted import unavailable
 
 
-def open_device(name: str, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool = False) -> Backend:
+def open_device(
+    name: str, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool | None = None
+) -> Backend:
     """Take a device into use. Raises DeviceError where there is none of that name.
 
-    Only a CPU's link can be slowed down, and only a CPU's calls be `scripted`.
+    Only a CPU's link can be slowed down, and only a CPU's calls be `scripted`: by default they are, where torch can.
     """
     kind, _, index = name.partition(":")
     if name == "cpu":
-        return CpuBackend(link_bandwidth_bytes_per_s, scripted=scripted)
+        reason = unavailable() if scripted is not False else None
+        if scripted and reason is not None:
+            raise DeviceError(
+                f"torch {torch.__version__} cannot run stretches of ops ({reason}); leave out --scripted"
+            )
+        return CpuBackend(link_bandwidth_bytes_per_s, scripted=scripted is not False and reason is None)
     if kind != "cuda" or (index and not index.isdecimal()):
         raise DeviceError(f"there is no device '{name}': devices are cpu, cuda, and cuda:N")
     if link_bandwidth_bytes_per_s is not None:

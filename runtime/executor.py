@@ -152,9 +152,10 @@ class Executor:
     ) -> Result:
         """Run one inference. Inputs in the program's order, of its exact shapes; they may be changed.
 
-        `observe` is called before each compute step with its index in the plan and the frame. `serial` waits for
-        every copy before the next step is issued: the same plan without overlap. Raises DeviceError if a kernel or
-        a copy fails; the residents are restored all the same. `follow` is called in any case.
+        `traced` gives the times of each op, `follow` gets what is noted of a run as any other is; it is called in any
+        case. `observe` is called before each op with its index in the plan and the frame. `serial` waits for every
+        copy before the next step is issued: the same plan without overlap. Raises DeviceError if a kernel or a copy
+        fails; the residents are restored all the same.
         """
         if program.name in self._stale:
             self.load(program, follow=follow)
@@ -170,7 +171,9 @@ class Executor:
         self._submit(program, run, recording)
         try:
             with torch.inference_mode():
-                stall_s = self._compute(program, run, frame, restored, observe, serial)
+                by_op = traced or observe is not None or not program.stretched
+                steps = program.computes if by_op else program.stretched
+                stall_s = self._compute(program, steps, run, frame, restored, observe, serial)
                 if not program.computes:
                     self.settle()  # nothing waited for the parameters that are its outputs
                 self._refuse_failed(program, run, restored)
@@ -260,6 +263,7 @@ class Executor:
     def _compute(
         self,
         program: Program,
+        steps: Sequence[ComputeStep],
         run: Run,
         frame: Frame,
         restored: _Restored | None,
@@ -270,8 +274,7 @@ class Executor:
         clock = time.perf_counter
         stall_s = 0.0
         finished = run.compute_base
-        follows_each_op = serial or observe is not None or run.note is not None
-        for step in program.computes if follows_each_op else program.stretched or program.computes:
+        for step in steps:
             ticket = run.ticket(step.swap_ins_before)
             if restored is not None and restored.tickets:
                 ticket = max(ticket, *(restored.tickets.get(s, 0) for s in step.first_reads), 0)

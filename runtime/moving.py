@@ -4,8 +4,9 @@ Its calls take parameters (and views of them) from the frame. Right before the s
 where it has moved since, the frame is told where it is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from planner.plan import Compute, Plan, SwapIn, SwapOut
@@ -15,9 +16,11 @@ from runtime.blueprint import Blueprint, CallDraft, View, Weight
 from runtime.errors import UnsupportedPlan
 from runtime.lower import Lowered
 from runtime.memory import Memory, Source
-from runtime.program import ComputeStep, Program, SwapInStep, blueprint_of
+from runtime.program import ComputeStep, Program, SwapInStep, blueprint_of, joined
 from runtime.region import Uses, Visit
+from runtime.scripted import Script, bind_script, compiled
 from runtime.slots import Frame
+from runtime.stretches import between, stretches
 from runtime.weights import Manifest, dtype_of
 
 
@@ -28,9 +31,20 @@ class Movable:
     """Whether programs get something of the device when they are first loaded, which should be before requests come."""
 
     def __init__(
-        self, lowered: Lowered, plan: Plan, profile: Profile | None, arena: Memory[Any], store: Source[Any]
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: Memory[Any],
+        store: Source[Any],
+        *,
+        scripted: bool = False,
     ) -> None:
-        """Check a plan that keeps every parameter, and bind it. Raises what `runtime.program.build` raises."""
+        """Check a plan that keeps every parameter, and bind it. Raises what `runtime.program.build` raises.
+
+        With `scripted`, stretches of its calls are compiled: those of a visit for which nothing comes while it runs,
+        and those of all others, which end wherever a parameter may be waited for.
+        """
         _require_movable(lowered.name, plan)
         blueprint = blueprint_of(lowered, plan, profile, arena.device)
         trace = blueprint.trace
@@ -68,6 +82,12 @@ class Movable:
         steps = tuple(tuple(dict.fromkeys(t for t in op if kinds[t] == "parameter")) for op in ops)
         used = sorted({t for step in steps for t in step})
         self.uses = Uses(lowered.name, {t: lowered.manifest.segments[t].nbytes for t in used}, steps)
+        self._whole: tuple[Script, ...] = ()
+        self._by_layer: tuple[Script, ...] = ()
+        if scripted:
+            reading = [n for n, step in enumerate(steps) if step or self._statics[n]]
+            self._whole = compiled(lowered.name, blueprint, stretches(blueprint)).scripts
+            self._by_layer = compiled(lowered.name, blueprint, between(reading, len(blueprint.computes))).scripts
 
     def placed(self, visit: Visit, *, blocking: bool, lasting: bool) -> Program:
         """The program for a visit. With `blocking`, loading it brings everything and a run nothing.
@@ -84,23 +104,34 @@ class Movable:
             coming.setdefault(fetch.needed_by, []).append((fetch.segment, fetch.offset))
         computes: list[ComputeStep] = []
         put: dict[int, Any] = {}
+        puts: list[dict[int, Any]] = []
+        # Where nothing has to come while it runs, no op waits.
+        scripts = self._whole if blocking or not visit.fetches else self._by_layer
+        beginning = {script.steps.start: script for script in scripts}
+        calls: dict[int, Call] = {}
+        at_its_place = partial(self._values.at, addresses=addresses)
         fetched = 0
         for index, statics in enumerate(self._statics):
             addresses.update(coming.get(index, ()))
             fetched += len(coming.get(index, ()))
+            if index in beginning:
+                calls[index] = bind_script(beginning[index], at_its_place, self._store.table)
             new = {}
             for slot, static in statics.items():
                 value = self._values.at(static, addresses)
                 if put.get(slot) is not value:
                     new[slot] = put[slot] = value
+            puts.append(new)
             if index < len(self.home.computes):
                 step = self.home.computes[index]
-                calls = (_putting(new), *step.calls) if new else step.calls
-                computes.append(ComputeStep(2 * index + 1, calls, 0 if blocking else fetched, ()))
+                own = (_putting(new), *step.calls) if new else step.calls
+                computes.append(ComputeStep(2 * index + 1, own, 0 if blocking else fetched, ()))
+        joins = [(s.steps, (_putting(_all(puts, s.steps)), calls[s.steps.start])) for s in scripts]
         final_calls = self.home.final_calls if computes else (_putting(put), *self.home.final_calls)
         swap_ins = () if blocking else self._fetches(visit)
         return {
             "computes": tuple(computes),
+            "stretched": joined(computes, joins),
             "final_calls": final_calls,
             "swap_ins": swap_ins,
             "epilogue": len(swap_ins),
@@ -175,6 +206,11 @@ def _require_movable(name: str, plan: Plan) -> None:
 
 def _statics(calls: tuple[CallDraft, ...]) -> dict[int, int]:
     return {slot: index for call in calls for slot, index in call.statics}
+
+
+def _all(puts: Sequence[Mapping[int, Any]], steps: range) -> dict[int, Any]:
+    """What the steps of a stretch are told, which those behind it may need."""
+    return {slot: value for n in steps for slot, value in puts[n].items()}
 
 
 def _putting(values: Mapping[int, Any]) -> Callable[[Frame], None]:

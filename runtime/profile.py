@@ -1,5 +1,6 @@
 """Measures a lowered model on this machine: seconds per op, the link's latency and bandwidth, and their contention."""
 
+import math
 import platform
 import statistics
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -16,12 +18,15 @@ from planner.errors import FormatError
 from planner.graph import Graph, fingerprint
 from planner.plan import Address, Compute, Placement, Plan
 from planner.profile import Link, Profile
+from planner.timeline import Span
 from runtime.arena import Arena
 from runtime.executor import Executor
 from runtime.lower import Lowered
-from runtime.program import Bases, Program, SwapInStep, build
+from runtime.program import Bases, ComputeStep, Program, SwapInStep, build, in_pieces
+from runtime.recording import Note, Recording
 from runtime.repeating import repeating
 from runtime.store import Store
+from runtime.stretches import between
 from runtime.weights import BLOCK_BYTES, Manifest
 
 _MEASURING_S = 0.3
@@ -29,11 +34,14 @@ _MEASURING_S = 0.3
 _FEWEST_RUNS = 7
 _MOST_RUNS = 200
 _ACTIVATION_BYTES = (4 << 20, BLOCK_BYTES)
+_OPS_IN_A_PIECE = 4
+"""About as many as are between two waits of a plan that has to stream."""
 
 
-def device_name(threads: int, store: Store, limit: str = "") -> str:
-    """What a profile is valid for: processor, threads, torch and store."""
-    return f"{_processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}"
+def device_name(threads: int, store: Store, limit: str = "", *, scripted: bool = False) -> str:
+    """What a profile is valid for: processor, threads, torch, store, and whether ops run in stretches."""
+    way = ", scripted" if scripted else ""
+    return f"{_processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}{way}"
 
 
 def profile(
@@ -42,6 +50,8 @@ def profile(
     device: str,
     cache: Path | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
+    *,
+    scripted: bool = False,
 ) -> dict[int, Profile]:
     """Profiles by batch size, from the cache where these graphs were measured on this device before."""
     paths = {
@@ -52,7 +62,7 @@ def profile(
     known = {batch: p for batch, path in paths.items() if (p := _cached(path, lowered.graphs[batch])) is not None}
     if len(known) == len(lowered.graphs):
         return known
-    measured = measure(lowered, store, device, on_progress)
+    measured = measure(lowered, store, device, on_progress, scripted=scripted)
     for batch, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(profile_format.encode(measured[batch]))
@@ -68,18 +78,24 @@ def _cached(path: Path, graph: Graph) -> Profile | None:
 
 
 def measure(
-    lowered: Lowered, store: Store, device: str, on_progress: Callable[[str], None] = lambda text: None
+    lowered: Lowered,
+    store: Store,
+    device: str,
+    on_progress: Callable[[str], None] = lambda text: None,
+    *,
+    scripted: bool = False,
 ) -> dict[int, Profile]:
     """Run a model with every parameter resident, at every batch size, alone and beside a busy link.
 
-    What the link does, and what it and the ops do to each other, is measured at the smallest batch.
+    With `scripted`, as served in stretches: each op has its share of its stretch's time. What the link does, and what
+    it and the ops do to each other, is measured at the smallest batch.
     """
     profiles: dict[int, Profile] = {}
     cold = _Cold.beside(lowered.manifest)
     with Arena(2 * lowered.manifest.segment_bytes) as arena, Executor() as executor:
         for batch, graph in sorted(lowered.graphs.items()):
             on_progress(f"{lowered.name}: measuring batch {batch}")
-            program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store)
+            program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store, scripted=scripted)
             if not profiles:
                 executor.load(program)
                 link = _measure_link(lowered.manifest, store, arena, executor, cold)
@@ -88,7 +104,8 @@ def measure(
             if not profiles:
                 copies = _copies(lowered.manifest, store, arena, None)
                 slowdowns = _measure_contention(program, lowered.examples(batch), executor, copies, cold, alone_s)
-            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, way_out, *slowdowns)
+                stretch_s = _measure_stretch(lowered, program, store, executor, cold) if program.stretched else 0.0
+            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, way_out, *slowdowns, stretch_s)
     return profiles
 
 
@@ -138,21 +155,67 @@ class _Cold:
 def _measure_ops(
     lowered: Lowered, program: Program, executor: Executor, cold: _Cold
 ) -> tuple[float, tuple[float, ...]]:
-    """Median latency, and medians per op with what lies between ops spread over them."""
+    """Median latency as served, and seconds per op, with what lies between ops spread over them."""
     executor.run(program, lowered.examples(program.batch))
-    columns: list[list[float]] = [[] for _ in program.computes]
-    latencies: list[float] = []
+    by_op, as_served = _Times(program.computes), _Times(program.stretched)
     for _ in _repeat():
         cold()
         timeline = executor.run(program, lowered.examples(program.batch), traced=True).timeline
         assert timeline is not None
-        latencies.append(timeline.latency_s)
-        for column, span in zip(columns, timeline.spans, strict=True):
+        by_op.add(timeline.latency_s, timeline.spans)
+        if program.stretched:
+            cold()
+            as_served.add(*_followed(program, lowered.examples(program.batch), executor))
+    op_seconds = by_op.medians()
+    if not program.stretched:
+        return by_op.latency_s, op_seconds
+    return as_served.latency_s, shared_out(program.stretched, as_served.medians(), op_seconds)
+
+
+class _Times:
+    """Durations of a program's steps, run by run."""
+
+    def __init__(self, steps: Sequence[ComputeStep]) -> None:
+        self._columns: list[list[float]] = [[] for _ in steps]
+        self._latencies: list[float] = []
+
+    def add(self, latency_s: float, spans: Sequence[Span | Note]) -> None:
+        self._latencies.append(latency_s)
+        for column, span in zip(self._columns, spans, strict=True):
             column.append(span.end_s - span.start_s)
-    medians = [statistics.median(column) for column in columns]
-    latency_s = statistics.median(latencies)
-    between_s = max(0.0, latency_s - sum(medians)) / max(1, len(medians))
-    return latency_s, tuple(m + between_s for m in medians)
+
+    @property
+    def latency_s(self) -> float:
+        return statistics.median(self._latencies)
+
+    def medians(self) -> tuple[float, ...]:
+        """By step, with what lies between steps spread over them."""
+        medians = [statistics.median(column) for column in self._columns]
+        between_s = max(0.0, self.latency_s - sum(medians)) / max(1, len(medians))
+        return tuple(m + between_s for m in medians)
+
+
+def _followed(
+    program: Program, examples: Sequence[torch.Tensor], executor: Executor
+) -> tuple[float, Sequence[Note]]:
+    """Run one inference as served; the seconds until its last step ended, and when its steps ran."""
+    told: SimpleQueue[Recording] = SimpleQueue()
+    start_s = time.perf_counter()
+    executor.run(program, examples, follow=told.put)
+    notes = told.get().notes
+    return max((note.end_s for note in notes), default=start_s) - start_s, notes
+
+
+def shared_out(
+    stretched: Sequence[ComputeStep], seconds: Sequence[float], op_seconds: Sequence[float]
+) -> tuple[float, ...]:
+    """Seconds per op: those of each step of `stretched`, shared out to its ops by what they take when run alone."""
+    scaled: list[float] = []
+    for step, step_s in zip(stretched, seconds, strict=True):
+        own = op_seconds[len(scaled) : len(scaled) + step.length]
+        factor = step_s / sum(own)
+        scaled += [op_s * factor for op_s in own]
+    return tuple(scaled)
 
 
 def _measure_link(manifest: Manifest, store: Store, arena: Arena, executor: Executor, cold: _Cold) -> Link:
@@ -218,10 +281,29 @@ def _measure_contention(
         latencies = []
         for _ in _repeat():
             cold()
-            latencies.append(executor.run(program, examples).latency_s)
+            latencies.append(_followed(program, examples, executor)[0])
     beside_s = statistics.median(latencies)
     beside_copy_s = statistics.median(rounds) if rounds else alone_copy_s
     return max(1.0, beside_s / alone_s), max(1.0, beside_copy_s / alone_copy_s)
+
+
+def _measure_stretch(lowered: Lowered, program: Program, store: Store, executor: Executor, cold: _Cold) -> float:
+    """What it costs to end one stretch and begin another: a resident model in many, against the same in few.
+
+    Most of it is that Python's code and TorchScript's have left the processor's caches. The fastest runs are compared,
+    because whatever else the machine does only makes runs slower.
+    """
+    pieces = in_pieces(lowered, program, store, _OPS_IN_A_PIECE)
+    more = sum(1 for _ in between(range(0, len(program.computes), _OPS_IN_A_PIECE), len(program.computes))) - 1
+    if more < 1:
+        return 0.0
+    fastest_s = {False: math.inf, True: math.inf}
+    for _ in _repeat():
+        for cut, one in ((False, program), (True, pieces)):
+            cold()
+            seconds, _ = _followed(one, lowered.examples(one.batch), executor)
+            fastest_s[cut] = min(fastest_s[cut], seconds)
+    return max(0.0, fastest_s[True] - fastest_s[False]) / more
 
 
 def _seconds(copies: Sequence[SwapInStep]) -> float:

@@ -18,9 +18,9 @@ from runtime.lower import Lowered
 from runtime.memory import Copy, Memory, Room, Source
 from runtime.scripted import bind_script, compiled
 from runtime.slots import Frame
+from runtime.stretches import between, stretches
 from runtime.traveller import Traveller, travellers
 from runtime.weights import dtype_of
-from runtime.writing import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,22 @@ class Program:
         return [None] * self.frame_slots
 
 
+def joined(
+    computes: Sequence[ComputeStep], stretches: Sequence[tuple[range, tuple[Call, ...]]]
+) -> tuple[ComputeStep, ...]:
+    """The compute steps with each stretch of them, in order, as one that has these calls; nothing without stretches."""
+    steps: list[ComputeStep] = []
+    done = 0
+    for stretch, calls in stretches:
+        inside = computes[stretch.start : stretch.stop]
+        # The last run may have been another batch's, whose epilogue brings back what this plan never displaces.
+        first_reads = tuple(segment for step in inside for segment in step.first_reads)
+        steps += computes[done : stretch.start]
+        steps.append(replace(inside[0], calls=calls, first_reads=first_reads, length=len(inside)))
+        done = stretch.stop
+    return (*steps, *computes[done:]) if stretches else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Bases:
     """Where a model's regions start in the arena."""
@@ -150,6 +166,15 @@ def build(
     builder = _Builder(blueprint, arena, bases, store)
     program = builder.build(lowered)
     return replace(program, stretched=builder.stretched(lowered, program.computes)) if scripted else program
+
+
+def in_pieces(lowered: Lowered, program: Program, store: Source[Any], ops: int) -> Program:
+    """The program that `build` made last of a batch, in stretches of at most so many ops although nothing waits."""
+    blueprint, statics = lowered.blueprints[program.batch], lowered.bound[program.batch].statics
+    count = len(program.computes)
+    scripts = compiled(lowered.name, blueprint, between(range(0, count, ops), count)).scripts
+    calls = [(s.steps, (bind_script(s, statics.__getitem__, store.table),)) for s in scripts]
+    return replace(program, stretched=joined(program.computes, calls))
 
 
 def blueprint_of(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Blueprint:
@@ -247,27 +272,9 @@ class _Builder(Generic[Room]):
         batch = self.blueprint.trace.batch
         known = lowered.scripts.get(batch)
         if known is None or known.blueprint is not self.blueprint:
-            known = lowered.scripts[batch] = compiled(self.blueprint)
-        steps: list[ComputeStep] = []
-        done = 0
-        for script in known.scripts:
-            steps += computes[done : script.steps.start]
-            call = bind_script(script, [self._tensor(k) for k in script.known])
-            inside = computes[script.steps.start : script.steps.stop]
-            # The last run may have been another batch's, whose epilogue brings back what this plan never displaces.
-            first_reads = tuple(segment for step in inside for segment in step.first_reads)
-            steps.append(replace(inside[0], calls=(call,), first_reads=first_reads, length=len(inside)))
-            done = script.steps.stop
-        return (*steps, *computes[done:]) if known.scripts else ()
-
-    def _tensor(self, known: Known) -> torch.Tensor:
-        if known.static is not None:
-            static: torch.Tensor = self.statics[known.static]
-            return static
-        if known.table is not None:
-            return self.store.table(known.table)
-        assert known.constant is not None
-        return known.constant
+            known = lowered.scripts[batch] = compiled(lowered.name, self.blueprint, stretches(self.blueprint))
+        calls = [(s.steps, (bind_script(s, self.statics.__getitem__, self.store.table),)) for s in known.scripts]
+        return joined(computes, calls)
 
     def _bound(self, lowered: Lowered) -> Bound:
         """The calls, which may have been made before for the same place."""

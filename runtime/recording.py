@@ -21,7 +21,7 @@ class LaneSpan:
     model: str
     lane: Lane
     name: str
-    """Of the op, or of the tensor whose bytes were copied."""
+    """Of the op, of the first and last op of a stretch, or of the tensor whose bytes were copied."""
     start_s: float
     end_s: float
     nbytes: int = 0
@@ -30,6 +30,8 @@ class LaneSpan:
     """The op did not run yet, it waited for parameters."""
     ahead: bool = False
     """A copy that began before its own inference did."""
+    ops: int = 1
+    """How many ops ran as one, in a stretch."""
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -81,7 +83,7 @@ class Recording:
         yield from self._spans()
 
     def _spans(self, ahead: bool = False) -> Iterator[LaneSpan]:
-        ops = op_names(self.program)
+        ops, first_of = op_names(self.program), {c.step: n for n, c in enumerate(self.program.computes)}
         for note in self.notes:
             program, step, times = note.program, note.step, (note.start_s, note.end_s)
             match step:
@@ -90,7 +92,10 @@ class Recording:
                     next_ones = ahead or program is not self.program
                     yield LaneSpan(program.name, lane_of(step), name, *times, nbytes=step.nbytes, ahead=next_ones)
                 case ComputeStep():
-                    yield LaneSpan(program.name, "compute", ops[step.step], *times, stalled=note.stalled)
+                    n = first_of[step.step]
+                    own = ops[n : n + (1 if note.stalled else step.length)]
+                    name = own[0] if len(own) == 1 else f"{own[0]} … {own[-1]}"
+                    yield LaneSpan(program.name, "compute", name, *times, stalled=note.stalled, ops=len(own))
                 case None:
                     yield LaneSpan(program.name, "compute", "inference", *times)
 
@@ -110,10 +115,9 @@ def lane_of(step: Step) -> Lane:
             return "swap_out"
 
 
-def op_names(program: Program) -> dict[int, str]:
-    """The ops' names by the step that computes them; a program that moves numbers its steps in its own way."""
-    ops = (program.graph.ops[step.op].name for step in program.plan.steps if isinstance(step, Compute))
-    return {compute.step: name for compute, name in zip(program.computes, ops, strict=True)}
+def op_names(program: Program) -> list[str]:
+    """The ops' names, one for each of `computes`; a program that moves numbers its steps in its own way."""
+    return [program.graph.ops[step.op].name for step in program.plan.steps if isinstance(step, Compute)]
 
 
 def whole_inference(program: Program, start_s: float, end_s: float) -> Recording:

@@ -7,23 +7,27 @@ not there yet), and a value that dies in a stretch is held by TorchScript alone,
 reader.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-from runtime.binding import Call
-from runtime.blueprint import Blueprint
-from runtime.slots import Frame
-from runtime.stretches import stretches
-from runtime.writing import Known, UnscriptableError, Writer, not_tensors_of
+from runtime.binding import Call, Form
+from runtime.blueprint import Blueprint, CallDraft
+from runtime.slots import Frame, Slot
+from runtime.writing import Known, NotTensors, UnscriptableError, Writer, not_tensors_of
 
-FEWEST_CALLS = 3
+FEWEST_CALLS = 5
 """Below this, what goes in and out costs more than Python does."""
 
 _OPERATORS_OWN_WORDS = "\nRuntimeError: "
+_REFUSAL = "elements in a list but found 0"
+"""In TorchScript's words for an empty list of values, which is refused before any op runs."""
+
+_log = logging.getLogger("cohabit.runtime")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +54,43 @@ class Scripts:
     scripts: tuple[Script, ...]
 
 
-def compiled(blueprint: Blueprint) -> Scripts:
-    """Compile every stretch that is worth it, as far as its calls can be written for TorchScript. Any thread."""
-    found = (_written(blueprint, steps) for steps in _writable(blueprint))
-    return Scripts(blueprint, tuple(script for script in found if script is not None))
+@cache
+def unavailable() -> str | None:
+    """Why this torch runs no stretches, or None if it does: what they stand on is private, and may differ elsewhere."""
+    try:
+        writer = Writer(NotTensors(frozenset(), frozenset()))
+        writer.write(
+            CallDraft(Form(torch.ops.aten.neg.default, (Slot(0),), {}, 1, ((0, 0),), (), False, None), (), ())
+        )
+        function, values = _compiled(writer, [1]), _tensor_list()
+        values.append(torch.ones(1))
+        (result,) = _run(function, values, _tensor_list())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if torch.equal(result, -torch.ones(1)) else f"the opposite of 1 is {result.item()}"
 
 
-def bind_script(script: Script, known: Sequence[torch.Tensor]) -> Call:
-    """A call of a stretch whose known tensors have their places."""
+def compiled(name: str, blueprint: Blueprint, stretches: Iterable[range]) -> Scripts:
+    """Compile every stretch that is worth it, as far as its calls can be written for TorchScript. Any thread.
+
+    Where that fails the model has none, which the log says.
+    """
+    try:
+        scripts = tuple(script for steps in stretches for script in _scripts(blueprint, steps))
+    except Exception as error:
+        fields = {"model": name, "batch": blueprint.trace.batch, "error": f"{type(error).__name__}: {error}"}
+        _log.warning("a model runs op by op, because its stretches cannot be compiled", extra={"fields": fields})
+        scripts = ()
+    return Scripts(blueprint, scripts)
+
+
+def bind_script(
+    script: Script, static: Callable[[int], torch.Tensor], table: Callable[[str], torch.Tensor]
+) -> Call:
+    """A call of a stretch, with the blueprint's statics where they are now, and the store's tables."""
     function, entering, dying, leaving = script.function, script.entering, script.dying, script.leaving
     values, constants = _tensor_list(), _tensor_list()
-    constants.extend(list(known))
+    constants.extend([_known(known, static, table) for known in script.known])
 
     def call(frame: Frame) -> None:
         values.extend([frame[slot] for slot in entering])
@@ -70,6 +100,17 @@ def bind_script(script: Script, known: Sequence[torch.Tensor]) -> Call:
             frame[slot] = result
 
     return call
+
+
+def _known(
+    known: Known, static: Callable[[int], torch.Tensor], table: Callable[[str], torch.Tensor]
+) -> torch.Tensor:
+    if known.static is not None:
+        return static(known.static)
+    if known.table is not None:
+        return table(known.table)
+    assert known.constant is not None
+    return known.constant
 
 
 def _run(function: Callable[[Any, Any], tuple[Any, ...]], values: Any, constants: Any) -> tuple[Any, ...]:
@@ -92,23 +133,27 @@ def _tensor_list() -> Any:
     return values
 
 
-def _writable(blueprint: Blueprint) -> list[range]:
-    """The stretches without the steps of which one call is left to Python."""
-    not_tensors, found = not_tensors_of(blueprint), []
-    for stretch in stretches(blueprint):
-        first, writer = stretch.start, Writer(not_tensors)
-        for n in stretch:
-            if _is_written(writer, blueprint, n):
-                continue
-            found.append(range(first, n))
-            first, writer = n, Writer(not_tensors)
-            if not _is_written(writer, blueprint, n):
-                first, writer = n + 1, Writer(not_tensors)
-        found.append(range(first, stretch.stop))
-    return found
+def _scripts(blueprint: Blueprint, steps: range) -> Iterator[Script]:
+    """A stretch, or what is left of it without the steps of which one call is left to Python."""
+    not_tensors, first = not_tensors_of(blueprint), steps.start
+    while first < steps.stop:
+        writer, behind = Writer(not_tensors), first
+        while behind < steps.stop and _is_written(writer, blueprint, behind):
+            behind += 1
+        if behind == first:
+            first += 1
+            continue
+        if behind < steps.stop:  # the step that cannot be written has left parts of it in the graph
+            writer = Writer(not_tensors)
+            for n in range(first, behind):
+                _is_written(writer, blueprint, n)
+        script = _script(writer, blueprint, range(first, behind))
+        if script is not None:
+            yield script
+        first = behind
 
 
-def _is_written(writer: "Writer", blueprint: Blueprint, step: int) -> bool:
+def _is_written(writer: Writer, blueprint: Blueprint, step: int) -> bool:
     try:
         for call in blueprint.computes[step].calls:
             writer.write(call)
@@ -117,26 +162,29 @@ def _is_written(writer: "Writer", blueprint: Blueprint, step: int) -> bool:
     return True
 
 
-def _written(blueprint: Blueprint, steps: range) -> Script | None:
-    """Compile these steps, if that is worth it."""
+def _script(writer: Writer, blueprint: Blueprint, steps: range) -> Script | None:
+    """Compile what was written of these steps, if that is worth it."""
     calls = [call for n in steps for call in blueprint.computes[n].calls]
-    if len(calls) < FEWEST_CALLS:
-        return None
-    writer = Writer(not_tensors_of(blueprint))
-    for call in calls:
-        writer.write(call)
-    if not writer.entering:  # nothing by which it could be compiled without being run
+    if len(calls) < FEWEST_CALLS or not writer.entering:  # nothing by which it could be compiled without being run
         return None
     freed = {slot for call in calls for slot in call.frees}
     leaving = tuple(call.form.out for call in calls if call.form.out not in freed)
-    function = writer.function(leaving)
-    with suppress(RuntimeError):  # it is compiled, and refuses the empty list before any op
-        _run(function, _tensor_list(), _tensor_list())
     return Script(
         steps=steps,
-        function=function,
+        function=_compiled(writer, leaving),
         known=tuple(writer.known),
         entering=tuple(writer.entering),
         dying=tuple(slot for slot in writer.entering if slot in freed),
         leaving=leaving,
     )
+
+
+def _compiled(writer: Writer, leaving: Sequence[int]) -> Callable[[Any, Any], tuple[Any, ...]]:
+    """The function of what was written, which its first call compiles. Raises RuntimeError if that fails."""
+    function = writer.function(leaving)
+    try:
+        _run(function, _tensor_list(), _tensor_list())
+    except RuntimeError as error:
+        if _REFUSAL not in str(error):
+            raise
+    return function

@@ -1,6 +1,7 @@
 """Stretches: runs of compute steps of which only the first may wait, and none of which is waited for but the last."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from runtime.blueprint import Blueprint
 
@@ -24,3 +25,8 @@ def stretches(blueprint: Blueprint) -> Iterator[range]:
         swap_ins = max(swap_ins, step.swap_ins_before)
     if computes:
         yield range(first, len(computes))
+
+
+def between(waiting: Iterable[int], computes: int) -> Iterator[range]:
+    """So many compute steps, cut before each that may wait."""
+    return (range(*ends) for ends in pairwise(sorted({0, *waiting, computes})))

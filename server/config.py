@@ -41,8 +41,8 @@ class ServeConfig:
     device: str = "cpu"
     store: Store = "ram"
     link_bandwidth_bytes_per_s: float | None = None
-    scripted: bool = False
-    """Whether stretches of a model's calls run outside of Python's interpreter, on the CPU."""
+    scripted: bool | None = None
+    """Whether stretches of a model's calls run outside of Python's interpreter; None for wherever that can be had."""
     threads: int | None = None
     compute_lanes: int = 1
     """How many inferences run side by side, of different models."""
@@ -82,6 +82,11 @@ class ServeConfig:
     def takes_client_shm(self) -> bool:
         """Whether clients may name shared memory of this machine: by default, where only this machine's can ask."""
         return self.client_shm == "on" or (self.client_shm == "auto" and self.host in LOOPBACK)
+
+    @property
+    def wants_stretches(self) -> bool:
+        """Whether models run in stretches if torch can do that: by default on the CPU."""
+        return self.device == "cpu" and self.scripted is not False
 
 
 def config_of(options: argparse.Namespace) -> ServeConfig:
@@ -136,8 +141,6 @@ def _refuse_contradictions(config: ServeConfig) -> None:
         raise ConfigError(
             f"--scripted is for the CPU; {config.device} replays graphs, which need no Python between ops"
         )
-    if config.scripted and config.layout not in ("partitioned", "resident"):
-        raise ConfigError("--scripted needs a layout in which models have partitions")
     if config.compute_lanes > 1 and config.layout not in ("partitioned", "resident"):
         raise ConfigError(
             f"--compute-lanes {config.compute_lanes} needs a layout in which models have partitions; in"

@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_device_flags(memory)
     _add_control_flags(parser.add_argument_group("models"))
     compute = parser.add_argument_group("compute")
-    add_thread_flag(compute)
+    add_computing_flags(compute)
     compute.add_argument(
         "--compute-lanes",
         default="1",
@@ -50,13 +50,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="begin the next model's copies beside the inference before its own (default: yes)",
-    )
-    compute.add_argument(
-        "--scripted",
-        action="store_true",
-        help="on the CPU, run stretches of a model's ops as one call outside of Python, with the same bits and less"
-        " time per inference, above all under load; models are still measured op by op, so that predicted times are"
-        " too high by Python's share (default: no)",
     )
     compute.add_argument(
         "--batch-sizes",
@@ -203,5 +196,12 @@ def add_device_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cache", type=Path, metavar="DIR", help="where profiles and plans are kept between starts")
 
 
-def add_thread_flag(group: argparse._ArgumentGroup) -> None:
+def add_computing_flags(group: argparse._ArgumentGroup) -> None:
+    """Declare how one inference computes: models are measured as they will be served."""
     group.add_argument("--threads", metavar="N", help="threads that one inference computes with")
+    group.add_argument(
+        "--scripted",
+        action=argparse.BooleanOptionalAction,
+        help="on the CPU, run stretches of a model's ops as one call outside of Python, with the same bits and less"
+        " time per inference, above all under load (default: yes, on the CPU)",
+    )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
-from planner.simulate import COMPUTE, MOST_INFERENCES, NOTHING, SWAP_IN, Lanes, empty_lanes, run
+from planner.simulate import COMPUTE, MOST_INFERENCES, NOTHING, SWAP_IN, Lanes, charge_stretches, empty_lanes, run
 from planner.streaming.memory import (
     NO_MORE,
     NOWHERE,
@@ -161,7 +161,8 @@ def judge(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> tupl
     """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
     swaps, latency_s = play(work, home, decisions)
     link_pages = work.size[swaps.parameter[: swaps.length[0]]].sum()
-    if work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0 and latency_s > good_s:
+    is_exact = work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0 and work.stretch_s == 0.0
+    if is_exact and latency_s > good_s:
         return latency_s, np.inf, link_pages
     lanes = _lanes(work, home, swaps)
     _, end, _ = run(lanes, work.compute_slowdown, work.swap_slowdown, 1)
@@ -193,6 +194,7 @@ def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> Lanes:
         for p in work.use_parameter[work.use_start[k] : work.use_start[k + 1]]:
             if home[p] >= 0:
                 lanes.carried[k] = max(lanes.carried[k], newest[p])
+    charge_stretches(lanes, work.stretch_s)
     return lanes
 
 

@@ -15,7 +15,17 @@ from planner.plan import Plan
 from planner.problem import UNFIT, Cost
 from planner.profile import Profile
 from planner.sequences.writer import Writer
-from planner.simulate import COMPUTE, MOST_INFERENCES, NOTHING, SWAP_IN, SWAP_OUT, Lanes, empty_lanes, run
+from planner.simulate import (
+    COMPUTE,
+    MOST_INFERENCES,
+    NOTHING,
+    SWAP_IN,
+    SWAP_OUT,
+    Lanes,
+    charge_stretches,
+    empty_lanes,
+    run,
+)
 from planner.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SCRATCH, Log
 from planner.swapadvisor.pool_swaps import plan_swaps
 from planner.swapadvisor.pools import VALUE, Pool, Uses
@@ -105,6 +115,7 @@ def _line_up(uses: Uses, log: Log, start: Ints, objects: int) -> tuple[Lanes, in
         elif verb == GONE:
             place[t] = NOTHING
     _carry(uses, log, start, lanes, arrived)
+    charge_stretches(lanes, uses.stretch_s)
     return lanes, link_bytes
 
 

@@ -17,7 +17,14 @@ from server.memory.housing import Housing
 from server.memory.memory_map import draw
 from server.memory.partitions import Extent
 from server.model import DeviceUse, Footprint
-from server.models.prepared import OnProgress, Prepared, cache_of, open_backend, prepare
+from server.models.prepared import (
+    OnProgress,
+    Prepared,
+    cache_of,
+    open_backend,
+    prepare,
+    say_why_ops_run_one_by_one,
+)
 from server.models.repository import ModelSource
 from server.models.workshop import Workshop
 
@@ -64,6 +71,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     Raises InfeasibleBudget, which names the least memory that would do, if the memory is too small.
     """
     backend = open_backend(config)
+    say_why_ops_run_one_by_one(config)
     failures: dict[str, str] = {}
     prepared: list[Prepared] = []
     for source in sources:

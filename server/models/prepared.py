@@ -18,6 +18,7 @@ from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
 from runtime.lower import Lowered, lower
 from runtime.memory import Source
+from runtime.scripted import unavailable
 from server.config import ServeConfig
 from server.engine.servable import describe
 from server.models.options import options_of
@@ -68,6 +69,13 @@ def say_what_is_done_otherwise(source: ModelSource) -> None:
     if asked > 1:
         fields = {"model": source.name, "instance_group.count": asked}
         _log.warning("one instance serves, and requests that wait are batched", extra={"fields": fields})
+
+
+def say_why_ops_run_one_by_one(config: ServeConfig) -> None:
+    """Log that stretches were not asked for, would run by default, and cannot."""
+    if config.wants_stretches and (reason := unavailable()) is not None:
+        fields = {"torch": str(torch.__version__), "reason": reason}
+        _log.warning("models run op by op, because this torch cannot run stretches", extra={"fields": fields})
 
 
 def open_backend(config: ServeConfig) -> Backend:
@@ -162,7 +170,7 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
         threads,
         str(torch.__version__),
     )
-    link = (config.device, config.store, config.link_bandwidth_bytes_per_s)
+    link = (config.device, config.store, config.link_bandwidth_bytes_per_s, config.wants_stretches)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
 
 

@@ -87,7 +87,7 @@ def _lane_label(span: "LaneSpan") -> tuple[str, dict[str, Any]]:
     if span.stalled:
         return "swap stall", {"op": span.name}
     if span.lane == "compute":
-        return span.name, {}
+        return span.name, {"ops": span.ops} if span.ops > 1 else {}
     return span.name, {"bytes": span.nbytes, "ahead": span.ahead}
 
 

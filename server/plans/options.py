@@ -8,7 +8,7 @@ from pathlib import Path
 
 from server.config import ServeConfig, integer, optional, positive, read
 from server.errors import ConfigError
-from server.flags import add_device_flags, add_thread_flag
+from server.flags import add_computing_flags, add_device_flags
 from server.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory
 
 SEARCHER_NAMES = "best, streaming, genetic, particle_swarm, greedy, dynprog, interval, on_demand"
@@ -212,7 +212,7 @@ def _add_subject(parser: argparse.ArgumentParser, batch_metavar: str, batch_help
     measured.add_argument("--profile", type=Path, metavar="FILE", help="profile of that graph")
     device = parser.add_argument_group("the device that the model is measured on")
     add_device_flags(device)
-    add_thread_flag(device)
+    add_computing_flags(device)
 
 
 def _add_single(parser: argparse.ArgumentParser) -> None:
@@ -255,6 +255,7 @@ def _subject(options: argparse.Namespace) -> Subject:
         store=options.store,
         link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
         threads=optional("--threads", options.threads, integer(1, 1024)),
+        scripted=options.scripted,
         batch_sizes=batches or (1,),
     )
     return Subject(options.model, options.graph, options.profile, batches, config)

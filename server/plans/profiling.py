@@ -25,7 +25,14 @@ def run(options: ProfileOptions, out: Console, errors: Console) -> int:
 
 def _batches(subjects: list[Instance]) -> Table:
     table = Table(
-        "batch", "resident", "swap in", "swap out", "ops beside copies", "copies beside ops", box=SIMPLE_HEAD
+        "batch",
+        "resident",
+        "swap in",
+        "swap out",
+        "ops beside copies",
+        "copies beside ops",
+        "per stretch",
+        box=SIMPLE_HEAD,
     )
     for subject in subjects:
         profile = subject.profile
@@ -36,6 +43,7 @@ def _batches(subjects: list[Instance]) -> Table:
             _link(profile.swap_out),
             f"{profile.compute_slowdown:.2f}x as long",
             f"{profile.swap_slowdown:.2f}x as long",
+            f"{profile.stretch_s * 1e6:.0f} us" if profile.stretch_s else "-",
         )
     return table
 

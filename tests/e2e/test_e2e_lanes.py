@@ -45,7 +45,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned for is a device on which computing a layer takes as long as bringing half of its MiB."""
     measured = cpu.profile
 
-    def as_if(lowered: Lowered, *others: Any) -> dict[int, Profile]:
+    def as_if(lowered: Lowered, *others: Any, **options: Any) -> dict[int, Profile]:
         return {
             batch: structs.replace(
                 profile,
@@ -53,8 +53,9 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
                 swap_in=Link(5e-6, 5e9),
                 compute_slowdown=1.0,
                 swap_slowdown=1.0,
+                stretch_s=0.0,
             )
-            for batch, profile in measured(lowered, *others).items()
+            for batch, profile in measured(lowered, *others, **options).items()
         }
 
     monkeypatch.setattr(cpu, "profile", as_if)

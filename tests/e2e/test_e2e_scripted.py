@@ -1,4 +1,4 @@
-"""A server whose models' calls run in stretches outside of Python gives the answers of one whose calls do not."""
+"""A server runs its models' calls in stretches outside of Python, and gives the answers of one that does not."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ BATCHES = (1, 4)
 @pytest.mark.parametrize("memory", ["25%", "50%", "100%"])
 def test_a_scripted_server_gives_the_same_bits(archives: Archives, memory: str) -> None:
     repository = archives.repository(*NAMES)
-    answers: dict[bool, list[dict[str, Any]]] = {}
-    stretches = {}
-    for scripted in (False, True):
+    answers: dict[bool | None, list[dict[str, Any]]] = {}
+    stretches, devices = {}, {}
+    for scripted in (False, None):
         with serving(
             repository, memory, archives.cache, layout="partitioned", batch_sizes=BATCHES, scripted=scripted
         ) as server:
@@ -29,17 +29,20 @@ def test_a_scripted_server_gives_the_same_bits(archives: Archives, memory: str) 
             ]
             programs = server.loaded.servables["bert_small"].programs
             stretches[scripted] = [max((s.length for s in p.stretched), default=0) for p in programs.values()]
-    for plain, scripted_answer in zip(answers[False], answers[True], strict=True):
+            profiles = server.loaded.tenants["bert_small"].prepared.profiles.values()
+            devices[scripted] = {profile.device.endswith(", scripted") for profile in profiles}
+    for plain, scripted_answer in zip(answers[False], answers[None], strict=True):
         assert plain.keys() == scripted_answer.keys()
         for key, value in plain.items():
             np.testing.assert_array_equal(scripted_answer[key], value)
     assert stretches[False] == [0, 0]
-    assert min(stretches[True]) > 1
+    assert min(stretches[None]) > 1
+    assert devices == {False: {False}, None: {True}}, "what serves is what was measured"
 
 
-def test_the_command_serves_scripted_and_answers_what_an_op_refuses(archives: Archives) -> None:
+def test_the_command_serves_in_stretches_and_answers_what_an_op_refuses(archives: Archives) -> None:
     repository, inputs = archives.repository("bert_small"), archives.inputs("bert_small", 1)
-    with process(repository, "100%", archives.cache, "--scripted", "--batch-sizes", "1") as server:
+    with process(repository, "100%", archives.cache, "--batch-sizes", "1") as server:
         server.until_ready()
         (expected,) = archives.eager("bert_small", inputs).values()
         for _ in range(3):

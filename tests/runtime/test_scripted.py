@@ -2,10 +2,11 @@
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,19 @@ from planner.plan import Compute, Drop, Plan, SwapIn
 from planner.problem import Limit, Problem
 from planner.search import search
 from runtime.backend import Backend
+from runtime.cpu import CpuBackend
+from runtime.devices import open_device
 from runtime.errors import DeviceError
+from runtime.executor import Executor
 from runtime.lower import Lowered, lower
 from runtime.memory import StoreKind
 from runtime.profile import resident_plan
 from runtime.program import Bases, Program
+from runtime.recording import Recording
+from runtime.scripted import compiled, unavailable
+from runtime.sharing import SHARINGS, SharedRegion
 from runtime.stretches import stretches
+from runtime.writing import Writer
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened, scripted_cpu
@@ -240,7 +248,7 @@ def test_an_operator_s_error_comes_in_its_own_words(lowered: dict[str, Lowered])
             assert is_equal(bench.run(program).outputs, expected)
 
 
-def test_whoever_follows_each_op_gets_each_op(lowered: dict[str, Lowered]) -> None:
+def test_whoever_watches_each_op_gets_each_op_and_all_others_what_is_served(lowered: dict[str, Lowered]) -> None:
     with opened(scripted_cpu, lowered["wide"]) as bench:
         program = bench.program(resident_plan(bench.graph))
         assert len(program.stretched) == 1
@@ -254,11 +262,151 @@ def test_whoever_follows_each_op_gets_each_op(lowered: dict[str, Lowered]) -> No
         steps: list[int] = []
         inputs = bench.lowered.examples(BATCH)
         bench.executor.run(guarded, inputs, observe=lambda step, frame: steps.append(step))  # type: ignore[call-arg]
-        bench.executor.run(guarded, inputs, serial=True)
         timeline = bench.executor.run(guarded, inputs, traced=True).timeline
-        bench.executor.run(guarded, inputs, follow=lambda recording: None)
+        for _ in range(2):
+            with pytest.raises(DeviceError, match="a stretch ran"):
+                bench.executor.run(guarded, inputs, serial=True)
+            with pytest.raises(DeviceError, match="a stretch ran"):
+                bench.executor.run(guarded, inputs, follow=lambda recording: None)
         assert timeline is not None
         assert len(timeline.spans) == len(steps) == len(program.computes)
+
+
+def test_a_followed_run_tells_of_a_stretch_as_one_span_with_its_first_and_last_op(
+    lowered: dict[str, Lowered],
+) -> None:
+    told: SimpleQueue[Recording] = SimpleQueue()
+    with opened(scripted_cpu, lowered["wide"]) as bench:
+        program = bench.program(resident_plan(bench.graph))
+        bench.executor.run(program, bench.lowered.examples(BATCH), follow=told.put)
+        (span,) = told.get(timeout=10).spans()
+        ops = bench.graph.ops
+        assert (span.name, span.ops) == (f"{ops[0].name} … {ops[-1].name}", len(ops))
+        streaming = bench.program(streaming_plan(bench.graph))
+        bench.executor.run(streaming, bench.lowered.examples(BATCH), follow=told.put)
+        spans = [s for s in told.get(timeout=10).spans() if s.lane == "compute" and not s.stalled]
+    assert sum(s.ops for s in spans) == len(ops)
+    first = accumulate((s.ops for s in spans), initial=0)
+    assert [s.name.partition(" … ")[0] for s in spans] == [ops[n].name for n in list(first)[:-1]]
+
+
+def test_a_model_whose_stretches_cannot_be_compiled_runs_op_by_op_and_the_log_says_so(
+    lowered: dict[str, Lowered], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = by_python(lowered["wide"])
+
+    def moved(self: Writer, leaving: Sequence[int]) -> Any:
+        raise AttributeError("torch._C has no such thing")
+
+    monkeypatch.setattr(Writer, "function", moved)
+    with opened(scripted_cpu, replace(lowered["wide"])) as bench:
+        program = bench.program(resident_plan(bench.graph))
+        assert program.stretched == ()
+        assert is_equal(bench.run(program).outputs, expected)
+    (record,) = [r for r in caplog.records if "cannot be compiled" in r.message]
+    assert record.fields["model"] == "wide"  # type: ignore[attr-defined]
+    assert "torch._C has no such thing" in record.fields["error"]  # type: ignore[attr-defined]
+
+
+def test_a_graph_that_torch_refuses_to_run_is_not_taken_for_one_that_was_compiled(
+    lowered: dict[str, Lowered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling calls the function so that it refuses: for the reason expected, and for no other."""
+
+    def broken(self: Writer, leaving: Sequence[int]) -> Any:
+        def function(values: Any, constants: Any) -> Any:
+            raise RuntimeError("this build has no such interpreter")
+
+        return function
+
+    monkeypatch.setattr(Writer, "function", broken)
+    model = replace(lowered["wide"])
+    with opened(cpu, model) as bench:
+        bench.program(resident_plan(bench.graph))
+        blueprint = model.blueprints[BATCH]
+    assert compiled("wide", blueprint, stretches(blueprint)).scripts == ()
+
+
+@pytest.fixture
+def torch_without_stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A release that has moved what stretches stand on."""
+    monkeypatch.delattr(torch._C, "_create_function_from_graph")
+    unavailable.cache_clear()
+    yield
+    unavailable.cache_clear()
+
+
+def test_stretches_are_the_default_where_torch_has_them() -> None:
+    assert unavailable() is None
+    for asked, given in ((None, True), (True, True), (False, False)):
+        backend = open_device("cpu", scripted=asked)
+        assert isinstance(backend, CpuBackend)
+        assert backend.scripted is given
+
+
+@pytest.mark.usefixtures("torch_without_stretches")
+def test_where_torch_lacks_stretches_the_default_does_without_and_whoever_asks_is_refused() -> None:
+    backend = open_device("cpu")
+    assert isinstance(backend, CpuBackend)
+    assert not backend.scripted
+    with pytest.raises(DeviceError, match=r"cannot run stretches of ops .*_create_function_from_graph.*--scripted"):
+        open_device("cpu", scripted=True)
+
+
+@pytest.mark.parametrize("layout", sorted(SHARINGS))
+def test_a_model_that_moves_runs_in_stretches_however_late_its_parameters_come(
+    layout: str, lowered: dict[str, Lowered]
+) -> None:
+    """Whole where nothing has to come while it runs, and otherwise cut where an op may wait."""
+    names = ("wide", "tied", "large_layers")
+    expected = {name: by_python(lowered[name]) for name in names}
+    largest = max(lowered[name].manifest.segment_bytes for name in names)
+    sharing, lengths = SHARINGS[layout], set()
+    for share in (1.0,) if sharing.blocking else (1.0, 0.7):
+        backend = scripted_cpu()
+        region = int(largest * share) // 4096 * 4096
+        arena = backend.arena((16 << 20) + region)
+        shared = SharedRegion(backend, sharing, arena, 16 << 20, region)
+        stores = {n: LateStore(lowered[n].weights_path, lowered[n].manifest) for n in names}
+        programs = {
+            n: shared.add(lowered[n], resident_plan(lowered[n].graphs[BATCH]), None, stores[n]) for n in names
+        }
+        ran = watched(backend.executor)
+        for name in (
+            "wide",
+            "wide",
+            "tied",
+            "large_layers",
+            "wide",
+            "tied",
+            "tied",
+            "large_layers",
+            "large_layers",
+        ):
+            result = shared.run(programs[name], lowered[name].examples(BATCH))
+            assert is_equal(result.outputs, expected[name])
+            assert sum(step.length for step in ran[-1].stretched) == len(ran[-1].computes)
+            lengths.add(len(ran[-1].stretched) == 1)
+            if sharing.blocking or result.link_bytes == 0:
+                assert len(ran[-1].stretched) == 1
+        backend.close()
+        for store in stores.values():
+            store.close()
+        arena.close()
+    assert lengths == ({True} if sharing.blocking else {True, False})
+
+
+def watched(executor: Executor) -> list[Program]:
+    """What an executor runs from now on."""
+    ran: list[Program] = []
+    run = executor.run
+
+    def noted(program: Program, *args: Any, **options: Any) -> Any:
+        ran.append(program)
+        return run(program, *args, **options)
+
+    executor.run = noted  # type: ignore[method-assign]
+    return ran
 
 
 def test_the_graph_that_runs_is_the_one_that_was_written(lowered: dict[str, Lowered]) -> None:
