@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+import runtime.measuring
 import runtime.profile
 import runtime.scripted
 from planner.profile import Link, Profile
 from runtime.executor import Executor
 from runtime.lower import Lowered, lower
-from runtime.profile import measure, shared_out
+from runtime.measuring import shared_out
+from runtime.profile import measure
 from runtime.program import ComputeStep, Program
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened, scripted_cpu
@@ -64,7 +66,7 @@ def test_ops_are_measured_alone_and_as_they_are_served(
     scripted: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = noted(monkeypatch)
-    monkeypatch.setattr(runtime.profile, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(runtime.measuring, "_MEASURING_S", 0.0)
     profile = measure(bench.lowered, bench.store, "test", scripted=scripted)[2]
     assert len(profile.op_seconds) == len(bench.graph.ops)
     assert min(profile.op_seconds) > 0
