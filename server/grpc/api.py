@@ -15,10 +15,12 @@ from server.errors import InvalidRequest, RequestError, Unsupported
 from server.grpc.call import Call
 from server.grpc.codec import decode_request, encode_response
 from server.grpc.errors import message_of, unforeseen
+from server.grpc.forms import Forms
 from server.grpc.framing import Content
-from server.grpc.wire import Parsed, parse
+from server.grpc.wire import Parsed, parse, raw_fields_at_the_end
+from server.model import ModelInfo
 from server.protocol.shared_memory import CudaRequest, SystemRequest
-from server.request import InferResponse
+from server.request import InferRequest, InferResponse
 from server.request_trace import HEADER
 
 _QUICK_BYTES = 64 << 10
@@ -35,6 +37,7 @@ class Api:
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
+        self._forms = Forms()
 
     async def server_live(self, request: Any, call: Call) -> Any:
         return pb.ServerLiveResponse(live=True)
@@ -127,11 +130,11 @@ class Api:
     async def model_infer(self, request: Content, call: Call) -> Any:
         traceparent = call.header(_TRACEPARENT)
         if traceparent is None and not self._plane.tracer.follows_all:
-            return await self._infer(parse(request), call.left_s())
+            return await self._infer(request, call.left_s())
         with self._plane.tracer.request(traceparent) as trace:
             if traceparent is not None:
                 call.add_header(HEADER, trace.context.header)
-            return await self._infer(parse(request), call.left_s())
+            return await self._infer(request, call.left_s())
 
     async def model_stream_infer(self, requests: AsyncIterator[Content], call: Call) -> AsyncIterator[Any]:
         """Answer each request of a stream, in order; several are under way together.
@@ -170,31 +173,38 @@ class Api:
             return await self._answer_unfollowed(request)
 
     async def _answer_unfollowed(self, request: Content) -> Any:
-        request_id = ""
         try:
-            parsed = parse(request)
-            request_id = parsed.message.id
-            response = await self._infer(parsed, None)
+            response = await self._infer(request, None)
         except RequestError as error:
-            return _failed(message_of(error), request_id)
+            return _failed(message_of(error), _id_of(request))
         except Exception:
-            return _failed(unforeseen("ModelStreamInfer"), request_id)
+            return _failed(unforeseen("ModelStreamInfer"), _id_of(request))
         response.parameters[_FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response)
 
-    async def _infer(self, parsed: Parsed, left_s: float | None) -> Any:
+    async def _infer(self, content: Content, left_s: float | None) -> Any:
         """Answer a request; `left_s` is the call's own deadline, beyond which nobody waits for it."""
+        form = self._forms.find(content)
+        if form is not None and (info := self._plane.servable(form.model, form.version)) is form.info:
+            request = form.request(content)
+        else:
+            request, info = await self._decoded(parse(content), content)
+        if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
+            request = replace(request, timeout_s=left_s)
+        return await _encode(await self._plane.infer(request, info))
+
+    async def _decoded(self, parsed: Parsed, content: Content) -> tuple[InferRequest, ModelInfo]:
         message, raw = parsed.message, parsed.raw
         info = self._plane.servable(message.model_name, message.model_version or None)
         with self._plane.bodies.share() as share:
             share.take(parsed.nbytes)
-            if parsed.message_bytes <= _QUICK_BYTES and not self._plane.regions.slow:
-                request = decode_request(message, raw, info, self._plane.regions)
-            else:
+            if parsed.message_bytes > _QUICK_BYTES or self._plane.regions.slow:
                 request = await asyncio.to_thread(decode_request, message, raw, info, self._plane.regions)
-        if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
-            request = replace(request, timeout_s=left_s)
-        return await _encode(await self._plane.infer(request, info))
+            else:
+                request = decode_request(message, raw, info, self._plane.regions)
+                if len(raw) == len(message.inputs):
+                    self._forms.remember(content, message, raw_fields_at_the_end(content), request, info)
+        return request, info
 
 
 async def _encode(response: InferResponse) -> Any:
@@ -205,6 +215,15 @@ async def _encode(response: InferResponse) -> Any:
     except RequestError as error:
         error.of_request(response.id)
         raise
+
+
+def _id_of(content: Content) -> str:
+    """What the client calls its request, as far as that can be read."""
+    try:
+        request_id: str = parse(content).message.id
+    except InvalidRequest:
+        return ""
+    return request_id
 
 
 def _failed(text: str, request_id: str) -> Any:

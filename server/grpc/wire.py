@@ -20,6 +20,14 @@ _FIXED_BYTES = {1: 8, 5: 4}
 _VARINT, _LENGTH_DELIMITED = 0, 2
 
 
+class RawField(NamedTuple):
+    """Where a raw tensor is in a message: what announces it, and its values."""
+
+    announced_at: int
+    start: int
+    end: int
+
+
 class Parsed(NamedTuple):
     """A request, in two parts: its raw tensors, and the message that has all else."""
 
@@ -37,20 +45,30 @@ def parse(data: bytes | memoryview) -> Parsed:
         if nbytes <= _SMALL_BYTES:
             message = ModelInferRequest.FromString(data)
             return Parsed(message, [memoryview(raw) for raw in message.raw_input_contents], nbytes, nbytes)
-        rest, tensors = _split(memoryview(data))
-        return Parsed(ModelInferRequest.FromString(rest), tensors, nbytes, len(rest))
+        view = memoryview(data)
+        others, tensors = _fields(view)
+        rest = b"".join([view[start:end] for start, end in others])
+        raw = [view[field.start : field.end] for field in tensors]
+        return Parsed(ModelInferRequest.FromString(rest), raw, nbytes, len(rest))
     except (DecodeError, IndexError) as error:
         raise InvalidRequest(f"the request is no ModelInferRequest: {error}") from error
 
 
-def _split(data: memoryview) -> tuple[bytes, list[memoryview]]:
-    """Part the top-level fields that are raw tensors from the others."""
-    others: list[memoryview] = []
-    tensors: list[memoryview] = []
+def raw_fields_at_the_end(data: bytes | memoryview) -> list[RawField]:
+    """Where the raw tensors of a good request are; none if anything stands between or behind them."""
+    others, tensors = _fields(memoryview(data))
+    behind = any(start > tensors[0].announced_at for start, _ in others) if tensors else False
+    return [] if behind else tensors
+
+
+def _fields(data: memoryview) -> tuple[list[tuple[int, int]], list[RawField]]:
+    """The top-level fields: those that are raw tensors, and from where to where the others are."""
+    others: list[tuple[int, int]] = []
+    tensors: list[RawField] = []
     start = 0
     for _ in range(_MOST_FIELDS):
         if start == len(data):
-            return b"".join(others), tensors
+            return others, tensors
         tag, position = _varint(data, start)
         number, kind = tag >> 3, tag & 7
         if kind == _LENGTH_DELIMITED:
@@ -65,9 +83,9 @@ def _split(data: memoryview) -> tuple[bytes, list[memoryview]]:
         if end > len(data):
             raise DecodeError(f"the field at byte {start} goes on for {end - len(data)} bytes after the end")
         if number == _RAW_INPUT_CONTENTS and kind == _LENGTH_DELIMITED:
-            tensors.append(data[position:end])
+            tensors.append(RawField(start, position, end))
         else:
-            others.append(data[start:end])
+            others.append((start, end))
         start = end
     raise InvalidRequest(f"the request has over {_MOST_FIELDS} inputs, outputs, parameters and tensors")
 
