@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import ngh2
 
@@ -194,23 +194,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _dispatch(self) -> None:
         for event in self._http2.events():
-            if isinstance(event, ngh2.DataReceived):
-                self._received(event)
-            elif isinstance(event, ngh2.RequestReceived):
-                stream = self._streams[event.stream_id] = self._open_stream(self, event.stream_id, event.headers)
-                stream.begin()
-                if event.end_stream:
-                    stream.half_closed()
-            elif isinstance(event, ngh2.StreamClosed):
-                if (ended := self._streams.pop(event.stream_id, None)) is not None:
-                    ended.closed()
-            elif isinstance(event, ngh2.TrailersReceived):
-                if (stream_or_none := self._streams.get(event.stream_id)) is not None:
-                    stream_or_none.half_closed()
-            elif isinstance(event, ngh2.SettingsReceived):
-                self._greeting.cancel()
-            elif isinstance(event, ngh2.ConnectionClosed):
-                self._finish()
+            if (hear := _HEARD.get(type(event))) is not None:
+                hear(self, event)
 
     def _received(self, event: ngh2.DataReceived) -> None:
         stream = self._streams.get(event.stream_id)
@@ -220,6 +205,26 @@ class Connection(asyncio.BufferedProtocol):
         stream.received(event.data)
         if event.end_stream:
             stream.half_closed()
+
+    def _asked(self, event: ngh2.RequestReceived) -> None:
+        stream = self._streams[event.stream_id] = self._open_stream(self, event.stream_id, event.headers)
+        stream.begin()
+        if event.end_stream:
+            stream.half_closed()
+
+    def _closed(self, event: ngh2.StreamClosed) -> None:
+        if (ended := self._streams.pop(event.stream_id, None)) is not None:
+            ended.closed()
+
+    def _all_sent(self, event: ngh2.TrailersReceived) -> None:
+        if (stream := self._streams.get(event.stream_id)) is not None:
+            stream.half_closed()
+
+    def _greeted(self, event: ngh2.SettingsReceived) -> None:
+        self._greeting.cancel()
+
+    def _left(self, event: ngh2.ConnectionClosed) -> None:
+        self._finish()
 
     def _abandon(self, reason: str) -> None:
         """Cut off a client that breaks the protocol."""
@@ -237,3 +242,14 @@ class Connection(asyncio.BufferedProtocol):
         self._is_over = True
         for stream in streams.values():
             stream.closed()
+
+
+_HEARD: Mapping[type[ngh2.Event], Callable[[Connection, Any], None]] = {
+    ngh2.DataReceived: Connection._received,
+    ngh2.RequestReceived: Connection._asked,
+    ngh2.StreamClosed: Connection._closed,
+    ngh2.TrailersReceived: Connection._all_sent,
+    ngh2.SettingsReceived: Connection._greeted,
+    ngh2.ConnectionClosed: Connection._left,
+}
+"""What matters of what libnghttp2 tells."""
