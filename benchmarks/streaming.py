@@ -31,6 +31,7 @@ from runtime.profile import device_name, measure, resident_plan
 from runtime.program import Bases, Program, build
 from runtime.store import Store, StoreKind, open_store
 from runtime.trace import chrome_trace
+from runtime.weights import BLOCK_BYTES
 
 MODELS = ("resnet152", "bert_base", "minilm")
 SHARES = (0.25, 0.5)
@@ -110,13 +111,13 @@ def _measure(
         partition, workspace = split_budget({1: graph}, {1: profile}, budget)
         plans[scripted] = profile, search(Problem(graph, profile, partition, workspace))
     room = max(plan.partition_bytes + plan.workspace_bytes for _, plan in plans.values())
-    whole_bytes = resident.partition_bytes + resident.workspace_bytes
-    with Arena(len(plans) * room + whole_bytes) as arena, Executor() as executor:
+    beside = -(-resident.workspace_bytes // BLOCK_BYTES) * BLOCK_BYTES  # O_DIRECT reads to whole blocks
+    with Arena(len(plans) * room + beside + resident.partition_bytes) as arena, Executor() as executor:
         ways = []
         for scripted, (profile, plan) in plans.items():
             end = room * (1 + scripted)  # each partition is its own way's: others leave its residents alone
             bases = Bases(end - plan.partition_bytes, end - room)
-            whole_bases = Bases(len(plans) * room + resident.workspace_bytes, len(plans) * room)
+            whole_bases = Bases(len(plans) * room + beside, len(plans) * room)
             streamed = build(lowered, plan, profile, arena, bases, store, scripted=scripted)
             whole = build(lowered, resident, None, arena, whole_bases, store, scripted=scripted)
             ways.append(_Way(scripted, profile, plan, streamed, whole))

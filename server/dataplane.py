@@ -97,8 +97,11 @@ class DataPlane:
         request = self.tracer.attach(request)
         try:
             outputs = (await self._lanes.infer(request)).outputs
-            classified = [outputs[o.tensor.name].nbytes for o in request.outputs if o.classes]
-            if classified and sum(classified) > _QUICK_CLASSIFICATION_BYTES:
+            classified_bytes = 0
+            for wanted in request.outputs:
+                if wanted.classes:
+                    classified_bytes += outputs[wanted.tensor.name].nbytes
+            if classified_bytes > _QUICK_CLASSIFICATION_BYTES:
                 return await asyncio.to_thread(respond, request, info, outputs)
             return respond(request, info, outputs)
         except RequestError as error:

@@ -158,8 +158,9 @@ class Call:
         self._owed_bytes += len(data)
         if not self._has_ended:
             try:
-                self._messages.extend(self._assembly.feed(data))
-                self._require_one()
+                if messages := self._assembly.feed(data):
+                    self._messages.extend(messages)
+                    self._require_one()
             except (RequestError, Refusal) as error:
                 self._break_off(status_of(error, "call"))
         if not self._messages or self._has_ended or not self._takes_stream:

@@ -1,6 +1,7 @@
 """gRPC's messages as a stream of HTTP/2 carries them: cut out of its data, and inflated."""
 
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,8 +51,11 @@ class Assembly:
     def is_between_messages(self) -> bool:
         return self._body is None and not self._prefix
 
-    def feed(self, data: bytes) -> list[Message]:
+    def feed(self, data: bytes) -> Sequence[Message]:
         """Take a piece; returns the messages that end in it. Raises PayloadTooLarge, Overloaded or InvalidRequest."""
+        if self._body is not None and self._filled + len(data) < len(self._body):
+            self._fill(self._body, data)
+            return ()
         if self.is_between_messages and len(data) >= _PREFIX_BYTES:
             nbytes = self._length(data)
             if len(data) == _PREFIX_BYTES + nbytes:
@@ -79,15 +83,20 @@ class Assembly:
                     break
                 self._body, self._filled = np.empty(self._length(self._prefix), np.uint8).data, 0
             piece = data[: len(self._body) - self._filled]
-            self._hold(len(piece))
-            self._body[self._filled : self._filled + len(piece)] = piece
-            self._filled += len(piece)
+            self._fill(self._body, piece)
             data = data[len(piece) :]
             if self._filled == len(self._body):
                 complete.append(Message(self._body, bool(self._prefix[0])))
                 self._prefix, self._body, self._filled = b"", None, 0
                 self.messages += 1
         return complete
+
+    def _fill(self, body: memoryview, piece: bytes | memoryview) -> None:
+        nbytes = len(piece)
+        self._hold(nbytes)
+        end = self._filled + nbytes
+        body[self._filled : end] = piece
+        self._filled = end
 
     def _hold(self, nbytes: int) -> None:
         if nbytes > 0:

@@ -63,10 +63,14 @@ class InferenceApi:
         """Refuse what can be refused before the body is read; the rest is decode, queue, execute, encode."""
         info = self._plane.servable(*which(request))
         header_length = parse_header_length(request.header(_HEADER_LENGTH))
-        with self._plane.bodies.share() as share:
-            body = await request.read(self._max_body_bytes, share)
-            infer_request = await self._decode(body, header_length, info)
-            del body  # the tensors hold what they view
+        whole = request.whole(min(_QUICK_JSON_BYTES, self._max_body_bytes))
+        if whole is not None:
+            infer_request = await self._decode(whole, header_length, info)
+        else:
+            with self._plane.bodies.share() as share:
+                body = await request.read(self._max_body_bytes, share)
+                infer_request = await self._decode(body, header_length, info)
+                del body  # the tensors hold what they view
         encoded = await _encode(await self._plane.infer(infer_request, info))
         return await _infer_response(encoded, request.header(b"accept-encoding"))
 
@@ -98,8 +102,11 @@ class InferenceApi:
 
 
 async def _encode(response: InferResponse) -> EncodedResponse:
-    json_bytes = sum(8 * o.array.size for o in response.outputs if not (o.binary or o.window))
-    binary_bytes = sum(o.array.nbytes for o in response.outputs)
+    json_bytes = binary_bytes = 0
+    for output in response.outputs:
+        binary_bytes += output.array.nbytes
+        if not (output.binary or output.window):
+            json_bytes += 8 * output.array.size
     try:
         if json_bytes <= _QUICK_JSON_BYTES and binary_bytes <= _QUICK_BINARY_BYTES:
             return encode_response(response)

@@ -102,6 +102,12 @@ class Body:
         self._buffer, self._chunks = None, bytearray()
         self._on_change()
 
+    def whole(self, most_bytes: int) -> memoryview | None:
+        """All of it, if it has come without a fault and has at most so many bytes."""
+        if self._buffer is None or not self.complete or self._error is not None or self.nbytes > most_bytes:
+            return None
+        return self._buffer
+
     async def read(self, limit_bytes: int, share: Share) -> memoryview:
         """Wait for all of it, counted by `share`. Raises PayloadTooLarge, Overloaded or ClientTooSlow."""
         if self.length is not None and self.length > limit_bytes:

@@ -87,8 +87,8 @@ def _fitted(message: RequestBody, binary: memoryview, info: ModelInfo, regions: 
 
 def encode_response(response: InferResponse) -> EncodedResponse:
     """Write JSON, followed by the binary tensors if there are any; what goes to shared memory is written there."""
-    if response.id is None and all(output.binary and output.window is None for output in response.outputs):
-        return _encode_binary(response)
+    if response.id is None and (encoded := _encode_binary(response)) is not None:
+        return encoded
     described: list[OutputBody] = []
     tail: list[bytes] = []
     for output in response.outputs:
@@ -114,16 +114,17 @@ def _binary_header(model: str, version: int, outputs: tuple[tuple[str, str, tupl
     return _header(None, model, version, bodies)
 
 
-def _encode_binary(response: InferResponse) -> EncodedResponse:
-    """Of a response all of whose outputs are bytes: what stands in front of them is remembered."""
-    tail = [to_binary(output.array, output.tensor.datatype) for output in response.outputs]
-    described = tuple(
-        [
-            (output.tensor.name, output.tensor.datatype, output.array.shape, len(binary))
-            for output, binary in zip(response.outputs, tail, strict=True)
-        ]
-    )
-    header = _binary_header(response.model, response.version, described)
+def _encode_binary(response: InferResponse) -> EncodedResponse | None:
+    """If all outputs are bytes in the answer: what stands in front of them is remembered."""
+    described, tail = [], []
+    for output in response.outputs:
+        if output.window is not None or not output.binary:
+            return None
+        tensor = output.tensor
+        binary = to_binary(output.array, tensor.datatype)
+        tail.append(binary)
+        described.append((tensor.name, tensor.datatype, output.array.shape, len(binary)))
+    header = _binary_header(response.model, response.version, tuple(described))
     return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
 
 

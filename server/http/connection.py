@@ -293,6 +293,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _regulate(self) -> None:
         """Let the client wait if it sends more than is wanted."""
+        if self._reads and self._incoming is None and not self._requests:
+            return
         wanted = len(self._requests) < _MOST_WAITING and (self._incoming is None or self._body.wants_more)
         if wanted != self._reads and not self._transport.is_closing():
             self._reads = wanted

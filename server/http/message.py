@@ -41,6 +41,10 @@ class Request:
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
+    def whole(self, most_bytes: int) -> memoryview | None:
+        """The body, if all of it has come already, in so many bytes and as it is."""
+        return None if _ENCODING in self.headers else self.body.whole(most_bytes)
+
     async def read(self, limit_bytes: int, share: Share) -> memoryview:
         """Read and inflate the body; its bytes are counted by `share`.
 
@@ -64,7 +68,7 @@ class Response(msgspec.Struct):
     def head(self, connection: bytes) -> bytes:
         """Everything before the body; `connection` is a header line, or nothing."""
         lines = (_STATUS_LINES[self.status], _date_line(), connection, _content_line(self.content_type))
-        headers = b"".join(_line(name, value) for name, value in self.headers.items()) if self.headers else b""
+        headers = b"".join([_line(name, value) for name, value in self.headers.items()]) if self.headers else b""
         return b"%b%b%b%b%bContent-Length: %d\r\n\r\n" % (*lines, headers, len(self.body))
 
 
