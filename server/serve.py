@@ -91,7 +91,7 @@ class Server:
             config.queue_limit,
             config.queue_bytes,
             prefetch=config.prefetch,
-            receives=lambda: bodies.is_taken,
+            receives=lambda: bodies.is_receiving,
         )
         self._lifecycle = Lifecycle(config, self.registry, self._lanes)
         regions = Regions(open_region if config.takes_client_shm else no_system)

@@ -69,8 +69,9 @@ class Assembly:
         self._hold(-len(message.content))
 
     def give_up(self) -> None:
-        """Nothing that is here will be handed on."""
+        """Nothing that is here will be handed on, and nothing more be taken."""
         self._hold(-self._held_bytes)
+        self._no_more()
 
     def _feed_piecewise(self, data: memoryview) -> list[Message]:
         complete = []
@@ -82,14 +83,22 @@ class Assembly:
                 if len(self._prefix) < _PREFIX_BYTES:
                     break
                 self._body, self._filled = np.empty(self._length(self._prefix), np.uint8).data, 0
+                self._bodies.expect(1)
             piece = data[: len(self._body) - self._filled]
             self._fill(self._body, piece)
             data = data[len(piece) :]
             if self._filled == len(self._body):
                 complete.append(Message(self._body, bool(self._prefix[0])))
-                self._prefix, self._body, self._filled = b"", None, 0
+                self._prefix, self._filled = b"", 0
+                self._no_more()
                 self.messages += 1
         return complete
+
+    def _no_more(self) -> None:
+        """Expect nothing of a message that was coming."""
+        if self._body is not None:
+            self._body = None
+            self._bodies.expect(-1)
 
     def _fill(self, body: memoryview, piece: bytes | memoryview) -> None:
         nbytes = len(piece)

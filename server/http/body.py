@@ -116,7 +116,11 @@ class Body:
         self._account(self.nbytes)
         if not (self.complete or self._error):
             self._on_change()
-            await self._wait()
+            share.expect(1)
+            try:
+                await self._wait()
+            finally:
+                share.expect(-1)
         self._share = None
         if self._error is not None:
             raise self._error

@@ -14,11 +14,16 @@ class BodyMemory:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._taken_bytes = 0
+        self._unfinished = 0
 
     @property
-    def is_taken(self) -> bool:
-        """Whether a body is being received or decoded."""
-        return self._taken_bytes > 0
+    def is_receiving(self) -> bool:
+        """Whether a part of some body has come, and the rest has not."""
+        return self._unfinished > 0
+
+    def expect(self, more: int) -> None:
+        """Hear that so many bodies have begun to come; negative when they are there, or will not be."""
+        self._unfinished += more
 
     def share(self) -> "Share":
         """What one body takes; given back at the end, when its request is in a queue and counts there."""
@@ -52,6 +57,10 @@ class Share:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._memory.give_back(self.nbytes)
+
+    def expect(self, more: int) -> None:
+        """See `BodyMemory.expect`."""
+        self._memory.expect(more)
 
     def take(self, nbytes: int) -> None:
         """Count more bytes. Raises Overloaded if there is no room for them."""

@@ -368,6 +368,7 @@ def test_messages_that_are_coming_share_the_budget_of_all_bodies() -> None:
         client.send(other, prefix)  # what is only announced takes nothing yet
         client.read_until_silent()
         assert calls_under_way(server) == 2
+        assert server.server.plane.bodies.is_receiving
         client.send(other, bytes(600 << 10))
         refused = client.until_closed(other)
         assert refused["grpc-status"] == "14"
@@ -377,6 +378,7 @@ def test_messages_that_are_coming_share_the_budget_of_all_bodies() -> None:
         client.flush()
         eventually(lambda: calls_under_way(server) == 0)
         server.server.plane.bodies.take(1 << 20)  # nothing is left behind
+        assert not server.server.plane.bodies.is_receiving
 
 
 def test_a_message_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,15 @@ def test_grpc_connections_over_the_limit_are_closed(narrow: Running) -> None:
 
 async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "PATIENCE_S", 0.1)
-    body = Body(20, MIB, lambda: None)
+    body, memory = Body(20, MIB, lambda: None), BodyMemory(MIB)
     body.add(b"beginning")
-    with BodyMemory(MIB).share() as share, pytest.raises(ClientTooSlow, match=r"9 bytes in 0\.1"):
-        await body.read(MIB, share)
+    with memory.share() as share:
+        reading = asyncio.create_task(body.read(MIB, share))
+        await asyncio.sleep(0)
+        assert memory.is_receiving
+        with pytest.raises(ClientTooSlow, match=r"9 bytes in 0\.1"):
+            await reading
+    assert not memory.is_receiving
 
 
 async def test_a_body_that_goes_on_coming_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
