@@ -29,6 +29,8 @@ from server.models.repository import ModelSource
 from tests.e2e.serving import Running, ask, infer, repository_index, serving
 
 WIDTH, LAYERS = 512, 4
+PAUSE_S = 0.01
+"""Between two requests of a client, so that searches for better plans get some of the processors meanwhile."""
 WEIGHTS_MIB = 4
 """Of each model here: four layers of one MiB."""
 
@@ -111,7 +113,7 @@ def controlled(
         yield server, client
 
 
-def eventually(condition: Callable[[], bool], patience_s: float = 60.0) -> None:
+def eventually(condition: Callable[[], bool], patience_s: float = 120.0) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
@@ -133,6 +135,7 @@ def under_load(server: Running, seeds: dict[str, int]) -> Iterator[list[str]]:
                     wrong.append(f"{name} gave another answer")
             except InferenceServerException as error:
                 wrong.append(f"{name}: {error}")
+            time.sleep(PAUSE_S)
         return asked
 
     with ThreadPoolExecutor(len(seeds)) as clients:
