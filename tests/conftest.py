@@ -1,12 +1,35 @@
-"""What all tests share: none hears of what a server was told to log before."""
+"""What all tests share: a small model, a torch of another release, and a log as it is at first."""
+
+from collections.abc import Iterator
 
 import pytest
+import torch
 
+from runtime.lower import Lowered, lower
+from runtime.scripted import unavailable
 from server import log
 from server.settings import LogSettings
+from tests.runtime import models
 
 
 @pytest.fixture(autouse=True)
 def _usual_log() -> None:
     """Filters stay on the handlers that tests listen with."""
     log.apply(LogSettings())
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    """A model at batch 2 whose layers' weights are segments of their own; each module's is its own."""
+    folder = tmp_path_factory.mktemp("wide")
+    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
+    return lower(folder / "model.pt2", "wide", [2], folder / "cache")
+
+
+@pytest.fixture
+def torch_without_stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A release that has moved what stretches stand on."""
+    monkeypatch.delattr(torch._C, "_create_function_from_graph")
+    unavailable.cache_clear()
+    yield
+    unavailable.cache_clear()

@@ -5,31 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import runtime.measuring
 import runtime.profile
 import runtime.scripted
 from planner.profile import Link, Profile
 from runtime.executor import Executor
-from runtime.lower import Lowered, lower
+from runtime.lower import Lowered
 from runtime.measuring import shared_out
 from runtime.profile import measure
 from runtime.program import ComputeStep, Program
-from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened, scripted_cpu
 
 
 @pytest.fixture(autouse=True)
 def _even_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.scripted, "FEWEST_CALLS", 1)
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
-    folder = tmp_path_factory.mktemp("wide")
-    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "wide", [2], folder / "cache")
 
 
 @pytest.fixture

@@ -11,22 +11,14 @@ import torch
 from planner.plan import Compute, SwapIn
 from runtime.errors import DeviceError
 from runtime.executor import Executor
-from runtime.lower import Lowered, lower
+from runtime.lower import Lowered
 from runtime.profile import resident_plan
 from runtime.recording import LaneSpan, Recording
 from runtime.sharing import SHARINGS, SharedRegion
-from tests.runtime import models
 from tests.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_streams, opened
 from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.plans import streaming_plan
 from tests.runtime.test_executor import beside, evicting_plan, prefix_plan
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
-    folder = tmp_path_factory.mktemp("wide")
-    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "wide", [2], folder / "cache")
 
 
 @pytest.fixture

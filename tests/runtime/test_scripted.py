@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -325,15 +325,6 @@ def test_a_graph_that_torch_refuses_to_run_is_not_taken_for_one_that_was_compile
         bench.program(resident_plan(bench.graph))
         blueprint = model.blueprints[BATCH]
     assert compiled("wide", blueprint, stretches(blueprint)).scripts == ()
-
-
-@pytest.fixture
-def torch_without_stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A release that has moved what stretches stand on."""
-    monkeypatch.delattr(torch._C, "_create_function_from_graph")
-    unavailable.cache_clear()
-    yield
-    unavailable.cache_clear()
 
 
 def test_stretches_are_the_default_where_torch_has_them() -> None:

@@ -1,6 +1,5 @@
 """Whether models run in stretches: what is asked for, what is told, and what is prepared for it alone."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from runtime.cpu import CpuBackend
-from runtime.scripted import unavailable
 from server.config import ServeConfig
 from server.models.prepared import is_prepared, open_backend, prepare_apart, say_why_ops_run_one_by_one
 from server.models.repository import find
@@ -17,14 +15,6 @@ from tests.runtime import models
 from tests.server.test_operate_settings import NEEDED, config, file
 
 DEFAULT = ServeConfig(Path("models"), FixedSize(1 << 30))
-
-
-@pytest.fixture
-def torch_without_stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delattr(torch._C, "_create_function_from_graph")
-    unavailable.cache_clear()
-    yield
-    unavailable.cache_clear()
 
 
 def is_scripted(config: ServeConfig) -> bool:

@@ -17,11 +17,10 @@ from server_http import ask, infer, x
 from planner.plan import Compute, SwapIn
 from runtime.backend import Result
 from runtime.executor import Executor
-from runtime.lower import Lowered, lower
+from runtime.lower import Lowered
 from runtime.program import Program
 from server.engine.servable import ProgramServable, describe
 from server.operate.spans import COMPUTE, SWAP_IN
-from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.test_executor import beside, evicting_plan, prefix_plan
@@ -29,13 +28,6 @@ from tests.runtime.test_executor import beside, evicting_plan, prefix_plan
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 384], "data": [0.5] * 768}]}
 
 Event = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
-    folder = tmp_path_factory.mktemp("wide")
-    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "wide", [2], folder / "cache")
 
 
 @pytest.fixture
