@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import call
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from server.engine.doorbell import Doorbell
@@ -34,6 +34,8 @@ BRIEF_S = 5e-4
 """As long as a busy thread may keep the interpreter from the event loop anyway (`runtime.executor`)."""
 
 Outcome = Execution | RequestError
+Suits = Callable[[Work, float], bool]
+"""Says of work, and of how many seconds it is predicted to take, whether it is to be done now."""
 
 
 class Chore(Protocol):
@@ -60,10 +62,20 @@ class Model:
     statistics: ModelStatistics
 
 
+class Executed(msgspec.Struct, frozen=True):
+    """What became of requests that were executed together, each in its place."""
+
+    tickets: Sequence[Ticket]
+    outcomes: Sequence[Outcome]
+    ended_s: float
+    lost: str | None
+    """Why nothing more can be executed, if that is so."""
+
+
 class Listener(Protocol):
     """Hears what has happened. Called on the event loop's thread."""
 
-    def executed(self, tickets: Sequence[Ticket], outcomes: Sequence[Outcome], ended_s: float) -> None: ...
+    def executed(self, done: Executed) -> None: ...
     def too_late(self, tickets: Sequence[Ticket]) -> None: ...
     def device_lost(self, reason: str) -> None: ...
 
@@ -109,19 +121,34 @@ class DeviceThread:
 
         Event loop's thread.
         """
+        done = self._briefly(self._next)
+        if done is not None:
+            self._listener.executed(done)
+        return done is not None
+
+    def execute_at_once(self, request: InferRequest) -> Executed | None:
+        """Execute a request without queueing it, if it is brief and nothing is before it; else None.
+
+        Event loop's thread.
+        """
+
+        def only_this(now_s: float, suits: Suits) -> Work | None:
+            return self.scheduler.at_once(now_s, request, suits)
+
+        return self._briefly(only_this)
+
+    def _briefly(self, take: Callable[[float, Suits], Work | None]) -> Executed | None:
         if not self._device.acquire(blocking=False):
-            return False
+            return None
         try:
             with self.lock:
                 if self.stopped or self.orders:
-                    return False
-                work = self._next(self._clock(), self._is_brief)
-            if work is not None:
-                self._work(work, call)
-            return work is not None
+                    return None
+                work = take(self._clock(), self._is_brief)
+            return None if work is None else self._work(work)
         except Exception as error:
             self._fail(error)
-            return False
+            return None
         finally:
             self._device.release()
 
@@ -161,12 +188,12 @@ class DeviceThread:
             self._chore_is_next = work is not None
             wait_s = self.scheduler.wake_s(now_s) - now_s if work is None and order is None else 0.0
         if work is not None:
-            self._work(work, self._tell)
+            self._tell(self._listener.executed, self._work(work))
         elif order is not None:
             self._advance(order)
         return max(wait_s, 0.0)
 
-    def _next(self, now_s: float, suits: Callable[[Work, float], bool] = anything) -> Work | None:
+    def _next(self, now_s: float, suits: Suits = anything) -> Work | None:
         """Take what is to be executed next, and refuse what is too late."""
         work = self.scheduler.next(now_s, suits)
         if hopeless := self.scheduler.shed(now_s):
@@ -192,7 +219,7 @@ class DeviceThread:
         except RuntimeError:  # the loop has closed: nobody waits any more
             _log.debug("the event loop has closed")
 
-    def _work(self, work: Work, tell: Callable[..., None]) -> None:
+    def _work(self, work: Work) -> Executed:
         """Execute requests together; should that fail, one by one, so that each fails for itself alone."""
         tickets = work.tickets
         model = self.models[work.model, tickets[0].generation]
@@ -204,9 +231,7 @@ class DeviceThread:
         if failed and len(tickets) > 1:
             outcomes = [self._alone(model, ticket) for ticket in tickets]
             ended_s = self._clock()
-        tell(self._listener.executed, tickets, outcomes, ended_s)
-        if model.servable.lost is not None:
-            tell(self._listener.device_lost, model.servable.lost)
+        return Executed(tickets, outcomes, ended_s, model.servable.lost)
 
     def _alone(self, model: Model, ticket: Ticket) -> Outcome:
         """Execute one of the requests that failed together."""

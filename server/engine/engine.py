@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from server.engine.device_thread import Chore, DeviceThread, Model, Order, Outcome
+from server.engine.device_thread import Chore, DeviceThread, Executed, Model, Order
 from server.engine.statistics import FailureReason, ModelStatistics
 from server.errors import (
     DeviceLost,
@@ -55,7 +55,10 @@ class Engine:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self._draining = False
-        self._waking = False
+        self._come = 0
+        """Requests in this turn of the event loop."""
+        self._comes_alone = False
+        """Whether the last turn's only request was brief: then the next one is not made to wait for others."""
         self._answered = asyncio.Event()
 
     @property
@@ -136,37 +139,61 @@ class Engine:
         self._refuse_if_over()
         if self._lane and request.trace is not None:
             request.trace.lane = self._lane
+        done = self._execute_at_once(request)
+        if done is None:
+            done = await self._queued(request)
+        execution, ended_s = done
+        self._scheduler.answered(self._clock() - ended_s)
+        return execution
+
+    def _execute_at_once(self, request: InferRequest) -> tuple[Execution, float] | None:
+        """Execute the first request of a turn, if the one before had no company; None if it has to queue."""
+        self._come += 1
+        if self._come > 1:
+            return None
+        self._loop.call_soon(self._end_turn)
+        if not self._comes_alone:
+            return None
+        done = None if self._receives() else self._device.execute_at_once(request)
+        self._comes_alone = done is not None
+        if done is None:
+            return None
+        self.executed(done)
+        outcome = done.outcomes[0]
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome, done.ended_s
+
+    async def _queued(self, request: InferRequest) -> tuple[Execution, float]:
         try:
             with self._device.lock:
                 ticket = self._scheduler.submit(self._clock(), request)
         except RequestTimedOut:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
             raise
-        self._wake_device()
         future: asyncio.Future[tuple[Execution, float]] = self._loop.create_future()
         self._waiting[ticket] = future
         if ticket.expires:
             self._watch_deadlines()
         try:
-            execution, ended_s = await future
+            return await future
         except asyncio.CancelledError:
             self._cancel(ticket)
             raise
-        self._scheduler.answered(self._clock() - ended_s)
-        return execution
 
-    def _wake_device(self) -> None:
-        """Let the device look at what has come, once for all that comes in one turn of the event loop."""
-        if not self._waking:
-            self._waking = True
-            self._loop.call_soon(self._let_device_look)
-
-    def _let_device_look(self) -> None:
-        self._waking = False
+    def _end_turn(self) -> None:
+        """Let the device look at what has come in one turn of the event loop."""
+        come, self._come = self._come, 0
+        if come == 1 and self._comes_alone:
+            return  # it was executed at once
+        self._comes_alone = False
         if self._receives() or not self._device.work_briefly():
             self._device.look()
         elif len(self._scheduler):
-            self._wake_device()
+            self._come = come + 1  # what is left is company for what comes
+            self._loop.call_soon(self._end_turn)
+        else:
+            self._comes_alone = come == 1
 
     async def between(self, action: Callable[[], _T]) -> _T:
         """Call a function on the engine's thread between two inferences. It should take less time than one."""
@@ -285,13 +312,15 @@ class Engine:
                 future.set_result(outcome)
         self._answered.set()
 
-    def executed(self, tickets: Sequence[Ticket], outcomes: Sequence[Outcome], ended_s: float) -> None:
+    def executed(self, done: Executed) -> None:
         """Answer the requests of one execution."""
-        for ticket, outcome in zip(tickets, outcomes, strict=True):
+        for ticket, outcome in zip(done.tickets, done.outcomes, strict=True):
             if isinstance(outcome, RequestError):
                 self.refused(ticket, outcome, "BACKEND" if isinstance(outcome, ExecutionFailed) else "OTHER")
             else:
-                self._settle(ticket, (outcome, ended_s))
+                self._settle(ticket, (outcome, done.ended_s))
+        if done.lost is not None:
+            self.device_lost(done.lost)
 
     def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
         """Answer with an error and count it."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from grpc import StatusCode
 
+from server.eager import begin
 from server.errors import ClientTooSlow, RequestError
 from server.grpc import headers
 from server.grpc.connection import Connection
@@ -174,7 +175,7 @@ class Call:
         if not self._assembly.is_between_messages:
             self._break_off(Status(StatusCode.INTERNAL, "the call ends in the middle of a message"))
         elif self._method is not None and not self._takes_stream:
-            self._task = asyncio.get_running_loop().create_task(self._run(self._method))
+            self._task = begin(asyncio.get_running_loop(), self._run(self._method))
         self._wake()
 
     def end_if_overdue(self, now_s: float) -> None:

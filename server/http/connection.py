@@ -11,6 +11,7 @@ from typing import Protocol, cast
 
 import httptools
 
+from server.eager import begin
 from server.errors import InvalidRequest
 from server.http.body import Body
 from server.http.errors import error_response
@@ -148,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._parse(self._scratch[:nbytes])
         if self._answering is None and (self._requests or self._fault is not None):
-            self._answering = self._loop.create_task(self._answer_all())
+            self._answering = begin(self._loop, self._answer_all())
         self._regulate()
 
     def on_message_begin(self) -> None:

@@ -14,12 +14,17 @@ class KnownModel:
     def __init__(self, generation: int) -> None:
         self.first_generation = self.generation = generation
         self.queue = ModelQueue()
-        self.policy = Policy()
-        self.admission = Admission(self.policy)
+        self.admission = Admission(Policy())
+        self.apply(self.admission.policy)
         self.estimate = Estimate({})
         self.most_rows = 0
         self.readiness = Readiness()
         self.held = False
+
+    def apply(self, policy: Policy) -> None:
+        """Follow this policy from now on."""
+        self.policy = self.admission.policy = policy
+        self.is_plain = policy.is_plain
 
     def batch(self, first: Ticket, now_s: float) -> Batch:
         """The requests that would be executed with this one."""

@@ -1,5 +1,6 @@
 """One model's waiting requests: a queue per priority level, and one behind them for those that came too late."""
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -21,16 +22,16 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
     generation: int
     """Which of the model's successive versions was there when the request arrived."""
     arrived_s: float
-    deadline_s: float | None
+    deadline_s: float | None = None
     """When its answer must be there; else it is refused."""
-    timeout_s: float | None
-    late_s: float | None
+    timeout_s: float | None = None
+    late_s: float | None = None
     """When it goes behind all others, instead of having a deadline."""
-    due_s: float
+    due_s: float = math.inf
     """When its execution should start at the latest; what has the earliest is the most urgent."""
-    level: int
+    level: int = 1
     """1 is the most urgent."""
-    nbytes: int
+    nbytes: int = 0
 
     @property
     def expires(self) -> bool:

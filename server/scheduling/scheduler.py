@@ -11,7 +11,7 @@ import msgspec
 from server.errors import ModelNotFound, QueueFull, RequestTimedOut
 from server.model import Readiness
 from server.request import InferRequest
-from server.scheduling.batching import Batch
+from server.scheduling.batching import Batch, alone
 from server.scheduling.deadlines import Deadlines
 from server.scheduling.estimates import Delay, Estimate
 from server.scheduling.known import KnownModel
@@ -93,7 +93,7 @@ class Scheduler:
         self._generations += 1
         known = self._models.setdefault(model, KnownModel(self._generations))
         known.generation = self._generations
-        known.policy = known.admission.policy = policy or Policy()
+        known.apply(policy or Policy())
         known.estimate = Estimate(seconds_by_batch or {})
         known.most_rows = most_rows
         known.readiness = readiness or Readiness()
@@ -160,6 +160,25 @@ class Scheduler:
         if ticket.expires:
             self._watch(ticket, now_s)
         return ticket
+
+    def at_once(self, now_s: float, request: InferRequest, suits: Callable[[Work, float], bool]) -> Work | None:
+        """Take a request that need not queue: nothing waits, and its policy asks for nothing else. `suits`: see `next`.
+
+        None if it has to be submitted.
+        """
+        known = self._models.get(request.model)
+        if known is None or self._live or known.held or not known.is_plain or request.timeout_s is not None:
+            return None
+        ticket = Ticket(request, self._arrivals + 1, known.generation, now_s)
+        batch = alone(ticket)
+        work, predicted_s = Work(request.model, batch.tickets, batch.rows), known.estimate.predicted_s(batch.rows)
+        if not suits(work, predicted_s):
+            return None
+        known.admission.enter(request.model, now_s, self._backlog_s)
+        self._arrivals += 1
+        self._order.took(request.model, batch)
+        self._busy_until_s = now_s + predicted_s * known.estimate.correction
+        return work
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a request out of its queue; False if it has left it already."""
