@@ -12,8 +12,9 @@ from tritonclient.grpc import service_pb2 as pb
 from server import descriptions
 from server.dataplane import DataPlane
 from server.errors import InvalidRequest, RequestError, Unsupported
+from server.grpc.answers import as_stream_response, encode_response, failed_stream_response
 from server.grpc.call import Call
-from server.grpc.codec import decode_request, encode_response
+from server.grpc.codec import decode_request
 from server.grpc.errors import message_of, unforeseen
 from server.grpc.forms import Forms
 from server.grpc.framing import Content
@@ -27,7 +28,6 @@ _QUICK_BYTES = 64 << 10
 """Messages up to this, raw tensors aside, are decoded on the event loop."""
 _QUICK_TENSOR_BYTES = 4 << 20
 _TRACEPARENT = HEADER.encode()
-_FINAL = "triton_final_response"
 _STREAM_AHEAD = 64
 """Requests of one stream that may be under way together."""
 
@@ -127,7 +127,7 @@ class Api:
             setattr(response.settings[key], fields[type(value)], value)
         return response
 
-    async def model_infer(self, request: Content, call: Call) -> Any:
+    async def model_infer(self, request: Content, call: Call) -> bytes:
         traceparent = call.header(_TRACEPARENT)
         if traceparent is None and not self._plane.tracer.follows_all:
             return await self._infer(request, call.left_s())
@@ -136,13 +136,13 @@ class Api:
                 call.add_header(HEADER, trace.context.header)
             return await self._infer(request, call.left_s())
 
-    async def model_stream_infer(self, requests: AsyncIterator[Content], call: Call) -> AsyncIterator[Any]:
+    async def model_stream_infer(self, requests: AsyncIterator[Content], call: Call) -> AsyncIterator[bytes]:
         """Answer each request of a stream, in order; several are under way together.
 
         An error is an answer like any other: the stream stays open.
         """
         traceparent = call.header(_TRACEPARENT)
-        answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
+        answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_AHEAD)
 
         async def read() -> None:
@@ -165,24 +165,22 @@ class Api:
                 if (unsent := answers.get_nowait()) is not None:
                     unsent.cancel()
 
-    async def _answer(self, request: Content, traceparent: str | None) -> Any:
+    async def _answer(self, request: Content, traceparent: str | None) -> bytes:
         """Answer one request of a stream, whatever becomes of it."""
         if traceparent is None and not self._plane.tracer.follows_all:
             return await self._answer_unfollowed(request)
         with self._plane.tracer.request(traceparent):
             return await self._answer_unfollowed(request)
 
-    async def _answer_unfollowed(self, request: Content) -> Any:
+    async def _answer_unfollowed(self, request: Content) -> bytes:
         try:
-            response = await self._infer(request, None)
+            return as_stream_response(await self._infer(request, None, final=True))
         except RequestError as error:
-            return _failed(message_of(error), _id_of(request))
+            return failed_stream_response(message_of(error), _id_of(request))
         except Exception:
-            return _failed(unforeseen("ModelStreamInfer"), _id_of(request))
-        response.parameters[_FINAL].bool_param = True
-        return pb.ModelStreamInferResponse(infer_response=response)
+            return failed_stream_response(unforeseen("ModelStreamInfer"), _id_of(request))
 
-    async def _infer(self, content: Content, left_s: float | None) -> Any:
+    async def _infer(self, content: Content, left_s: float | None, final: bool = False) -> bytes:
         """Answer a request; `left_s` is the call's own deadline, beyond which nobody waits for it."""
         form = self._forms.find(content)
         if form is not None and (info := self._plane.servable(form.model, form.version)) is form.info:
@@ -191,7 +189,7 @@ class Api:
             request, info = await self._decoded(parse(content), content)
         if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
             request = replace(request, timeout_s=left_s)
-        return await _encode(await self._plane.infer(request, info))
+        return await _encode(await self._plane.infer(request, info), final)
 
     async def _decoded(self, parsed: Parsed, content: Content) -> tuple[InferRequest, ModelInfo]:
         message, raw = parsed.message, parsed.raw
@@ -207,11 +205,11 @@ class Api:
         return request, info
 
 
-async def _encode(response: InferResponse) -> Any:
+async def _encode(response: InferResponse, final: bool) -> bytes:
     try:
         if sum(output.array.nbytes for output in response.outputs) <= _QUICK_TENSOR_BYTES:
-            return encode_response(response)
-        return await asyncio.to_thread(encode_response, response)
+            return encode_response(response, final)
+        return await asyncio.to_thread(encode_response, response, final)
     except RequestError as error:
         error.of_request(response.id)
         raise
@@ -224,13 +222,6 @@ def _id_of(content: Content) -> str:
     except InvalidRequest:
         return ""
     return request_id
-
-
-def _failed(text: str, request_id: str) -> Any:
-    response = pb.ModelStreamInferResponse(error_message=text)
-    response.infer_response.id = request_id
-    response.infer_response.parameters[_FINAL].bool_param = True
-    return response
 
 
 def _which(request: Any) -> tuple[str, str | None]:

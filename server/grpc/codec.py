@@ -1,10 +1,9 @@
-"""KServe v2 inference over gRPC: protobuf messages, to and from requests and responses."""
+"""KServe v2 inference over gRPC: from protobuf messages to requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tritonclient.grpc.service_pb2 import ModelInferResponse
 
 from server.errors import InvalidRequest, RequestError
 from server.model import Array, ModelInfo
@@ -12,9 +11,9 @@ from server.protocol import strings
 from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
 from server.protocol.matching import check_size, fit, window_of
 from server.protocol.shared_memory import Regions
-from server.protocol.tensors import from_binary, to_binary
+from server.protocol.tensors import from_binary
 from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
-from server.request import InferRequest, InferResponse, OutputTensor
+from server.request import InferRequest
 
 _CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",
@@ -55,32 +54,6 @@ def decode_request(message: Any, raw: Sequence[memoryview], info: ModelInfo, reg
     except RequestError as error:
         error.of_request(message.id)
         raise
-
-
-def encode_response(response: InferResponse) -> Any:
-    """Make a ModelInferResponse; what goes to shared memory is written there, and leaves an empty entry here."""
-    message = ModelInferResponse(
-        model_name=response.model, model_version=str(response.version), id=response.id or ""
-    )
-    for output in response.outputs:
-        binary = to_binary(output.array, output.tensor.datatype)
-        described = message.outputs.add(name=output.tensor.name, datatype=output.tensor.datatype)
-        described.shape.extend(output.array.shape)
-        message.raw_output_contents.append(_placed(output, binary, described))
-    return message
-
-
-def _placed(output: OutputTensor, binary: bytes, described: Any) -> bytes:
-    """Put a tensor where the client wants it; returns what travels in the message."""
-    window = output.window
-    if window is None:
-        return binary
-    window.write(memoryview(binary))
-    described.parameters["shared_memory_region"].string_param = window.region.name
-    described.parameters["shared_memory_byte_size"].int64_param = window.nbytes
-    if window.offset:
-        described.parameters["shared_memory_offset"].int64_param = window.offset
-    return b""
 
 
 def _parameters(parameters: Mapping[str, Any]) -> Parameters:

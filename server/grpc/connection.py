@@ -14,7 +14,8 @@ from server.grpc.headers import Header
 
 _GREETING_S = 20.0
 """How long a client may take to say that it speaks HTTP/2."""
-_STREAM_WINDOW_BYTES = 1 << 20
+_STREAM_WINDOW_BYTES = 4 << 20
+"""A message of up to half of it is never interrupted for more window, which would wake its client for nothing."""
 _CONNECTION_WINDOW_BYTES = (1 << 31) - 1
 """Streams are held back one by one: nobody who waits for its own messages to be read keeps others waiting."""
 _FRAME_BYTES = 128 << 10

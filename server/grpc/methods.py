@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
-from tritonclient.grpc.service_pb2 import ModelInferRequest
+from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
 from server.grpc.call import Call, Method
 from server.grpc.errors import Refusal
@@ -20,6 +20,9 @@ from server.protocol.body_memory import BodyMemory
 
 _Read = Callable[[Content], Any]
 _Write = Callable[[Any], bytes]
+
+_READ, _WRITTEN = (ModelInferRequest,), (ModelInferResponse, ModelStreamInferResponse)
+"""Messages with tensors, which calls take and give as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +107,12 @@ def methods_of(service: Any, calls: object) -> dict[bytes, Method]:
 def _method(described: Any, calls: object) -> Method:
     function = getattr(calls, re.sub(r"(?<!^)(?=[A-Z])", "_", described.name).lower())
     request_type, response_type = GetMessageClass(described.input_type), GetMessageClass(described.output_type)
-    read = _as_it_is if request_type is ModelInferRequest else request_type.FromString
-    write = response_type.SerializeToString
+    read = _as_it_is if request_type in _READ else request_type.FromString
+    write = _as_it_is if response_type in _WRITTEN else response_type.SerializeToString
     if described.server_streaming:
         return _Streaming(described.name, function, read, write, described.client_streaming)
     return _Unary(described.name, function, read, write)
 
 
-def _as_it_is(request: Content) -> Content:
-    return request
+def _as_it_is(message: Any) -> Any:
+    return message
