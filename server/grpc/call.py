@@ -11,11 +11,14 @@ from grpc import StatusCode
 from server.eager import begin
 from server.errors import ClientTooSlow, RequestError
 from server.grpc import headers
-from server.grpc.connection import Connection
+from server.grpc.connection import STREAM_WINDOW_BYTES, Connection
 from server.grpc.errors import Refusal, Status, status_of
 from server.grpc.framing import IDENTITY, Assembly, Content, Message, inflate, require_known
 from server.protocol.body_memory import BodyMemory
 from server.protocol.patience import patience_s
+
+_ACKNOWLEDGED_BYTES = STREAM_WINDOW_BYTES // 4
+"""At once, while a message is being received. What comes at its end need not be: the call ends soon."""
 
 
 class Method(Protocol):
@@ -68,7 +71,7 @@ class Call:
         self._assembly = Assembly(desk.most_bytes, desk.bodies)
         self._messages: deque[Message] = deque()
         self._owed_bytes = 0
-        """Received and not acknowledged, because there are messages that have not been read."""
+        """Received and not acknowledged, because there are messages that have not been read, or because it is little."""
         self._is_half_closed = False
         self._arrival: asyncio.Future[None] | None = None
         """What waits for a message, or for the end of them."""
@@ -164,7 +167,7 @@ class Call:
                     self._require_one()
             except (RequestError, Refusal) as error:
                 self._break_off(status_of(error, "call"))
-        if not self._messages or self._has_ended or not self._takes_stream:
+        if self._has_ended or (self._owed_bytes >= _ACKNOWLEDGED_BYTES and not self._is_unread):
             self._acknowledge_all()
         self._wake()
 
@@ -181,7 +184,7 @@ class Call:
     def end_if_overdue(self, now_s: float) -> None:
         """End a call whose client takes too long over a message."""
         begun = not self._assembly.is_between_messages or not (self._is_half_closed or self._takes_stream)
-        if self._has_ended or self._owed_bytes or not begun:
+        if self._has_ended or self._is_unread or not begun:
             self._waits_since = None
         elif self._waits_since is None or self._waits_since[0] != self._assembly.messages:
             self._waits_since = (self._assembly.messages, now_s)
@@ -202,6 +205,11 @@ class Call:
         if self._method is not None:
             self._method = None
             self._desk.left()
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether there is more than its method wants by now."""
+        return self._takes_stream and bool(self._messages)
 
     @property
     def _takes_stream(self) -> bool:

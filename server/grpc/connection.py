@@ -14,11 +14,12 @@ from server.grpc.headers import Header
 
 _GREETING_S = 20.0
 """How long a client may take to say that it speaks HTTP/2."""
-_STREAM_WINDOW_BYTES = 4 << 20
+STREAM_WINDOW_BYTES = 4 << 20
 """A message of up to half of it is never interrupted for more window, which would wake its client for nothing."""
 _CONNECTION_WINDOW_BYTES = (1 << 31) - 1
 """Streams are held back one by one: nobody who waits for its own messages to be read keeps others waiting."""
-_FRAME_BYTES = 128 << 10
+_FRAME_BYTES = 1 << 20
+"""Of the frames that clients may send: each costs as much as the bytes that are received with it."""
 _HEADER_LIST_BYTES = 16 << 10
 _MOST_STREAMS = 1 << 16
 """Of one connection. How many calls there may be in all is not said to clients, who are told when it is over."""
@@ -39,7 +40,7 @@ _CONFIGURATION = ngh2.Configuration(
 )
 _SETTINGS = {
     ngh2.Setting.MAX_CONCURRENT_STREAMS: _MOST_STREAMS,
-    ngh2.Setting.INITIAL_WINDOW_SIZE: _STREAM_WINDOW_BYTES,
+    ngh2.Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
     ngh2.Setting.MAX_FRAME_SIZE: _FRAME_BYTES,
     ngh2.Setting.MAX_HEADER_LIST_SIZE: _HEADER_LIST_BYTES,
 }
