@@ -71,7 +71,7 @@ class Call:
         self._assembly = Assembly(desk.most_bytes, desk.bodies)
         self._messages: deque[Message] = deque()
         self._owed_bytes = 0
-        """Received and not acknowledged, because there are messages that have not been read, or because it is little."""
+        """Received and not acknowledged, as long as it is little, or there are messages that have not been read."""
         self._is_half_closed = False
         self._arrival: asyncio.Future[None] | None = None
         """What waits for a message, or for the end of them."""
