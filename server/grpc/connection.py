@@ -30,8 +30,8 @@ _WRITE_BYTES = 512 << 10
 _QUEUED_BYTES = 1 << 20
 """Of one stream's answers, before it has to wait for its client."""
 
-_RECEIVED = memoryview(bytearray(256 << 10))
-"""Where all connections' bytes arrive: they are taken from here before the next ones come."""
+_RECEIVED = memoryview(bytearray(1 << 20))
+"""Where all connections' bytes arrive: they are taken from here before the next ones come. Large ones come at once."""
 
 _CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
