@@ -17,30 +17,31 @@ def begin(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, None])
         awaited = context.run(coroutine.send, None)
     except StopIteration:
         return None
-    return loop.create_task(_finish(coroutine, awaited), context=context)
+    return loop.create_task(_Begun(coroutine, awaited), context=context)
 
 
-async def _finish(coroutine: Coroutine[Any, Any, None], awaited: Any) -> None:
-    await _Rest(coroutine, awaited)
+class _Begun(Coroutine[Any, Any, None]):
+    """A coroutine that waits for something already, which the first to run it gets to wait for."""
 
-
-class _Rest:
-    """A coroutine that waits for something, which whoever awaits this gets to wait for."""
-
-    __slots__ = ("_awaited", "_coroutine")
+    __slots__ = ("_awaited", "_coroutine", "_is_told")
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], awaited: Any) -> None:
         self._coroutine = coroutine
         self._awaited = awaited
+        self._is_told = False
+
+    def send(self, value: Any) -> Any:
+        if self._is_told:
+            return self._coroutine.send(value)
+        self._is_told = True
+        return self._awaited
+
+    def throw(self, *error: Any) -> Any:
+        self._is_told = True
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, None]:
-        try:
-            yield self._awaited
-        except BaseException as error:  # a cancellation, mostly, which is the coroutine's to hear
-            try:
-                awaited = self._coroutine.throw(error)
-            except StopIteration:
-                return
-            yield from _Rest(self._coroutine, awaited).__await__()
-        else:
-            yield from self._coroutine.__await__()
+        raise TypeError("only a task runs this")

@@ -57,12 +57,15 @@ class InferResponse(msgspec.Struct, frozen=True, eq=False):
 
 
 def respond(request: InferRequest, info: ModelInfo, arrays: Mapping[str, Array]) -> InferResponse:
-    """Pick what the client asked for out of what the model returned."""
-    missing = [o.tensor.name for o in request.outputs if o.tensor.name not in arrays]
-    if missing:
-        raise ExecutionFailed(info.name, f"it returned no {', '.join(missing)}")
-    outputs = tuple([_output(wanted, arrays[wanted.tensor.name], info) for wanted in request.outputs])
-    return InferResponse(info.name, info.version, outputs, request.id)
+    """Pick what the client asked for out of what the model returned. Raises ExecutionFailed if that has less."""
+    outputs = []
+    for wanted in request.outputs:
+        array = arrays.get(wanted.tensor.name)
+        if array is None:
+            missing = [o.tensor.name for o in request.outputs if o.tensor.name not in arrays]
+            raise ExecutionFailed(info.name, f"it returned no {', '.join(missing)}")
+        outputs.append(_output(wanted, array, info))
+    return InferResponse(info.name, info.version, tuple(outputs), request.id)
 
 
 def _output(wanted: RequestedOutput, array: Array, info: ModelInfo) -> OutputTensor:

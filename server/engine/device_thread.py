@@ -245,20 +245,20 @@ class DeviceThread:
 
         Returns when it ended, too.
         """
-        requests = [ticket.request for ticket in tickets]
         traced = [ticket for ticket in tickets if ticket.request.trace is not None]
         try:
-            self._tell_next()
-            inputs = [request.inputs for request in requests]
-            execution = model.servable.execute(inputs, rows, _follower(traced))
+            if self._prefetch and self.prefetching:
+                self._tell_next()
+            inputs = [ticket.request.inputs for ticket in tickets]
+            execution = model.servable.execute(inputs, rows, _follower(traced) if traced else None)
         except RequestError as error:
             return [error] * len(tickets), self._clock()
         except Exception as error:
-            return [_failure(requests[0], error)] * len(tickets), self._clock()
+            return [_failure(tickets[0].request, error)] * len(tickets), self._clock()
         answers = [execution]
         ended_s = self._clock()
-        if len(requests) > 1:
-            answers, parting_s = parted(requests, execution), ended_s
+        if len(tickets) > 1:
+            answers, parting_s = parted([ticket.request for ticket in tickets], execution), ended_s
             ended_s = self._clock()
             execution = replace(execution, output_s=execution.output_s + ended_s - parting_s)
         self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
@@ -271,12 +271,11 @@ class DeviceThread:
 
     def _tell_next(self) -> None:
         """Let the next request's model begin its copies."""
-        if self._prefetch and self.prefetching:
-            with self.lock:
-                ahead = self.scheduler.ahead(self._clock())
-            model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
-            if ahead is not None and model is not None:
-                model.servable.expect(ahead.rows, _follower(ahead.tickets) is not None)
+        with self.lock:
+            ahead = self.scheduler.ahead(self._clock())
+        model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
+        if ahead is not None and model is not None:
+            model.servable.expect(ahead.rows, _follower(ahead.tickets) is not None)
 
 
 def _follower(tickets: Iterable[Ticket]) -> "Follow | None":

@@ -158,8 +158,9 @@ class Engine:
         self._comes_alone = done is not None
         if done is None:
             return None
-        self.executed(done)
         outcome = done.outcomes[0]
+        if done.lost is not None or isinstance(outcome, RequestError):
+            self.executed(done)
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome, done.ended_s

@@ -5,11 +5,9 @@ but their tensors, whose field is the last one.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from tritonclient.grpc.service_pb2 import ModelInferResponse, ModelStreamInferResponse
 
-from server.protocol.shared_memory import Window
 from server.protocol.tensors import to_binary
 from server.request import InferResponse
 
@@ -20,37 +18,27 @@ _TENSOR = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LEN
 _RESPONSE = bytes([ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
 
 
-class _Place(NamedTuple):
-    """Where in shared memory an output is."""
-
-    region: str
-    nbytes: int
-    offset: int
-
-
-class _Described(NamedTuple):
-    """All of an output but its values."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    place: _Place | None
+_Place = tuple[str, int, int]
+"""Where in shared memory an output is: a region's name, a length and an offset."""
+_Described = tuple[str, str, tuple[int, ...], _Place | None]
+"""All of an output but its values: a name, a datatype, a shape and a place, if it does not travel."""
 
 
 def encode_response(response: InferResponse, final: bool = False) -> bytes:
     """Write a ModelInferResponse, which may be the last one of its request.
 
-    What goes to shared memory is written there, and leaves an empty tensor here. Raises SharedMemoryError.
+    What goes to shared memory is written there, and leaves an empty tensor here. Raises InvalidRequest where there is
+    no room for it.
     """
     described: list[_Described] = []
     tensors: list[bytes] = []
     for output in response.outputs:
-        tensor, window = output.tensor, output.window
+        tensor, window, place = output.tensor, output.window, None
         binary = to_binary(output.array, tensor.datatype)
         if window is not None:
             window.write(memoryview(binary))
-            binary = b""
-        described.append(_Described(tensor.name, tensor.datatype, output.array.shape, _place(window)))
+            binary, place = b"", (window.region.name, window.nbytes, window.offset)
+        described.append((tensor.name, tensor.datatype, output.array.shape, place))
         tensors += (_TENSOR, _varint(len(binary)), binary)
     beginning = _remembered if response.id is None else _beginning
     return b"".join((beginning(response.model, response.version, response.id, tuple(described), final), *tensors))
@@ -76,22 +64,19 @@ def _beginning(
     message = ModelInferResponse(model_name=model, model_version=str(version), id=request_id or "")
     if final:
         message.parameters[FINAL].bool_param = True
-    for output in outputs:
-        described = message.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
-        if output.place is not None:
-            described.parameters["shared_memory_region"].string_param = output.place.region
-            described.parameters["shared_memory_byte_size"].int64_param = output.place.nbytes
-            if output.place.offset:
-                described.parameters["shared_memory_offset"].int64_param = output.place.offset
+    for name, datatype, shape, place in outputs:
+        described = message.outputs.add(name=name, datatype=datatype, shape=shape)
+        if place is not None:
+            region, nbytes, offset = place
+            described.parameters["shared_memory_region"].string_param = region
+            described.parameters["shared_memory_byte_size"].int64_param = nbytes
+            if offset:
+                described.parameters["shared_memory_offset"].int64_param = offset
     written: bytes = message.SerializeToString()
     return written
 
 
 _remembered = lru_cache(maxsize=1024)(_beginning)
-
-
-def _place(window: Window | None) -> _Place | None:
-    return None if window is None else _Place(window.region.name, window.nbytes, window.offset)
 
 
 def _varint(value: int) -> bytes:

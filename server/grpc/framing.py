@@ -70,7 +70,8 @@ class Assembly:
 
     def give_up(self) -> None:
         """Nothing that is here will be handed on, and nothing more be taken."""
-        self._hold(-self._held_bytes)
+        if self._held_bytes:
+            self._hold(-self._held_bytes)
         self._no_more()
 
     def _feed_piecewise(self, data: memoryview) -> list[Message]:

@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,6 +194,103 @@ async def test_many_brief_requests_never_keep_the_loop_from_everything_else() ->
     async with engine_of(where.servable) as engine:
         await asyncio.gather(turn(), *(engine.infer(request()) for _ in range(64)))
     assert len(set(turns)) > 8
+
+
+class Turns:
+    """Counts the event loop's turns while something is waited for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def during(self, coroutine: Coroutine[Any, Any, Execution]) -> Execution:
+        self.count = 0
+        task = asyncio.ensure_future(coroutine)
+        await asyncio.sleep(0)  # the coroutine begins
+        while not task.done():
+            self.count += 1
+            await asyncio.sleep(0)
+        return await task
+
+
+async def test_who_comes_alone_again_and_again_is_answered_without_a_turn_of_the_loop() -> None:
+    where, turns = Where(), Turns()
+    async with engine_of(where.servable) as engine:
+        taken = []
+        for value in (1.0, 2.0, 3.0):
+            answer = await turns.during(engine.infer(request(value)))
+            assert answer.outputs["y"][0, 0] == 2 * value
+            taken.append(turns.count)
+            await asyncio.sleep(0)
+    assert taken[0] > 0
+    assert taken[1:] == [0, 0]
+
+
+async def test_what_comes_in_company_is_put_together_again_from_the_second_time_on() -> None:
+    where = Where()
+    async with engine_of(where.servable) as engine:
+        for _ in range(2):
+            await engine.infer(request())
+        for _ in range(2):
+            await asyncio.gather(*(engine.infer(request()) for _ in range(4)))
+    assert where.servable.calls == [1, 1, 1, 3, 4]
+
+
+async def test_what_is_executed_at_once_is_counted_as_any_other() -> None:
+    where, statistics = Where(), ModelStatistics()
+    engine = Engine(Scheduler(64))
+    engine.add(where.servable, statistics)
+    engine.start()
+    for value in (1.0, 1.0, 7.0, 1.0):
+        outcome = await asyncio.gather(engine.infer(request(value)), return_exceptions=True)
+        assert isinstance(outcome[0], ExecutionFailed if value == 7 else Execution)
+    assert where.by_the_loop == [True] * 4
+    assert (statistics.success.count, statistics.fail.count, statistics.failures["BACKEND"]) == (3, 1, 1)
+    assert statistics.queued.sum < 0.1
+    assert await engine.drain(1.0)
+    assert await engine.stop()
+
+
+async def test_a_device_that_is_lost_at_once_is_lost_for_all() -> None:
+    where = Where()
+    async with engine_of(where.servable) as engine:
+        await engine.infer(request())
+        await engine.infer(request())
+        where.servable.lost = "it fell off the bus"
+        await engine.infer(request())
+        assert engine.lost == "it fell off the bus"
+        with pytest.raises(DeviceLost, match="fell off the bus"):
+            await engine.infer(request())
+
+
+async def test_a_fault_of_the_engine_itself_at_once_leaves_nobody_waiting() -> None:
+    class Treacherous(Scheduler):
+        is_broken = False
+
+        def finished(self, *args: Any) -> None:
+            if self.is_broken:
+                raise KeyError("a bug")
+            super().finished(*args)
+
+    scheduler = Treacherous(64)
+    engine = Engine(scheduler)
+    engine.add(Where().servable, ModelStatistics())
+    engine.start()
+    await engine.infer(request())
+    scheduler.is_broken = True
+    for _ in range(2):
+        with pytest.raises(DeviceLost, match="the engine has failed: KeyError"):
+            await engine.infer(request())
+    assert await engine.stop()
+
+
+async def test_nothing_is_executed_at_once_while_bodies_come() -> None:
+    where = Where()
+    receiving = False
+    async with engine_of(where.servable, receives=lambda: receiving) as engine:
+        await engine.infer(request())
+        receiving = True
+        await engine.infer(request())
+    assert where.by_the_loop == [True, False]
 
 
 @pytest.fixture(scope="module")

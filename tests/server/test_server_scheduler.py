@@ -520,3 +520,101 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
             for ticket in work.tickets:
                 assert executions <= bound.pop(ticket)
             scheduler.finished(work, now_s, rng.random())
+
+
+def anything(work: Work, predicted_s: float) -> bool:
+    return True
+
+
+def test_a_request_that_finds_nothing_waiting_need_not_queue() -> None:
+    scheduler = scheduler_of()
+    alone = request(batch=2)
+    work = scheduler.at_once(1.0, alone, anything)
+    assert work is not None
+    assert (work.model, work.rows, [ticket.request for ticket in work.tickets]) == ("m", 2, [alone])
+    assert len(scheduler) == 0
+    assert scheduler.next(1.0) is None
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(batch_delay_s=0.1),
+        Policy(concurrency=8),
+        Policy(rate_per_s=100.0, burst=8),
+        Policy(default=LevelPolicy(timeout_s=5.0)),
+        Policy(default=LevelPolicy(limit=4)),
+        Policy(levels=2),
+    ],
+)
+def test_whoever_has_a_policy_queues(policy: Policy) -> None:
+    assert scheduler_of(policy=policy).at_once(0.0, request(), anything) is None
+
+
+def test_nobody_is_passed_whatever_they_wait_for() -> None:
+    scheduler = scheduler_of("m", "held")
+    scheduler.hold("held", True)
+    assert scheduler.at_once(0.0, request("held"), anything) is None
+    ticket = scheduler.submit(0.0, request("held"))
+    assert scheduler.at_once(0.0, request(), anything) is None
+    scheduler.cancel(ticket)
+    assert scheduler.at_once(0.0, request(), anything) is not None
+
+
+def test_a_request_with_a_timeout_queues_and_so_does_one_for_an_unknown_model() -> None:
+    scheduler = scheduler_of()
+    assert scheduler.at_once(0.0, request(timeout_s=10.0), anything) is None
+    assert scheduler.at_once(0.0, request("other"), anything) is None
+
+
+def test_what_does_not_suit_is_left_as_if_it_had_not_come() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", SWAP_BOUND)
+    asked = []
+
+    def unsuitable(work: Work, predicted_s: float) -> bool:
+        asked.append(predicted_s)
+        return False
+
+    assert scheduler.at_once(0.0, request(batch=3), unsuitable) is None
+    assert asked == [SWAP_BOUND[4]]
+    assert scheduler.submit(0.0, request()).number == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_at_once_or_through_the_queue_all_that_comes_later_is_treated_the_same(seed: int) -> None:
+    """Two schedulers hear the same, but that lone requests of one of them pass the queue."""
+    random_ = random.Random(seed)
+    queued, direct = (Scheduler(4) for _ in range(2))
+    for scheduler in (queued, direct):
+        for model in "ab":
+            scheduler.add(model, SWAP_BOUND, most_rows=8, readiness=Readiness(0.1, 0.2))
+    now_s = 0.0
+    for _ in range(200):
+        now_s += random_.random()
+        lone = request(random_.choice("ab"), batch=random_.choice([1, 2, 5]))
+        queued.submit(now_s, lone)
+        expected, work = queued.next(now_s), direct.at_once(now_s, lone, anything)
+        assert expected is not None
+        assert work is not None
+        assert (work.model, work.rows) == (expected.model, expected.rows)
+        assert work.tickets[0].number == expected.tickets[0].number
+        assert work.tickets[0].arrived_s == expected.tickets[0].arrived_s
+        crowd = [request(random_.choice("ab"), timeout_s=random_.choice([None, 0.5, 2.0])) for _ in range(3)]
+        assert outcomes(queued, crowd, now_s) == outcomes(direct, crowd, now_s)
+        now_s += random_.random()
+        for scheduler, done in ((queued, expected), (direct, work)):
+            scheduler.finished(done, now_s, 1.5 * SWAP_BOUND[1])
+        assert batches_taken(queued, now_s) == batches_taken(direct, now_s)
+        assert [len(queued.shed(now_s)), len(queued)] == [len(direct.shed(now_s)), len(direct)]
+
+
+def outcomes(scheduler: Scheduler, crowd: list[InferRequest], now_s: float) -> list[str]:
+    """How each is received while something runs."""
+    heard = []
+    for each in crowd:
+        try:
+            heard.append(f"{scheduler.submit(now_s, each).due_s:.6f}")
+        except (QueueFull, RequestTimedOut) as error:
+            heard.append(str(error))
+    return heard
