@@ -29,8 +29,8 @@ _MOST_PARTS = 8
 _FEWEST_ENDS = 4
 """In each part, where there are two parts or more."""
 _LEFT_WHOLE = 4
-"""Behind the last of a part's ends there is room for so many times fewer, left whole in both programs: then both leave
-the part in the same way, and have Python's code as far away."""
+"""Of a part's places one in so many, the last ones, is no end in either program: then both leave the part with Python's
+code equally far away."""
 _EFFICIENCY = 1.2533
 """The standard error of a median is so many times a mean's."""
 _DEVIATIONS = 1.4826
