@@ -1,6 +1,5 @@
-"""What a stopwatch says of a model on this CPU: its ops, the link, what they do to each other, and a stretch's end."""
+"""What a stopwatch says of a model on this CPU: its ops, the link, and what they do to each other."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +16,10 @@ from planner.timeline import Span
 from runtime.arena import Arena
 from runtime.executor import Executor
 from runtime.lower import Lowered
-from runtime.program import ComputeStep, Program, SwapInStep, in_pieces
+from runtime.program import ComputeStep, Program, SwapInStep
 from runtime.recording import Note, Recording
 from runtime.repeating import repeating
 from runtime.store import Store
-from runtime.stretches import between
 from runtime.weights import BLOCK_BYTES, Manifest
 
 _MEASURING_S = 0.3
@@ -29,8 +27,6 @@ _MEASURING_S = 0.3
 _FEWEST_RUNS = 7
 _MOST_RUNS = 200
 _ACTIVATION_BYTES = (4 << 20, BLOCK_BYTES)
-_OPS_IN_A_PIECE = 4
-"""About as many as are between two waits of a plan that has to stream."""
 
 
 class Cold:
@@ -55,14 +51,14 @@ def measure_ops(
     """Median latency as served, and seconds per op, with what lies between ops spread over them."""
     executor.run(program, lowered.examples(program.batch))
     by_op, as_served = _Times(program.computes), _Times(program.stretched)
-    for _ in _repeat():
+    for _ in repeat():
         cold()
         timeline = executor.run(program, lowered.examples(program.batch), traced=True).timeline
         assert timeline is not None
         by_op.add(timeline.latency_s, timeline.spans)
         if program.stretched:
             cold()
-            as_served.add(*_followed(program, lowered.examples(program.batch), executor))
+            as_served.add(*followed(program, lowered.examples(program.batch), executor))
     op_seconds = by_op.medians()
     if not program.stretched:
         return by_op.latency_s, op_seconds
@@ -92,7 +88,7 @@ class _Times:
         return tuple(m + between_s for m in medians)
 
 
-def _followed(
+def followed(
     program: Program, examples: Sequence[torch.Tensor], executor: Executor
 ) -> tuple[float, Sequence[Note]]:
     """Run one inference as served; the seconds until its last step ended, and when its steps ran."""
@@ -176,31 +172,12 @@ def measure_contention(
     rounds: list[float] = []
     with repeating(lambda: rounds.append(_seconds(copies)), "busy-link"):
         latencies = []
-        for _ in _repeat():
+        for _ in repeat():
             cold()
-            latencies.append(_followed(program, examples, executor)[0])
+            latencies.append(followed(program, examples, executor)[0])
     beside_s = statistics.median(latencies)
     beside_copy_s = statistics.median(rounds) if rounds else alone_copy_s
     return max(1.0, beside_s / alone_s), max(1.0, beside_copy_s / alone_copy_s)
-
-
-def measure_stretch(lowered: Lowered, program: Program, store: Store, executor: Executor, cold: Cold) -> float:
-    """What it costs to end one stretch and begin another: a resident model in many, against the same in few.
-
-    Most of it is that Python's code and TorchScript's have left the processor's caches. The fastest runs are compared,
-    because whatever else the machine does only makes runs slower.
-    """
-    pieces = in_pieces(lowered, program, store, _OPS_IN_A_PIECE)
-    more = sum(1 for _ in between(range(0, len(program.computes), _OPS_IN_A_PIECE), len(program.computes))) - 1
-    if more < 1:
-        return 0.0
-    fastest_s = {False: math.inf, True: math.inf}
-    for _ in _repeat():
-        for cut, one in ((False, program), (True, pieces)):
-            cold()
-            seconds, _ = _followed(one, lowered.examples(one.batch), executor)
-            fastest_s[cut] = min(fastest_s[cut], seconds)
-    return max(0.0, fastest_s[True] - fastest_s[False]) / more
 
 
 def _seconds(copies: Sequence[SwapInStep]) -> float:
@@ -210,7 +187,7 @@ def _seconds(copies: Sequence[SwapInStep]) -> float:
     return time.perf_counter() - start
 
 
-def _repeat() -> Iterator[int]:
+def repeat() -> Iterator[int]:
     """Count runs until the time is spent, with a least and a greatest number."""
     start = time.perf_counter()
     for n in range(_MOST_RUNS):

@@ -21,11 +21,11 @@ from runtime.measuring import (
     measure_contention,
     measure_link,
     measure_ops,
-    measure_stretch,
     measure_way_out,
 )
 from runtime.program import Bases, build
 from runtime.store import Store
+from runtime.stretch_end import measure_stretch
 
 
 def device_name(threads: int, store: Store, limit: str = "", *, scripted: bool = False) -> str:

@@ -1,7 +1,7 @@
 """A program: one plan bound to addresses. Whatever can be decided before a request comes is decided here."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
@@ -18,7 +18,7 @@ from runtime.lower import Lowered
 from runtime.memory import Copy, Memory, Room, Source
 from runtime.scripted import bind_script, compiled
 from runtime.slots import Frame
-from runtime.stretches import between, stretches
+from runtime.stretches import stretches
 from runtime.traveller import Traveller, travellers
 from runtime.weights import dtype_of
 
@@ -168,11 +168,10 @@ def build(
     return replace(program, stretched=builder.stretched(lowered, program.computes)) if scripted else program
 
 
-def in_pieces(lowered: Lowered, program: Program, store: Source[Any], ops: int) -> Program:
-    """The program that `build` made last of a batch, in stretches of at most so many ops although nothing waits."""
+def cut(lowered: Lowered, program: Program, store: Source[Any], stretches: Iterable[range]) -> Program:
+    """The program that `build` made last of a batch, in these stretches although nothing waits between them."""
     blueprint, statics = lowered.blueprints[program.batch], lowered.bound[program.batch].statics
-    count = len(program.computes)
-    scripts = compiled(lowered.name, blueprint, between(range(0, count, ops), count)).scripts
+    scripts = compiled(lowered.name, blueprint, stretches).scripts
     calls = [(s.steps, (bind_script(s, statics.__getitem__, store.table),)) for s in scripts]
     return replace(program, stretched=joined(program.computes, calls))
 
