@@ -28,6 +28,10 @@ from runtime.store import Store
 from runtime.stretch_end import measure_stretch
 
 
+_METHOD = 2
+"""Counted up with whatever is measured otherwise: what a cache has from before is measured anew."""
+
+
 def device_name(threads: int, store: Store, limit: str = "", *, scripted: bool = False) -> str:
     """What a profile is valid for: processor, threads, torch, store, and whether ops run in stretches."""
     way = ", scripted" if scripted else ""
@@ -45,7 +49,7 @@ def profile(
 ) -> dict[int, Profile]:
     """Profiles by batch size, from the cache where these graphs were measured on this device before."""
     paths = {
-        batch: cache / f"{fingerprint([graph.fingerprint, device])[:32]}.json"
+        batch: cache / f"{fingerprint([graph.fingerprint, device, _METHOD])[:32]}.json"
         for batch, graph in lowered.graphs.items()
         if cache is not None
     }

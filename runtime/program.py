@@ -168,10 +168,10 @@ def build(
     return replace(program, stretched=builder.stretched(lowered, program.computes)) if scripted else program
 
 
-def cut(lowered: Lowered, program: Program, store: Source[Any], stretches: Iterable[range]) -> Program:
-    """The program that `build` made last of a batch, in these stretches although nothing waits between them."""
+def cut(lowered: Lowered, program: Program, store: Source[Any], pieces: Iterable[range]) -> Program:
+    """The program that `build` made last of a batch, in stretches of these pieces though nothing waits in between."""
     blueprint, statics = lowered.blueprints[program.batch], lowered.bound[program.batch].statics
-    scripts = compiled(lowered.name, blueprint, stretches).scripts
+    scripts = compiled(lowered.name, blueprint, pieces).scripts
     calls = [(s.steps, (bind_script(s, statics.__getitem__, store.table),)) for s in scripts]
     return replace(program, stretched=joined(program.computes, calls))
 

@@ -140,7 +140,7 @@ def _differences(parts: Sequence[Part], first: Sequence[float], second: Sequence
     slower = 1.0
     if (
         len(parts) > 1
-    ):  # of the parts cut in the first run and those cut in the second each, so that ends cancel out
+    ):  # the ratio of parts cut in the first run and the one of those cut in the second: ends cancel out
         slower = (statistics.median(ratios[::2]) * statistics.median(ratios[1::2])) ** 0.5
     for place, (part, a, b) in enumerate(zip(parts, first, second, strict=True)):
         more = a / slower**0.5 - b * slower**0.5
