@@ -209,7 +209,7 @@ class Call:
     @property
     def _is_unread(self) -> bool:
         """Whether there is more than its method wants by now."""
-        return self._takes_stream and bool(self._messages)
+        return bool(self._messages) and self._takes_stream
 
     @property
     def _takes_stream(self) -> bool:

@@ -53,15 +53,16 @@ class Assembly:
 
     def feed(self, data: bytes) -> Sequence[Message]:
         """Take a piece; returns the messages that end in it. Raises PayloadTooLarge, Overloaded or InvalidRequest."""
-        if self._body is not None and self._filled + len(data) < len(self._body):
-            self._fill(self._body, data)
-            return ()
-        if self.is_between_messages and len(data) >= _PREFIX_BYTES:
+        if self._body is not None:
+            if self._filled + len(data) < len(self._body):
+                self._fill(self._body, data)
+                return ()
+        elif not self._prefix and len(data) >= _PREFIX_BYTES:
             nbytes = self._length(data)
             if len(data) == _PREFIX_BYTES + nbytes:
                 self._hold(nbytes)
                 self.messages += 1
-                return [Message(data[_PREFIX_BYTES:], bool(data[0]))]
+                return (Message(data[_PREFIX_BYTES:], bool(data[0])),)
         return self._feed_piecewise(memoryview(data))
 
     def handed_on(self, message: Message) -> None:
