@@ -27,7 +27,6 @@ from runtime.program import Bases, build
 from runtime.store import Store
 from runtime.stretch_end import measure_stretch
 
-
 _METHOD = 2
 """Counted up with whatever is measured otherwise: what a cache has from before is measured anew."""
 
