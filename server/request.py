@@ -60,11 +60,10 @@ def respond(request: InferRequest, info: ModelInfo, arrays: Mapping[str, Array])
     """Pick what the client asked for out of what the model returned. Raises ExecutionFailed if that has less."""
     outputs = []
     for wanted in request.outputs:
-        array = arrays.get(wanted.tensor.name)
-        if array is None:
+        if wanted.tensor.name not in arrays:
             missing = [o.tensor.name for o in request.outputs if o.tensor.name not in arrays]
             raise ExecutionFailed(info.name, f"it returned no {', '.join(missing)}")
-        outputs.append(_output(wanted, array, info))
+        outputs.append(_output(wanted, arrays[wanted.tensor.name], info))
     return InferResponse(info.name, info.version, tuple(outputs), request.id)
 
 

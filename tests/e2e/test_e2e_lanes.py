@@ -107,7 +107,7 @@ def side_by_side(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 
 def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answers(
-    repository: Path, plans: Path, monkeypatch: pytest.MonkeyPatch
+    repository: Path, plans: Path, unhurried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(repository, "9MiB", plans, batch_sizes=(1, 2), compute_lanes=LANES) as server:
         assert set(lanes_of(server).values()) == {0, 1}
