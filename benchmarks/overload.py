@@ -34,6 +34,8 @@ ROUNDS_BEFORE, SEARCH_S = 2, 8.0
 """How often a model comes before that is measured, and how long its plans may be searched for."""
 AT_ONCE = 32
 """Requests under way where saturation is measured."""
+TURNS = 8
+"""Of each server without and with prefetch: the p99 of one is a matter of chance, and they gain some percent."""
 REFUSALS = {429, 503}
 
 
@@ -189,7 +191,7 @@ async def prefetch(bench: Bench) -> Section:
             [(await bench.saturation(c, bench.models)).goodput_per_s for c in clients.values()]
         )
         for turn, (first, second) in enumerate(
-            [("--no-prefetch", "--prefetch"), ("--prefetch", "--no-prefetch")] * 2
+            [("--no-prefetch", "--prefetch"), ("--prefetch", "--no-prefetch")] * (TURNS // 2)
         ):
             for flag in (first, second):
                 traffic = await clients[flag].open_loop(bench.models, rate, bench.duration_s / 2, seed=turn)
@@ -200,7 +202,7 @@ async def prefetch(bench: Bench) -> Section:
     ]
     table = markdown_table(["", "requests/s", "p50, ms", "p90, ms", "p99, ms"], rows)
     without_s, with_s = (float(np.percentile(found, 99)) for found in latencies_s.values())
-    return Section("The next model's prefix, four turns each", table, with_s <= without_s)
+    return Section(f"The next model's prefix, {TURNS} turns each", table, with_s <= without_s)
 
 
 MEASUREMENTS: dict[str, Callable[[Bench], Awaitable[Section]]] = {
