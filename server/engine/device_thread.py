@@ -23,7 +23,7 @@ from server.errors import ExecutionFailed, RequestError
 from server.model import Execution, Servable
 from server.request import InferRequest
 from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import Scheduler, Work, anything
+from server.scheduling.scheduler import Scheduler, Suits, Work, anything
 
 if TYPE_CHECKING:
     from runtime.recording import Follow
@@ -34,8 +34,6 @@ BRIEF_S = 5e-4
 """As long as a busy thread may keep the interpreter from the event loop anyway (`runtime.executor`)."""
 
 Outcome = Execution | RequestError
-Suits = Callable[[Work, float], bool]
-"""Says of work, and of how many seconds it is predicted to take, whether it is to be done now."""
 
 
 class Chore(Protocol):

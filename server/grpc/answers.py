@@ -11,7 +11,7 @@ from tritonclient.grpc.service_pb2 import ModelInferResponse, ModelStreamInferRe
 from server.protocol.tensors import to_binary
 from server.request import InferResponse
 
-FINAL = "triton_final_response"
+_FINAL = "triton_final_response"
 
 _LENGTH_DELIMITED = 2
 _TENSOR = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
@@ -53,7 +53,7 @@ def failed_stream_response(text: str, request_id: str) -> bytes:
     """Write a ModelStreamInferResponse of a request that has failed."""
     response = ModelStreamInferResponse(error_message=text)
     response.infer_response.id = request_id
-    response.infer_response.parameters[FINAL].bool_param = True
+    response.infer_response.parameters[_FINAL].bool_param = True
     written: bytes = response.SerializeToString()
     return written
 
@@ -63,7 +63,7 @@ def _beginning(
 ) -> bytes:
     message = ModelInferResponse(model_name=model, model_version=str(version), id=request_id or "")
     if final:
-        message.parameters[FINAL].bool_param = True
+        message.parameters[_FINAL].bool_param = True
     for name, datatype, shape, place in outputs:
         described = message.outputs.add(name=name, datatype=datatype, shape=shape)
         if place is not None:

@@ -34,6 +34,10 @@ class Work(msgspec.Struct, frozen=True):
     rows: int
 
 
+Suits = Callable[[Work, float], bool]
+"""Says of work, and of how many seconds it is predicted to take, whether it is to be done now."""
+
+
 def anything(work: Work, predicted_s: float) -> bool:
     return True
 
@@ -161,7 +165,7 @@ class Scheduler:
             self._watch(ticket, now_s)
         return ticket
 
-    def at_once(self, now_s: float, request: InferRequest, suits: Callable[[Work, float], bool]) -> Work | None:
+    def at_once(self, now_s: float, request: InferRequest, suits: Suits) -> Work | None:
         """Take a request that need not queue: nothing waits, and its policy asks for nothing else. `suits`: see `next`.
 
         None if it has to be submitted.
@@ -205,7 +209,7 @@ class Scheduler:
                 hopeless.append(ticket)
         return hopeless
 
-    def next(self, now_s: float, suits: Callable[[Work, float], bool] = anything) -> Work | None:
+    def next(self, now_s: float, suits: Suits = anything) -> Work | None:
         """Take the next requests to execute, or None if none waits, or all are kept back.
 
         What turns out to be too late by now is passed over, and left to `shed`. Nothing is taken if what is next does

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from server.errors import InvalidRequest
 from server.grpc.answers import as_stream_response, encode_response, failed_stream_response
 from server.model import TensorSpec
-from server.protocol.shared_memory import Regions, SystemRequest
+from server.protocol.shared_memory import Regions, SystemRequest, Window
 from server.protocol.shared_memory_files import open_region
 from server.request import InferResponse, OutputTensor
 
@@ -78,8 +78,6 @@ def regions() -> Any:
 
 @pytest.mark.parametrize("offset", [0, 16])
 def test_what_goes_to_shared_memory_is_written_there_and_told_without_its_values(regions: Any, offset: int) -> None:
-    from server.protocol.shared_memory import Window
-
     found, path = regions
     (region,) = found.system("out")
     (output,) = response_of([4], None).outputs

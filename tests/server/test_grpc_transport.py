@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 
 from server.errors import InvalidRequest
 from server.grpc import connection as connection_module
@@ -30,6 +31,7 @@ from server.protocol.body_memory import BodyMemory
 SERVICE = "/inference.GRPCInferenceService"
 INFER = f"{SERVICE}/ModelInfer"
 STREAM = f"{SERVICE}/ModelStreamInfer"
+UNLIMITED = "grpc.max_receive_message_length"
 GRPC = [(b"content-type", b"application/grpc"), (b"te", b"trailers")]
 
 
@@ -451,3 +453,22 @@ def test_messages_survive_the_header(message: str) -> None:
     ]
     assert all(0x20 <= byte < 0x7F for byte in written)
     assert unquote(written.decode()) == message
+
+
+@pytest.mark.parametrize("window_times", [0.75, 2.5])
+@pytest.mark.parametrize("call", ["ModelInfer", "ModelStreamInfer"])
+def test_messages_larger_than_a_stream_s_window_come_whole(call: str, window_times: float) -> None:
+    """What is received is acknowledged while the rest is awaited, and several on one stream one after the other."""
+    columns = int(window_times * connection_module.STREAM_WINDOW_BYTES / 4)
+    wide = identity("wide", "FP32", (columns,))
+    x = np.arange(columns, dtype=np.float32).reshape(1, columns)
+    message = request("wide", columns=columns)
+    message.raw_input_contents[0] = x.tobytes()
+    with running(serving(wide)) as server, grpc.insecure_channel(server.grpc, [(UNLIMITED, -1)]) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        if call == "ModelInfer":
+            answers = [stub.ModelInfer(message, timeout=20)]
+        else:
+            answers = [each.infer_response for each in stub.ModelStreamInfer(iter([message] * 3), timeout=20)]
+            assert len(answers) == 3
+    assert all(answer.raw_output_contents[0] == x.tobytes() for answer in answers)

@@ -11,7 +11,7 @@ from server.request import InferRequest
 from server.scheduling.order import BYPASSES
 from server.scheduling.policy import LevelPolicy, Policy
 from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import PATIENCE_S, Scheduler, Work
+from server.scheduling.scheduler import PATIENCE_S, Scheduler, Work, anything
 
 SWAP_BOUND = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}
 COMPUTE_BOUND = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
@@ -520,10 +520,6 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
             for ticket in work.tickets:
                 assert executions <= bound.pop(ticket)
             scheduler.finished(work, now_s, rng.random())
-
-
-def anything(work: Work, predicted_s: float) -> bool:
-    return True
 
 
 def test_a_request_that_finds_nothing_waiting_need_not_queue() -> None:
