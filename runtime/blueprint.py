@@ -4,8 +4,9 @@ Drafting walks the plan once. Where the model lies in the arena comes later, and
 is loaded again, is bound from the same blueprint.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from planner.profile import Profile
 from runtime.binding import Call, Form, form_of
 from runtime.journeys import Journey, journeys
 from runtime.specialize import Instruction, Trace
+from runtime.vacancy import Stay, stays
 from runtime.weights import Manifest, Piece
 
 Statics = tuple[tuple[int, int], ...]
@@ -96,7 +98,10 @@ class Blueprint:
     final_calls: tuple[CallDraft, ...]
     constants: Statics
     prefix: int
+    own_prefix: int
     epilogue: int
+    stays: tuple[Stay, ...]
+    """What a run uses of the workspace, and until when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +181,10 @@ class _Drafter:
             ),
             final_calls=self._calls(final, final_statics, {}),
             constants=constants,
-            prefix=self._prefix(),
+            prefix=_count(self.swap_ins, self._may_lead),
+            own_prefix=_count(self.swap_ins, lambda s: self._may_lead(s) and s.address.region == "partition"),
             epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
+            stays=stays(self.graph, self.plan),
             statics=tuple(self.statics.values),
         )
 
@@ -249,13 +256,10 @@ class _Drafter:
     def _nbytes(self, tensor: int) -> int:
         return self.graph.tensors[tensor].nbytes
 
-    def _prefix(self) -> int:
-        count = 0
-        for swap in self.swap_ins:
-            if swap.address.region != "partition" or swap.computes_before or swap.swap_outs_before:
-                break
-            count += 1
-        return count
+    def _may_lead(self, swap: SwapInDraft) -> bool:
+        """Whether it waits for nothing of this run, and is not part of the epilogue."""
+        waits = swap.computes_before or swap.swap_outs_before or swap.tensor in self.journeys
+        return not waits and swap.step < self.plan.epilogue_start
 
     def _needed_by(self, instruction: Instruction) -> list[Instruction]:
         """The views that an op needs and that nothing made yet, in order, and the op itself."""
@@ -323,6 +327,11 @@ class _StaticValues:
             return Weight(piece, addresses[segment])
         view = self._views[slot]
         return View(form_of(view, self._device), self.of(view.reads, addresses))
+
+
+def _count(swaps: Iterable[SwapInDraft], leads: Callable[[SwapInDraft], bool]) -> int:
+    """How many swap-ins there are before the first of another kind."""
+    return sum(1 for _ in takewhile(leads, swaps))
 
 
 def _frees(steps: Sequence[Sequence[Instruction]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:

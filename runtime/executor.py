@@ -18,12 +18,14 @@ from planner.timeline import Timeline
 from runtime.backend import Result
 from runtime.captures import Capture
 from runtime.errors import DeviceError
+from runtime.leading import Leading
 from runtime.program import ComputeStep, Program, SwapInStep, SwapStep
 from runtime.recording import Follow, Recording
 from runtime.slots import Frame
 from runtime.swap_lane import Counter, Other, Run, SwapLane
 
-_SWITCH_INTERVAL_S = 5e-4
+_SWITCH_INTERVAL_S = 2e-5
+"""How long a thread that holds the interpreter, such as one that makes a model ready, may let the lanes wait."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class _Ahead:
     program: Program
     run: Run
     base: int
+    count: int
+    """How many copies."""
     recording: Recording | None = None
     """Of these copies, where they are not in that of the run that they are beside."""
 
@@ -62,6 +66,7 @@ class Executor:
         self._expected: Program | None = None
         self._expected_is_followed = False
         self._ahead: _Ahead | None = None
+        self._leading = Leading()
         self._inference_mode = torch.inference_mode()
         """For one run after the other; it remembers what was before in C."""
 
@@ -100,7 +105,7 @@ class Executor:
         `follow` gets a recording of the copies. Raises DeviceError if the store cannot be read.
         """
         self._restored.pop(program.name, None)
-        self._ahead = None
+        self._retract()
         recording = None if follow is None else Recording(program)
         seconds = self._copy(program.residents, recording)
         if follow is not None and recording is not None:
@@ -109,7 +114,8 @@ class Executor:
         return seconds
 
     def dismiss(self, program: Program) -> None:
-        """Give back a program's places in the host. It holds nothing else."""
+        """Give back a program's places in the host, and hold it no longer."""
+        self._leading.forget(program)
         for traveller in program.travellers:
             traveller.close()
 
@@ -136,7 +142,8 @@ class Executor:
     def expect(self, program: Program | None, *, followed: bool = False) -> None:
         """Say what runs behind the next run: the swap-in lane starts on its prefix as soon as it has time.
 
-        The prefix goes to free bytes of that model's own partition, so a wrong guess costs the copies and no more.
+        Each copy waits until the next run has done with the bytes that it goes to. What a wrong guess has not copied
+        when another program's turn comes is left out.
         """
         self._expected, self._expected_is_followed = program, followed
 
@@ -159,6 +166,8 @@ class Executor:
         """
         if program.name in self._stale:
             self.load(program, follow=follow)
+        if serial:
+            self._expected = None
         plain = not (traced or follow or observe or serial)
         if plain and program.only_computes and program.name not in self._restored and self._expected is None:
             return self._run_resident(program, inputs)
@@ -199,7 +208,7 @@ class Executor:
     def _run_resident(self, program: Program, inputs: Sequence[torch.Tensor]) -> Result:
         """Run what waits for no copy, beside none, for nobody who wants to know its steps."""
         start_s = time.perf_counter()
-        self._ahead = None
+        self._retract()
         frame: Frame = [None] * program.frame_slots
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
@@ -224,16 +233,19 @@ class Executor:
         """Queue a run's copies, but for a prefix that is under way; the next program's prefix; the epilogue."""
         first = 0
         run.swap_out_base = self._out.submitted
-        ahead, self._ahead = self._ahead, None
-        if not (program.swap_ins or program.swap_outs):  # all is resident
-            self._submit_ahead(program, recording)
-            return
+        ahead = self._ahead
         if ahead is not None and ahead.program is program:
-            first = program.prefix
+            self._ahead = None
+            first = ahead.count
             run.parts.append((0, ahead.base))
             run.ahead = ahead.run
             if recording is not None:
                 recording.earlier = ahead.recording
+        else:
+            self._retract()
+        if not (program.swap_ins or program.swap_outs):  # all is resident
+            self._submit_ahead(program, recording)
+            return
         run.parts.append((first, self._lane.submitted))
         self._lane.submit(run, program.swap_ins[first : program.epilogue])
         self._submit_ahead(program, recording)
@@ -254,11 +266,21 @@ class Executor:
 
     def _submit_ahead(self, current: Program, recording: Recording | None) -> None:
         expected, self._expected = self._expected, None
-        if expected is None or not expected.prefix or expected.name == current.name or expected.name in self._stale:
+        if expected is None or not expected.prefix or expected.name in self._stale:
+            return
+        leading = self._leading.copies(current, expected)
+        if not leading:
             return
         own = Recording(expected) if recording is None and self._expected_is_followed else None
-        self._ahead = _Ahead(expected, self._begin(recording or own, expected), self._lane.submitted, own)
-        self._lane.submit(self._ahead.run, expected.swap_ins[: expected.prefix])
+        run = self._begin(recording or own, expected)
+        self._ahead = _Ahead(expected, run, self._lane.submitted, len(leading), own)
+        self._lane.submit(run, leading)
+
+    def _retract(self) -> None:
+        """Leave out what has not begun of a prefix whose program is not the next after all."""
+        if self._ahead is not None:
+            self._ahead.run.retracted = True
+            self._ahead = None
 
     def _compute(
         self,

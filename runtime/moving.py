@@ -67,6 +67,7 @@ class Movable:
             swap_outs=(),
             travellers=(),
             prefix=0,
+            own_prefix=0,
             epilogue=0,
             final_calls=self._bound(blueprint.final_calls),
             residents=(),
@@ -75,6 +76,8 @@ class Movable:
             output_slots=trace.output_slots,
             constants={},
             link_bytes=0,
+            workspace=0,
+            stays=blueprint.stays,
         )
         kinds = [t.kind for t in graph.tensors]
         ops = [graph.ops[s.op].reads for s in plan.steps if isinstance(s, Compute)] or [()]

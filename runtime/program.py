@@ -20,6 +20,7 @@ from runtime.scripted import bind_script, compiled
 from runtime.slots import Frame
 from runtime.stretches import stretches
 from runtime.traveller import Traveller, travellers
+from runtime.vacancy import Stay
 from runtime.weights import dtype_of
 
 
@@ -85,7 +86,9 @@ class Program:
     travellers: tuple[Traveller, ...]
     """Activations that leave memory and come back."""
     prefix: int
-    """So many leading swap-ins go to the model's own partition and wait for nothing: they may start before its turn."""
+    """So many leading swap-ins wait for nothing of this run: they may start before it, once their bytes are free."""
+    own_prefix: int
+    """So many of these go to the model's own partition, where their bytes are free."""
     epilogue: int
     """Index of the first swap-in behind the last compute step."""
     final_calls: tuple[Call, ...]
@@ -102,6 +105,10 @@ class Program:
     constants: dict[int, torch.Tensor]
     """Output slots that are parameters or views of them."""
     link_bytes: int
+    workspace: int
+    """Where the workspace begins in the arena."""
+    stays: tuple[Stay, ...]
+    """What a run uses of the workspace, from there on, and until when."""
     stretched: tuple[ComputeStep, ...] = field(default=(), kw_only=True)
     """The compute steps where stretches of them are one, if any are (`runtime.scripted`)."""
 
@@ -256,6 +263,7 @@ class _Builder(Generic[Room]):
             swap_outs=tuple(self._swap_out(s) for s in drafted.swap_outs),
             travellers=self.travellers,
             prefix=drafted.prefix,
+            own_prefix=drafted.own_prefix,
             epilogue=drafted.epilogue,
             final_calls=self._whole(drafted.final_calls, bound.final_calls),
             residents=tuple(self._swap_in(s) for s in drafted.residents),
@@ -264,6 +272,8 @@ class _Builder(Generic[Room]):
             output_slots=drafted.trace.output_slots,
             constants=self._known(drafted.constants),
             link_bytes=sum(s.nbytes for s in drafted.swap_ins) + sum(s.nbytes for s in drafted.swap_outs),
+            workspace=self.bases.workspace,
+            stays=drafted.stays,
         )
 
     def stretched(self, lowered: Lowered, computes: Sequence[ComputeStep]) -> tuple[ComputeStep, ...]:

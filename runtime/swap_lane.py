@@ -50,6 +50,8 @@ class Run:
     error: BaseException | None = None
     ahead: "Run | None" = None
     """The earlier submission of this run's prefix."""
+    retracted: bool = False
+    """What has not begun of it is left out."""
     note: NoteStep | None = None
     """Where somebody wants to know what the lanes did."""
     hand_over: Callable[[], None] | None = None
@@ -126,6 +128,9 @@ class SwapLane:
             if not steps:
                 _hand_over(run)
             for step in steps:
+                if run.retracted:
+                    self.done.advance(self.done.value + 1)
+                    continue
                 self._computes.wait(run.compute_base + step.computes_before)
                 if step.others_before:
                     assert self.other is not None

@@ -132,7 +132,7 @@ def schedule(program: Program, *, join: bool = True) -> Schedule:
     needed = max((c.swap_ins_before for c in program.computes), default=0)
     if program.constants:
         needed = max(needed, program.epilogue)
-    prefix = min(program.prefix, needed)
+    prefix = min(program.own_prefix, needed)
     whole = _commands(program, 0, needed, most_bytes)
     return Schedule(
         whole=whole,

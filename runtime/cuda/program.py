@@ -161,6 +161,7 @@ def equip(
     lowered_to = schedule(program, join=not staged)
     zone = zone_of(graph, program.plan)
     own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program)}
+    own["prefix"] = program.own_prefix  # a replayed graph does not say how much of the workspace it has left
     return CudaProgram(
         **own,
         schedule=lowered_to,
