@@ -35,8 +35,8 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 _WIDE = 150
 """Columns where there is no terminal that says how many it has."""
 
-_SWITCH_INTERVAL_S = 0.5e-3
-"""How long a busy event loop may keep the engine's thread from Python; the default, 5 ms, is a whole inference."""
+_SWITCH_INTERVAL_S = 2e-5
+"""How long a busy thread may keep the engine's from Python: copies and ops take turns many times per inference."""
 
 _PROGRESS_LINE_S = 1.5
 

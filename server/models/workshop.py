@@ -71,9 +71,12 @@ class Workshop:
 
     def best_plans(self, prepared: Prepared, room: Room) -> Plans:
         """The plans that the library keeps; whoever waits for `quick_plans` does not wait for these."""
-        return self.known_plans(prepared, room) or self._background.call(
-            fitting.plan_model, prepared.demand, room, self._library
-        )
+        plans = self.known_plans(prepared, room)
+        if plans is None:
+            plans = self._background.call(fitting.plan_model, prepared.demand, room, self._library)
+            with self._lock:
+                prepared.known.plans[room] = plans  # the very ones that programs are made of
+        return plans
 
     def shares(
         self, models: Sequence[Prepared], memory_bytes: int, least_workspace_bytes: int, lanes: int

@@ -22,10 +22,12 @@ from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
 from loadgen.zoo.exporting import save_model
+from planner.fitting import Room
 from runtime.program import Program
 from server.models import workshop
 from server.models.prepared import Prepared
 from server.models.repository import ModelSource
+from server.models.shelf import Plans
 from tests.e2e.serving import Running, ask, infer, repository_index, serving
 
 WIDTH, LAYERS = 512, 4
@@ -201,6 +203,31 @@ def test_models_make_room_for_one_more_while_they_are_asked(stacks: Stacks, plan
         assert set(after) == {"a", "b", "c"}
         assert sum(after.values()) + server.loaded.house.partitions.workspace_bytes <= 9 << 20
         assert after["a"] + after["b"] < before["a"] + before["b"]
+
+
+def test_a_model_that_comes_back_runs_the_very_plans_that_were_found_for_it(
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are checked, drafted and compiled already."""
+    for number, name in enumerate("ab"):
+        stacks.put(tmp_path / "repository", name, number)
+    with controlled(tmp_path / "repository", "6MiB", tmp_path / "cache", load_models=("a",)) as (server, client):
+        housing = server.loaded.housing
+        assert housing is not None
+        best_plans, found = housing.workshop.best_plans, list[Plans]()
+
+        def noted(prepared: Prepared, room: Room) -> Plans:
+            found.append(best_plans(prepared, room))
+            return found[-1]
+
+        monkeypatch.setattr(housing.workshop, "best_plans", noted)
+        client.load_model("b")
+        eventually(lambda: not housing._tasks)
+        assert len(found) == 1
+        client.unload_model("b")
+        client.load_model("b")
+        (tenant,) = (t for t in server.loaded.house.tenants.values() if t.name == "b")
+        assert all(program.plan is found[0][batch] for batch, program in tenant.servable.programs.items())
 
 
 def test_programs_of_models_that_have_moved_are_given_back(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,10 @@ def test_a_server_that_is_not_installed_is_reported(repository: Path, capsys: py
 def test_an_interrupted_run_stops_its_server(repository: Path, tmp_path: Path, number: signal.Signals) -> None:
     arguments = ["--repository", str(repository), "--server", FAKE, "--duration", "600"]
     command = [sys.executable, "-m", "loadgen", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
+    heard = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # shells start background commands with it ignored
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=heard) as run:
         try:
             assert run.stderr is not None
             assert b"of weights in" in run.stderr.readline()
