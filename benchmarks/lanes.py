@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.record import markdown_table, record, work_of_two
+from benchmarks.scrape import Running, free_port
 from benchmarks.traffic import Client, client_of
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import Prepared, recipes
@@ -20,7 +21,8 @@ from loadgen.serve import running_server, server_command
 
 MODELS, ENTRIES = 8, ("ranker", "bert_small")
 LANES = (1, 2)
-SHARE_OF_WEIGHTS = 0.5
+SHARE_OF_WEIGHTS = 0.2
+"""More than half of the weights are embedding tables, which stay in the host's memory."""
 BUSY = 0.6
 """Arrival rate at which latency is measured, over the lowest saturation of the two."""
 AT_ONCE = 32
@@ -32,6 +34,7 @@ TURNS = 4
 class Found:
     """What came out for one number of lanes."""
 
+    resident_share: float
     saturation_per_s: list[float] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
     answered: int = 0
@@ -46,22 +49,26 @@ class Found:
 
 
 @asynccontextmanager
-async def serving(prepared: Sequence[Prepared], folder: Path, lanes: int) -> AsyncIterator[Client]:
-    """A client of a server with so many lanes, whose cache is kept between runs."""
+async def serving(prepared: Sequence[Prepared], folder: Path, lanes: int) -> AsyncIterator[tuple[Client, Found]]:
+    """A client of a server with so many lanes, whose cache is kept between runs; nothing found yet."""
     memory_bytes = int(SHARE_OF_WEIGHTS * sum(one.weight_bytes for one in prepared))
     command = server_command("cohabit", folder / "lanes", str(memory_bytes), None)
-    command += ["--cache", str(folder / "lanes-cache"), "--compute-lanes", str(lanes)]
+    port = free_port()
+    command += ["--cache", str(folder / "lanes-cache"), "--compute-lanes", str(lanes), "--metrics-port", str(port)]
     models = [one.recipe.name for one in prepared]
     async with running_server(command, patience_s=900) as url, client_of(url, models) as client:
-        yield client
+        running = Running(url, f"http://127.0.0.1:{port}/metrics")
+        running.require_swaps()
+        yield client, Found(running.resident_share)
 
 
 async def measured(prepared: Sequence[Prepared], folder: Path, turn_s: float) -> tuple[float, dict[int, Found]]:
     """Saturation and latency by the number of lanes, and the rate at which latency was measured."""
     models = [one.recipe.name for one in prepared]
-    found = {lanes: Found() for lanes in LANES}
     async with AsyncExitStack() as stack:
-        clients = {lanes: await stack.enter_async_context(serving(prepared, folder, lanes)) for lanes in LANES}
+        serve = {lanes: await stack.enter_async_context(serving(prepared, folder, lanes)) for lanes in LANES}
+        clients = {lanes: client for lanes, (client, _) in serve.items()}
+        found = {lanes: nothing_yet for lanes, (_, nothing_yet) in serve.items()}
         for client in clients.values():
             await client.closed_loop(models, AT_ONCE, 1.0)
         for lanes in _in_turns():
@@ -90,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [
         [
             f"{lanes}",
+            f"{it.resident_share:.0%}",
             f"{it.peak_per_s:.0f}",
             f"{it.peak_per_s / one.peak_per_s:.2f}",
             f"{min(it.saturation_per_s):.0f} - {max(it.saturation_per_s):.0f}",
@@ -100,13 +108,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         for lanes, it in found.items()
     ]
-    header = ["lanes", "saturation, 1/s", "over one lane's", "its turns", "p50, ms", "p99, ms", "over one lane's"]
+    header = [
+        "lanes",
+        "resident",
+        "saturation, 1/s",
+        "over one lane's",
+        "its turns",
+        "p50, ms",
+        "p99, ms",
+        "over one lane's",
+    ]
     table = markdown_table([*header, "answered"], rows)
     console.print(table, markup=False, soft_wrap=True)
     if options.record:
         intro = (
             f"{MODELS} models ({' and '.join(ENTRIES)} in turn) in {SHARE_OF_WEIGHTS:.0%} of their weights, the second"
-            f" workspace included. Two servers take turns, {TURNS} of {options.turn:g} s each: saturation with"
+            f" workspace included; *resident* is what stays of that which is copied at all. Two servers take turns,"
+            f" {TURNS} of {options.turn:g} s each: saturation with"
             f" {AT_ONCE} requests under way, then p50 and p99 with {rate:.0f} requests/s arriving at random"
             f" ({BUSY:.0%} of the lower saturation). Servers and load generator share the CPUs. Two processes that"
             f" multiply matrices at once do {work_of_two():.2f} times the work of one here.\n"

@@ -7,35 +7,42 @@ import argparse
 import asyncio
 import math
 import os
+import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 from rich.console import Console
 
 from benchmarks.record import markdown_table, record, work_of_two
+from benchmarks.scrape import Running, free_port
 from benchmarks.traffic import OK, Client, Traffic, client_of
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import Prepared, recipes
 from loadgen.serve import running_server, server_command
 
 MODELS, ENTRY = 4, "bert_small"
-SHARE_OF_WEIGHTS = 0.5
+MEMORY_MIB = 20
+"""For models of 13.2 MiB each beside their embedding tables, which stay in the host's memory, and one workspace."""
 QUEUE_LIMIT = 64
-OVERLOAD, DEADLINE_OVERLOAD, BEFORE_SATURATION, BUSY = 5.0, 2.0, 0.7, 0.25
+OVERLOAD, DEADLINE_OVERLOAD, BEFORE_SATURATION, BUSY = 5.0, 2.0, 0.6, 0.25
 """Arrival rates, over the rate at saturation."""
+OVERLOADED = 3.0
+"""For how long, over the duration that is asked for."""
 TIMEOUT_S = 0.05
-ROUNDS_BEFORE, SEARCH_S = 2, 8.0
-"""How often a model comes before that is measured, and how long its plans may be searched for."""
+ROUNDS_BEFORE, SEARCH_S = 3, 120.0
+"""How often a model comes before that is measured, and how long its plans may be searched for at most."""
 AT_ONCE = 32
 """Requests under way where saturation is measured."""
 TURNS = 8
-"""Of each server without and with prefetch: the p99 of one is a matter of chance, and they gain some percent."""
+"""Of what is compared, in alternation: the machine's speed changes, and the p99 of one turn is a matter of chance."""
 REFUSALS = {429, 503}
 
 
@@ -46,6 +53,31 @@ class Section:
     title: str
     text: str
     holds: bool
+
+
+@dataclass(slots=True)
+class Found:
+    """What came of one server's turns."""
+
+    executions: float = 0.0
+    hits: float = 0.0
+    statuses: Counter[int] = field(default_factory=Counter)
+    goodputs_per_s: list[float] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)
+    p99_by_turn_s: list[float] = field(default_factory=list)
+    refusals_s: list[float] = field(default_factory=list)
+    lags_s: list[float] = field(default_factory=list)
+
+    def add(self, traffic: Traffic) -> None:
+        self.statuses.update(traffic.statuses)
+        self.goodputs_per_s.append(traffic.goodput_per_s)
+        self.refusals_s += traffic.refusal_latencies_s
+        self.lags_s += traffic.lags_s
+        self.latencies_s += traffic.ok_latencies_s
+        self.p99_by_turn_s.append(traffic.percentile_s(99))
+
+    def percentile_s(self, percent: float) -> float:
+        return float(np.percentile(self.latencies_s, percent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +93,20 @@ class Bench:
     def models(self) -> list[str]:
         return [one.recipe.name for one in self.prepared]
 
-    @property
-    def memory_bytes(self) -> int:
-        return int(SHARE_OF_WEIGHTS * sum(one.weight_bytes for one in self.prepared))
-
     @asynccontextmanager
-    async def server(self, *flags: str) -> AsyncIterator[str]:
+    async def server(self, *flags: str) -> AsyncIterator[Running]:
         """A server on the models, with its cache warm from a start before."""
-        command = server_command("cohabit", self.folder / "overload", str(self.memory_bytes), None)
-        command += ["--cache", str(self.folder / "overload-cache"), "--queue-limit", str(QUEUE_LIMIT), *flags]
+        command = server_command("cohabit", self.folder / "overload", f"{MEMORY_MIB}MiB", None)
+        port = free_port()
+        command += ["--cache", str(self.folder / "overload-cache"), "--queue-limit", str(QUEUE_LIMIT)]
+        command += ["--metrics-port", str(port), *flags]
         async with running_server(command, patience_s=900) as url:
-            yield url
+            running = Running(url, f"http://127.0.0.1:{port}/metrics")
+            if running.resident_share == 1:
+                raise RuntimeError(
+                    f"every parameter stays in {MEMORY_MIB} MiB: nothing is swapped, nothing measured"
+                )
+            yield running
 
     async def saturation(self, client: Client, models: Sequence[str]) -> Traffic:
         """Answers per second with always enough to do, after a warm-up."""
@@ -80,42 +115,49 @@ class Bench:
 
 
 async def overload(bench: Bench) -> Section:
-    """Five times what the server can do: everything is answered, memory is flat, and the device is kept busy."""
-    async with bench.server() as url, client_of(url, bench.models) as client:
-        peak = await bench.saturation(client, bench.models)
-        rss: list[int] = []
+    """Five times what the server can do: everything is answered, memory is flat, and the device is kept busy.
+
+    Saturation and overload are measured in turns. The sender would have a machine of its own; here it takes CPU from
+    the server.
+    """
+    peak, loaded = Found(), Found()
+    turn_s = OVERLOADED * bench.duration_s / TURNS
+    rss: list[int] = []
+    async with bench.server() as server, client_of(server.url, bench.models) as client:
+        resident = server.resident_share
+        offered_per_s = OVERLOAD * (await bench.saturation(client, bench.models)).goodput_per_s
         sampler = asyncio.create_task(_sample(lambda: rss.append(_rss_bytes(_only_child()))))
-        traffic = await client.open_loop(bench.models, OVERLOAD * peak.goodput_per_s, bench.duration_s)
+        for turn in range(TURNS):
+            peak.add(await bench.saturation(client, bench.models))
+            loaded.add(await client.open_loop(bench.models, offered_per_s, turn_s, seed=turn))
         sampler.cancel()
-        again = await bench.saturation(client, bench.models)
     answered = {OK} | REFUSALS
-    share = 2 * traffic.goodput_per_s / (peak.goodput_per_s + again.goodput_per_s)
+    share = sum(loaded.goodputs_per_s) / sum(peak.goodputs_per_s)
     settled, end = rss[len(rss) // 5], rss[-1]
     rows = [
-        ["saturation before / after, answers/s", f"{peak.goodput_per_s:.0f} / {again.goodput_per_s:.0f}"],
-        ["offered, requests/s", f"{OVERLOAD * peak.goodput_per_s:.0f}"],
-        ["answered 200, 1/s", f"{traffic.goodput_per_s:.0f}"],
+        ["parameters that stay in device memory", f"{resident:.0%}"],
+        ["saturation by turns, answers/s", _range(peak.goodputs_per_s)],
+        ["offered, requests/s", f"{offered_per_s:.0f}"],
+        ["answered 200 by turns, 1/s", _range(loaded.goodputs_per_s)],
         ["of saturation", f"{share:.1%}"],
-        *[
-            [f"status {status}" if status else "no answer", f"{n}"]
-            for status, n in sorted(traffic.statuses.items())
-        ],
-        ["p99 of the refusals, ms", _ms(_percentile(traffic.refusal_latencies_s))],
-        ["the sender's lag, p99, ms", _ms(_percentile(traffic.lags_s))],
+        *[[f"status {status}" if status else "no answer", f"{n}"] for status, n in sorted(loaded.statuses.items())],
+        ["p99 of the refusals, ms", _ms(_percentile(loaded.refusals_s))],
+        ["the sender's lag, p99, ms", _ms(_percentile(loaded.lags_s))],
         ["process memory after a fifth, MiB", f"{settled / 2**20:.1f}"],
         ["process memory at the end, MiB", f"{end / 2**20:.1f}"],
     ]
-    holds = set(traffic.statuses) <= answered and share >= 0.9 and end <= 1.05 * settled
-    return Section(f"{OVERLOAD:g} times saturation", markdown_table(["", "value"], rows), holds)
+    holds = set(loaded.statuses) <= answered and share >= 0.9 and end <= 1.05 * settled
+    title = f"{OVERLOAD:g} times saturation for {OVERLOADED * bench.duration_s:.0f} s, in {TURNS} turns"
+    return Section(title, markdown_table(["", "value"], rows), holds)
 
 
 async def deadlines(bench: Bench) -> Section:
     """Twice what the server can do, with a timeout: what is answered is in time."""
     spans = bench.folder / "overload-spans.json"
-    async with bench.server("--trace-file", str(spans), "--trace-rate", "1") as url:
-        async with client_of(url, bench.models) as client:
+    async with bench.server("--trace-file", str(spans), "--trace-rate", "1") as server:
+        async with client_of(server.url, bench.models) as client:
             peak = await bench.saturation(client, bench.models)
-        async with client_of(url, bench.models, TIMEOUT_S) as client:
+        async with client_of(server.url, bench.models, TIMEOUT_S) as client:
             began_us = time.monotonic() * 1e6
             traffic = await client.open_loop(bench.models, DEADLINE_OVERLOAD * peak.goodput_per_s, bench.duration_s)
     late = sum(wait_s > TIMEOUT_S for wait_s in traffic.ok_waits_s)
@@ -144,65 +186,89 @@ async def coming_and_going(bench: Bench) -> Section:
     """One model is loaded and unloaded all the time; the others hardly notice."""
     *others, guest = bench.models
     flags = ("--model-control", "explicit", *(flag for name in bench.models for flag in ("--load-model", name)))
-    async with bench.server(*flags) as url, client_of(url, bench.models) as client:
+    async with bench.server(*flags) as server, client_of(server.url, bench.models) as client:
         peak = await bench.saturation(client, others)
         longest_s = (await client.closed_loop(others, 1, 2.0)).percentile_s(99)
         rate = BUSY * peak.goodput_per_s
         for _ in range(ROUNDS_BEFORE):  # so that it is lowered, measured and planned
             await _control(client, guest, "unload")
             await _control(client, guest, "load")
-            await asyncio.sleep(SEARCH_S)
+            await _planned(_only_child())
         await _control(client, guest, "unload")
-        alone = await client.open_loop(others, rate, bench.duration_s)
+        alone, beside = Found(), Found()
         rounds = 0
 
         async def come_and_go() -> None:
             nonlocal rounds
-            while True:
+            while not stop.is_set():
                 await _control(client, guest, "load")
                 await _control(client, guest, "unload")
                 rounds += 1
 
-        loop = asyncio.create_task(come_and_go())
-        beside = await client.open_loop(others, rate, bench.duration_s)
-        loop.cancel()
+        for turn in range(TURNS):
+            alone.add(await client.open_loop(others, rate, 2 * bench.duration_s / TURNS, seed=turn))
+            stop = asyncio.Event()
+            loop = asyncio.create_task(come_and_go())
+            beside.add(await client.open_loop(others, rate, 2 * bench.duration_s / TURNS, seed=turn))
+            stop.set()
+            await loop
     rise_s = beside.percentile_s(99) - alone.percentile_s(99)
     rows = [
         ["requests/s to the others", f"{rate:.0f}"],
         ["loaded and unloaded again", f"{rounds} times"],
         ["one inference, ms (p99 of one request at a time)", _ms(longest_s)],
-        ["p50 / p99 before, ms", _spread(alone)],
+        ["p50 / p99 without, ms", _spread(alone)],
         ["p50 / p99 meanwhile, ms", _spread(beside)],
         ["p99 rises by, inferences", f"{rise_s / longest_s:.2f}"],
     ]
     holds = rise_s <= longest_s and rounds > 0 and set(beside.statuses) == {OK}
-    return Section("A model that comes and goes", markdown_table(["", "value"], rows), holds)
+    return Section(
+        f"A model that comes and goes, {TURNS} turns each without and with it",
+        markdown_table(["", "value"], rows),
+        holds,
+    )
 
 
 async def prefetch(bench: Bench) -> Section:
-    """The next model's prefix is copied beside the inference before it, or it is not: two servers, in turns."""
-    latencies_s: dict[str, list[float]] = {"--no-prefetch": [], "--prefetch": []}
+    """What the next model waits for first is copied beside the inference before it, or not: two servers, in turns.
+
+    Parameters come from their file, so that copying takes longer than computing.
+    """
+    found = {flag: Found() for flag in ("--no-prefetch", "--prefetch")}
     async with AsyncExitStack() as stack:
+        servers: dict[str, Running] = {}
         clients: dict[str, Client] = {}
-        for flag in latencies_s:
-            url = await stack.enter_async_context(bench.server(flag))
-            clients[flag] = await stack.enter_async_context(client_of(url, bench.models))
-        rate = BEFORE_SATURATION * min(
-            [(await bench.saturation(c, bench.models)).goodput_per_s for c in clients.values()]
-        )
-        for turn, (first, second) in enumerate(
-            [("--no-prefetch", "--prefetch"), ("--prefetch", "--no-prefetch")] * (TURNS // 2)
-        ):
-            for flag in (first, second):
+        for flag in found:
+            servers[flag] = await stack.enter_async_context(bench.server("--store", "file", flag))
+            clients[flag] = await stack.enter_async_context(client_of(servers[flag].url, bench.models))
+        peaks = [
+            (await bench.saturation(client, bench.models)).goodput_per_s
+            for _ in range(ROUNDS_BEFORE)
+            for client in clients.values()
+        ]
+        rate = BEFORE_SATURATION * statistics.median(peaks)
+        before = {flag: server.sum("nv_inference_exec_count") for flag, server in servers.items()}
+        for turn in range(TURNS):
+            for flag in tuple(found)[:: 1 if turn % 2 else -1]:
                 traffic = await clients[flag].open_loop(bench.models, rate, bench.duration_s / 2, seed=turn)
-                latencies_s[flag] += traffic.ok_latencies_s
+                found[flag].add(traffic)
+        for flag, server in servers.items():
+            found[flag].executions = server.sum("nv_inference_exec_count") - before[flag]
+            found[flag].hits = server.sum("cohabit_prefetch_hits")
     rows = [
-        [flag, f"{rate:.0f}", *(_ms(float(np.percentile(found, percent))) for percent in (50, 90, 99))]
-        for flag, found in latencies_s.items()
+        [flag, f"{rate:.0f}", f"{one.hits / one.executions:.0%}", *(_ms(one.percentile_s(q)) for q in (50, 90, 99))]
+        for flag, one in found.items()
     ]
-    table = markdown_table(["", "requests/s", "p50, ms", "p90, ms", "p99, ms"], rows)
-    without_s, with_s = (float(np.percentile(found, 99)) for found in latencies_s.values())
-    return Section(f"The next model's prefix, {TURNS} turns each", table, with_s <= without_s)
+    columns = ["", "requests/s", "executions that had begun early", "p50, ms", "p90, ms", "p99, ms"]
+    without, with_it = found.values()
+    ratios = [b / a for a, b in zip(without.p99_by_turn_s, with_it.p99_by_turn_s, strict=True)]
+    ratio = statistics.median(ratios)
+    text = (
+        f"{markdown_table(columns, rows)}\np99 with prefetch over p99 without, turn by turn:"
+        f" {', '.join(f'{r:.2f}' for r in sorted(ratios))}; the median is {ratio:.2f}.\n"
+    )
+    title = f"The next model's leading copies, parameters in their file, {TURNS} turns each"
+    return Section(title, text, ratio < 1)
 
 
 MEASUREMENTS: dict[str, Callable[[Bench], Awaitable[Section]]] = {
@@ -228,7 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.record:
         texts = [f"## {s.title}\n\n{s.text}\n{'Holds.' if s.holds else '**Does not hold.**'}\n" for s in sections]
         intro = (
-            f"{MODELS} x {ENTRY} in {SHARE_OF_WEIGHTS:.0%} of their weights; {bench.duration_s:.0f} s each. Server and"
+            f"{MODELS} x {ENTRY} in {MEMORY_MIB} MiB, which hold a part of their 13.2 MiB each; their embedding tables"
+            f" stay in the host's memory. {bench.duration_s:.0f} s each. Server and"
             f" load generator share the CPUs: what one does, the other lacks. Two processes that multiply matrices"
             f" at once do {work_of_two():.2f} times the work of one here.\n"
         )
@@ -263,6 +330,16 @@ async def _control(client: Client, model: str, order: str) -> None:
         raise RuntimeError(f"{order} of {model} was answered {status}")
 
 
+async def _planned(server: int) -> None:
+    """Wait until the processes in which a server prepares and plans have nothing to do."""
+    busy_s, quiet = -1.0, 0
+    async with asyncio.timeout(SEARCH_S):
+        while quiet < 4:
+            await asyncio.sleep(0.5)
+            before_s, busy_s = busy_s, sum(sum(p.cpu_times()[:2]) for p in psutil.Process(server).children())
+            quiet = quiet + 1 if busy_s == before_s else 0
+
+
 async def _sample(take: Callable[[], None]) -> None:
     while True:
         take()
@@ -284,7 +361,11 @@ def _percentile(samples: Sequence[float]) -> float:
     return float(np.percentile(samples, 99)) if samples else math.nan
 
 
-def _spread(traffic: Traffic) -> str:
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.0f} ({min(values):.0f} - {max(values):.0f})"
+
+
+def _spread(traffic: Traffic | Found) -> str:
     return f"{_ms(traffic.percentile_s(50))} / {_ms(traffic.percentile_s(99))}"
 
 

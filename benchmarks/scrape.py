@@ -1,9 +1,32 @@
 """What a running server says of itself: samples of its metrics."""
 
 import socket
+from dataclasses import dataclass
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server, and what it says of itself."""
+
+    url: str
+    metrics_url: str
+
+    def sum(self, metric: str) -> float:
+        """Of all models."""
+        return sum(by_model(self.metrics_url, metric).values())
+
+    @property
+    def resident_share(self) -> float:
+        """Of the parameters that are copied to the device at all."""
+        return self.sum("cohabit_resident_bytes") / self.sum("cohabit_parameter_bytes")
+
+    def require_swaps(self) -> None:
+        """Raise ValueError if nothing is copied for any inference: what is measured then is not what it says."""
+        if self.resident_share == 1:
+            raise ValueError(f"every parameter of {self.url}'s models stays in device memory: give it less")
 
 
 def by_model(metrics_url: str, name: str) -> dict[str, float]:
