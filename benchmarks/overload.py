@@ -1,4 +1,4 @@
-"""Too much to do: overload, deadlines, models that come and go, and the next model's prefix, each measured in one run.
+"""Too much to do: overload, deadlines, and models that come and go, each measured in one run.
 
 The server is a process of its own; requests are sent at times drawn beforehand. What has to hold is checked.
 """
@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +32,7 @@ MODELS, ENTRY = 4, "bert_small"
 MEMORY_MIB = 20
 """For models of 13.2 MiB each beside their embedding tables, which stay in the host's memory, and one workspace."""
 QUEUE_LIMIT = 64
-OVERLOAD, DEADLINE_OVERLOAD, BEFORE_SATURATION, BUSY = 5.0, 2.0, 0.6, 0.25
+OVERLOAD, DEADLINE_OVERLOAD, BUSY = 5.0, 2.0, 0.25
 """Arrival rates, over the rate at saturation."""
 OVERLOADED = 3.0
 """For how long, over the duration that is asked for."""
@@ -59,12 +59,9 @@ class Section:
 class Found:
     """What came of one server's turns."""
 
-    executions: float = 0.0
-    hits: float = 0.0
     statuses: Counter[int] = field(default_factory=Counter)
     goodputs_per_s: list[float] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
-    p99_by_turn_s: list[float] = field(default_factory=list)
     refusals_s: list[float] = field(default_factory=list)
     lags_s: list[float] = field(default_factory=list)
 
@@ -74,7 +71,6 @@ class Found:
         self.refusals_s += traffic.refusal_latencies_s
         self.lags_s += traffic.lags_s
         self.latencies_s += traffic.ok_latencies_s
-        self.p99_by_turn_s.append(traffic.percentile_s(99))
 
     def percentile_s(self, percent: float) -> float:
         return float(np.percentile(self.latencies_s, percent))
@@ -94,18 +90,15 @@ class Bench:
         return [one.recipe.name for one in self.prepared]
 
     @asynccontextmanager
-    async def server(self, *flags: str) -> AsyncIterator[Running]:
+    async def server(self, *flags: str, program: str = "cohabit") -> AsyncIterator[Running]:
         """A server on the models, with its cache warm from a start before."""
-        command = server_command("cohabit", self.folder / "overload", f"{MEMORY_MIB}MiB", None)
+        command = server_command(program, self.folder / "overload", f"{MEMORY_MIB}MiB", None)
         port = free_port()
         command += ["--cache", str(self.folder / "overload-cache"), "--queue-limit", str(QUEUE_LIMIT)]
         command += ["--metrics-port", str(port), *flags]
         async with running_server(command, patience_s=900) as url:
             running = Running(url, f"http://127.0.0.1:{port}/metrics")
-            if running.resident_share == 1:
-                raise RuntimeError(
-                    f"every parameter stays in {MEMORY_MIB} MiB: nothing is swapped, nothing measured"
-                )
+            running.require_swaps()
             yield running
 
     async def saturation(self, client: Client, models: Sequence[str]) -> Traffic:
@@ -126,7 +119,7 @@ async def overload(bench: Bench) -> Section:
     async with bench.server() as server, client_of(server.url, bench.models) as client:
         resident = server.resident_share
         offered_per_s = OVERLOAD * (await bench.saturation(client, bench.models)).goodput_per_s
-        sampler = asyncio.create_task(_sample(lambda: rss.append(_rss_bytes(_only_child()))))
+        sampler = asyncio.create_task(_sample(lambda: rss.append(_rss_bytes(only_child()))))
         for turn in range(TURNS):
             peak.add(await bench.saturation(client, bench.models))
             loaded.add(await client.open_loop(bench.models, offered_per_s, turn_s, seed=turn))
@@ -193,7 +186,7 @@ async def coming_and_going(bench: Bench) -> Section:
         for _ in range(ROUNDS_BEFORE):  # so that it is lowered, measured and planned
             await _control(client, guest, "unload")
             await _control(client, guest, "load")
-            await _planned(_only_child())
+            await _planned(only_child())
         await _control(client, guest, "unload")
         alone, beside = Found(), Found()
         rounds = 0
@@ -229,53 +222,10 @@ async def coming_and_going(bench: Bench) -> Section:
     )
 
 
-async def prefetch(bench: Bench) -> Section:
-    """What the next model waits for first is copied beside the inference before it, or not: two servers, in turns.
-
-    Parameters come from their file, so that copying takes longer than computing.
-    """
-    found = {flag: Found() for flag in ("--no-prefetch", "--prefetch")}
-    async with AsyncExitStack() as stack:
-        servers: dict[str, Running] = {}
-        clients: dict[str, Client] = {}
-        for flag in found:
-            servers[flag] = await stack.enter_async_context(bench.server("--store", "file", flag))
-            clients[flag] = await stack.enter_async_context(client_of(servers[flag].url, bench.models))
-        peaks = [
-            (await bench.saturation(client, bench.models)).goodput_per_s
-            for _ in range(ROUNDS_BEFORE)
-            for client in clients.values()
-        ]
-        rate = BEFORE_SATURATION * statistics.median(peaks)
-        before = {flag: server.sum("nv_inference_exec_count") for flag, server in servers.items()}
-        for turn in range(TURNS):
-            for flag in tuple(found)[:: 1 if turn % 2 else -1]:
-                traffic = await clients[flag].open_loop(bench.models, rate, bench.duration_s / 2, seed=turn)
-                found[flag].add(traffic)
-        for flag, server in servers.items():
-            found[flag].executions = server.sum("nv_inference_exec_count") - before[flag]
-            found[flag].hits = server.sum("cohabit_prefetch_hits")
-    rows = [
-        [flag, f"{rate:.0f}", f"{one.hits / one.executions:.0%}", *(_ms(one.percentile_s(q)) for q in (50, 90, 99))]
-        for flag, one in found.items()
-    ]
-    columns = ["", "requests/s", "executions that had begun early", "p50, ms", "p90, ms", "p99, ms"]
-    without, with_it = found.values()
-    ratios = [b / a for a, b in zip(without.p99_by_turn_s, with_it.p99_by_turn_s, strict=True)]
-    ratio = statistics.median(ratios)
-    text = (
-        f"{markdown_table(columns, rows)}\np99 with prefetch over p99 without, turn by turn:"
-        f" {', '.join(f'{r:.2f}' for r in sorted(ratios))}; the median is {ratio:.2f}.\n"
-    )
-    title = f"The next model's leading copies, parameters in their file, {TURNS} turns each"
-    return Section(title, text, ratio < 1)
-
-
 MEASUREMENTS: dict[str, Callable[[Bench], Awaitable[Section]]] = {
     "overload": overload,
     "deadlines": deadlines,
     "control": coming_and_going,
-    "prefetch": prefetch,
 }
 
 
@@ -346,7 +296,7 @@ async def _sample(take: Callable[[], None]) -> None:
         await asyncio.sleep(0.2)
 
 
-def _only_child() -> int:
+def only_child() -> int:
     """The server's process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return int(children[-1])

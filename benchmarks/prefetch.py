@@ -1,106 +1,193 @@
-"""The next model's leading copies beside the inference before it, or not: two servers in turns, few requests under way.
+"""The next model's leading copies beside the inference before it, and not: one server that is told so in turns.
 
-Parameters come from their file, so that copying takes longer than computing. Each request is followed by one of another
-model, and what is next is known when an inference begins. Arrivals at random are in `benchmarks.overload`.
+Parameters come from their file: as fast as it is read, where plans hide nearly all copies behind computing, and
+slower, where copying takes longer. Few requests are under way, of another model each; then they arrive at random.
 """
 
 import argparse
 import asyncio
-import statistics
+import os
 import sys
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
+from rich.progress import track
 
-from benchmarks.overload import ENTRY, MEMORY_MIB, MODELS, Bench
+from benchmarks.overload import ENTRY, MEMORY_MIB, MODELS, Bench, only_child
 from benchmarks.record import markdown_table, record
-from benchmarks.traffic import Traffic, client_of
+from benchmarks.scrape import Running
+from benchmarks.switchable import OFF, ON
+from benchmarks.traffic import Client, Traffic, client_of
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
 
-WITHOUT, WITH = "--no-prefetch", "--prefetch"
-AT_ONCE = (1, 2, 3, 4)
+LINKS = (None, "400MB/s")
+"""The second stands for a slower flash or bus."""
+AT_ONCE = (1, 2, 4)
 """Requests under way. One alone has nothing before it: there nothing is to change."""
-TURNS = 12
+BUSY = 0.6
+"""Arrival rate at random, over the rate at saturation."""
+PROGRAM = "python -m benchmarks.switchable"
+LIKELY = 0.95
+"""How often the interval around a mean ratio has it, if turns were drawn again."""
+DRAWS = 10_000
 
 
-async def measured(bench: Bench, turn_s: float) -> tuple[str, float, bool]:
-    """The table, the part of the parameters that stays, and whether p99 is lower by more than chance."""
-    rows, p99_ratios = [], list[float]()
-    async with AsyncExitStack() as stack:
-        servers, clients = {}, {}
-        for flag in (WITHOUT, WITH):
-            servers[flag] = await stack.enter_async_context(bench.server("--store", "file", flag))
-            clients[flag] = await stack.enter_async_context(client_of(servers[flag].url, bench.models))
-            await clients[flag].closed_loop(bench.models, AT_ONCE[-1], 1.0)
-        for at_once in AT_ONCE:
-            found: dict[str, list[list[float]]] = {WITHOUT: [], WITH: []}
-            for turn in range(TURNS):
-                for flag in (WITHOUT, WITH) if turn % 2 else (WITH, WITHOUT):
-                    traffic = await clients[flag].closed_loop(bench.models, at_once, turn_s)
-                    found[flag].append(_figures(traffic))
-            without, with_it = (np.array(found[flag]) for flag in (WITHOUT, WITH))
-            ratios = with_it / without
-            rate, p50, p99 = np.median(ratios, axis=0)
-            lower = int((ratios[:, 2] < 1).sum())
-            rows.append(
-                [
-                    str(at_once),
-                    f"{statistics.median(without[:, 0]):.0f}",
-                    *(f"{statistics.median(without[:, n]) * 1e3:.1f}" for n in (1, 2)),
-                    *(f"{ratio:.2f}" for ratio in (rate, p50, p99)),
-                    f"{lower} of {TURNS}",
-                ]
-            )
-            p99_ratios.append(float(p99))
-        share = servers[WITH].resident_share
-    header = [
-        "under way",
-        "answers/s",
-        "p50, ms",
-        "p99, ms",
-        "answers/s, with / without",
-        "p50",
-        "p99",
-        "p99 lower in",
-    ]
-    chance, *queued = p99_ratios
-    return markdown_table(header, rows), share, max(queued) < min(chance, 1 / chance)
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What requests come, for so many seconds with this seed."""
+
+    name: str
+    send: Callable[[float, int], Awaitable[Traffic]]
+    is_queued: bool
+    """Whether a request finds others, which the next model's copies can begin beside."""
 
 
-def _figures(traffic: Traffic) -> list[float]:
-    return [traffic.goodput_per_s, traffic.percentile_s(50), traffic.percentile_s(99)]
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """With prefetch over without, from turn to turn."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ratios: NDArray[np.float64]) -> "Ratio":
+        """The geometric mean, and where it would be if other turns of the same kind were drawn (bootstrap)."""
+        logs = np.log(ratios)
+        drawn = np.random.default_rng(0).choice(logs, (DRAWS, len(logs))).mean(axis=1)
+        low, high = np.exp(np.quantile(drawn, [(1 - LIKELY) / 2, (1 + LIKELY) / 2]))
+        return cls(float(np.exp(logs.mean())), float(low), float(high))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ({self.low:.3f} - {self.high:.3f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one load showed."""
+
+    cells: list[str]
+    p99: Ratio
+    is_queued: bool
+
+
+class Switch:
+    """Turns prefetch on and off, and counts what shows that it was."""
+
+    def __init__(self, server: Running, process: int) -> None:
+        self._server = server
+        self._process = process
+
+    async def turn(self, on: bool) -> None:
+        os.kill(self._process, ON if on else OFF)
+        await asyncio.sleep(0.1)
+
+    def counts(self) -> NDArray[np.float64]:
+        """Executions, and those of which copies had begun before."""
+        return np.array([self._server.sum(name) for name in ("nv_inference_exec_count", "cohabit_prefetch_hits")])
+
+
+async def measured(bench: Bench, link: str | None, turns: int, turn_s: float) -> tuple[list[Row], float]:
+    """A row per load, and the part of the parameters that stays."""
+    flags = ["--store", "file", *(() if link is None else ("--link-bandwidth", link))]
+    async with (
+        bench.server(*flags, program=PROGRAM) as server,
+        client_of(server.url, bench.models) as client,
+    ):
+        switch = Switch(server, only_child())
+        rate = BUSY * (await bench.saturation(client, bench.models)).goodput_per_s
+        loads = [
+            *(_closed(client, bench.models, at_once) for at_once in AT_ONCE),
+            _open(client, bench.models, rate),
+        ]
+        rows = [await _row(load, switch, bench.console, turns, turn_s) for load in loads]
+        return rows, server.resident_share
+
+
+def _closed(client: Client, models: Sequence[str], at_once: int) -> Load:
+    def send(turn_s: float, seed: int) -> Awaitable[Traffic]:
+        return client.closed_loop(models, at_once, turn_s)
+
+    return Load(f"{at_once} under way", send, at_once > 1)
+
+
+def _open(client: Client, models: Sequence[str], rate_per_s: float) -> Load:
+    def send(turn_s: float, seed: int) -> Awaitable[Traffic]:
+        return client.open_loop(models, rate_per_s, turn_s, seed)
+
+    return Load(f"{rate_per_s:.0f}/s at random", send, True)
+
+
+async def _row(load: Load, switch: Switch, console: Console, turns: int, turn_s: float) -> Row:
+    """Turns with and without, one behind the other. Raises RuntimeError if the switch did not do what it says."""
+    found: dict[bool, list[list[float]]] = {False: [], True: []}
+    latencies: dict[bool, list[float]] = {False: [], True: []}
+    counts = {False: np.zeros(2), True: np.zeros(2)}
+    for turn in track(range(turns), load.name, console=console, transient=True):
+        for on in (False, True) if turn % 2 else (True, False):
+            await switch.turn(on)
+            before = switch.counts()
+            traffic = await load.send(turn_s, turn)
+            counts[on] += switch.counts() - before
+            found[on].append([traffic.goodput_per_s, *(traffic.percentile_s(q) for q in (50, 99))])
+            latencies[on] += traffic.ok_latencies_s
+    early = {on: begun / executions for on, (executions, begun) in counts.items()}
+    if early[False] or bool(early[True]) != load.is_queued:
+        raise RuntimeError(
+            f"{load.name}: {early[False]:.0%} began early without prefetch, {early[True]:.0%} with it"
+        )
+    answers, p50, p99 = (Ratio.of(column) for column in (np.array(found[True]) / np.array(found[False])).T)
+    ms = {(q, on): f"{np.percentile(latencies[on], q) * 1e3:.1f}" for q in (50, 99) for on in (False, True)}
+    cells = [load.name, f"{early[True]:.0%}", f"{answers.mean:.3f}"]
+    cells += [ms[50, False], ms[50, True], str(p50), ms[99, False], ms[99, True], str(p99)]
+    return Row(cells, p99, load.is_queued)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     console = Console(highlight=False)
     prepared = prepare_visibly(options.folder / "overload", recipes(MODELS, [ENTRY]), force=False, console=console)
-    table, share, holds = asyncio.run(measured(Bench(prepared, options.folder, 0.0, console), options.turn))
-    verdict = "Where something is queued, p99 is lower by more than chance."
-    if not holds:
-        verdict = "**What p99 gains where something is queued does not exceed chance.**"
-    console.print(f"{table}\n{verdict}", markup=False, soft_wrap=True)
+    bench = Bench(prepared, options.folder, 10.0, console)
+    header = ["requests", "begun early", "answers/s", "p50, ms", "with", "ratio", "p99, ms", "with", "ratio"]
+    sections, holds = [], True
+    for link in options.link or LINKS:
+        rows, share = asyncio.run(measured(bench, link, options.turns, options.turn))
+        table = markdown_table(header, [row.cells for row in rows])
+        ahead = [row.p99 for row in rows if row.is_queued]
+        better = sum(p99.high < 1 for p99 in ahead)
+        holds = link is None or better == len(ahead)
+        title = f"## {'The file as fast as it is' if link is None else f'The file at {link}'}"
+        text = f"{share:.0%} of what is copied at all is resident.\n"
+        verdict = (
+            f"p99 is lower with prefetch, by more than chance, in {better} of {len(ahead)} rows with a queue.\n"
+        )
+        sections += [title, "", text, table, verdict]
+        console.print(f"{title}\n{text}\n{table}\n{verdict}", markup=False, soft_wrap=True)
     if options.record:
         intro = (
-            f"{MODELS} x {ENTRY} in {MEMORY_MIB} MiB, {share:.0%} of what is copied at all resident, the rest read from"
-            " the file with O_DIRECT. Requests under way ask for the models in turn;"
-            f" {TURNS} turns of {options.turn:g} s with each server. Columns 2 to 4 are without prefetch, medians of"
-            " turns; then medians of the ratios of two turns, one behind the other. Nothing is to change with one under"
-            " way: what it shows is chance. Servers and load generator share the CPUs.\n"
+            f"{MODELS} x {ENTRY} in {MEMORY_MIB} MiB, the rest read from the file with O_DIRECT. One server, told by a"
+            f" signal to begin the next model's copies early or not: {options.turns} turns of {options.turn:g} s each"
+            " with and without, one behind the other. Requests under way ask for the models in turn; with one nothing"
+            " is to change. *begun early* is the part of the executions. Milliseconds are those of all turns together,"
+            " without and with; a ratio is the geometric mean from turn to turn, with the interval in which it is in"
+            f" {LIKELY:.0%} of {DRAWS} draws of as many turns. Server and load generator share the CPUs.\n"
         )
-        sections = [intro, table, f"\n{verdict}\n"]
-        console.print(f"wrote {record('prefetch', 'The next model begins early', 'benchmarks.prefetch', sections)}")
+        path = record("prefetch", "The next model begins early", "benchmarks.prefetch", [intro, *sections])
+        console.print(f"wrote {path}")
     return 0 if holds else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefetch", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
-    parser.add_argument("--turn", type=float, default=2.0, help="seconds of each turn (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=12, help="turns with and without (default: %(default)s)")
+    parser.add_argument("--turn", type=float, default=3.0, help="seconds of each turn (default: %(default)s)")
+    parser.add_argument("--link", action="append", metavar="SIZE/s", help="only with so slow a link; repeatable")
     parser.add_argument("--record", action="store_true", help="write docs/results/prefetch.md")
     return parser
 

@@ -56,6 +56,10 @@ class Runner(Protocol):
         """
         ...
 
+    def expect_behind(self, program: Program, *, followed: bool = False) -> None:
+        """Say what runs behind the run under way, if one is, where nobody knew when that began. Any thread."""
+        ...
+
     def run(
         self,
         program: Program,

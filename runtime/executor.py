@@ -6,6 +6,7 @@ lane have finished", and an event is a number on a counter.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,14 @@ class _Ahead:
     """Of these copies, where they are not in that of the run that they are beside."""
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """What runs, with the compute lane's counter before it."""
+
+    program: Program
+    base: int
+
+
 class Executor:
     """Runs programs one at a time. The compute lane is whoever calls, one thread at a time."""
 
@@ -65,7 +74,10 @@ class Executor:
         """Models whose residents may be wrong, because a copy failed."""
         self._expected: Program | None = None
         self._expected_is_followed = False
+        self._turn = threading.Lock()
+        """Guards the two below, and what is submitted beside a run; another thread may say what comes next."""
         self._ahead: _Ahead | None = None
+        self._under_way: _UnderWay | None = None
         self._leading = Leading()
         self._inference_mode = torch.inference_mode()
         """For one run after the other; it remembers what was before in C."""
@@ -105,7 +117,8 @@ class Executor:
         `follow` gets a recording of the copies. Raises DeviceError if the store cannot be read.
         """
         self._restored.pop(program.name, None)
-        self._retract()
+        with self._turn:
+            self._retract()
         recording = None if follow is None else Recording(program)
         seconds = self._copy(program.residents, recording)
         if follow is not None and recording is not None:
@@ -115,7 +128,8 @@ class Executor:
 
     def dismiss(self, program: Program) -> None:
         """Give back a program's places in the host, and hold it no longer."""
-        self._leading.forget(program)
+        with self._turn:
+            self._leading.forget(program)
         for traveller in program.travellers:
             traveller.close()
 
@@ -147,6 +161,16 @@ class Executor:
         """
         self._expected, self._expected_is_followed = program, followed
 
+    def expect_behind(self, program: Program, *, followed: bool = False) -> None:
+        """Say what runs behind the run that is under way, which nobody knew when it began. Any thread.
+
+        Nothing happens if none is, or if something else is expected already. The caller makes sure that the program
+        can be run, as it is, until the run under way has ended.
+        """
+        with self._turn:
+            if self._under_way is not None and self._ahead is None:
+                self._lead(self._under_way, program, None, Recording(program) if followed else None)
+
     def run(
         self,
         program: Program,
@@ -177,7 +201,9 @@ class Executor:
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
         restored = self._restored.get(program.name)
-        self._submit(program, run, recording)
+        with self._turn:
+            self._submit(program, run, recording)
+            self._under_way = _UnderWay(program, run.compute_base)
         try:
             with torch.inference_mode():
                 by_op = traced or observe is not None or not program.stretched
@@ -196,6 +222,8 @@ class Executor:
         finally:
             # Whatever happened, the lane goes on to the end, so that the residents are back for the next run.
             self._computes.advance(run.compute_base + len(program.computes))
+            with self._turn:
+                self._under_way = None
             if program.travellers:
                 self._end_journeys(program, run)
             if follow is not None and recording is not None:
@@ -208,7 +236,10 @@ class Executor:
     def _run_resident(self, program: Program, inputs: Sequence[torch.Tensor]) -> Result:
         """Run what waits for no copy, beside none, for nobody who wants to know its steps."""
         start_s = time.perf_counter()
-        self._retract()
+        base = self._computes.value
+        with self._turn:
+            self._retract()
+            self._under_way = _UnderWay(program, base)
         frame: Frame = [None] * program.frame_slots
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
@@ -222,6 +253,10 @@ class Executor:
                 outputs = [self._output(program, frame, slot, inputs) for slot in program.output_slots]
         except Exception as error:
             raise DeviceError(f"{program.name}: {error}") from error
+        finally:
+            self._computes.advance(base + len(program.computes))
+            with self._turn:
+                self._under_way = None
         return Result(outputs, time.perf_counter() - start_s, 0.0, 0)
 
     def _begin(self, recording: Recording | None, program: Program | None = None) -> Run:
@@ -266,13 +301,21 @@ class Executor:
 
     def _submit_ahead(self, current: Program, recording: Recording | None) -> None:
         expected, self._expected = self._expected, None
-        if expected is None or not expected.prefix or expected.name in self._stale:
+        if expected is not None:
+            own = Recording(expected) if recording is None and self._expected_is_followed else None
+            self._lead(_UnderWay(current, self._computes.value), expected, recording, own)
+
+    def _lead(
+        self, current: _UnderWay, expected: Program, recording: Recording | None, own: Recording | None
+    ) -> None:
+        """Submit the leading copies of what runs behind `current`, noted in its recording or in one of their own."""
+        if not expected.prefix or expected.name in self._stale:
             return
-        leading = self._leading.copies(current, expected)
+        leading = self._leading.copies(current.program, expected)
         if not leading:
             return
-        own = Recording(expected) if recording is None and self._expected_is_followed else None
-        run = self._begin(recording or own, expected)
+        noted = recording or own
+        run = Run(time.perf_counter(), current.base, note=None if noted is None else noted.by(expected))
         self._ahead = _Ahead(expected, run, self._lane.submitted, len(leading), own)
         self._lane.submit(run, leading)
 

@@ -145,6 +145,9 @@ class SharedRegion:
     def expect(self, program: Program | None, *, followed: bool = False) -> None:
         """There are no bytes of the next model's own in which its copies could begin."""
 
+    def expect_behind(self, program: Program, *, followed: bool = False) -> None:
+        """As `expect`."""
+
     def capture(self, program: Program) -> Capture | None:
         """How a program's visits are issued. Any thread."""
         guest = self._guests[program.name, program.batch]

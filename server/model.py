@@ -126,6 +126,10 @@ class Servable(Protocol):
         """
         ...
 
+    def expect_behind(self, batch: int, followed: bool = False) -> None:
+        """Hear that this model is next behind the one being executed, where nobody knew when that began. Any thread."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:

@@ -156,6 +156,10 @@ class Server:
             raise StartFailed(f"{which} of {self._config.repository} could be loaded: {reasons}")
         return loaded
 
+    def prefetch(self, on: bool) -> None:
+        """Let the next model's copies begin beside the execution before theirs, or not, from now on."""
+        self._lanes.prefetch(on)
+
     async def reread_tokens(self) -> None:
         """Take the tokens that the token files have now; a file that cannot be used changes nothing."""
         if self._tokens is not None:

@@ -145,6 +145,9 @@ class CudaExecutor:
         assert program is None or isinstance(program, CudaProgram)
         self._expected = program
 
+    def expect_behind(self, program: Program, *, followed: bool = False) -> None:
+        """Nothing comes of it: what runs has been issued as a whole, and its thread has the driver's lanes."""
+
     def run(
         self,
         program: Program,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("cohabit.engine")
 
 BRIEF_S = 5e-4
-"""As long as a busy thread may keep the interpreter from the event loop anyway (`runtime.executor`)."""
+"""For so long the event loop may look at nothing else: several times what handing over and back costs, and no more."""
 
 Outcome = Execution | RequestError
 
@@ -95,11 +95,16 @@ class DeviceThread:
         """By name and generation."""
         self.prefetching: frozenset[str] = frozenset()
         """Models whose copies may begin beside the execution before theirs."""
+        self.prefetch = prefetch
+        """Whether they do; read before each execution."""
         self.computed_s = 0.0
         """How long the compute lane has worked."""
         self._listener = listener
         self._clock = clock
-        self._prefetch = prefetch
+        self._telling = threading.Lock()
+        """Held to tell what is next, and where an execution begins and ends: the two do not meet."""
+        self._next_is_unknown = False
+        """Whether something is being executed, and what is behind it was not known when it began."""
         self._bell = Doorbell()
         self._device = threading.Lock()
         self._chore_is_next = False
@@ -113,6 +118,13 @@ class DeviceThread:
     def look(self) -> None:
         """Let the thread look at what has changed. Event loop's thread."""
         self._bell.ring()
+
+    def tell_late(self) -> None:
+        """Let what has come begin its copies, if it is behind what is being executed. Event loop's thread."""
+        if self._next_is_unknown:
+            with self._telling:
+                if self._next_is_unknown:
+                    self._next_is_unknown = not self._tell_next(under_way=True)
 
     def work_briefly(self) -> bool:
         """Execute what is next, if that is brief and the thread has nothing to do; False if the thread has to look.
@@ -244,15 +256,21 @@ class DeviceThread:
         Returns when it ended, too.
         """
         traced = [ticket for ticket in tickets if ticket.request.trace is not None]
+        tells = self.prefetch and bool(self.prefetching)
         try:
-            if self._prefetch and self.prefetching:
-                self._tell_next()
+            if tells:
+                with self._telling:
+                    self._next_is_unknown = not self._tell_next(under_way=False)
             inputs = [ticket.request.inputs for ticket in tickets]
             execution = model.servable.execute(inputs, rows, _follower(traced) if traced else None)
         except RequestError as error:
             return [error] * len(tickets), self._clock()
         except Exception as error:
             return [_failure(tickets[0].request, error)] * len(tickets), self._clock()
+        finally:
+            if tells:
+                with self._telling:
+                    self._next_is_unknown = False
         answers = [execution]
         ended_s = self._clock()
         if len(tickets) > 1:
@@ -267,13 +285,17 @@ class DeviceThread:
                 trace.executed(ticket.arrived_s, started_s, busy_s, execution, rows)
         return answers, ended_s
 
-    def _tell_next(self) -> None:
-        """Let the next request's model begin its copies."""
+    def _tell_next(self, under_way: bool) -> bool:
+        """Let the next request's model begin its copies, beside what is under way or about to be; False if none is."""
         with self.lock:
             ahead = self.scheduler.ahead(self._clock())
         model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
-        if ahead is not None and model is not None:
-            model.servable.expect(ahead.rows, _follower(ahead.tickets) is not None)
+        if ahead is None or model is None:
+            return False
+        followed = _follower(ahead.tickets) is not None
+        tell = model.servable.expect_behind if under_way else model.servable.expect
+        tell(ahead.rows, followed)
+        return True
 
 
 def _follower(tickets: Iterable[Ticket]) -> "Follow | None":

@@ -114,6 +114,10 @@ class Engine:
         for ticket in forgotten:
             self._settle(ticket, ModelNotFound(model, reason="unloaded"))
 
+    def prefetch(self, on: bool) -> None:
+        """Let the next model's copies begin beside the execution before theirs, or not, from now on."""
+        self._device.prefetch = on
+
     def hold(self, model: str, held: bool) -> None:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
         with self._device.lock:
@@ -190,6 +194,7 @@ class Engine:
         self._comes_alone = False
         if self._receives() or not self._device.work_briefly():
             self._device.look()
+            self._device.tell_late()
         elif len(self._scheduler):
             self._come = come + 1  # what is left is company for what comes
             self._loop.call_soon(self._end_turn)

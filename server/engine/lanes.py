@@ -81,6 +81,11 @@ class Lanes:
         self._of(model).remove(model)
         self._engine_of.pop(model, None)
 
+    def prefetch(self, on: bool) -> None:
+        """Let the next model's copies begin beside the execution before theirs, or not, from now on."""
+        for engine in self._engines:
+            engine.prefetch(on)
+
     def hold(self, model: str, held: bool) -> None:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
         self._of(model).hold(model, held)

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from planner.check import check
 from planner.plan import Address, Plan, SwapIn
+from runtime.binding import Call
 from runtime.executor import Executor
 from runtime.leading import Leading
 from runtime.lower import Lowered, lower
@@ -21,6 +22,7 @@ from runtime.memory import Copy
 from runtime.pages import Bytes
 from runtime.profile import resident_plan
 from runtime.program import Bases, Program
+from runtime.slots import Frame
 from runtime.store import RamStore
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
@@ -180,6 +182,64 @@ def test_a_resident_program_is_followed_at_once_where_its_activations_are_not(be
     leading = Leading().copies(resident, replace(shared, swap_ins=moved))
     assert len(leading) == 6
     assert not any(s.computes_before for s in leading)
+
+
+def test_what_comes_during_a_run_begins_early_too(bench: Bench) -> None:
+    """Told at each step of a run that waits for copies, and of one that does not."""
+    assert isinstance(bench.executor, Executor)
+    expected, graph = expected_of(bench), bench.graph
+    second = model(bench, "b", leading_plan(graph, reverse=True), 48 * MIB, late(bench))
+    third = model(bench, "c", leading_plan(graph), 56 * MIB, late(bench))
+    waiting, resident = (
+        model(bench, "a", leading_plan(graph), store=late(bench)),
+        model(bench, "d", resident_plan(graph)),
+    )
+    for first in (waiting, resident):
+        for tell in (first.computes[0], first.computes[3], first.computes[-1]):
+
+            def during(frame: Frame, calls: tuple[Call, ...] = tell.calls) -> None:
+                bench.executor.expect_behind(second)
+                bench.executor.expect_behind(third)
+                for call in calls:
+                    call(frame)
+
+            computes = tuple(replace(c, calls=(during,)) if c is tell else c for c in first.computes)
+            assert torch.equal(bench.run(replace(first, computes=computes)).outputs[0], expected)
+            result = bench.run(second)
+            assert torch.equal(result.outputs[0], expected)
+            assert result.prefetched, "what was told first is what is expected"
+            bench.executor.expect_behind(third)
+            assert not bench.run(third).prefetched, "nothing was under way"
+
+
+def test_another_thread_may_say_at_any_time_what_comes_behind(bench: Bench) -> None:
+    assert isinstance(bench.executor, Executor)
+    executor, rng, expected, graph = bench.executor, random.Random(1), expected_of(bench), bench.graph
+    plans = [leading_plan(graph), leading_plan(graph, reverse=True), streaming_plan(graph), resident_plan(graph)]
+    programs = [model(bench, f"m{n}", plan, (24 + 5 * n) * MIB, late(bench)) for n, plan in enumerate(plans)]
+    over, told = threading.Event(), threading.Event()
+
+    def tell() -> None:
+        other = random.Random(2)
+        while not over.is_set():
+            executor.expect_behind(other.choice(programs))
+            told.set()
+            time.sleep(other.random() * 0.002)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    hits = 0
+    try:
+        assert told.wait(WAIT_S)
+        for _ in range(150):
+            executor.expect(rng.choice([None, None, *programs]))
+            result = bench.run(rng.choice(programs))
+            assert torch.equal(result.outputs[0], expected)
+            hits += result.prefetched
+    finally:
+        over.set()
+        teller.join()
+    assert hits > 5
 
 
 def test_what_a_wrong_guess_has_not_begun_is_left_out(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import numpy as np
 from server_fakes import FakeServable, Gate, identity
@@ -19,8 +20,13 @@ def request(model: str, batch: int) -> InferRequest:
     return InferRequest(model, 1, {"x": np.zeros((batch, 4), np.float32)}, batch, ())
 
 
-async def run_three(prefetches: bool = True) -> tuple[FakeServable, FakeServable]:
-    """A request for `first` waits at a gate until one for `second` and one more for `first` are queued."""
+async def run_three(
+    prefetches: bool = True, tell: Callable[[Engine], None] = lambda engine: None
+) -> tuple[FakeServable, FakeServable]:
+    """A request for `first` waits at a gate until one for `second` and one more for `first` are queued.
+
+    `tell` the engine something before the gate opens.
+    """
     gate = Gate()
     first, second = FakeServable(identity("first", "FP32").info, gate), identity("second", "FP32")
     first.prefetches = second.prefetches = prefetches
@@ -32,6 +38,7 @@ async def run_three(prefetches: bool = True) -> tuple[FakeServable, FakeServable
     await asyncio.to_thread(gate.entered.wait, 10)
     answers += [asyncio.ensure_future(engine.infer(request(m, b))) for m, b in (("second", 3), ("first", 2))]
     await asyncio.sleep(0)
+    tell(engine)
     gate.open.set()
     await asyncio.gather(*answers)
     await engine.stop()
@@ -43,11 +50,36 @@ async def test_the_next_model_hears_of_its_turn_before_the_one_ahead_of_it_runs(
     first, second = await run_three()
     assert first.expected == [2], "while `second` ran"
     assert second.expected == [], "nothing was known when the first request began"
+    assert second.expected_late == [3], "until it came"
+    assert first.expected_late == [], "one model is next"
+
+
+async def test_what_comes_when_nothing_is_executed_is_not_told() -> None:
+    servable = identity("first", "FP32")
+    engine = Engine(Scheduler(8))
+    engine.add(servable, ModelStatistics())
+    engine.start()
+    for _ in range(5):
+        await engine.infer(request("first", 1))
+        engine._device.tell_late()
+    await engine.stop()
+    assert servable.expected == servable.expected_late == []
 
 
 async def test_models_without_leading_copies_are_not_told_of_their_turn() -> None:
     first, second = await run_three(prefetches=False)
-    assert first.expected == second.expected == []
+    for told in (first, second):
+        assert told.expected == told.expected_late == []
+
+
+async def test_prefetching_may_be_ended_and_begun_at_any_time() -> None:
+    def end_and_begin(engine: Engine) -> None:
+        engine.prefetch(False)
+        engine.prefetch(True)
+
+    for tell, told in ((lambda engine: engine.prefetch(False), []), (end_and_begin, [2])):
+        first, _ = await run_three(tell=tell)
+        assert first.expected == told
 
 
 def test_a_ring_that_nobody_waits_for_is_remembered_once() -> None:
