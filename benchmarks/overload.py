@@ -84,6 +84,9 @@ class Bench:
     folder: Path
     duration_s: float
     console: Console
+    name: str = "overload"
+    """Of the folder with the models."""
+    memory_mib: int = MEMORY_MIB
 
     @property
     def models(self) -> list[str]:
@@ -92,9 +95,9 @@ class Bench:
     @asynccontextmanager
     async def server(self, *flags: str, program: str = "cohabit") -> AsyncIterator[Running]:
         """A server on the models, with its cache warm from a start before."""
-        command = server_command(program, self.folder / "overload", f"{MEMORY_MIB}MiB", None)
+        command = server_command(program, self.folder / self.name, f"{self.memory_mib}MiB", None)
         port = free_port()
-        command += ["--cache", str(self.folder / "overload-cache"), "--queue-limit", str(QUEUE_LIMIT)]
+        command += ["--cache", str(self.folder / f"{self.name}-cache"), "--queue-limit", str(QUEUE_LIMIT)]
         command += ["--metrics-port", str(port), *flags]
         async with running_server(command, patience_s=900) as url:
             running = Running(url, f"http://127.0.0.1:{port}/metrics")
