@@ -169,8 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(sections[-1])
     if options.record:
         intro = (
-            f"{MODELS} models ({' and '.join(ENTRIES)} in turn) in {MEMORY_MIB} MiB, the rest read from their files with"
-            " O_DIRECT. One server, told by a signal to begin the next model's copies early or not:"
+            f"{MODELS} models ({' and '.join(ENTRIES)} in turn) in {MEMORY_MIB} MiB, the rest read from their files"
+            " with O_DIRECT. One server, told by a signal to begin the next model's copies early or not:"
             f" {options.turns} turns of {options.turn:g} s each with and without, one behind the other. Requests under"
             " way ask for the models in turn; with one, nothing is to change. *begun early* is the part of the"
             " executions. Milliseconds are those of all turns together, without and with; a ratio is the geometric mean"

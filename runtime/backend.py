@@ -57,7 +57,7 @@ class Runner(Protocol):
         ...
 
     def expect_behind(self, program: Program, *, followed: bool = False) -> None:
-        """Say what runs behind the run under way, if one is, where nobody knew when that began. Any thread."""
+        """Say what runs behind the run under way, if one is, where that was not known when it began. Any thread."""
         ...
 
     def run(

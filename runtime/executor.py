@@ -162,13 +162,15 @@ class Executor:
         self._expected, self._expected_is_followed = program, followed
 
     def expect_behind(self, program: Program, *, followed: bool = False) -> None:
-        """Say what runs behind the run that is under way, which nobody knew when it began. Any thread.
+        """Say what runs behind the run that is under way, which was not known when it began. Any thread.
 
-        Nothing happens if none is, or if something else is expected already. The caller makes sure that the program
-        can be run, as it is, until the run under way has ended.
+        Nothing happens if none is; what of another program's prefix has not begun is left out. The caller makes sure
+        that the program can be run, as it is, until the run under way has ended.
         """
         with self._turn:
-            if self._under_way is not None and self._ahead is None:
+            known = self._ahead is not None and self._ahead.program is program
+            if self._under_way is not None and not known:
+                self._retract()
                 self._lead(self._under_way, program, None, Recording(program) if followed else None)
 
     def run(

@@ -127,7 +127,7 @@ class Servable(Protocol):
         ...
 
     def expect_behind(self, batch: int, followed: bool = False) -> None:
-        """Hear that this model is next behind the one being executed, where nobody knew when that began. Any thread."""
+        """Hear that this model, or this batch, is next behind what is executed, as was not known before. Any thread."""
         ...
 
 

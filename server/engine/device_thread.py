@@ -60,6 +60,14 @@ class Model:
     statistics: ModelStatistics
 
 
+class _Told(msgspec.Struct, frozen=True):
+    """The next model, how many of its rows are executed together, and how many requests waited for it; or nothing."""
+
+    model: str = ""
+    rows: int = 0
+    waiting: int = -1
+
+
 class Executed(msgspec.Struct, frozen=True):
     """What became of requests that were executed together, each in its place."""
 
@@ -103,8 +111,8 @@ class DeviceThread:
         self._clock = clock
         self._telling = threading.Lock()
         """Held to tell what is next, and where an execution begins and ends: the two do not meet."""
-        self._next_is_unknown = False
-        """Whether something is being executed, and what is behind it was not known when it began."""
+        self._told: _Told | None = None
+        """What is next, as far as it was told, while something is being executed whose time others may use."""
         self._bell = Doorbell()
         self._device = threading.Lock()
         self._chore_is_next = False
@@ -120,11 +128,11 @@ class DeviceThread:
         self._bell.ring()
 
     def tell_late(self) -> None:
-        """Let what has come begin its copies, if it is behind what is being executed. Event loop's thread."""
-        if self._next_is_unknown:
+        """Let what has come begin its copies, if it is next behind what is being executed. Event loop's thread."""
+        if self._told is not None:
             with self._telling:
-                if self._next_is_unknown:
-                    self._next_is_unknown = not self._tell_next(under_way=True)
+                if self._told is not None and self._told.waiting != self.scheduler.pending(self._told.model):
+                    self._told = self._tell_next(self._told)
 
     def work_briefly(self) -> bool:
         """Execute what is next, if that is brief and the thread has nothing to do; False if the thread has to look.
@@ -260,7 +268,7 @@ class DeviceThread:
         try:
             if tells:
                 with self._telling:
-                    self._next_is_unknown = not self._tell_next(under_way=False)
+                    self._told = self._tell_next(None)
             inputs = [ticket.request.inputs for ticket in tickets]
             execution = model.servable.execute(inputs, rows, _follower(traced) if traced else None)
         except RequestError as error:
@@ -270,7 +278,7 @@ class DeviceThread:
         finally:
             if tells:
                 with self._telling:
-                    self._next_is_unknown = False
+                    self._told = None
         answers = [execution]
         ended_s = self._clock()
         if len(tickets) > 1:
@@ -285,17 +293,21 @@ class DeviceThread:
                 trace.executed(ticket.arrived_s, started_s, busy_s, execution, rows)
         return answers, ended_s
 
-    def _tell_next(self, under_way: bool) -> bool:
-        """Let the next request's model begin its copies, beside what is under way or about to be; False if none is."""
+    def _tell_next(self, told: _Told | None) -> _Told:
+        """Let the next request's model begin its copies, beside what is executed: later, where something was told.
+
+        It hears again of its turn only if it will be for another batch.
+        """
         with self.lock:
             ahead = self.scheduler.ahead(self._clock())
+            waiting = 0 if ahead is None else self.scheduler.pending(ahead.model)
         model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
         if ahead is None or model is None:
-            return False
-        followed = _follower(ahead.tickets) is not None
-        tell = model.servable.expect_behind if under_way else model.servable.expect
-        tell(ahead.rows, followed)
-        return True
+            return _Told()
+        if told is None or (told.model, told.rows) != (ahead.model, ahead.rows):
+            tell = model.servable.expect if told is None else model.servable.expect_behind
+            tell(ahead.rows, _follower(ahead.tickets) is not None)
+        return _Told(ahead.model, ahead.rows, waiting)
 
 
 def _follower(tickets: Iterable[Ticket]) -> "Follow | None":
