@@ -119,6 +119,7 @@ class Executor:
         self._restored.pop(program.name, None)
         with self._turn:
             self._retract()
+            self._expected = None
         recording = None if follow is None else Recording(program)
         seconds = self._copy(program.residents, recording)
         if follow is not None and recording is not None:
@@ -130,6 +131,8 @@ class Executor:
         """Give back a program's places in the host, and hold it no longer."""
         with self._turn:
             self._leading.forget(program)
+            if self._expected is program:
+                self._expected = None
         for traveller in program.travellers:
             traveller.close()
 

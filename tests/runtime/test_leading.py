@@ -267,6 +267,23 @@ def test_what_a_wrong_guess_has_not_begun_is_left_out(bench: Bench) -> None:
     assert len(log.begun) == len(rest)
 
 
+def test_what_was_expected_is_not_once_it_is_dismissed_or_residents_are_loaded(bench: Bench) -> None:
+    log = Log(bench.lowered.weights_path, bench.lowered.manifest)
+    first = model(bench, "a", resident_plan(bench.graph))
+    second = model(bench, "b", leading_plan(bench.graph), 48 * MIB, log)
+    for forget in (lambda: bench.executor.dismiss(second), lambda: bench.executor.load(first)):
+        bench.executor.expect(second)
+        forget()
+        log.begun.clear()
+        bench.run(first)
+        assert isinstance(bench.executor, Executor)
+        bench.executor.settle()
+        assert log.begun == []
+    bench.executor.expect(second)
+    bench.run(first)
+    assert bench.run(second).prefetched
+
+
 def test_a_program_is_let_go_of_with_what_it_was_to_copy(bench: Bench) -> None:
     leading, first = Leading(), model(bench, "a", leading_plan(bench.graph))
     second = model(bench, "b", leading_plan(bench.graph, reverse=True))

@@ -71,6 +71,13 @@ async def entered(gate: Gate) -> bool:
     return await asyncio.to_thread(gate.entered.wait, 10)
 
 
+async def test_prefetching_ends_and_begins_on_every_lane() -> None:
+    async with lanes_of({"a": (gated("a")[0], 0), "b": (gated("b")[0], 1)}) as lanes:
+        for on in (False, True):
+            lanes.prefetch(on)
+            assert [lanes[lane]._device.prefetch for lane in range(len(lanes))] == [on, on]
+
+
 # Who belongs where
 
 
