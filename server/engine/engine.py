@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from server.eager import Reply, reply
 from server.engine.device_thread import Chore, DeviceThread, Executed, Model, Order
 from server.engine.statistics import FailureReason, ModelStatistics
 from server.errors import (
@@ -23,6 +24,7 @@ from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler
 
 _T = TypeVar("_T")
+_Done = Reply[tuple[Execution, float]] | asyncio.Future[tuple[Execution, float]]
 
 
 class Engine:
@@ -50,7 +52,7 @@ class Engine:
         self._current: dict[str, int] = {}
         """Each model's generation: what requests that come now are for."""
         self._lost: str | None = None
-        self._waiting: dict[Ticket, asyncio.Future[tuple[Execution, float]]] = {}
+        self._waiting: dict[Ticket, _Done] = {}
         """By request, its execution and when that ended; one whose client has left stays until then."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
@@ -176,12 +178,12 @@ class Engine:
         except RequestTimedOut:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
             raise
-        future: asyncio.Future[tuple[Execution, float]] = self._loop.create_future()
-        self._waiting[ticket] = future
+        done: _Done = reply()
+        self._waiting[ticket] = done
         if ticket.expires:
             self._watch_deadlines()
         try:
-            return await future
+            return await done
         except asyncio.CancelledError:
             self._cancel(ticket)
             raise
@@ -310,13 +312,14 @@ class Engine:
             self._answered.set()
 
     def _settle(self, ticket: Ticket, outcome: tuple[Execution, float] | RequestError) -> None:
-        future = self._waiting.pop(ticket, None)
-        if future is not None and not future.done():
-            if isinstance(outcome, RequestError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+        done = self._waiting.pop(ticket, None)
         self._answered.set()
+        if done is None or done.done():
+            return
+        if isinstance(outcome, RequestError):
+            done.set_exception(outcome)
+        else:
+            done.set_result(outcome)
 
     def executed(self, done: Executed) -> None:
         """Answer the requests of one execution."""

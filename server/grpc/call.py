@@ -8,7 +8,7 @@ from typing import Protocol
 
 from grpc import StatusCode
 
-from server.eager import begin
+from server.eager import Begun, begin
 from server.errors import ClientTooSlow, RequestError
 from server.grpc import headers
 from server.grpc.connection import STREAM_WINDOW_BYTES, Connection
@@ -76,7 +76,7 @@ class Call:
         self._arrival: asyncio.Future[None] | None = None
         """What waits for a message, or for the end of them."""
         self._method: Method | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: Begun | None = None
         self._deadline_s: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._metadata: list[tuple[str, str]] = []

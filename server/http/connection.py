@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from server.eager import begin
+from server.eager import Begun, begin
 from server.errors import InvalidRequest
 from server.http.body import Body
 from server.http.errors import error_response
@@ -80,7 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         self._awaits_continue = False
         self._requests: deque[Request] = deque()
         """Those that wait for their turn."""
-        self._answering: asyncio.Task[None] | None = None
+        self._answering: Begun | None = None
         self._fault: Response | None = None
         """The answer to what was no request; nothing is read behind it."""
         self._is_last = False

@@ -7,13 +7,25 @@ from typing import Any
 
 import pytest
 
-from server.eager import begin
+from server.eager import Begun, Reply, begin, reply
 
 NOTED: ContextVar[str] = ContextVar("noted", default="nothing")
 
 
 def begun(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    return begin(asyncio.get_running_loop(), coroutine)
+    task = begin(asyncio.get_running_loop(), coroutine)
+    assert task is None or isinstance(task, asyncio.Task)
+    return task
+
+
+async def outside(coroutine: Coroutine[Any, Any, None]) -> Begun:
+    """Begin it where ports do: in a callback, which belongs to no task."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[Begun | None] = loop.create_future()
+    loop.call_soon(lambda: made.set_result(begin(loop, coroutine)))
+    waiting = await made
+    assert waiting is not None
+    return waiting
 
 
 async def test_what_waits_for_nothing_has_ended_before_anybody_goes_on() -> None:
@@ -162,3 +174,134 @@ async def test_a_timeout_behind_the_first_wait_works_as_in_any_task() -> None:
     assert task is not None
     with pytest.raises(TimeoutError):
         await task
+
+
+class Asked:
+    """A coroutine that waits for replies, and what it has heard so far."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.replies: list[Reply[int]] = []
+        self.heard: list[object] = []
+        self._count = count
+
+    async def run(self) -> None:
+        token = NOTED.set("mine")
+        for _ in range(self._count):
+            asked = reply()
+            assert isinstance(asked, Reply)
+            self.replies.append(asked)
+            try:
+                self.heard.append(await asked)
+            except (ValueError, asyncio.CancelledError) as error:
+                self.heard.append(type(error))
+        self.heard.append(NOTED.get())
+        NOTED.reset(token)
+
+
+async def test_a_reply_lets_it_go_on_before_whoever_gives_it() -> None:
+    asked = Asked(3)
+    await outside(asked.run())
+    for n in range(3):
+        given: list[int] = []
+
+        def give(n: int = n, given: list[int] = given) -> None:
+            asked.replies[n].set_result(n)
+            given += asked.heard[: n + 1]
+
+        asyncio.get_running_loop().call_soon(give)
+        await asyncio.sleep(0)
+        assert given == list(range(n + 1))
+    assert asked.heard == [0, 1, 2, "mine"], "in its own context all the time"
+    assert NOTED.get() == "nothing"
+
+
+async def test_a_reply_may_be_an_error() -> None:
+    asked = Asked()
+    await outside(asked.run())
+    asked.replies[0].set_exception(ValueError("no"))
+    assert asked.heard == [ValueError, "mine"]
+
+
+async def test_a_task_gets_a_future_to_wait_for() -> None:
+    future = reply()
+    assert isinstance(future, asyncio.Future)
+    future.set_result(1)
+    assert await future == 1
+
+
+async def test_what_waits_for_a_reply_hears_of_a_cancellation_once_and_not_of_the_reply() -> None:
+    asked = Asked()
+    waiting = await outside(asked.run())
+    waiting.cancel()
+    waiting.cancel()
+    assert asked.heard == [], "soon, not at once"
+    asked.replies[0].set_result(1)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert asked.heard == [asyncio.CancelledError, "mine"]
+
+
+async def test_a_cancellation_that_is_heard_is_over() -> None:
+    asked = Asked(2)
+    waiting = await outside(asked.run())
+    waiting.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    asked.replies[1].set_result(2)
+    assert asked.heard == [asyncio.CancelledError, 2, "mine"]
+
+
+async def test_a_cancellation_that_nobody_hears_ends_it_quietly() -> None:
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+    ended = []
+
+    async def waiting_on() -> None:
+        try:
+            await reply()
+        finally:
+            ended.append(True)
+
+    (await outside(waiting_on())).cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (ended, problems) == ([True], [])
+
+
+async def test_behind_a_reply_it_may_wait_for_anything_and_is_a_task_then() -> None:
+    first, future, steps = Reply[int](), asyncio.get_running_loop().create_future(), []
+
+    async def mixed() -> None:
+        steps.append(await first)
+        steps.append(await future)
+        async with asyncio.timeout(10):
+            await asyncio.sleep(0)
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            steps.append(3)
+
+    waiting = await outside(mixed())
+    first.set_result(1)
+    assert steps == [1]
+    future.set_result(2)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert steps == [1, 2]
+    waiting.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert steps == [1, 2, 3]
+
+
+async def test_what_fails_behind_a_reply_does_not_fail_for_who_gives_it() -> None:
+    problems: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context["exception"]))
+    asked: Reply[int] = Reply()
+
+    async def failing() -> None:
+        raise KeyError(await asked)
+
+    await outside(failing())
+    asked.set_result(1)
+    assert [type(problem) for problem in problems] == [KeyError]
