@@ -145,10 +145,15 @@ class Engine:
         self._refuse_if_over()
         if self._lane and request.trace is not None:
             request.trace.lane = self._lane
-        done = self._execute_at_once(request)
-        if done is None:
-            done = await self._queued(request)
-        execution, ended_s = done
+        executed = self._execute_at_once(request)
+        if executed is None:
+            ticket, done = self._queued(request)
+            try:
+                executed = await done
+            except asyncio.CancelledError:
+                self._cancel(ticket)
+                raise
+        execution, ended_s = executed
         self._scheduler.answered(self._clock() - ended_s)
         return execution
 
@@ -171,7 +176,8 @@ class Engine:
             raise outcome
         return outcome, done.ended_s
 
-    async def _queued(self, request: InferRequest) -> tuple[Execution, float]:
+    def _queued(self, request: InferRequest) -> "tuple[Ticket, _Done]":
+        """Queue a request; returns what it waits for."""
         try:
             with self._device.lock:
                 ticket = self._scheduler.submit(self._clock(), request)
@@ -182,11 +188,7 @@ class Engine:
         self._waiting[ticket] = done
         if ticket.expires:
             self._watch_deadlines()
-        try:
-            return await done
-        except asyncio.CancelledError:
-            self._cancel(ticket)
-            raise
+        return ticket, done
 
     def _end_turn(self) -> None:
         """Let the device look at what has come in one turn of the event loop."""

@@ -37,6 +37,7 @@ class EncodedResponse(msgspec.Struct, frozen=True):
     header_length: int | None
 
 
+@lru_cache(maxsize=1024)
 def parse_header_length(text: str | None) -> int | None:
     """Read Inference-Header-Content-Length. Raises InvalidRequest for anything but a number of bytes."""
     if text is None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
-from functools import cache
+from functools import cache, lru_cache
 from http import HTTPStatus
 
 import msgspec
@@ -75,6 +75,7 @@ class Response(msgspec.Struct):
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+@lru_cache(maxsize=1024)
 def _line(name: str, value: str) -> bytes:
     return f"{name}: {value}\r\n".encode("latin-1")
 
