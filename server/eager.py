@@ -22,14 +22,19 @@ class Begun(Protocol):
 class Reply(Generic[_T]):
     """What a coroutine that `begin` began may wait for instead of a future, once. Event loop's thread."""
 
-    __slots__ = ("_error", "_go_on", "_result")
+    __slots__ = ("_error", "_go_on", "_is_done", "_result")
 
     def __init__(self) -> None:
         self._go_on: Callable[[], None] | None = None
         self._error: BaseException | None = None
+        self._is_done = False
 
     def __await__(self) -> Generator[Any, Any, _T]:
-        yield self
+        try:
+            yield self
+        except BaseException:
+            self._is_done = True
+            raise
         if self._error is not None:
             raise self._error
         return self._result
@@ -39,8 +44,8 @@ class Reply(Generic[_T]):
         self._go_on = go_on
 
     def done(self) -> bool:
-        """It is never given twice, nor to nobody."""
-        return False
+        """Whether it was given, or nobody waits for it any more."""
+        return self._is_done
 
     def set_result(self, result: _T) -> None:
         self._result = result
@@ -52,6 +57,8 @@ class Reply(Generic[_T]):
 
     def _give(self) -> None:
         assert self._go_on is not None
+        assert not self._is_done
+        self._is_done = True
         self._go_on()
 
 

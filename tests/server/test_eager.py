@@ -247,18 +247,21 @@ async def test_a_cancellation_that_is_heard_is_over() -> None:
     waiting.cancel()
     for _ in range(3):
         await asyncio.sleep(0)
+    assert asked.replies[0].done(), "nobody waits for it"
+    assert not asked.replies[1].done()
     asked.replies[1].set_result(2)
+    assert asked.replies[1].done()
     assert asked.heard == [asyncio.CancelledError, 2, "mine"]
 
 
 async def test_a_cancellation_that_nobody_hears_ends_it_quietly() -> None:
     problems: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
-    ended = []
+    ended, asked = [], Reply[int]()
 
     async def waiting_on() -> None:
         try:
-            await reply()
+            await asked
         finally:
             ended.append(True)
 
@@ -266,6 +269,7 @@ async def test_a_cancellation_that_nobody_hears_ends_it_quietly() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
     assert (ended, problems) == ([True], [])
+    assert asked.done()
 
 
 async def test_behind_a_reply_it_may_wait_for_anything_and_is_a_task_then() -> None:
