@@ -66,9 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     points, notes = asyncio.run(_measure(options, console))
     table = markdown_table(*_table(points))
     console.print(table, soft_wrap=True)
-    picture = (RESULTS if options.record else folder) / "figure8.png"
-    draw(points, picture)
-    console.print(f"drawn: {picture}", soft_wrap=True)
     if options.record:
         record(
             "figure8",
@@ -76,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "benchmarks.figure8",
             [_about(options, weight_bytes), table, *notes, "![p99 over the rate, by layout](figure8.png)"],
         )
+    picture = (RESULTS if options.record else folder) / "figure8.png"
+    draw(points, picture)
+    console.print(f"drawn: {picture}", soft_wrap=True)
     return 0 if {point.layout for point in points} == set(LAYOUTS) else 1
 
 
