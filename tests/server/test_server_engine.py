@@ -21,6 +21,12 @@ def request(model: str, batch: int) -> InferRequest:
     return InferRequest(model, 1, {"x": np.zeros((batch, 4), np.float32)}, batch, ())
 
 
+async def some_turns() -> None:
+    """Let the event loop take what has come, and look at it at the end of the turn."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 async def run_three(
     prefetches: bool = True, tell: Callable[[Engine], None] = lambda engine: None
 ) -> tuple[FakeServable, FakeServable]:
@@ -38,7 +44,7 @@ async def run_three(
     answers = [asyncio.ensure_future(engine.infer(request("first", 1)))]
     await asyncio.to_thread(gate.entered.wait, 10)
     answers += [asyncio.ensure_future(engine.infer(request(m, b))) for m, b in (("second", 3), ("first", 2))]
-    await asyncio.sleep(0)
+    await some_turns()
     tell(engine)
     gate.open.set()
     await asyncio.gather(*answers)
@@ -69,8 +75,7 @@ async def test_a_batch_that_grows_is_told_anew_and_nothing_else_is() -> None:
     await asyncio.to_thread(gate.entered.wait, 10)
     for model in ("second", "third", "second", "third", "first", "second"):
         answers.append(asyncio.ensure_future(engine.infer(request(model, 1))))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await some_turns()
     gate.open.set()
     await asyncio.gather(*answers)
     await engine.stop()
