@@ -29,7 +29,7 @@ from loadgen.prepare import recipes
 from loadgen.report import Report
 from loadgen.run import Load, run_load
 from loadgen.serve import running_server, server_command
-from planner.sizing import ONE_REGION, LayoutName
+from planner.sizing.deployment import ONE_REGION, LayoutName
 
 LAYOUTS: tuple[LayoutName, ...] = ("resident", "partitioned", *ONE_REGION)
 RATES = (50.0, 100.0, 200.0, 300.0)

@@ -18,15 +18,15 @@ from rich.console import Console
 from benchmarks.record import markdown_table, record
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
-from runtime.arena import Arena
-from runtime.executor import Executor
-from runtime.lower import Lowered, lower
-from runtime.profile import resident_plan
-from runtime.program import Bases, Program, build
-from runtime.repeating import repeating
-from runtime.scripted import compiled
-from runtime.store import open_store
-from runtime.stretches import stretches as stretches_of
+from runtime.binding.program import Bases, Program, build
+from runtime.cpu.arena import Arena
+from runtime.cpu.executor import Executor
+from runtime.cpu.scripted import compiled
+from runtime.cpu.store import open_store
+from runtime.cpu.stretches import stretches as stretches_of
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
+from runtime.profiling.repeating import repeating
 
 MODELS = ("bert_small", "minilm", "ranker", "mobilenet_v2")
 _WORK_BETWEEN_TURNS = 2000

@@ -18,20 +18,20 @@ from rich.console import Console
 from benchmarks.record import markdown_table, record
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
-from planner.fitting import split_budget
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
-from planner.search import search
+from planner.search.driver import search
 from planner.simulate import simulate
-from runtime.arena import Arena
-from runtime.executor import Executor
-from runtime.lower import Lowered, lower
-from runtime.profile import device_name, measure, resident_plan
-from runtime.program import Bases, Program, build
-from runtime.store import Store, StoreKind, open_store
-from runtime.trace import chrome_trace
-from runtime.weights import BLOCK_BYTES
+from planner.sizing.fitting import split_budget
+from runtime.binding.program import Bases, Program, build
+from runtime.cpu.arena import Arena
+from runtime.cpu.executor import Executor
+from runtime.cpu.store import Store, StoreKind, open_store
+from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.weights import BLOCK_BYTES
+from runtime.profiling.profile import device_name, measure, resident_plan
+from runtime.profiling.trace import chrome_trace
 
 MODELS = ("resnet152", "bert_base", "minilm")
 SHARES = (0.25, 0.5)

@@ -19,7 +19,7 @@ from planner.graph import Graph, fingerprint
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
-from planner.search import search
+from planner.search.driver import search
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
 """Compiles the planner's inner loops ahead of time, for an image's build."""
 
-from planner.fitting import split_budget
 from planner.graph import Graph, Op, Tensor
 from planner.problem import Limit, Problem
 from planner.profile import Link, Profile
-from planner.registry import SEARCHERS
-from planner.search import search
+from planner.search.driver import search
+from planner.search.registry import SEARCHERS
+from planner.sizing.fitting import split_budget
 
 
 def warm() -> None:

@@ -14,13 +14,13 @@ import torch
 from planner.plan import Plan
 from planner.profile import Profile
 from planner.timeline import Timeline
+from runtime.binding.program import Bases, Program
 from runtime.captures import Capture
-from runtime.lower import Lowered
+from runtime.lowering.lower import Lowered
+from runtime.lowering.weights import Manifest
 from runtime.memory import Memory, Source, StoreKind
-from runtime.moving import Movable
-from runtime.program import Bases, Program
 from runtime.recording import Follow
-from runtime.weights import Manifest
+from runtime.shared_region.moving import Movable
 
 OnProgress = Callable[[str], None]
 

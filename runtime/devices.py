@@ -3,9 +3,9 @@
 import torch
 
 from runtime.backend import Backend
-from runtime.cpu import CpuBackend
+from runtime.cpu.backend import CpuBackend
+from runtime.cpu.scripted import unavailable
 from runtime.errors import DeviceError
-from runtime.scripted import unavailable
 
 
 def open_device(

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import fx
 
-from runtime.fused import PLAIN
-from runtime.model import Model
+from runtime.lowering.fused import PLAIN
+from runtime.lowering.model import Model
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 

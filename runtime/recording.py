@@ -9,7 +9,7 @@ import msgspec
 
 from planner.plan import Compute, Lane
 from planner.timeline import Span
-from runtime.program import ComputeStep, Program, SwapInStep, SwapOutStep
+from runtime.binding.program import ComputeStep, Program, SwapInStep, SwapOutStep
 
 Step = ComputeStep | SwapInStep | SwapOutStep
 

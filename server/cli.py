@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.text import Text
 
 from planner.errors import CohabitError, UnknownSearcher
-from server.config import ServeConfig
+from server.config.config import ServeConfig
+from server.config.flags import add_flags
+from server.config.layers import add_layer_flags, declare, settle
+from server.config.printing import as_toml
 from server.errors import ConfigError, RepositoryError
-from server.flags import add_flags
-from server.operate.layers import add_layer_flags, declare, settle
-from server.operate.printing import as_toml
-from server.plans.options import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags
-from server.remote.commands import COMMANDS, Command
-from server.remote.commands import add_flags as add_remote_flags
+from server.tools.options import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags
+from server.tools.remote.commands import COMMANDS, Command
+from server.tools.remote.commands import add_flags as add_remote_flags
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -85,29 +85,29 @@ def _run_serve(options: argparse.Namespace, errors: Console) -> int:
 
 
 def _run_plan(options: argparse.Namespace, errors: Console) -> int:
-    from server.plans import making
-    from server.plans.options import plan_options
+    from server.tools import plan as making
+    from server.tools.options import plan_options
 
     return making.run(plan_options(options), _stdout(), errors)
 
 
 def _run_show(options: argparse.Namespace, errors: Console) -> int:
-    from server.plans import showing
-    from server.plans.options import show_options
+    from server.tools import show as showing
+    from server.tools.options import show_options
 
     return showing.run(show_options(options), _stdout(), errors)
 
 
 def _run_compare(options: argparse.Namespace, errors: Console) -> int:
-    from server.plans import comparing
-    from server.plans.options import compare_options
+    from server.tools import compare as comparing
+    from server.tools.options import compare_options
 
     return comparing.run(compare_options(options), _stdout(), errors)
 
 
 def _run_profile(options: argparse.Namespace, errors: Console) -> int:
-    from server.plans import profiling
-    from server.plans.options import profile_options
+    from server.tools import profile as profiling
+    from server.tools.options import profile_options
 
     return profiling.run(profile_options(options), _stdout(), errors)
 
@@ -189,7 +189,7 @@ def _load(sources: "Sequence[ModelSource]", config: ServeConfig, on_progress: "O
     What is there then stays: the garbage collector, which stops every thread, need not look at it again and again.
     Of the objects that torch makes by its import alone, each look takes a third of a second.
     """
-    from server.lifecycle.loader import load
+    from server.placement.loader import load
 
     loaded = load(sources, config, on_progress)
     gc.collect()
@@ -289,7 +289,7 @@ def _add(
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from server.descriptions import product_version
+        from server.protocol.descriptions import product_version
 
         print(f"cohabit {product_version()}")
         parser.exit()

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from server.config import LogFormat
-from server.request_trace import CURRENT
-from server.settings import LogSettings
+from server.config.config import LogFormat
+from server.observe.settings import LogSettings
+from server.protocol.request_trace import CURRENT
 
 _ROOT = "cohabit"
 

@@ -7,33 +7,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from server.config import LOOPBACK, ServeConfig
-from server.dataplane import DataPlane
+from server.config.config import LOOPBACK, ServeConfig
 from server.engine.lanes import Lanes
 from server.errors import ConfigError, StartFailed
+from server.frontend.dataplane import DataPlane
 from server.grpc.port import GrpcServer
 from server.http.app import make_app, make_metrics_app
 from server.http.connection import Answer
 from server.http.port import HttpServer
-from server.lifecycle.lifecycle import Lifecycle
-from server.lifecycle.polling import Poller
-from server.metrics.page import Metrics
-from server.model import DeviceUse, Footprint, Servable
 from server.models.registry import Registry, State
 from server.models.repository import ModelSource, Unloadable
-from server.operate.access import Access, open_access
-from server.operate.machine import Machine
-from server.operate.tokens import TokenFiles
-from server.operate.trace_file import TraceFile
-from server.operate.tracing import Tracer
+from server.observe.access import Access, open_access
+from server.observe.machine import Machine
+from server.observe.metrics_page import Metrics
+from server.observe.settings import TraceControl, TraceSettings
+from server.observe.tokens import TokenFiles
+from server.observe.trace_file import TraceFile
+from server.observe.tracing import Tracer
+from server.placement.lifecycle import Lifecycle
+from server.placement.polling import Poller
 from server.protocol.body_memory import BodyMemory
+from server.protocol.model import DeviceUse, Footprint, Servable
 from server.protocol.shared_memory import Regions, no_system
 from server.protocol.shared_memory_files import open_region
-from server.settings import TraceControl, TraceSettings
 
 if TYPE_CHECKING:
-    from server.memory.house import Tenant
-    from server.memory.housing import Housing
+    from server.placement.device_memory import Tenant
+    from server.placement.placement import Housing
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.serve")

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from runtime.lower import Lowered, lower
-from runtime.scripted import unavailable
+from runtime.cpu.scripted import unavailable
+from runtime.lowering.lower import Lowered, lower
 from server import log
-from server.settings import LogSettings
+from server.observe.settings import LogSettings
 from tests.runtime import models
 
 

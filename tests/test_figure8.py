@@ -10,7 +10,7 @@ from benchmarks import figure8, record
 from benchmarks.figure8 import Point, Running
 from loadgen.errors import ServerFailed
 from loadgen.report import ModelReport, Report, Spread
-from planner.sizing import LayoutName
+from planner.sizing.deployment import LayoutName
 
 
 def point(layout: LayoutName, rate_per_s: float, p99_s: float | None) -> Point:

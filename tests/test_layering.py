@@ -17,7 +17,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "planner": ({"planner"}, {"msgspec", "numpy", "numba", "scipy"}),
     "runtime": ({"runtime"} | LEAVES, {"msgspec", "numpy", "torch", "pynvml"}),
     "server": (
-        {"server", "runtime", "planner.sizing", "planner.fitting", "planner.library"} | LEAVES,
+        {"server", "runtime", "planner.sizing.deployment", "planner.sizing.fitting", "planner.library"} | LEAVES,
         {
             "httptools",
             "uvloop",
@@ -35,7 +35,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "prometheus_client",
         },
     ),
-    "server.plans": (
+    "server.tools": (
         {"server", "planner"},
         {"torch", "rich"},
     ),
@@ -113,7 +113,7 @@ def imports_of(path: Path) -> set[str]:
 def layer_of(module: str) -> str:
     if module in LEAVES:
         return "leaves"
-    return "server.plans" if module.startswith("server.plans") else module.split(".")[0]
+    return "server.tools" if module.startswith("server.tools") else module.split(".")[0]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))

@@ -27,7 +27,7 @@ from benchmarks.gpu.common import (
 from benchmarks.gpu.resnet import INPUT, resnet152
 from benchmarks.record import markdown_table, record
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.scratch import live_peak_bytes
+from runtime.cuda.profiling.scratch import live_peak_bytes
 
 Run = Callable[[], torch.Tensor]
 

@@ -12,15 +12,15 @@ from planner.graph import Graph
 from planner.plan import Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.search import search
+from planner.search.driver import search
+from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.driver import CudaDriver
-from runtime.cuda.measure import ample_plan
+from runtime.cuda.profiling.measure import ample_plan
 from runtime.cuda.program import CudaProgram
-from runtime.lower import Lowered, lower
+from runtime.lowering.lower import Lowered, lower
 from runtime.memory import Source
 from runtime.options import DEFAULTS, Options
-from runtime.program import Bases
 
 FOLDER = Path(".gpu")
 PLAN_S = 3.0

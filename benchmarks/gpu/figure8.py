@@ -19,14 +19,14 @@ import torch
 from benchmarks.gpu.common import Clock, Measured, OutOfTime, open_gpu, resnet
 from benchmarks.record import markdown_table, record
 from planner.errors import InfeasibleBudget
-from planner.sizing import Deployment, LayoutName, ModelDemand, deploy
+from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, deploy
 from runtime.backend import Runner
+from runtime.binding.program import Bases, Program
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
 from runtime.errors import MemoryExceeded
 from runtime.memory import Memory
-from runtime.program import Bases, Program
-from runtime.sharing import SHARINGS, SharedRegion
+from runtime.shared_region.sharing import SHARINGS, SharedRegion
 
 MODELS = 16
 SHARES = (0.25, 0.5, 1.0)

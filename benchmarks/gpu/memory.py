@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.gpu.common import Clock, Measured, OutOfTime, open_gpu, planned, resnet
 from benchmarks.record import markdown_table, record
-from planner.fitting import split_budget
+from planner.sizing.fitting import split_budget
+from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
-from runtime.program import Bases
 
 SHARES = (0.25, 0.5)
 INFERENCES = 10_000

@@ -25,7 +25,7 @@ from benchmarks.gpu.common import (
 )
 from benchmarks.record import markdown_table, record
 from planner.errors import InfeasibleBudget
-from planner.fitting import split_budget
+from planner.sizing.fitting import split_budget
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
 from runtime.errors import MemoryExceeded

@@ -20,8 +20,8 @@ from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, training_graph
 from benchmarks.record import RESULTS, markdown_table, record
+from planner.papers.swapadvisor.genetic import Genetic
 from planner.problem import Problem
-from planner.searchers.genetic import Genetic
 from planner.warm import warm
 
 WAYS = {

@@ -12,7 +12,11 @@ from benchmarks.planner.capture import Captured
 
 ROOT = Path(__file__).parent.parent.parent
 _OURS = ("capture", "inception", "models", "nasnet", "recurrent", "training")
-_SOURCES = (*(f"benchmarks/planner/{name}.py" for name in _OURS), "runtime/rewrite.py", "runtime/weights.py")
+_SOURCES = (
+    *(f"benchmarks/planner/{name}.py" for name in _OURS),
+    "runtime/lowering/rewrite.py",
+    "runtime/lowering/weights.py",
+)
 """What decides how a captured graph looks."""
 DEFAULT_CACHE = Path.home() / ".cache" / "cohabit" / "benchmarks"
 

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.graph import Graph, Op, Tensor, TensorKind
-from runtime import weights
-from runtime.rewrite import host_gather
+from runtime.lowering import weights
+from runtime.lowering.rewrite import host_gather
 
 aten = torch.ops.aten
 

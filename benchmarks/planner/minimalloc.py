@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import markdown_table, record
-from planner.offsets.liveness import Lifespan
-from planner.offsets.minimalloc import read
-from planner.offsets.placement import Block, most_live_bytes, place
+from planner.layout.liveness import Lifespan
+from planner.layout.minimalloc import read
+from planner.layout.placement import Block, most_live_bytes, place
 
 GENERATED = tuple((blocks, seed) for blocks in (30, 100, 300) for seed in (0, 1))
 HEIGHT, LENGTH = 1 << 20, 1000

@@ -3,7 +3,8 @@
     python -m benchmarks.planner.models
 
 prints them. Batch norms are folded, ReLUs and additions work in place, large layers come in slices, embedding tables
-from 1 MiB on stay on the host and their rows arrive as inputs: the rewrites are those of `runtime.rewrite`. Scratch
+from 1 MiB on stay on the host and their rows arrive as inputs: the rewrites are those of `runtime.lowering.rewrite`.
+Scratch
 is not known here and counts as none.
 """
 
@@ -37,10 +38,10 @@ from benchmarks.planner.recurrent import Lstm
 from benchmarks.record import markdown_table
 from loadgen.zoo.text import Encoder, Prefill
 from loadgen.zoo.vision import ImageClassifier
-from planner.offsets.liveness import peak_activation_bytes
-from planner.sequences.serial import least_bytes
-from runtime.model import Model, from_program
-from runtime.rewrite import rewrite
+from planner.layout.liveness import peak_activation_bytes
+from planner.sequence.serial import least_bytes
+from runtime.lowering.model import Model, from_program
+from runtime.lowering.rewrite import rewrite
 
 SEQUENCE = 128
 LSTM_LAYERS, LSTM_WIDTH, LSTM_STEPS = 8, 1024, 25

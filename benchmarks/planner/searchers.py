@@ -21,11 +21,11 @@ from benchmarks.planner.models import NETWORKS, inference_graph
 from benchmarks.planner.profiles import cpu_file, h100_pcie5, v100_pcie3
 from benchmarks.record import markdown_table, record
 from planner.errors import CohabitError
-from planner.offsets.feasible import page_aligned
+from planner.layout.feasible import page_aligned
 from planner.plan import SwapIn, SwapOut
 from planner.problem import Limit, Problem
-from planner.registry import SEARCHERS
-from planner.search import search
+from planner.search.driver import search
+from planner.search.registry import SEARCHERS
 
 DEVICES = {"V100, PCIe 3": v100_pcie3, "H100, PCIe 5": h100_pcie5, "one CPU core, file": cpu_file}
 SHARES = (0.125, 0.25, 0.5, 0.75)

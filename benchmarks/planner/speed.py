@@ -16,14 +16,14 @@ from benchmarks.record import markdown_table, record
 from loadgen.preparation import prepare_visibly
 from loadgen.prepare import recipes
 from planner.errors import format_bytes
-from planner.fitting import split_budget
 from planner.graph import Graph, Op, Tensor
-from planner.offsets.feasible import page_aligned
+from planner.layout.feasible import page_aligned
 from planner.problem import Limit, Problem
 from planner.profile import Link, Profile
-from planner.search import search
+from planner.search.driver import search
 from planner.simulate import prepare, run_once, simulate
-from runtime.lower import lower
+from planner.sizing.fitting import split_budget
+from runtime.lowering.lower import lower
 
 SHARES = (0.125, 0.25, 0.5, 0.75)
 STAGES = ((64, 3, 56), (128, 8, 28), (256, 36, 14), (512, 3, 7))  # width, blocks, side of the output

@@ -20,7 +20,7 @@ from benchmarks.planner.profiles import RESNET152_S, v100_pcie3
 from benchmarks.record import markdown_table, record
 from planner.errors import InfeasibleBudget
 from planner.problem import Limit, Problem
-from planner.search import search
+from planner.search.driver import search
 from planner.warm import warm
 
 MB = 10**6

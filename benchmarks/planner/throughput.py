@@ -23,8 +23,8 @@ from benchmarks.planner.training import TRAININGS, peak_bytes, training_graph
 from benchmarks.record import markdown_table, record
 from planner.errors import CohabitError
 from planner.problem import Limit, Problem
-from planner.registry import SEARCHERS
-from planner.search import search
+from planner.search.driver import search
+from planner.search.registry import SEARCHERS
 from planner.warm import warm
 
 GB = 10**9

@@ -1,1 +1,1 @@
-"""Ours: what `planner.searchers.streaming` plays, anneals and writes."""
+"""Ours: what `planner.streaming.searcher` plays, anneals and writes."""

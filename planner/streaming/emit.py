@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.plan import Address, Placement, Plan
-from planner.sequences.writer import Writer
+from planner.sequence.writer import Writer
 from planner.streaming.memory import NOWHERE
 from planner.streaming.stream import Swaps
 from planner.streaming.workload import Workload

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.errors import InfeasibleBudget
-from planner.offsets.feasible import Footprint
+from planner.layout.feasible import Footprint
 from planner.order import by_memory, by_parameters, has_reuse, reordered
 from planner.problem import Problem
 from planner.profile import Profile

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import InvalidPlan
-from planner.offsets.feasible import PAGE_BYTES, Footprint, pages
+from planner.layout.feasible import PAGE_BYTES, Footprint, pages
 from planner.plan import Address, Placement
 from planner.profile import Profile
 from planner.streaming.memory import NO_MORE, NOWHERE

@@ -7,8 +7,8 @@ import torch
 from planner.profile import Profile
 from runtime.backend import OnProgress
 from runtime.cuda.device import CudaDevice
-from runtime.cuda.measure import measured
-from runtime.lower import Lowered
+from runtime.cuda.profiling.measure import measured
+from runtime.lowering.lower import Lowered
 from runtime.memory import Source
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime.binding.slots import Frame
 from runtime.cuda.host import Pinned
 from runtime.cuda.surface import HostBytes
 from runtime.errors import DeviceError
-from runtime.model import Port
-from runtime.slots import Frame
+from runtime.lowering.model import Port
 
 _ALIGNMENT_BYTES = 64
 

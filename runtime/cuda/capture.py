@@ -1,12 +1,12 @@
 """Captures programs: kernels, copies and their order become one graph that a single launch replays."""
 
+from runtime.binding.slots import Frame
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Lanes
 from runtime.cuda.lower import LINK_FREE, Commands
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.surface import Graph
 from runtime.errors import CaptureFailed
-from runtime.slots import Frame
 
 
 def capture(lanes: Lanes, program: CudaProgram) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from planner.plan import Plan
 from planner.profile import Profile
+from runtime.binding.program import Bases
+from runtime.cpu.store import open_store
 from runtime.cuda.arena import CudaArena
 from runtime.cuda.executor import CudaExecutor, Shared
 from runtime.cuda.host import Pinned, PinnedStore, Ring, StagedStore
@@ -16,11 +18,9 @@ from runtime.cuda.issue import Lanes
 from runtime.cuda.moving import CudaMovable
 from runtime.cuda.program import CudaProgram, prepare
 from runtime.cuda.surface import Driver, HostBytes
-from runtime.lower import Lowered
+from runtime.lowering.lower import Lowered
+from runtime.lowering.weights import Manifest
 from runtime.memory import Memory, Source, StoreKind
-from runtime.program import Bases
-from runtime.store import open_store
-from runtime.weights import Manifest
 
 _log = logging.getLogger("cohabit.cuda")
 PINNED_SHARE = 0.5

@@ -22,20 +22,20 @@ import torch
 
 from planner.errors import CohabitError, format_bytes
 from runtime.backend import Result
+from runtime.binding.program import Program
+from runtime.binding.slots import Frame
 from runtime.captures import Capture
 from runtime.cuda.capture import capture
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Lanes
 from runtime.cuda.lower import Commands
+from runtime.cuda.profiling.rehearsal import fitting_pool
+from runtime.cuda.profiling.stopwatch import Stopwatch
 from runtime.cuda.program import CudaProgram
-from runtime.cuda.rehearsal import fitting_pool
-from runtime.cuda.stopwatch import Stopwatch
 from runtime.cuda.surface import Event, Graph
 from runtime.cuda.transfers import Feeder, Transfer, Transfers
 from runtime.errors import DeviceError, DeviceLost, MemoryExceeded
-from runtime.program import Program
 from runtime.recording import Follow, whole_inference
-from runtime.slots import Frame
 
 _log = logging.getLogger("cohabit.cuda")
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from planner.errors import format_bytes
+from runtime.cpu.direct import read_fully
+from runtime.cpu.pages import anonymous_memory
+from runtime.cpu.store import find_table, table_view
 from runtime.cuda.surface import Driver, Event, HostBytes
-from runtime.direct import read_fully
 from runtime.errors import MemoryExceeded
+from runtime.lowering.weights import Manifest
 from runtime.memory import Copy, Place, Source, StoreKind
-from runtime.pages import anonymous_memory
-from runtime.store import find_table, table_view
-from runtime.weights import Manifest
 
 RING_SLOTS = 3
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime.binding.slots import Frame
 from runtime.cuda.issue import Lanes, Marks, Perform, issue, issue_serially, issue_some
 from runtime.cuda.lower import Commands, Work
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.surface import Event
 from runtime.cuda.transfers import Feeder
 from runtime.errors import DeviceError
-from runtime.slots import Frame
 
 
 def issue_inference(

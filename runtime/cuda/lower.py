@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Literal
 
 from planner.plan import Compute, Drop, SwapIn, SwapOut
-from runtime.program import Program, SwapInStep
+from runtime.binding.program import Program, SwapInStep
 
 ENOUGH_BYTES = 2 << 20
 """Neighbours join a copy until it has this size: smaller ones cost latency."""

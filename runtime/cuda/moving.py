@@ -7,15 +7,15 @@ import torch
 
 from planner.plan import Plan
 from planner.profile import Profile
+from runtime.binding.program import Bases, Program
 from runtime.cuda.host import Pinned
 from runtime.cuda.lower import schedule
 from runtime.cuda.program import CudaProgram, Readiness, equip, prepared_copies
 from runtime.cuda.surface import Driver
-from runtime.lower import Lowered
+from runtime.lowering.lower import Lowered
 from runtime.memory import Memory, Source
-from runtime.moving import Movable
-from runtime.program import Bases, Program
-from runtime.region import Visit
+from runtime.shared_region.moving import Movable
+from runtime.shared_region.region import Visit
 
 _MOVES = "its parameters lie elsewhere at every run"
 

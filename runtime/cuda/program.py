@@ -9,18 +9,18 @@ from torch._ops import HigherOrderOperator
 
 from planner.plan import Plan
 from planner.profile import Profile
+from runtime.binding.program import Bases, Program, build
+from runtime.binding.slots import Frame
 from runtime.cuda.buffers import Buffers
 from runtime.cuda.host import Pinned
 from runtime.cuda.issue import Perform
 from runtime.cuda.lower import Copy, Empty, Kernels, Refill, Return, Save, Schedule, Work, schedule
 from runtime.cuda.surface import Driver, Event, Graph, Pool
 from runtime.cuda.zone import zone_of
-from runtime.lower import Lowered
+from runtime.lowering.lower import Lowered
+from runtime.lowering.specialize import Trace
 from runtime.memory import Memory, Source
-from runtime.program import Bases, Program, build
-from runtime.slots import Frame
-from runtime.specialize import Trace
-from runtime.traveller import Traveller
+from runtime.offload.traveller import Traveller
 
 _READS_ON_HOST = ("item", "_local_scalar_dense")
 
@@ -140,7 +140,7 @@ def prepare(
     bases: Bases,
     store: Source[torch.Tensor],
 ) -> CudaProgram:
-    """Check a plan and bind it. For any thread; nothing runs. Raises what `runtime.program.build` raises."""
+    """Check a plan and bind it. For any thread; nothing runs. Raises what `runtime.binding.program.build` raises."""
     program = build(lowered, plan, profile, arena, bases, store)
     return equip(driver, pinned, lowered, program, profile, arena, bases, store)
 

@@ -20,8 +20,8 @@ from server.engine.doorbell import Doorbell
 from server.engine.rows import parted
 from server.engine.statistics import ModelStatistics
 from server.errors import ExecutionFailed, RequestError
-from server.model import Execution, Servable
-from server.request import InferRequest
+from server.protocol.model import Execution, Servable
+from server.protocol.request import InferRequest
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler, Suits, Work, anything
 

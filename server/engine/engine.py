@@ -17,8 +17,8 @@ from server.errors import (
     RequestTimedOut,
     ShuttingDown,
 )
-from server.model import Execution, Servable
-from server.request import InferRequest
+from server.protocol.model import Execution, Servable
+from server.protocol.request import InferRequest
 from server.scheduling.policy import Policy
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler

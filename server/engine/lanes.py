@@ -7,8 +7,8 @@ from typing import Any
 
 from server.engine.engine import Engine
 from server.engine.statistics import ModelStatistics
-from server.model import Execution, Servable, lane_name
-from server.request import InferRequest
+from server.protocol.model import Execution, Servable, lane_name
+from server.protocol.request import InferRequest
 from server.scheduling.policy import Policy
 from server.scheduling.scheduler import Scheduler
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from server.model import Execution
-from server.request import InferRequest
+from server.protocol.model import Execution
+from server.protocol.request import InferRequest
 
 
 def parted(requests: Sequence[InferRequest], execution: Execution) -> list[Execution]:

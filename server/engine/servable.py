@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from runtime.backend import Runner
+from runtime.binding.program import Program
 from runtime.captures import Capture
 from runtime.errors import UnsupportedModel
-from runtime.lower import Lowered
-from runtime.model import Port
-from runtime.program import Program
+from runtime.lowering.lower import Lowered
+from runtime.lowering.model import Port
 from runtime.recording import Follow
-from server.model import Array, Execution, Inputs, ModelInfo, Readiness, TensorSpec
+from server.protocol.model import Array, Execution, Inputs, ModelInfo, Readiness, TensorSpec
 
 _DATATYPES = {
     torch.bool: "BOOL",

@@ -10,7 +10,7 @@ from typing import Literal
 
 from server import errors
 from server.engine.histogram import Histogram
-from server.model import Execution
+from server.protocol.model import Execution
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
 

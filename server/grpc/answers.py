@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from tritonclient.grpc.service_pb2 import ModelInferResponse, ModelStreamInferResponse
 
+from server.protocol.request import InferResponse
 from server.protocol.tensors import to_binary
-from server.request import InferResponse
 
 _FINAL = "triton_final_response"
 

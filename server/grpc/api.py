@@ -9,9 +9,8 @@ from google.protobuf.message import Message
 from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
 
-from server import descriptions
-from server.dataplane import DataPlane
 from server.errors import InvalidRequest, RequestError, Unsupported
+from server.frontend.dataplane import DataPlane
 from server.grpc.answers import as_stream_response, encode_response, failed_stream_response
 from server.grpc.call import Call
 from server.grpc.codec import decode_request
@@ -19,10 +18,11 @@ from server.grpc.errors import message_of, unforeseen
 from server.grpc.forms import Forms
 from server.grpc.framing import Content
 from server.grpc.wire import Parsed, parse, raw_fields_at_the_end
-from server.model import ModelInfo
+from server.protocol import descriptions
+from server.protocol.model import ModelInfo
+from server.protocol.request import InferRequest, InferResponse
+from server.protocol.request_trace import HEADER
 from server.protocol.shared_memory import CudaRequest, SystemRequest
-from server.request import InferRequest, InferResponse
-from server.request_trace import HEADER
 
 _QUICK_BYTES = 64 << 10
 """Messages up to this, raw tensors aside, are decoded on the event loop."""

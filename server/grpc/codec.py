@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from server.errors import InvalidRequest, RequestError
-from server.model import Array, ModelInfo
 from server.protocol import strings
 from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
 from server.protocol.matching import check_size, fit, window_of
+from server.protocol.model import Array, ModelInfo
+from server.protocol.request import InferRequest
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_binary
 from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
-from server.request import InferRequest
 
 _CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",

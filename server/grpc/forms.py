@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from server.grpc.framing import Content
 from server.grpc.wire import RawField
-from server.model import Array, ModelInfo
 from server.protocol.datatypes import DTYPES
-from server.request import InferRequest
+from server.protocol.model import Array, ModelInfo
+from server.protocol.request import InferRequest
 
 LONGEST_BYTES = 2 << 10
 """Of what stands before the first tensor's values."""

@@ -1,6 +1,6 @@
 """What each of gRPC's calls needs a token for."""
 
-from server.operate.access import Permission
+from server.observe.access import Permission
 
 _HEALTH_CALLS = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
 _CONTROL_CALLS = frozenset(

@@ -7,7 +7,7 @@ from typing import Any
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2 as pb
 
-from server.dataplane import DataPlane
+from server.frontend.dataplane import DataPlane
 from server.grpc.call import Call
 from server.grpc.errors import Refusal
 

@@ -15,7 +15,7 @@ from server.grpc.errors import Refusal
 from server.grpc.framing import Content
 from server.grpc.guard import permission_of
 from server.grpc.headers import text
-from server.operate.access import Access, Permission
+from server.observe.access import Access, Permission
 from server.protocol.body_memory import BodyMemory
 
 _Read = Callable[[Content], Any]

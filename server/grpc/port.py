@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from grpc_health.v1 import health_pb2
 from tritonclient.grpc import service_pb2
 
-from server.dataplane import DataPlane
 from server.errors import ConfigError
+from server.frontend.dataplane import DataPlane
 from server.grpc.api import Api
 from server.grpc.call import Call
 from server.grpc.connection import Connection
 from server.grpc.headers import Header
 from server.grpc.health import Health
 from server.grpc.methods import Reception, methods_of
-from server.operate.access import OPEN, Access
+from server.observe.access import OPEN, Access
 
 _MOST_CALLS = 4096
 """Under way together; more are answered RESOURCE_EXHAUSTED."""

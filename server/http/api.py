@@ -2,9 +2,8 @@
 
 import asyncio
 
-from server import descriptions
-from server.dataplane import DataPlane
 from server.errors import RequestError
+from server.frontend.dataplane import DataPlane
 from server.http import generate
 from server.http.answers import json_response, which
 from server.http.codec import EncodedResponse, decode_request, encode_response, parse_header_length
@@ -12,9 +11,10 @@ from server.http.compression import chosen_encoding, compress
 from server.http.errors import error_response
 from server.http.forms import Forms
 from server.http.message import JSON, Request, Response
-from server.model import ModelInfo
+from server.protocol import descriptions
+from server.protocol.model import ModelInfo
 from server.protocol.model_config import config_as_json
-from server.request import InferRequest, InferResponse
+from server.protocol.request import InferRequest, InferResponse
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()

@@ -4,9 +4,8 @@ import logging
 import uuid
 from collections.abc import Awaitable, Iterable, Iterator
 
-from server.dataplane import DataPlane
-from server.descriptions import product_version
 from server.errors import RequestError
+from server.frontend.dataplane import DataPlane
 from server.http.answers import json_response
 from server.http.api import InferenceApi
 from server.http.connection import Answer
@@ -16,11 +15,12 @@ from server.http.guard import guarded
 from server.http.message import Request, Response
 from server.http.openapi import document
 from server.http.routes import Route, Routes
-from server.metrics.page import Metrics
-from server.metrics.prometheus import CONTENT_TYPE
-from server.operate.access import OPEN, Access, Permission
-from server.operate.tracing import Tracer
-from server.request_trace import HEADER
+from server.observe.access import OPEN, Access, Permission
+from server.observe.metrics_page import Metrics
+from server.observe.prometheus import CONTENT_TYPE
+from server.observe.tracing import Tracer
+from server.protocol.descriptions import product_version
+from server.protocol.request_trace import HEADER
 
 _MODELS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:[0-9]+}")
 _TRACEPARENT = HEADER.encode()

@@ -10,9 +10,10 @@ import msgspec
 
 from server.errors import InvalidRequest, RequestError
 from server.http.forms import LONGEST_BYTES, Forms
-from server.model import Array, ModelInfo
 from server.protocol.datatypes import BYTES, DTYPES
 from server.protocol.matching import check_size, fit, unsigned, window_of
+from server.protocol.model import Array, ModelInfo
+from server.protocol.request import InferRequest, InferResponse, OutputTensor
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_binary, from_json, to_binary, to_json
 from server.protocol.wire import (
@@ -24,7 +25,6 @@ from server.protocol.wire import (
     encoder,
     request_decoder,
 )
-from server.request import InferRequest, InferResponse, OutputTensor
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EXPLAINED_BYTES = 1 << 20

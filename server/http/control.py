@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from server import descriptions
-from server.dataplane import DataPlane
 from server.errors import InvalidRequest, Unsupported
+from server.frontend.dataplane import DataPlane
 from server.http.answers import json_response, read_json
 from server.http.message import Request, Response
+from server.protocol import descriptions
 from server.protocol.shared_memory import CudaRequest, SystemRequest
 from server.protocol.wire import Parameters
 

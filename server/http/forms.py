@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from server.model import Array, ModelInfo
 from server.protocol.datatypes import DTYPES
+from server.protocol.model import Array, ModelInfo
+from server.protocol.request import InferRequest
 from server.protocol.wire import RequestBody
-from server.request import InferRequest
 
 LONGEST_BYTES = 2 << 10
 """Of a JSON that is remembered."""

@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 
 from server.errors import InvalidRequest, RequestError, Unsupported
-from server.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY
 from server.protocol.matching import fit
+from server.protocol.model import Array, ModelInfo, TensorSpec
+from server.protocol.request import InferRequest, InferResponse
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_json, to_json
 from server.protocol.wire import InputBody, Parameters, RequestBody
-from server.request import InferRequest, InferResponse
 
 _OURS = frozenset({"id", "parameters"})
 _OPENING = re.compile(rb"[\s\[]*")

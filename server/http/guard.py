@@ -1,7 +1,7 @@
 """Tokens asked for around an HTTP handler."""
 
 from server.http.message import Handler, Request, Response
-from server.operate.access import Access, Permission
+from server.observe.access import Access, Permission
 
 
 def guarded(handler: Handler, access: Access, permission: Permission) -> Handler:

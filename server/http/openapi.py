@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from server.operate.access import OPEN, Access, Permission
+from server.observe.access import OPEN, Access, Permission
 from server.protocol.datatypes import BYTES, DTYPES
 
 Schema = Mapping[str, Any]

@@ -11,19 +11,19 @@ import torch
 
 from planner.graph import fingerprint
 from planner.profile import Profile
-from planner.sizing import ModelDemand
-from runtime import archive
+from planner.sizing.deployment import ModelDemand
 from runtime.backend import Backend
+from runtime.cpu.scripted import unavailable
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
-from runtime.lower import Lowered, lower
+from runtime.lowering import archive
+from runtime.lowering.lower import Lowered, lower
 from runtime.memory import Source
-from runtime.scripted import unavailable
-from server.config import ServeConfig
+from server.config.config import ServeConfig
 from server.engine.servable import describe
+from server.models.cache import FileState, Known
 from server.models.options import options_of
 from server.models.repository import ModelSource
-from server.models.shelf import FileState, Known
 from server.protocol.model_config import ModelConfig, config_mismatch
 
 _log = logging.getLogger("cohabit.models")

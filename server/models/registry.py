@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from server.engine.statistics import ModelStatistics
 from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady, RequestError
-from server.model import Footprint, ModelInfo, Servable
+from server.protocol.model import Footprint, ModelInfo, Servable
 
 if TYPE_CHECKING:
     from server.protocol.model_config import ModelConfig

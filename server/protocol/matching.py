@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from server.errors import InvalidRequest, Unsupported
-from server.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
+from server.protocol.model import Array, ModelInfo, TensorSpec
+from server.protocol.request import InferRequest, RequestedOutput
 from server.protocol.shared_memory import Regions, Window
 from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
-from server.request import InferRequest, RequestedOutput
 
 Read = Callable[[InputBody], Array]
 """Returns an input's values, wherever the protocol has put them; its name, datatype and shape fit already."""

@@ -9,8 +9,8 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput
 
 from runtime.captures import Capture
 from server.errors import RepositoryError
-from server.model import ModelInfo, TensorSpec
 from server.protocol.datatypes import config_type
+from server.protocol.model import ModelInfo, TensorSpec
 
 __all__ = ["ModelConfig", "config_as_json", "config_mismatch", "config_of", "parse_config", "read_config"]
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from server.errors import InvalidRequest
-from server.model import Array
+from server.protocol.model import Array
 
 _LENGTH = struct.Struct("<I")
 

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 
 from server.errors import InvalidRequest
-from server.model import Array
 from server.protocol import json_numbers, strings
 from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
+from server.protocol.model import Array
 
 
 def from_binary(body: memoryview, name: str, datatype: str, shape: Sequence[int]) -> Array:

@@ -1,6 +1,6 @@
 """What the scheduler knows of one model: its queue, what its config says, and how long its executions take."""
 
-from server.model import Readiness
+from server.protocol.model import Readiness
 from server.scheduling.batching import Batch, alone, batch_of
 from server.scheduling.estimates import Estimate
 from server.scheduling.limits import Admission

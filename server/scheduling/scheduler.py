@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from server.errors import ModelNotFound, QueueFull, RequestTimedOut
-from server.model import Readiness
-from server.request import InferRequest
+from server.protocol.model import Readiness
+from server.protocol.request import InferRequest
 from server.scheduling.batching import Batch, alone
 from server.scheduling.deadlines import Deadlines
 from server.scheduling.estimates import Delay, Estimate

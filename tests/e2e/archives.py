@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from loadgen.zoo import ZOO
 from loadgen.zoo.exporting import export_model, save_model
-from runtime import weights
-from runtime.archive import fingerprint
+from runtime.lowering import weights
+from runtime.lowering.archive import fingerprint
 
 Arrays = dict[str, NDArray[Any]]
 

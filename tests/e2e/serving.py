@@ -21,11 +21,11 @@ import uvloop
 from numpy.typing import NDArray
 from tritonclient.utils import np_to_triton_dtype
 
-from server.config import ServeConfig
-from server.lifecycle.loader import Loaded, load
+from server.config.config import ServeConfig
+from server.config.sizes import parse_memory
 from server.models.repository import scan
+from server.placement.loader import Loaded, load
 from server.serve import Server
-from server.sizes import parse_memory
 
 ROOT = Path(__file__).parents[2]
 READY_S = 120.0

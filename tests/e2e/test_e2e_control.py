@@ -22,12 +22,12 @@ from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
 from loadgen.zoo.exporting import save_model
-from planner.fitting import Room
-from runtime.program import Program
-from server.models import workshop
+from planner.sizing.fitting import Room
+from runtime.binding.program import Program
+from server.models import preparing as workshop
+from server.models.cache import Plans
 from server.models.prepared import Prepared
 from server.models.repository import ModelSource
-from server.models.shelf import Plans
 from tests.e2e.serving import Running, ask, infer, repository_index, serving
 
 WIDTH, LAYERS = 512, 4

@@ -11,10 +11,10 @@ from msgspec import structs
 from tritonclient.utils import InferenceServerException
 
 from planner.profile import Link, Profile
-from runtime import cpu
-from runtime.lower import Lowered
-from runtime.program import Program
-from server.memory.house import House
+from runtime.binding.program import Program
+from runtime.cpu import backend as cpu
+from runtime.lowering.lower import Lowered
+from server.placement.device_memory import House
 from tests.e2e.serving import Running, ask, refused_start, serving
 from tests.e2e.test_e2e_control import (
     Stacks,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from server.config import Layout
+from server.config.config import Layout
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, metric, process, serving
 

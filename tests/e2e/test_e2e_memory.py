@@ -13,21 +13,21 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import runtime.cpu
+import runtime.cpu.backend
 from planner.check import live_bytes, peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.plan import Compute, Drop, Plan, SwapIn
-from planner.sizing import Deployment, Entry
-from runtime.arena import Arena
-from runtime.executor import Frame
-from runtime.lower import Lowered
-from runtime.program import Program
-from server.config import ServeConfig
+from planner.sizing.deployment import Deployment, Entry
+from runtime.binding.program import Program
+from runtime.cpu.arena import Arena
+from runtime.cpu.executor import Frame
+from runtime.lowering.lower import Lowered
+from server.config.config import ServeConfig
+from server.config.sizes import parse_memory
 from server.engine.servable import ProgramServable
-from server.lifecycle import loader
-from server.memory.partitions import Extent
 from server.models.repository import scan
-from server.sizes import parse_memory
+from server.placement import loader
+from server.placement.partitions import Extent
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
 from tests.runtime.late import LateStore
@@ -279,7 +279,7 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
     with deployed(repository, f"{share}%", archives.cache) as device:
         expected = [device.run(*run) for run in runs]
     with monkeypatch.context() as patch:
-        patch.setattr(runtime.cpu, "open_store", lambda kind, path, manifest: LateStore(path, manifest))
+        patch.setattr(runtime.cpu.backend, "open_store", lambda kind, path, manifest: LateStore(path, manifest))
         with deployed(repository, f"{share}%", archives.cache) as device:
             for run, (answer,) in [*zip(runs, expected, strict=True)] * 3:
                 assert torch.equal(device.run(*run)[0], answer), run

@@ -13,8 +13,8 @@ import pytest
 import tritonclient.http as triton
 
 from planner.errors import InfeasibleBudget
-from planner.offsets.feasible import PAGE_BYTES
-from server.config import Layout
+from planner.layout.feasible import PAGE_BYTES
+from server.config.config import Layout
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
 

@@ -12,11 +12,11 @@ from torch import nn
 from loadgen.zoo.exporting import export_model, save_model
 from planner.check import peak_bytes
 from planner.errors import InfeasibleBudget
-from planner.offsets.feasible import Footprint
+from planner.layout.feasible import Footprint
 from planner.plan import SwapIn, SwapOut
-from runtime.binding import Call
+from runtime.binding.calls import Call
+from runtime.binding.program import ComputeStep, Program
 from runtime.memory import StoreKind
-from runtime.program import ComputeStep, Program
 from tests.e2e.serving import infer, serving
 from tests.e2e.test_e2e_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
 

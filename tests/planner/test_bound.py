@@ -12,14 +12,14 @@ from planner.bounds.bound import latency_bound
 from planner.bounds.relaxation import relax
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
-from planner.offsets.feasible import Footprint
+from planner.layout.feasible import Footprint
 from planner.order import predecessors
 from planner.plan import Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.search import search
-from planner.sequences.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
-from planner.sequences.serial import least_bytes, serial
+from planner.search.driver import search
+from planner.sequence.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
+from planner.sequence.serial import least_bytes, serial
 from planner.simulate import simulate
 from tests.planner.graphs import (
     PAGE,

@@ -22,8 +22,8 @@ from benchmarks.planner.training import (
     training_graph,
 )
 from planner.graph import Graph
-from planner.offsets.liveness import peak_activation_bytes
-from planner.sequences.serial import least_bytes
+from planner.layout.liveness import peak_activation_bytes
+from planner.sequence.serial import least_bytes
 
 
 class Tiny(nn.Module):

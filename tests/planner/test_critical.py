@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from planner.offsets.feasible import Footprint
+from planner.layout.feasible import Footprint
 from planner.streaming.critical import critical
 from planner.streaming.stream import RELEASED, STREAMED, Decisions, homes
 from planner.streaming.workload import Workload

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
 from planner.problem import Problem
-from planner.sequences.gaps import START, Fate, Gap, Gaps
-from planner.sequences.no_wait import fit, lean, no_wait
-from planner.sequences.sequence import compute, drop, peak_bytes, swap_in, swap_out
-from planner.sequences.serial import least_bytes
+from planner.sequence.gaps import START, Fate, Gap, Gaps
+from planner.sequence.no_wait import fit, lean, no_wait
+from planner.sequence.sequence import compute, drop, peak_bytes, swap_in, swap_out
+from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import (
     PAGE,

@@ -12,18 +12,24 @@ from hypothesis import strategies as st
 from planner.check import check
 from planner.errors import InvalidPlan
 from planner.graph import Graph, Op, Tensor
+from planner.papers.swapadvisor.allocations import Allocation, Space, raised, shrink
+from planner.papers.swapadvisor.genetic import SERIAL, Candidate, Genetic
+from planner.papers.swapadvisor.pool_lanes import judge, write
+from planner.papers.swapadvisor.pools import object_bytes, pool_of, uses_of
+from planner.papers.swapadvisor.schedules import (
+    cross_schedules,
+    is_schedule,
+    mutate_schedule,
+    precedence,
+    random_schedule,
+)
 from planner.plan import Compute, SwapIn, SwapOut
 from planner.problem import UNFIT, Limit, Problem
 from planner.profile import Profile
-from planner.search import search
-from planner.searchers.genetic import SERIAL, Candidate, Genetic
-from planner.sequences.sequence import write as write_sequence
-from planner.sequences.serial import lay_out_serial, least_bytes, serial
+from planner.search.driver import search
+from planner.sequence.sequence import write as write_sequence
+from planner.sequence.serial import lay_out_serial, least_bytes, serial
 from planner.simulate import simulate
-from planner.swapadvisor.allocations import Allocation, Space, raised, shrink
-from planner.swapadvisor.pool_lanes import judge, write
-from planner.swapadvisor.pools import object_bytes, pool_of, uses_of
-from planner.swapadvisor.schedules import cross_schedules, is_schedule, mutate_schedule, precedence, random_schedule
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
 seeds = st.integers(0, 10**6)

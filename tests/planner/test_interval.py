@@ -9,24 +9,24 @@ from hypothesis import strategies as st
 
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
+from planner.papers.tensile.channel import Channel, Span
+from planner.papers.tensile.job import NS_PER_S, Axis, Job
+from planner.papers.tensile.order import actions_of, fates_of
+from planner.papers.tensile.passive import press_out
+from planner.papers.tensile.peak import Footprint
+from planner.papers.tensile.schedule import schedule
+from planner.papers.tensile.searcher import Candidate, Interval, Schedule
+from planner.papers.tensile.system import System
+from planner.papers.tensile.update import corrected, outdated
 from planner.plan import Compute
 from planner.problem import Problem
 from planner.profile import Profile
-from planner.search import search
-from planner.searchers.interval import Candidate, Interval, Schedule
-from planner.sequences.gaps import Fate, Gaps
-from planner.sequences.no_wait import no_wait
-from planner.sequences.sequence import Verb, lay_out, peak_bytes, swap_in, swap_out, write
-from planner.sequences.serial import least_bytes
+from planner.search.driver import search
+from planner.sequence.gaps import Fate, Gaps
+from planner.sequence.no_wait import no_wait
+from planner.sequence.sequence import Verb, lay_out, peak_bytes, swap_in, swap_out, write
+from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
-from planner.tensile.channel import Channel, Span
-from planner.tensile.job import NS_PER_S, Axis, Job
-from planner.tensile.order import actions_of, fates_of
-from planner.tensile.passive import press_out
-from planner.tensile.peak import Footprint
-from planner.tensile.schedule import schedule
-from planner.tensile.system import System
-from planner.tensile.update import corrected, outdated
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
 seeds = st.integers(0, 10**6)

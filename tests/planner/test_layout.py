@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from planner.offsets.feasible import Footprint
-from planner.offsets.liveness import Lifespan, lifespans, needed_bytes, peak_activation_bytes
-from planner.offsets.placement import Block, most_live_bytes, place, place_activations
+from planner.layout.feasible import Footprint
+from planner.layout.liveness import Lifespan, lifespans, needed_bytes, peak_activation_bytes
+from planner.layout.placement import Block, most_live_bytes, place, place_activations
 from tests.planner.graphs import PAGE, chain, random_graph
 
 

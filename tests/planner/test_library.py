@@ -13,7 +13,7 @@ from planner.library import Library
 from planner.plan import Address, Placement
 from planner.problem import Problem
 from planner.profile import Link
-from planner.search import search
+from planner.search.driver import search
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 
 GRAPH = chain([PAGE] * 3)

@@ -7,24 +7,24 @@ from itertools import product
 
 import pytest
 
-from planner.beaumont import dynprog as module
-from planner.beaumont.dynprog import dynprog, incumbents
-from planner.beaumont.grouping import alive_bytes, grouped, short_layers, turn, virtual_layers
-from planner.beaumont.layers import Chain
-from planner.beaumont.offload import bound, fractions, greedy, relaxed_s, whole
-from planner.beaumont.offload_choices import Choice
-from planner.beaumont.prefetching import Line, best, eager, latency_s
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
+from planner.papers.beaumont import dynprog as module
+from planner.papers.beaumont.dynprog import dynprog, incumbents
+from planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers, turn, virtual_layers
+from planner.papers.beaumont.layers import Chain
+from planner.papers.beaumont.offload import bound, fractions, greedy, relaxed_s, whole
+from planner.papers.beaumont.offload_choices import Choice
+from planner.papers.beaumont.prefetching import Line, best, eager, latency_s
+from planner.papers.beaumont.searcher import DynProg, Greedy
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Problem
-from planner.search import search
-from planner.searchers.offloading import DynProg, Greedy
-from planner.sequences.departures import by_the_clock
-from planner.sequences.gaps import Fate, Gaps
-from planner.sequences.no_wait import no_wait
-from planner.sequences.sequence import lay_out, peak_bytes, write
-from planner.sequences.serial import least_bytes
+from planner.search.driver import search
+from planner.sequence.departures import by_the_clock
+from planner.sequence.gaps import Fate, Gaps
+from planner.sequence.no_wait import no_wait
+from planner.sequence.sequence import lay_out, peak_bytes, write
+from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 

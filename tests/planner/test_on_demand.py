@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
-from planner.plan import Compute, Plan, SwapIn, SwapOut
-from planner.problem import Problem
-from planner.profile import Profile
-from planner.search import search
-from planner.searchers.on_demand import (
+from planner.papers.swapadvisor.on_demand import (
     Candidate,
     Leave,
     OnDemand,
@@ -23,8 +19,12 @@ from planner.searchers.on_demand import (
     prefetched,
     steady,
 )
-from planner.sequences.sequence import Verb, compute, drop, peak_bytes, swap_in, swap_out
-from planner.sequences.serial import least_bytes
+from planner.plan import Compute, Plan, SwapIn, SwapOut
+from planner.problem import Problem
+from planner.profile import Profile
+from planner.search.driver import search
+from planner.sequence.sequence import Verb, compute, drop, peak_bytes, swap_in, swap_out
+from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import (
     PAGE,

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from planner.graph import Graph, Op, Tensor
-from planner.offsets.liveness import peak_activation_bytes
+from planner.layout.liveness import peak_activation_bytes
 from planner.order import by_memory, by_parameters, predecessors
 from planner.problem import Problem
-from planner.searchers.streaming import Streaming
+from planner.streaming.searcher import Streaming
 from tests.planner.graphs import profile_of, random_graph
 
 

@@ -9,15 +9,15 @@ import pytest
 
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
-from planner.home.cost import TOO_MUCH_S, Overhead, evaluate, overhead, seconds
+from planner.papers.home.cost import TOO_MUCH_S, Overhead, evaluate, overhead, seconds
+from planner.papers.home.particle_swarm import Candidate, ParticleSwarm, Start, updated
 from planner.plan import Compute, Plan
 from planner.problem import Problem
 from planner.profile import Link, Profile
-from planner.searchers.particle_swarm import Candidate, ParticleSwarm, Start, updated
-from planner.sequences.gaps import Fate, Gaps
-from planner.sequences.late import FATES, KEEP, RECOMPUTE, SWAP, Codes, codes, late, tables
-from planner.sequences.no_wait import FAR, fit, hastened, no_wait
-from planner.sequences.serial import least_bytes
+from planner.sequence.gaps import Fate, Gaps
+from planner.sequence.late import FATES, KEEP, RECOMPUTE, SWAP, Codes, codes, late, tables
+from planner.sequence.no_wait import FAR, fit, hastened, no_wait
+from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
 

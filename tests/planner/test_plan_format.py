@@ -20,13 +20,13 @@ import planner.profile
 from planner.check import check
 from planner.errors import CohabitError, FormatError, InvalidPlan
 from planner.graph import Graph, Op, Tensor
-from planner.offsets.feasible import Footprint
+from planner.layout.feasible import Footprint
 from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.search import search
-from planner.sequences.sequence import lay_out, write
-from planner.sequences.serial import least_bytes, serial
+from planner.search.driver import search
+from planner.sequence.sequence import lay_out, write
+from planner.sequence.serial import least_bytes, serial
 from planner.simulate import simulate
 from tests.planner.format_checker import Broken, Json, check_plan, graph_fingerprint
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph

@@ -11,11 +11,11 @@ from planner.bounds.bound import latency_bound
 from planner.check import check
 from planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan
 from planner.graph import Graph, Op, Tensor
-from planner.offsets.feasible import Footprint
+from planner.layout.feasible import Footprint
 from planner.order import by_parameters, reordered
 from planner.plan import Address, Compute, Drop, Placement, SwapIn
 from planner.problem import Limit, Problem
-from planner.search import search
+from planner.search.driver import search
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, parameter, profile_of, random_graph, random_profile
 

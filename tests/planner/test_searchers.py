@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from planner.bounds.bound import latency_bound
 from planner.check import check
 from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.judges import Judges
 from planner.problem import TIE, Limit, Problem
-from planner.registry import maker
-from planner.search import search
-from planner.sequences.serial import least_bytes
+from planner.search.driver import search
+from planner.search.judges import Judges
+from planner.search.registry import maker
+from planner.sequence.serial import least_bytes
 from planner.simulate import MOST_INFERENCES, simulate
 from tests.planner.graphs import PAGE, chain, random_graph, random_profile, random_training_graph
 from tests.planner.reference import simulate_exactly

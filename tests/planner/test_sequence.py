@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from planner.check import check
 from planner.errors import InfeasibleBudget
 from planner.problem import Problem
-from planner.sequences.sequence import compute, drop, lay_out, peak_bytes, swap_in, swap_out, write
-from planner.sequences.serial import least_bytes, require, serial
+from planner.sequence.sequence import compute, drop, lay_out, peak_bytes, swap_in, swap_out, write
+from planner.sequence.serial import least_bytes, require, serial
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
 seeds = st.integers(0, 10**6)

@@ -13,7 +13,7 @@ from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut, lane_of
 from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.search import search
+from planner.search.driver import search
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph, random_profile
 from tests.planner.reference import simulate_exactly

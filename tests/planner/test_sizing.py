@@ -7,11 +7,11 @@ import pytest
 
 from planner.check import check
 from planner.errors import InfeasibleBudget
-from planner.fitting import Room, fit, known_plans, least_bytes, plan_model, split_budget
 from planner.library import Library
 from planner.problem import Limit, Problem
-from planner.search import search
-from planner.sizing import Deployment, LayoutName, ModelDemand, deploy
+from planner.search.driver import search
+from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, deploy
+from planner.sizing.fitting import Room, fit, known_plans, least_bytes, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of
 
 

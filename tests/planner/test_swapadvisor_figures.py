@@ -5,14 +5,14 @@ import pytest
 
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
+from planner.papers.swapadvisor.allocations import Allocation, Space, average, extend, raised, shrink
+from planner.papers.swapadvisor.genetic import THRESHOLD, survival
+from planner.papers.swapadvisor.pool_lanes import write
+from planner.papers.swapadvisor.pools import Sizes, pool_of, uses_of
+from planner.papers.swapadvisor.schedules import cross_schedules
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.profile import Profile
-from planner.searchers.genetic import THRESHOLD, survival
 from planner.simulate import simulate
-from planner.swapadvisor.allocations import Allocation, Space, average, extend, raised, shrink
-from planner.swapadvisor.pool_lanes import write
-from planner.swapadvisor.pools import Sizes, pool_of, uses_of
-from planner.swapadvisor.schedules import cross_schedules
 from tests.planner.graphs import profile_of
 
 MB = 2**20

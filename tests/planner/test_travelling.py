@@ -9,16 +9,16 @@ from msgspec.structs import replace
 
 from planner.check import check, peak_bytes
 from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.fitting import Room, fit, least_bytes, plan_model, split_budget
 from planner.graph import Graph
-from planner.offsets.feasible import Footprint
+from planner.layout.feasible import Footprint
+from planner.offloading.searcher import Candidate, Travelling
+from planner.offloading.zone import RANKS, Zones
 from planner.plan import Plan, SwapIn, SwapOut
 from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.search import search
-from planner.searchers.travelling import Candidate, Travelling
-from planner.sequences.zone import RANKS, Zones
-from planner.sizing import ModelDemand, deploy
+from planner.search.driver import search
+from planner.sizing.deployment import ModelDemand, deploy
+from planner.sizing.fitting import Room, fit, least_bytes, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph, unet
 
 NON_PARAMETERS = ("input", "activation")

@@ -13,13 +13,13 @@ from msgspec import structs
 from planner.graph import Graph
 from planner.plan import Plan
 from runtime.backend import Backend, Executor, Result
-from runtime.cpu import CpuBackend
+from runtime.binding.program import Bases, Program
+from runtime.cpu.backend import CpuBackend
+from runtime.cpu.store import open_store
 from runtime.cuda.backend import CudaBackend
-from runtime.lower import Lowered
+from runtime.lowering.lower import Lowered
+from runtime.lowering.weights import Manifest
 from runtime.memory import Memory, Source, StoreKind
-from runtime.program import Bases, Program
-from runtime.store import open_store
-from runtime.weights import Manifest
 from tests.runtime.cuda_fake import FakeDriver
 
 ARENA_BYTES = 64 << 20

@@ -3,9 +3,9 @@
 import threading
 from typing import Any
 
+from runtime.cpu.pages import Bytes
+from runtime.cpu.store import RamStore
 from runtime.memory import Copy
-from runtime.pages import Bytes
-from runtime.store import RamStore
 
 WAIT_S = 20.0
 

@@ -2,9 +2,9 @@
 
 import time
 
+from runtime.cpu.pages import Bytes
+from runtime.cpu.store import RamStore
 from runtime.memory import Copy
-from runtime.pages import Bytes
-from runtime.store import RamStore
 
 
 class LateStore(RamStore):

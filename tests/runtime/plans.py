@@ -6,8 +6,8 @@ from msgspec import structs
 
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
-from planner.sequences.sequence import Action, Verb, compute, drop, lay_out, swap_in, swap_out
-from planner.sequences.writer import Writer
+from planner.sequence.sequence import Action, Verb, compute, drop, lay_out, swap_in, swap_out
+from planner.sequence.writer import Writer
 
 
 def _up(value: int, multiple: int) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import archive
 from runtime.errors import ArchiveError
+from runtime.lowering import archive
 from tests.runtime import models
 
 

@@ -7,12 +7,12 @@ import torch
 
 from planner.errors import FingerprintMismatch, InvalidPlan
 from planner.plan import Plan
-from runtime.arena import Arena
-from runtime.executor import Executor
-from runtime.lower import Lowered, lower
-from runtime.profile import resident_plan
-from runtime.program import Bases, Program, build
-from runtime.store import open_store
+from runtime.binding.program import Bases, Program, build
+from runtime.cpu.arena import Arena
+from runtime.cpu.executor import Executor
+from runtime.cpu.store import open_store
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 

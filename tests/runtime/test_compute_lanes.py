@@ -13,14 +13,14 @@ from msgspec import structs
 
 from planner.plan import Plan
 from runtime.backend import Executor
-from runtime.cpu import CpuBackend
+from runtime.binding.program import Bases, Program
+from runtime.cpu.backend import CpuBackend
+from runtime.cpu.store import LimitedStore, Links, RamStore, open_store
 from runtime.cuda.backend import CudaBackend
 from runtime.errors import DeviceError, DeviceLost
-from runtime.lower import Lowered
+from runtime.lowering.lower import Lowered
 from runtime.memory import Source
-from runtime.profile import resident_plan
-from runtime.program import Bases, Program
-from runtime.store import LimitedStore, Links, RamStore, open_store
+from runtime.profiling.profile import resident_plan
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, Bench, cpu, opened
 from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.plans import streaming_plan

@@ -9,14 +9,14 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from runtime import fused
-from runtime.cuda import link, measure
+from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.scratch import live_peak_bytes
-from runtime.lower import Lowered, lower
+from runtime.cuda.profiling import link, measure
+from runtime.cuda.profiling.scratch import live_peak_bytes
+from runtime.lowering import fused
+from runtime.lowering.lower import Lowered, lower
 from runtime.options import Options
-from runtime.profile import resident_plan
-from runtime.program import Bases
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import ROOM_BYTES, has_gpu, real_cuda
 from tests.runtime.cuda_fake import FakeDriver

@@ -10,9 +10,9 @@ from msgspec import structs
 from torch.utils import _pytree as pytree
 
 from runtime.backend import Backend
-from runtime.lower import Lowered, lower
-from runtime.profile import resident_plan
-from runtime.program import Bases
+from runtime.binding.program import Bases
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS
 from tests.runtime.plans import streaming_plan

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.binding.program import Bases
 from runtime.captures import Capture
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
 from runtime.errors import DeviceError, DeviceLost
-from runtime.lower import Lowered, lower
-from runtime.profile import resident_plan
-from runtime.program import Bases
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_streams, opened
 from tests.runtime.cuda_fake import FakeDriver

@@ -12,13 +12,13 @@ import torch
 from msgspec import structs
 
 from planner.problem import Problem
-from planner.search import search
+from planner.search.driver import search
+from runtime.binding.program import Bases
+from runtime.cpu.pages import anonymous_memory
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.scratch import live_peak_bytes
-from runtime.lower import Lowered, lower
-from runtime.pages import anonymous_memory
-from runtime.profile import resident_plan
-from runtime.program import Bases
+from runtime.cuda.profiling.scratch import live_peak_bytes
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import has_gpu, real_cuda
 from tests.runtime.plans import streaming_plan
@@ -202,9 +202,9 @@ import sys, torch
 from pathlib import Path
 from msgspec import structs
 from runtime.errors import DeviceError, DeviceLost
-from runtime.lower import lower
-from runtime.profile import resident_plan
-from runtime.program import Bases
+from runtime.lowering.lower import lower
+from runtime.profiling.profile import resident_plan
+from runtime.binding.program import Bases
 from tests.runtime import models
 from tests.runtime.backends import real_cuda
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from planner.problem import Problem
-from planner.search import search
-from runtime.cuda import link, measure
+from planner.search.driver import search
+from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.scratch import live_peak_bytes
-from runtime.lower import Lowered, lower
-from runtime.program import Bases
+from runtime.cuda.profiling import link, measure
+from runtime.cuda.profiling.scratch import live_peak_bytes
+from runtime.lowering.lower import Lowered, lower
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver
 

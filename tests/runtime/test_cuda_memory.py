@@ -9,17 +9,17 @@ import torch
 from msgspec import structs
 
 from planner.plan import Address, Compute, Placement, SwapIn
+from runtime.binding.program import Bases
 from runtime.cuda.arena import CudaArena
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.carver import Carver
 from runtime.cuda.host import Pinned, PinnedStore, StagedStore
-from runtime.cuda.rehearsal import large_bytes
-from runtime.cuda.scratch import live_peak_bytes
+from runtime.cuda.profiling.rehearsal import large_bytes
+from runtime.cuda.profiling.scratch import live_peak_bytes
 from runtime.cuda.zone import zone_of
 from runtime.errors import MemoryExceeded, UnsupportedPlan
-from runtime.lower import Lowered, lower
-from runtime.profile import resident_plan
-from runtime.program import Bases
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
 from tests.planner.graphs import PAGE, chain
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver

@@ -15,12 +15,12 @@ import torch
 from planner.graph import Graph
 from planner.plan import Compute, Plan
 from planner.problem import Problem
-from planner.search import search
+from planner.search.driver import search
 from runtime.cuda import program as cuda_program
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.lower import FORK, Commands, Copy, Issue, Record, Schedule, Wait, schedule
 from runtime.errors import DeviceError
-from runtime.lower import Lowered, lower
+from runtime.lowering.lower import Lowered, lower
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened

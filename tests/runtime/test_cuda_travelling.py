@@ -12,12 +12,12 @@ from planner.errors import InfeasibleBudget
 from planner.graph import Graph
 from planner.plan import Plan, SwapIn
 from planner.problem import Limit, Problem
-from planner.search import search
+from planner.search.driver import search
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.lower import Empty, Refill, Return, Save, Wait
 from runtime.errors import DeviceError, MemoryExceeded
-from runtime.lower import Lowered, lower
-from runtime.profile import resident_plan
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened

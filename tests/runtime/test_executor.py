@@ -14,16 +14,16 @@ from planner.check import check, live_bytes
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from planner.problem import Problem
-from planner.search import search
-from runtime.arena import Arena
+from planner.search.driver import search
 from runtime.backend import Backend
+from runtime.binding.program import Bases, Program, require_supported
+from runtime.cpu.arena import Arena
+from runtime.cpu.executor import Executor
+from runtime.cpu.store import LimitedStore, RamStore, Store, open_store
 from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
-from runtime.executor import Executor
-from runtime.lower import Lowered, lower
+from runtime.lowering.lower import Lowered, lower
 from runtime.memory import Source
-from runtime.profile import resident_plan
-from runtime.program import Bases, Program, require_supported
-from runtime.store import LimitedStore, RamStore, Store, open_store
+from runtime.profiling.profile import resident_plan
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, Bench, cpu, opened

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.functional import relu
 
-from runtime.lower import Lowered, lower
+from runtime.lowering.lower import Lowered, lower
 from runtime.options import Options
-from runtime.profile import resident_plan
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, opened
 from tests.runtime.plans import streaming_plan

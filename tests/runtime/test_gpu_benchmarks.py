@@ -8,9 +8,9 @@ import torch
 
 from benchmarks import record
 from benchmarks.gpu import cold, common, figure8, memory, resnet, run, table2
-from planner.sizing import LayoutName
-from runtime.cuda import link, measure
+from planner.sizing.deployment import LayoutName
 from runtime.cuda.backend import CudaBackend
+from runtime.cuda.profiling import link, measure
 from runtime.options import DEFAULTS
 from tests.runtime.cuda_fake import FakeDriver
 

@@ -14,16 +14,16 @@ from msgspec import structs
 
 from planner.check import check
 from planner.plan import Address, Plan, SwapIn
-from runtime.binding import Call
-from runtime.executor import Executor
-from runtime.leading import Leading
-from runtime.lower import Lowered, lower
+from runtime.binding.calls import Call
+from runtime.binding.program import Bases, Program
+from runtime.binding.slots import Frame
+from runtime.cpu.executor import Executor
+from runtime.cpu.leading import Leading
+from runtime.cpu.pages import Bytes
+from runtime.cpu.store import RamStore
+from runtime.lowering.lower import Lowered, lower
 from runtime.memory import Copy
-from runtime.pages import Bytes
-from runtime.profile import resident_plan
-from runtime.program import Bases, Program
-from runtime.slots import Frame
-from runtime.store import RamStore
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.gated import WAIT_S, GatedStore

@@ -9,13 +9,13 @@ from torch.utils import _pytree as pytree
 
 from planner.check import check
 from planner.graph import decode, encode
-from runtime.arena import Arena
+from runtime.binding.program import Bases, build
+from runtime.cpu.arena import Arena
+from runtime.cpu.executor import Executor
+from runtime.cpu.store import StoreKind, open_store
 from runtime.errors import UnsupportedModel
-from runtime.executor import Executor
-from runtime.lower import Lowered, lower
-from runtime.profile import resident_plan
-from runtime.program import Bases, build
-from runtime.store import StoreKind, open_store
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from runtime.lower import lower
+from runtime.binding.program import Bases
+from runtime.lowering.lower import lower
 from runtime.options import Options
-from runtime.profile import resident_plan
-from runtime.program import Bases
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, has_gpu, real_cuda
 

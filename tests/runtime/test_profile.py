@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-import runtime.measuring
-import runtime.profile
-import runtime.scripted
+import runtime.cpu.scripted
+import runtime.profiling.measuring
+import runtime.profiling.profile
 from planner.profile import Link, Profile
-from runtime.executor import Executor
-from runtime.lower import Lowered
-from runtime.measuring import shared_out
-from runtime.profile import measure
-from runtime.program import ComputeStep, Program
+from runtime.binding.program import ComputeStep, Program
+from runtime.cpu.executor import Executor
+from runtime.lowering.lower import Lowered
+from runtime.profiling.measuring import shared_out
+from runtime.profiling.profile import measure
 from tests.runtime.backends import Bench, cpu, opened, scripted_cpu
 
 
 @pytest.fixture(autouse=True)
 def _even_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.scripted, "FEWEST_CALLS", 1)
+    monkeypatch.setattr(runtime.cpu.scripted, "FEWEST_CALLS", 1)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_ops_are_measured_alone_and_as_they_are_served(
     scripted: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = noted(monkeypatch)
-    monkeypatch.setattr(runtime.measuring, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(runtime.profiling.measuring, "_MEASURING_S", 0.0)
     profile = measure(bench.lowered, bench.store, "test", scripted=scripted)[2]
     assert len(profile.op_seconds) == len(bench.graph.ops)
     assert min(profile.op_seconds) > 0
@@ -82,7 +82,7 @@ def test_a_profile_of_one_way_is_not_taken_for_the_other(
         link, ops = Link(1e-5, 1e9), lowered.graphs[2].ops
         return {2: Profile(lowered.graphs[2].fingerprint, device, (1e-3,) * len(ops), link, link)}
 
-    monkeypatch.setattr(runtime.profile, "measure", measured)
+    monkeypatch.setattr(runtime.profiling.profile, "measure", measured)
     found = []
     for make in (cpu, scripted_cpu, cpu, scripted_cpu):
         with opened(make, wide) as bench:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from planner.plan import Compute, SwapIn
+from runtime.cpu.executor import Executor
 from runtime.errors import DeviceError
-from runtime.executor import Executor
-from runtime.lower import Lowered
-from runtime.profile import resident_plan
+from runtime.lowering.lower import Lowered
+from runtime.profiling.profile import resident_plan
 from runtime.recording import LaneSpan, Recording
-from runtime.sharing import SHARINGS, SharedRegion
+from runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_streams, opened
 from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.plans import streaming_plan
@@ -187,7 +187,7 @@ def test_nobody_pays_who_does_not_follow(bench: Bench, monkeypatch: pytest.Monke
         raise AssertionError("something was noted")
 
     program = bench.program(evicting_plan(bench.graph))
-    monkeypatch.setattr("runtime.executor.Recording", refuse)
+    monkeypatch.setattr("runtime.cpu.executor.Recording", refuse)
     bench.executor.expect(program)
     bench.run(program)
     bench.executor.settle()

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from runtime.errors import MemoryExceeded
-from runtime.gaps import Gaps
-from runtime.region import Fetch, Keeps, Region, Uses, Visit
+from runtime.free_list import Gaps
+from runtime.shared_region.region import Fetch, Keeps, Region, Uses, Visit
 
 PAGE = 4096
 

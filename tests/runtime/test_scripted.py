@@ -14,26 +14,26 @@ import pytest
 import torch
 from msgspec import structs
 
-import runtime.scripted
-from planner.fitting import split_budget
+import runtime.cpu.scripted
 from planner.graph import Graph
 from planner.plan import Compute, Drop, Plan, SwapIn
 from planner.problem import Limit, Problem
-from planner.search import search
+from planner.search.driver import search
+from planner.sizing.fitting import split_budget
 from runtime.backend import Backend
-from runtime.cpu import CpuBackend
+from runtime.binding.program import Bases, Program
+from runtime.cpu.backend import CpuBackend
+from runtime.cpu.executor import Executor
+from runtime.cpu.scripted import compiled, unavailable
+from runtime.cpu.stretches import stretches
+from runtime.cpu.writing import Writer
 from runtime.devices import open_device
 from runtime.errors import DeviceError
-from runtime.executor import Executor
-from runtime.lower import Lowered, lower
+from runtime.lowering.lower import Lowered, lower
 from runtime.memory import StoreKind
-from runtime.profile import resident_plan
-from runtime.program import Bases, Program
+from runtime.profiling.profile import resident_plan
 from runtime.recording import Recording
-from runtime.scripted import compiled, unavailable
-from runtime.sharing import SHARINGS, SharedRegion
-from runtime.stretches import stretches
-from runtime.writing import Writer
+from runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened, scripted_cpu
@@ -51,7 +51,7 @@ UNREAD_RESULTS = ("lstm", "bidirectional_gru")
 
 @pytest.fixture(autouse=True)
 def _even_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.scripted, "FEWEST_CALLS", 1)
+    monkeypatch.setattr(runtime.cpu.scripted, "FEWEST_CALLS", 1)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from msgspec import structs
 
 from planner.plan import Address, Compute, Plan
 from runtime.backend import Backend
+from runtime.binding.program import Bases, Program
+from runtime.cpu.store import open_store
 from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
-from runtime.lower import Lowered, lower
+from runtime.lowering.lower import Lowered, lower
 from runtime.memory import Source
-from runtime.profile import resident_plan
-from runtime.program import Bases, Program
-from runtime.sharing import SHARINGS, SharedRegion
-from runtime.store import open_store
+from runtime.profiling.profile import resident_plan
+from runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
 from tests.runtime.plans import streaming_plan
@@ -244,7 +244,7 @@ def test_on_cuda_places_that_come_again_have_graphs_and_others_say_why_not(lower
 def test_programs_prepared_for_places_are_given_back_beyond_the_last_few(
     lowered: list[Lowered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.sharing.PROGRAMS_KEPT", 1)
+    monkeypatch.setattr("runtime.shared_region.sharing.PROGRAMS_KEPT", 1)
     shared = Shared(fake_cuda(), "pipelined", lowered[:2], region_for(lowered, 1.5)).add_all()
     for n in (0, 0, 1, 1, 0, 0):
         shared.run(n)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.arena import Arena
-from runtime.lower import Lowered, lower
-from runtime.store import LimitedStore, StoreKind, open_store
+from runtime.cpu.arena import Arena
+from runtime.cpu.store import LimitedStore, StoreKind, open_store
+from runtime.lowering.lower import Lowered, lower
 from tests.runtime import models
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-import runtime.scripted
+import runtime.cpu.scripted
 from planner.graph import Graph, Op, Tensor
-from runtime.executor import Executor
-from runtime.lower import Lowered
-from runtime.measuring import Cold
-from runtime.profile import resident_plan
-from runtime.program import Program
+from runtime.binding.program import Program
+from runtime.cpu.executor import Executor
+from runtime.lowering.lower import Lowered
+from runtime.profiling.measuring import Cold
+from runtime.profiling.profile import resident_plan
+from runtime.profiling.stretch_end import Part, end_seconds, first_readers, measure_stretch, parts_of, stretches
 from runtime.recording import Recording
-from runtime.stretch_end import Part, end_seconds, first_readers, measure_stretch, parts_of, stretches
 from tests.runtime.backends import Bench, opened, scripted_cpu
 
 END_S = 1.5e-4
@@ -122,7 +122,7 @@ def test_noise_is_not_charged_for_an_end() -> None:
 
 @pytest.fixture
 def bench(wide: Lowered, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(runtime.scripted, "FEWEST_CALLS", 1)
+    monkeypatch.setattr(runtime.cpu.scripted, "FEWEST_CALLS", 1)
     with opened(scripted_cpu, wide) as bench:
         yield bench
 
@@ -156,7 +156,7 @@ def test_a_model_s_own_programs_are_cut_before_each_layer(bench: Bench, monkeypa
 
 
 def test_what_has_no_place_for_an_end_costs_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.stretch_end.first_readers", lambda graph: [0])
+    monkeypatch.setattr("runtime.profiling.stretch_end.first_readers", lambda graph: [0])
     program = bench.program(resident_plan(bench.graph))
     store: Any = bench.store
     assert measure_stretch(bench.lowered, program, store, SteadyExecutor(), Cold(0)) == 0.0

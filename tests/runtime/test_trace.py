@@ -4,7 +4,7 @@ import json
 
 from planner.plan import Address, Compute, Drop, Plan, SwapIn
 from planner.timeline import Span, Timeline
-from runtime.trace import chrome_trace
+from runtime.profiling.trace import chrome_trace
 from tests.planner.graphs import PAGE, chain
 
 

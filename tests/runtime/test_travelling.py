@@ -13,16 +13,16 @@ from torch.utils import _pytree as pytree
 from planner.check import check, live_bytes
 from planner.graph import Graph
 from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
-from runtime.arena import Arena
+from runtime.binding.program import Program
+from runtime.binding.slots import Frame
+from runtime.cpu.arena import Arena
+from runtime.cpu.executor import Executor
+from runtime.cpu.store import LimitedStore, RamStore, open_store
 from runtime.errors import DeviceError, UnsupportedPlan
-from runtime.executor import Executor
-from runtime.lower import Lowered, lower
+from runtime.lowering.lower import Lowered, lower
 from runtime.memory import Place, StoreKind
-from runtime.profile import measure, resident_plan
-from runtime.program import Program
+from runtime.profiling.profile import measure, resident_plan
 from runtime.recording import Recording
-from runtime.slots import Frame
-from runtime.store import LimitedStore, RamStore, open_store
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.plans import travelling_plan

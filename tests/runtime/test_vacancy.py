@@ -9,8 +9,8 @@ import pytest
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 from planner.problem import Problem
-from planner.search import search
-from runtime.vacancy import Stay, free_after, stays
+from planner.search.driver import search
+from runtime.cpu.vacancy import Stay, free_after, stays
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph
 from tests.runtime.plans import leading_plan, streaming_plan, travelling_plan
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from runtime.weights import BLOCK_BYTES, LARGE_BYTES, Use, lay_out
+from runtime.lowering.weights import BLOCK_BYTES, LARGE_BYTES, Use, lay_out
 
 
 def use(name: str, nbytes: int, *readers: int) -> Use:

@@ -10,9 +10,9 @@ from rich.console import Console
 from server_fakes import FakeLoaded, FakeServable, config, identity, serving
 
 from server.cli import serve_until_stopped
-from server.config import ServeConfig
-from server.model import Array
+from server.config.config import ServeConfig
 from server.models.repository import ModelSource
+from server.protocol.model import Array
 
 
 def sleepy(x: Array) -> dict[str, Array]:

@@ -14,12 +14,22 @@ import uvloop
 
 from runtime.captures import Capture
 from runtime.recording import Follow
-from server.config import ServeConfig
+from server.config.config import ServeConfig
+from server.config.sizes import FixedSize
 from server.errors import InvalidRequest
-from server.model import Array, DeviceUse, Execution, Footprint, Inputs, ModelInfo, Readiness, Servable, TensorSpec
 from server.models.repository import ModelSource
+from server.protocol.model import (
+    Array,
+    DeviceUse,
+    Execution,
+    Footprint,
+    Inputs,
+    ModelInfo,
+    Readiness,
+    Servable,
+    TensorSpec,
+)
 from server.serve import Server
-from server.sizes import FixedSize
 
 Function = Callable[..., dict[str, Array]]
 

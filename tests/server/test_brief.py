@@ -12,16 +12,16 @@ import pytest
 import torch
 from server_fakes import FakeServable, Gate, identity
 
-from runtime.lower import Lowered, lower
-from runtime.profile import resident_plan
-from runtime.program import Bases
+from runtime.binding.program import Bases
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
 from server.engine.device_thread import BRIEF_S
 from server.engine.engine import Engine
 from server.engine.servable import ProgramServable, describe
 from server.engine.statistics import ModelStatistics
 from server.errors import DeviceLost, ExecutionFailed
-from server.model import Array, Execution
-from server.request import InferRequest
+from server.protocol.model import Array, Execution
+from server.protocol.request import InferRequest
 from server.scheduling.policy import Policy
 from server.scheduling.scheduler import Scheduler
 from tests.runtime import models

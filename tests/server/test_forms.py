@@ -16,9 +16,9 @@ from server.grpc.codec import decode_request as decode_grpc
 from server.grpc.wire import parse, raw_fields_at_the_end
 from server.http import forms as http_forms
 from server.http.codec import decode_request as decode_http
-from server.model import Array, ModelInfo, TensorSpec
+from server.protocol.model import Array, ModelInfo, TensorSpec
+from server.protocol.request import InferRequest
 from server.protocol.shared_memory import Regions
-from server.request import InferRequest
 
 
 def model(name: str, *inputs: TensorSpec) -> ModelInfo:

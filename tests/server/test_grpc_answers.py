@@ -11,10 +11,10 @@ from tritonclient.grpc import service_pb2 as pb
 
 from server.errors import InvalidRequest
 from server.grpc.answers import as_stream_response, encode_response, failed_stream_response
-from server.model import TensorSpec
+from server.protocol.model import TensorSpec
+from server.protocol.request import InferResponse, OutputTensor
 from server.protocol.shared_memory import Regions, SystemRequest, Window
 from server.protocol.shared_memory_files import open_region
-from server.request import InferResponse, OutputTensor
 
 SIZES = st.sampled_from([0, 1, 31, 32, 4095, 4096, 40_000])
 """In FP32: lengths of one to three bytes of varint."""

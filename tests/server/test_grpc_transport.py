@@ -24,7 +24,7 @@ from server.grpc.call import Call
 from server.grpc.errors import Refusal, Status
 from server.grpc.headers import ending, timeout_s
 from server.grpc.methods import Reception
-from server.operate.access import OPEN
+from server.observe.access import OPEN
 from server.protocol import patience
 from server.protocol.body_memory import BodyMemory
 

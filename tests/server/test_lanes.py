@@ -14,17 +14,17 @@ import pytest
 from server_fakes import FakeLoaded, FakeServable, Gate, config, identity, running
 from server_http import infer, x
 
-from server.config import ServeConfig
+from server.config.config import ServeConfig
 from server.engine.lanes import Lanes
 from server.engine.statistics import ModelStatistics
 from server.errors import DeviceLost, ExecutionFailed, ModelNotFound, QueueFull, ShuttingDown
-from server.memory.division import divided
-from server.memory.moves import Leave, Move, all_anew
-from server.memory.partitions import Extent, Partitions
-from server.model import Array, Execution, Footprint
 from server.models.prepared import threads_of
-from server.operate.spans import header_events
-from server.request import InferRequest
+from server.observe.spans import header_events
+from server.placement.lane_choice import divided
+from server.placement.moves import Leave, Move, all_anew
+from server.placement.partitions import Extent, Partitions
+from server.protocol.model import Array, Execution, Footprint
+from server.protocol.request import InferRequest
 
 ROW_BYTES = 16
 

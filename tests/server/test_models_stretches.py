@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.cpu import CpuBackend
-from server.config import ServeConfig
+from runtime.cpu.backend import CpuBackend
+from server.config.config import ServeConfig
+from server.config.sizes import FixedSize
 from server.models.prepared import is_prepared, open_backend, prepare_apart, say_why_ops_run_one_by_one
 from server.models.repository import find
-from server.sizes import FixedSize
 from tests.runtime import models
 from tests.server.test_operate_settings import NEEDED, config, file
 

@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 from server.errors import ConfigError, PermissionMissing, Unauthenticated
 from server.http import openapi
 from server.http.app import routes
-from server.operate.access import OPEN, Permission, open_access
+from server.observe.access import OPEN, Permission, open_access
 from server.serve import Server
 
 INFER, CONTROL, WRONG = "infer-token-0123456789", "control-token-0123456789", "nobodys-token-0123456789"

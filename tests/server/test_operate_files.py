@@ -12,10 +12,10 @@ import yaml
 from server_fakes import Running
 from test_server_metrics import FakeNvml, Samples, machine_samples, scrape
 
-from server.flags import add_flags
-from server.model import DeviceUse
-from server.operate.gpus import Gpu
-from server.operate.layers import PREFIX, add_layer_flags, declare, settle
+from server.config.flags import add_flags
+from server.config.layers import PREFIX, add_layer_flags, declare, settle
+from server.observe.gpus import Gpu
+from server.protocol.model import DeviceUse
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = json.loads((DOCS / "grafana" / "cohabit.json").read_text())

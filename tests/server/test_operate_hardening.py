@@ -10,8 +10,8 @@ import pytest
 from server_fakes import identity, running, serving
 from server_http import ask
 
-from runtime.archive import read
 from runtime.errors import ArchiveError
+from runtime.lowering.archive import read
 from server.models.repository import ModelSource, Unloadable, scan, source_of
 
 NAMES_THAT_LEAVE = ["..", ".", "../other", "/etc", "a/b", "a\\b", "", "-x", ".hidden", "a\x00b", "a\n", "x" * 256]

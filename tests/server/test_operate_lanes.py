@@ -16,11 +16,11 @@ from server_http import ask, infer, x
 
 from planner.plan import Compute, SwapIn
 from runtime.backend import Result
-from runtime.executor import Executor
-from runtime.lower import Lowered
-from runtime.program import Program
+from runtime.binding.program import Program
+from runtime.cpu.executor import Executor
+from runtime.lowering.lower import Lowered
 from server.engine.servable import ProgramServable, describe
-from server.operate.spans import COMPUTE, SWAP_IN
+from server.observe.spans import COMPUTE, SWAP_IN
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.test_executor import beside, evicting_plan, prefix_plan

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from server.cli import main
-from server.config import ServeConfig
+from server.config.config import ServeConfig
+from server.config.flags import add_flags
+from server.config.layers import Effective, add_layer_flags, declare, settle
+from server.config.printing import as_toml
+from server.config.sizes import FixedSize
 from server.errors import ConfigError
-from server.flags import add_flags
-from server.operate.layers import Effective, add_layer_flags, declare, settle
-from server.operate.printing import as_toml
-from server.sizes import FixedSize
 
 NEEDED = ("models", "--memory", "1GiB")
 

@@ -11,8 +11,8 @@ from server_fakes import Running, config, identity, running, serving
 from server_http import ask
 
 from server.errors import Unauthenticated
-from server.operate.access import Permission, open_access
-from server.operate.tokens import TokenFiles
+from server.observe.access import Permission, open_access
+from server.observe.tokens import TokenFiles
 
 OLD, NEW, CONTROL = "the-old-token-0123456789", "the-new-token-0123456789", "control-token-0123456789"
 

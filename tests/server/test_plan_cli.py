@@ -11,15 +11,15 @@ from msgspec.structs import replace
 import planner.graph
 import planner.plan
 import planner.profile
-from planner import registry
 from planner.check import check
 from planner.errors import UnsupportedProblem
+from planner.search import registry
 from server.cli import main
+from server.config.sizes import FixedSize, ShareOfWeights
 from server.errors import ConfigError, RepositoryError
 from server.models.repository import find
-from server.plans.options import SEARCHER_NAMES, Memory
-from server.plans.progress import Watch, gap, milliseconds, percent, round_time
-from server.sizes import FixedSize, ShareOfWeights
+from server.tools.options import SEARCHER_NAMES, Memory
+from server.tools.progress import Watch, gap, milliseconds, percent, round_time
 from tests.planner.graphs import PAGE, chain, profile_of
 
 GRAPH = chain([PAGE, 2 * PAGE, PAGE, 3 * PAGE])
@@ -215,7 +215,7 @@ def test_compare_shows_every_searcher_and_hides_no_failure(
 ) -> None:
     homes = {"best": "streaming.Streaming", "on_demand": "on_demand.OnDemand", "missing": "nowhere.Nothing"}
     monkeypatch.setattr(registry, "_HOMES", homes)
-    for module in ("server.plans.comparing", "server.plans.making"):
+    for module in ("server.tools.compare", "server.tools.plan"):
         monkeypatch.setattr(f"{module}.SEARCHERS", tuple(homes))
     assert main(["compare-plans", *PAIR, "--memory", "48KiB", "--evaluations", "2", "--output", "kept"]) == 1
     shown = capsys.readouterr()
@@ -281,7 +281,7 @@ def test_models_are_found_by_their_folder_or_file(folder: Path) -> None:
 
 
 def test_shares_are_of_the_parameters() -> None:
-    from server.plans.instances import Instance
+    from server.tools.instances import Instance
 
     assert Instance(GRAPH, PROFILE).bytes_of(Memory("50%", ShareOfWeights(0.5))) == 7 * PAGE // 2
     assert Instance(GRAPH, PROFILE).bytes_of(Memory("1KiB", FixedSize(1024))) == 1024
@@ -320,7 +320,7 @@ def test_a_searcher_that_cannot_plan_such_a_problem_is_a_result(
     def refuse(problem: object, seed: int) -> None:
         raise UnsupportedProblem("it plans chains of two")
 
-    monkeypatch.setattr("planner.searchers.interval.Interval", refuse)
+    monkeypatch.setattr("planner.papers.tensile.searcher.Interval", refuse)
     searchers = ["--searchers", "interval,on_demand"]
     assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 0
     shown = capsys.readouterr()

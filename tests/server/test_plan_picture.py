@@ -17,13 +17,13 @@ from planner.graph import Graph, Op, Tensor
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
-from planner.search import search
-from planner.sequences.sequence import lay_out, write
-from planner.sequences.serial import least_bytes, serial
-from planner.sequences.writer import Writer
-from server.plans.page import page
-from server.plans.picture import Picture, base_of, held, nice_ticks, peak_bytes, picture, shortened
-from server.plans.terminal import draw
+from planner.search.driver import search
+from planner.sequence.sequence import lay_out, write
+from planner.sequence.serial import least_bytes, serial
+from planner.sequence.writer import Writer
+from server.tools.page import page
+from server.tools.picture import Picture, base_of, held, nice_ticks, peak_bytes, picture, shortened
+from server.tools.terminal import draw
 from tests.planner.graphs import (
     PAGE,
     chain,

@@ -13,12 +13,12 @@ from server_http import infer, x
 
 from server.cli import main
 from server.engine.histogram import Histogram
-from server.metrics.prometheus import Family, written
-from server.model import Footprint
-from server.remote import tables
-from server.remote.client import Remote
-from server.remote.rows import snapshot
-from server.remote.samples import Samples, parse
+from server.observe.prometheus import Family, written
+from server.protocol.model import Footprint
+from server.tools.remote import tables
+from server.tools.remote.client import Remote
+from server.tools.remote.rows import snapshot
+from server.tools.remote.samples import Samples, parse
 
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 

@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 from server_fakes import Running
 from server_http import infer, x
 
-from server.model import TensorSpec
 from server.protocol.classification import classify
+from server.protocol.model import TensorSpec
 
 
 def texts(array: np.ndarray[Any, Any]) -> list[str]:

@@ -11,10 +11,10 @@ from hypothesis.extra import numpy as hnp
 
 from server.errors import InvalidRequest, RequestError, Unsupported
 from server.http.codec import decode_request, encode_response, parse_header_length
-from server.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY, DTYPES
+from server.protocol.model import Array, ModelInfo, TensorSpec
+from server.protocol.request import InferRequest, respond
 from server.protocol.shared_memory import Regions
-from server.request import InferRequest, respond
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

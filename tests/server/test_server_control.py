@@ -14,8 +14,8 @@ from server_http import ask
 from tritonclient.utils import InferenceServerException
 
 from server.errors import LoadFailed, NotInRepository
-from server.lifecycle.control import ControlMode
-from server.settings import TraceControl
+from server.observe.settings import TraceControl
+from server.placement.control import ControlMode
 
 
 @dataclass

@@ -12,8 +12,8 @@ from server.engine.doorbell import Doorbell
 from server.engine.engine import Engine
 from server.engine.statistics import ModelStatistics
 from server.errors import InvalidRequest
-from server.model import Array, Execution
-from server.request import InferRequest
+from server.protocol.model import Array, Execution
+from server.protocol.request import InferRequest
 from server.scheduling.scheduler import Scheduler
 
 

@@ -12,8 +12,8 @@ from server_fakes import FakeServable, Gate, identity
 from server.engine.engine import Engine
 from server.engine.statistics import ModelStatistics
 from server.errors import DeviceLost, ModelNotFound, RequestTimedOut, ShuttingDown
-from server.model import Array
-from server.request import InferRequest
+from server.protocol.model import Array
+from server.protocol.request import InferRequest
 from server.scheduling.scheduler import Scheduler
 
 

@@ -17,11 +17,11 @@ from server_http import ask, infer, x
 
 from runtime.recording import Follow
 from server.engine.histogram import SECONDS, Histogram
-from server.metrics.prometheus import Family, written
-from server.model import DeviceUse, Execution, Inputs
-from server.operate.access import OPEN
-from server.operate.gpus import Gpu
-from server.operate.machine import Machine
+from server.observe.access import OPEN
+from server.observe.gpus import Gpu
+from server.observe.machine import Machine
+from server.observe.prometheus import Family, written
+from server.protocol.model import DeviceUse, Execution, Inputs
 
 TRITONS = {
     "nv_inference_request_success",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from server.errors import QueueFull, RequestTimedOut
-from server.request import InferRequest
+from server.protocol.request import InferRequest
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler
 

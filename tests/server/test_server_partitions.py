@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from planner.fitting import Room
-from server.memory.moves import Leave, Move, moves, packed
-from server.memory.partitions import Extent, Partitions
+from planner.sizing.fitting import Room
+from server.placement.moves import Leave, Move, moves, packed
+from server.placement.partitions import Extent, Partitions
 
 
 def no_overlap(extents: list[Extent], workspace_bytes: int, arena_bytes: int) -> bool:

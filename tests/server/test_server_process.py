@@ -162,7 +162,7 @@ def test_what_is_there_after_loading_is_never_looked_at_by_the_garbage_collector
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loaded = serving(identity("one", "FP32"))
-    monkeypatch.setattr("server.lifecycle.loader.load", lambda *_: loaded)
+    monkeypatch.setattr("server.placement.loader.load", lambda *_: loaded)
     try:
         assert cli._load([], config(), lambda *_: None) is loaded
         assert gc.get_freeze_count() > len(gc.get_objects())

@@ -7,8 +7,8 @@ from google.protobuf import text_format
 
 from runtime.captures import Capture
 from server.errors import RepositoryError
-from server.model import ModelInfo, TensorSpec
 from server.models.repository import ModelSource, Unloadable, scan
+from server.protocol.model import ModelInfo, TensorSpec
 from server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of
 
 INFO = ModelInfo("m", 1, (TensorSpec("x", "FP32", (3, 4)),), (TensorSpec("y", "INT64", ()),), max_batch_size=8)

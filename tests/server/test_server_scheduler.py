@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
-from server.model import Readiness
-from server.request import InferRequest
+from server.protocol.model import Readiness
+from server.protocol.request import InferRequest
 from server.scheduling.order import BYPASSES
 from server.scheduling.policy import LevelPolicy, Policy
 from server.scheduling.queues import Ticket

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from server.models.shelf import FileState, Newest
+from server.models.cache import FileState, Newest
 
 
 def test_the_least_recently_used_makes_room() -> None:

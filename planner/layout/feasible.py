@@ -1,0 +1,165 @@
+"""The least memory in which a graph can run with its activations in memory all along, or in a zone of a given size.
+
+An op needs all its parameters at once. They may lie in the partition or in the window, which is what the
+activations leave of the workspace at that op; each lies in one piece in one of the two. All sizes are in pages, and
+a set of reachable byte counts is an integer whose bit s says that some subset of an op's parameters takes s pages.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.errors import InfeasibleBudget
+from planner.graph import Graph
+from planner.layout.placement import ActivationLayout, Stretch, joined, place_activations
+
+PAGE_BYTES = 4096
+
+
+def pages(nbytes: int) -> int:
+    """Pages that `nbytes` take, rounded up."""
+    return -(-nbytes // PAGE_BYTES)
+
+
+def page_aligned(nbytes: int) -> int:
+    return pages(nbytes) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a graph needs of memory, whatever the plan."""
+
+    graph: Graph
+    activations: ActivationLayout
+    overlay: bool
+    """Whether the window begins where the activations of the moment end, or where they ever do."""
+    travelling: bool = False
+    """Whether activations leave memory and come back."""
+
+    @staticmethod
+    def of(graph: Graph, overlay: bool = False) -> "Footprint":
+        return Footprint(graph, place_activations(graph, low=overlay), overlay)
+
+    @staticmethod
+    def of_zone(graph: Graph, zone_bytes: int) -> "Footprint":
+        """What a graph needs if its activations make do with so many bytes, wherever in them they lie."""
+        busy = ((0, zone_bytes),) if zone_bytes else ()
+        return Footprint(graph, ActivationLayout({}, {}, (busy,) * max(len(graph.ops), 1)), False, True)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Size of the activations' zone at the bottom of the workspace."""
+        return page_aligned(self.activations.peak_bytes)
+
+    @cached_property
+    def zone_pages(self) -> tuple[int, ...]:
+        """Pages at the bottom of the workspace that are the activations' during each op."""
+        if not self.overlay:
+            return (pages(self.activations.peak_bytes),) * len(self.uses)
+        return tuple(pages(top) for top in self.activations.tops)
+
+    @cached_property
+    def busy_pages(self) -> tuple[tuple[Stretch, ...], ...]:
+        """Pages of the workspace that are the activations' during each op: stretches, lowest first."""
+        if not self.overlay:
+            return tuple(((0, zone),) if zone else () for zone in self.zone_pages)
+        return tuple(
+            joined((first // PAGE_BYTES, pages(end)) for first, end in stretches)
+            for stretches in self.activations.busy
+        )
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """Parameters that each op reads; outputs that are parameters count as read by the last op.
+
+        A graph without ops counts as one op that does nothing.
+        """
+        kinds = [t.kind for t in self.graph.tensors]
+        uses = [[i for i in op.reads if kinds[i] == "parameter"] for op in self.graph.ops] or [[]]
+        uses[-1] += [i for i in dict.fromkeys(self.graph.outputs) if kinds[i] == "parameter" and i not in uses[-1]]
+        return tuple(tuple(u) for u in uses)
+
+    @cached_property
+    def op_pages(self) -> tuple[int, ...]:
+        """Pages of parameters that each op needs at once."""
+        return tuple(sum(self._page_counts(k)) for k in range(len(self.uses)))
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """Least partition plus workspace over all ways to split them."""
+        return max(self._totals) * PAGE_BYTES
+
+    @cached_property
+    def neediest_op(self) -> str:
+        """Name of the op that needs the most memory at once."""
+        k = self._totals.index(max(self._totals))
+        return self.graph.ops[k].name if self.graph.ops else "(none)"
+
+    def least_workspace_bytes(self, partition_bytes: int) -> int:
+        """Least workspace that will do next to this partition."""
+        return self._neediest(partition_bytes)[0] * PAGE_BYTES
+
+    def least_partition_bytes(self, workspace_bytes: int) -> int | None:
+        """Least partition that will do next to this workspace; None if the activations alone do not fit."""
+        if workspace_bytes < self.activation_bytes:
+            return None
+        least = 0
+        for k, needed in enumerate(self.op_pages):
+            window = workspace_bytes // PAGE_BYTES - self.zone_pages[k]
+            if needed > window:
+                sums = self._sums(k) >> (needed - window)  # bit 0 is now the least that must be in the partition
+                least = max(least, needed - window + (sums & -sums).bit_length() - 1)
+        return least * PAGE_BYTES
+
+    def require(self, partition_bytes: int, workspace_bytes: int) -> None:
+        """Raise InfeasibleBudget, naming the least workspace for this partition, unless a plan exists."""
+        least_pages, op = self._neediest(partition_bytes)
+        least = least_pages * PAGE_BYTES
+        if workspace_bytes < least:
+            name = self.graph.ops[op].name if self.graph.ops else "(none)"
+            raise InfeasibleBudget(
+                self.graph.name, name, partition_bytes + workspace_bytes, partition_bytes + least
+            )
+
+    def split(self, op: int, partition_pages: int) -> frozenset[int]:
+        """Choose the op's parameters that go to the partition so that the window has to hold the fewest pages."""
+        parameters, counts = self.uses[op], self._page_counts(op)
+        prefixes = [1]
+        for count in counts:
+            prefixes.append(prefixes[-1] | prefixes[-1] << count)
+        left = _largest_sum(prefixes[-1], partition_pages)
+        chosen = []
+        for parameter, count, before in zip(
+            reversed(parameters), reversed(counts), reversed(prefixes[:-1]), strict=True
+        ):
+            if not before >> left & 1:
+                chosen.append(parameter)
+                left -= count
+        return frozenset(chosen)
+
+    def _neediest(self, partition_bytes: int) -> tuple[int, int]:
+        """The most workspace pages that any op needs next to this partition, and that op."""
+        available = partition_bytes // PAGE_BYTES
+        needs = [
+            zone + (needed - _largest_sum(self._sums(k), available) if needed > available else 0)
+            for k, (needed, zone) in enumerate(zip(self.op_pages, self.zone_pages, strict=True))
+        ]
+        return max(needs), needs.index(max(needs))
+
+    @cached_property
+    def _totals(self) -> tuple[int, ...]:
+        """Pages that each op needs of partition and workspace together."""
+        return tuple(zone + needed for zone, needed in zip(self.zone_pages, self.op_pages, strict=True))
+
+    def _page_counts(self, op: int) -> list[int]:
+        return [pages(self.graph.tensors[i].nbytes) for i in self.uses[op]]
+
+    def _sums(self, op: int) -> int:
+        sums = 1
+        for count in self._page_counts(op):
+            sums |= sums << count
+        return sums
+
+
+def _largest_sum(sums: int, limit: int) -> int:
+    """The largest reachable sum that is at most `limit`."""
+    return (sums & ((1 << (limit + 1)) - 1)).bit_length() - 1

@@ -1,0 +1,253 @@
+"""Byte offsets for tensors with known lifespans, so that those alive together do not overlap.
+
+Dynamic storage allocation is NP-hard; greedy orders with best fit come within a few per cent of the most bytes
+alive at once, which no placement can beat.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.compiled import compiled
+from planner.graph import Graph
+from planner.layout.liveness import Lifespan, lifespans
+from planner.layout.packing import improve
+
+Ints = NDArray[np.int64]
+Stretch = tuple[int, int]
+"""The first byte, and the one behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes that are needed together from `span.first` to `span.end`."""
+
+    nbytes: int
+    alignment: int
+    span: Lifespan
+    again: Lifespan | None = None
+    """A later time at which the same bytes are needed once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`offsets[i]` belongs to block i; nothing reaches beyond `peak_bytes`."""
+
+    offsets: tuple[int, ...]
+    peak_bytes: int
+
+
+def place(blocks: Sequence[Block], enough_bytes: int = 0, nodes: int = 0, seed: int = 0) -> Layout:
+    """Place all blocks; the same blocks always get the same offsets. A layout of `enough_bytes` is good enough.
+
+    Greedy rules come first. What they leave unused is searched for with up to `nodes` partial placements (some
+    100,000 a second), where blocks are not too many for that (`planner.layout.packing`).
+    """
+    best: Layout | None = None
+    floor = max(most_live_bytes(blocks), enough_bytes)
+    for layout in layouts(blocks):
+        if best is None or layout.peak_bytes < best.peak_bytes:
+            best = layout
+        if best.peak_bytes <= floor:
+            break
+    assert best is not None
+    if nodes and best.peak_bytes > floor:
+        nbytes, alignment, *spans = _arrays(blocks)
+        known = np.array(best.offsets, dtype=np.int64)
+        offsets = improve(nbytes, alignment, np.stack(spans, axis=1), floor, known, nodes, seed)
+        best = Layout(tuple(offsets.tolist()), int((offsets + nbytes).max()))
+    return best
+
+
+def layouts(blocks: Sequence[Block]) -> Iterator[Layout]:
+    """Layouts by greedy rules, at least one."""
+    if not blocks:
+        yield Layout((), 0)
+        return
+    nbytes, alignment, first, end, first_again, end_again = _arrays(blocks)
+    times = _Times(first, end, first_again, end_again)
+    for order in _orders(nbytes, alignment, first, end):
+        for best_fit in (True, False):
+            offsets = _fit(order, nbytes, alignment, times, best_fit)
+            yield Layout(tuple(offsets.tolist()), int((offsets + nbytes).max()))
+
+
+def most_live_bytes(blocks: Sequence[Block]) -> int:
+    """Most bytes alive at once: a lower bound of every layout's peak."""
+    if not blocks:
+        return 0
+    change = np.zeros(max(b.again.end if b.again is not None else b.span.end for b in blocks) + 1, dtype=np.int64)
+    for block in blocks:
+        for span in (block.span, *((block.again,) if block.again is not None else ())):
+            change[span.first] += block.nbytes
+            change[span.end] -= block.nbytes
+    return int(np.cumsum(change).max())
+
+
+@dataclass(frozen=True)
+class ActivationLayout:
+    """Where a graph's inputs and activations (by tensor id) and the ops' scratch (by op) go in [0, peak)."""
+
+    tensors: dict[int, int]
+    scratch: dict[int, int]
+    busy: tuple[tuple[Stretch, ...], ...]
+    """Bytes in use during each op: stretches that do not overlap, lowest first."""
+
+    @cached_property
+    def tops(self) -> tuple[int, ...]:
+        """End of the highest byte in use during each op."""
+        return tuple(stretches[-1][1] if stretches else 0 for stretches in self.busy)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.tops, default=0)
+
+
+SCRATCH_ALIGNMENT = 256
+
+
+def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
+    """Give every input, activation and scratch buffer a fixed offset, ops in the graph's order.
+
+    With `low`, among layouts of the same peak take the one that leaves the most room above it over all ops.
+    """
+    spans = lifespans(graph)
+    tensors = {
+        i: Block(t.nbytes, t.alignment, span)
+        for i, (t, span) in enumerate(zip(graph.tensors, spans, strict=True))
+        if t.kind != "parameter" and span is not None
+    }
+    scratch = {
+        k: Block(op.scratch_bytes, SCRATCH_ALIGNMENT, Lifespan(k, k + 1))
+        for k, op in enumerate(graph.ops)
+        if op.scratch_bytes
+    }
+    blocks = [*tensors.values(), *scratch.values()]
+    if low:
+        nbytes, _, first, end, *_ = _arrays(blocks) if blocks else np.zeros((4, 0), np.int64)
+        layout = min(
+            layouts(blocks),
+            key=lambda made: (made.peak_bytes, _sum_of_tops(nbytes, first, end, np.array(made.offsets, np.int64))),
+        )
+    else:
+        layout = place(blocks)
+    return ActivationLayout(
+        dict(zip(tensors, layout.offsets, strict=False)),
+        dict(zip(scratch, layout.offsets[len(tensors) :], strict=True)),
+        _busy(graph, blocks, layout),
+    )
+
+
+@compiled
+def _sum_of_tops(nbytes: Ints, first: Ints, end: Ints, offsets: Ints) -> int:
+    """The end of the highest byte in use, over all ops."""
+    tops = np.zeros(end.max() if len(end) else 0, dtype=np.int64)
+    for i in range(len(nbytes)):
+        for k in range(first[i], end[i]):
+            tops[k] = max(tops[k], offsets[i] + nbytes[i])
+    return int(tops.sum())
+
+
+def _busy(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[tuple[Stretch, ...], ...]:
+    busy: list[list[Stretch]] = [[] for _ in range(max(len(graph.ops), 1))]
+    for block, offset in sorted(zip(blocks, layout.offsets, strict=True), key=lambda placed: placed[1]):
+        for k in range(block.span.first, block.span.end) if block.nbytes else ():
+            busy[k].append((offset, offset + block.nbytes))
+    return tuple(joined(stretches) for stretches in busy)
+
+
+def joined(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
+    """Put stretches that touch or overlap together; they come sorted by their first byte."""
+    found: list[Stretch] = []
+    for first, end in stretches:
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((first, end))
+    return tuple(found)
+
+
+class _Times(NamedTuple):
+    """When each block is needed, [blocks] each; the second span is empty for most."""
+
+    first: Ints
+    end: Ints
+    first_again: Ints
+    end_again: Ints
+
+
+def _arrays(blocks: Sequence[Block]) -> Ints:
+    """Bytes, alignment, and both spans' first and end, [6, blocks]."""
+    rows = [(b.nbytes, b.alignment, b.span.first, b.span.end, *_again(b)) for b in blocks]
+    return np.array(rows, dtype=np.int64).T.copy()
+
+
+def _again(block: Block) -> tuple[int, int]:
+    return (block.again.first, block.again.end) if block.again is not None else (block.span.end, block.span.end)
+
+
+@compiled
+def _meet(
+    first: int, end: int, first_again: int, end_again: int, first_2: int, end_2: int, again_2: int, end_again_2: int
+) -> bool:
+    """Whether two blocks are ever needed at the same time. An empty span meets nothing."""
+    if first < end_2 and first_2 < end:
+        return True
+    if first_again < end_again and (
+        (first_again < end_2 and first_2 < end_again)
+        or (again_2 < end_again_2 and first_again < end_again_2 and again_2 < end_again)
+    ):
+        return True
+    return bool(again_2 < end_again_2 and first < end_again_2 and again_2 < end)
+
+
+def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]:
+    """Orders worth trying: largest first, largest area first, longest first, earliest first, coarsest first."""
+    return [
+        np.lexsort((first, -nbytes)),
+        np.lexsort((first, -nbytes * (end - first))),
+        np.lexsort((-nbytes, first - end)),
+        np.lexsort((-nbytes, first)),
+        np.lexsort((-nbytes, -alignment)),
+    ]
+
+
+@compiled
+def _fit(order: Ints, nbytes: Ints, alignment: Ints, times: _Times, best_fit: bool) -> Ints:
+    """Place blocks one by one in the tightest (or the lowest) gap between those already there."""
+    offsets = np.zeros(len(order), dtype=np.int64)
+    placed = np.empty(
+        (6, len(order)), dtype=np.int64
+    )  # offset, top and times of those there, lowest first, side by side
+    count = 0
+    for i in order:
+        first, end, first_again, end_again = times.first[i], times.end[i], times.first_again[i], times.end_again[i]
+        at, slack, found, top = 0, 0, False, 0
+        for j in range(count):
+            if not _meet(
+                first, end, first_again, end_again, placed[2, j], placed[3, j], placed[4, j], placed[5, j]
+            ):
+                continue
+            low = (top + alignment[i] - 1) // alignment[i] * alignment[i]
+            gap = placed[0, j] - low - nbytes[i]
+            if gap >= 0 and (not found or (best_fit and gap < slack)):
+                at, slack, found = low, gap, True
+            top = max(top, placed[1, j])
+        if not found:
+            at = (top + alignment[i] - 1) // alignment[i] * alignment[i]
+        offsets[i] = at
+        if nbytes[i] == 0:
+            continue
+        hole = count
+        while hole > 0 and placed[0, hole - 1] > at:
+            for row in range(6):
+                placed[row, hole] = placed[row, hole - 1]
+            hole -= 1
+        placed[0, hole], placed[1, hole] = at, at + nbytes[i]
+        placed[2, hole], placed[3, hole], placed[4, hole], placed[5, hole] = first, end, first_again, end_again
+        count += 1
+    return offsets

@@ -1,0 +1,169 @@
+"""Ours where activations do not fit, or leave little beside them: they travel as well as parameters.
+
+The workspace's bytes are split anew between activations and parameters in flight. For each size of the activations'
+zone it is decided which of them leave it (`planner.offloading.zone`), and parameters stream past as they do elsewhere
+(`planner.streaming.searcher`), as if the link were theirs alone. The simulator judges what both are together.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from planner.errors import UnsupportedProblem
+from planner.layout.feasible import Footprint, page_aligned
+from planner.offloading.weave import weave
+from planner.offloading.zone import RANKS, Zone, Zones
+from planner.plan import Plan
+from planner.problem import TIE, UNFIT, Cost, Problem
+from planner.simulate import simulate
+from planner.streaming import searcher as streaming
+from planner.streaming.searcher import Streaming
+from planner.streaming.views import Views
+
+SIZES: Final = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
+"""Of the bytes between the leanest zone and the largest that there is room for."""
+BEST: Final = 4
+"""Of the ways to stream past a zone, how many are judged with its activations."""
+LOOKED_AT: Final = 3
+"""Zones that are worth that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to stream past one of the zones, and in which order both come by the link."""
+
+    size: int
+    rank: int
+    parameters: streaming.Candidate
+    strictly: bool
+
+
+def first_latency_s(problem: Problem) -> float:
+    """Latency of the better of two plans made at once: the leanest zone and a large one. Raises InfeasibleBudget."""
+    searcher = Travelling(problem, 0)
+    return min(searcher.judge(guess, 0.0).latency_s for guess in searcher.extremes())
+
+
+class Travelling:
+    """Judges every zone with a guess for the parameters, then looks closer at the best zones."""
+
+    is_compiled = False
+    evaluations = 1 + 2 * len(SIZES) * len(RANKS) + 2 * LOOKED_AT * BEST
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        """Raises InfeasibleBudget with the least budget for this partition."""
+        graph = problem.graph
+        if not problem.workspace_bytes or any(t.kind == "state" for t in graph.tensors):
+            raise UnsupportedProblem(
+                f"{graph.name}: activations travel within a workspace beside a partition, in graphs that change no"
+                " parameters; ask another searcher for anything else"
+            )
+        self.problem = problem
+        self._seed = seed
+        self._zones = Zones(graph)
+        self._sizes = self._zone_sizes()
+        self._made: dict[tuple[int, int], Zone | None] = {}
+        self._streaming: dict[int, Streaming] = {}
+        self._best_ways: dict[int, list[streaming.Candidate]] = {}
+        self._judged: list[tuple[float, Candidate]] = []
+        self._asks = self._ask()
+
+    def ask(self) -> Sequence[Candidate]:
+        return next(self._asks, ())
+
+    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+        self._judged += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=False)]
+
+    def judge(self, candidate: Candidate, good_s: float) -> Cost:
+        if self._zone(candidate.size, candidate.rank) is None:
+            return UNFIT
+        timeline = simulate(self.problem.graph, self.write(candidate), self.problem.profile)
+        assert timeline.period_s is not None
+        return Cost(timeline.latency_s, timeline.period_s, timeline.link_bytes)
+
+    def write(self, candidate: Candidate) -> Plan:
+        problem, zone = self.problem, self._zone(candidate.size, candidate.rank)
+        assert zone is not None
+        work, residents, swaps = self._past(candidate.size).played(candidate.parameters)
+        plan = weave(
+            work,
+            zone,
+            problem.partition_bytes,
+            problem.workspace_bytes,
+            residents,
+            swaps,
+            strictly=candidate.strictly,
+        )
+        return replace(plan, graph=problem.graph.fingerprint, profile=problem.profile.fingerprint)
+
+    def _ask(self) -> Iterator[Sequence[Candidate]]:
+        middle = len(self._sizes) // 2
+        yield [self._guess(middle, 0, strictly=False)]
+        ranks = range(len(RANKS)) if self._zones.has_gaps else range(1)
+        yield [
+            self._guess(size, rank, strictly=strictly)
+            for size in range(len(self._sizes))
+            for rank in ranks
+            for strictly in (False, True)
+        ]
+        best = sorted(self._judged, key=lambda judged: judged[0])
+        zones = list(dict.fromkeys((c.size, c.rank) for latency_s, c in best if latency_s < UNFIT.latency_s))
+        yield [
+            Candidate(size, rank, parameters, strictly)
+            for size, rank in zones[:LOOKED_AT]
+            for parameters in self._ways(size)
+            for strictly in (False, True)
+        ]
+
+    def extremes(self) -> list[Candidate]:
+        """Candidates with the smallest and the largest zone."""
+        return [self._guess(size, 0, strictly=False) for size in {0, len(self._sizes) - 1}]
+
+    def _guess(self, size: int, rank: int, *, strictly: bool) -> Candidate:
+        return Candidate(size, rank, self._past(size).first(), strictly)
+
+    def _zone_sizes(self) -> list[int]:
+        """Bytes for the zone, from the leanest to all that the least window leaves, or that activations need."""
+        problem, graph = self.problem, self.problem.graph
+        leanest = page_aligned(self._zones.leanest().nbytes)
+        alone = Footprint.of_zone(graph, leanest)
+        alone.require(problem.partition_bytes, problem.workspace_bytes)
+        spare = problem.workspace_bytes - alone.least_workspace_bytes(problem.partition_bytes)
+        most = min(spare, max(Footprint.of(graph).activation_bytes - leanest, 0))
+        return list(
+            dict.fromkeys(leanest + page_aligned(int(share * most)) for share in SIZES if most or not share)
+        )
+
+    def _zone(self, size: int, rank: int) -> Zone | None:
+        if (size, rank) not in self._made:
+            self._made[size, rank] = self._zones.within(self.problem.profile, self._sizes[size], RANKS[rank])
+        return self._made[size, rank]
+
+    def _past(self, size: int) -> Streaming:
+        """What streams past a zone of some size."""
+        if size not in self._streaming:
+            views = Views(self.problem, self._sizes[size])
+            self._streaming[size] = Streaming(self.problem, self._seed, views)
+        return self._streaming[size]
+
+    def _ways(self, size: int) -> list[streaming.Candidate]:
+        """The best ways to stream past a zone, were the link the parameters' alone."""
+        if size not in self._best_ways:
+            self._best_ways[size] = self._find_ways(self._past(size))
+        return self._best_ways[size]
+
+    @staticmethod
+    def _find_ways(searcher: Streaming) -> list[streaming.Candidate]:
+        spent = 0
+        judged: list[tuple[float, streaming.Candidate]] = []
+        while spent < searcher.evaluations and (candidates := searcher.ask()):
+            costs = [searcher.judge(c, 0.0) for c in candidates]
+            searcher.tell(candidates, costs)
+            judged += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=True)]
+            spent += len(candidates)
+        fastest = min(latency_s for latency_s, _ in judged)
+        ties = [c for latency_s, c in judged if latency_s <= fastest * TIE]
+        others = [c for _, c in sorted(judged, key=lambda j: j[0])]
+        return list(dict.fromkeys([*ties[:1], *ties[-1:], *others]))[:BEST]

@@ -1,0 +1,160 @@
+"""The activations' zone in fewer bytes than all of them need: what nobody uses for a while leaves and comes back.
+
+Parameters are no part of this: they have bytes of their own. What travels, and when, is decided per gap between two
+uses, and is a sequence over the graph without its parameters.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from msgspec.structs import replace
+
+from planner.graph import Graph
+from planner.profile import Profile
+from planner.sequence.departures import by_the_clock
+from planner.sequence.gaps import Fate, Gap, Gaps
+from planner.sequence.late import COMPUTE, SWAP_IN, Late, codes, late, tables
+from planner.sequence.no_wait import no_wait
+from planner.sequence.sequence import Action, Placed, Verb, lay_out
+
+SHARES: Final = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)
+"""Of the zone, what activations may take at once by their sizes; the rest is for fragmentation."""
+
+
+@dataclass(frozen=True)
+class Zone:
+    """What becomes of the activations, in order, and their offsets in the zone."""
+
+    actions: tuple[Action, ...]
+    placed: Placed
+
+    @property
+    def nbytes(self) -> int:
+        return self.placed.peak_bytes
+
+
+Rank = Callable[["_Travel"], tuple[float, ...]]
+"""Among the gaps that would help, the one with the least rank is swapped first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Travel:
+    """What it costs to let an activation go during a gap."""
+
+    nbytes: int
+    slack_s: float
+    """Time between its two uses beyond that of both copies."""
+    copies_s: float
+
+
+RANKS: Final[tuple[Rank, ...]] = (
+    lambda t: (t.slack_s < 0, -t.nbytes if t.slack_s >= 0 else -t.slack_s),
+    lambda t: (-t.slack_s,),
+    lambda t: (t.copies_s / max(t.nbytes, 1), -t.slack_s),
+)
+"""Large ones whose copies are hidden; whoever is idle longest; whoever costs the link least per byte."""
+
+
+def without_parameters(graph: Graph) -> Graph:
+    """The same graph for somebody to whom parameters take no bytes and are never read."""
+    tensors = tuple(replace(t, nbytes=0) if t.kind == "parameter" else t for t in graph.tensors)
+    held = frozenset(i for i, t in enumerate(tensors) if t.kind != "parameter")
+    ops = tuple(replace(op, reads=tuple(i for i in op.reads if i in held)) for op in graph.ops)
+    return replace(graph, tensors=tensors, ops=ops, outputs=tuple(i for i in graph.outputs if i in held))
+
+
+class Zones:
+    """Zones of one graph, with its ops in its own order."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = without_parameters(graph)
+        self._gaps = Gaps(self.graph)
+        self._movable = [i for i, gap in enumerate(self._gaps.all) if self._can_leave(gap)]
+
+    def _can_leave(self, gap: Gap) -> bool:
+        tensor = self.graph.tensors[gap.tensor]
+        return tensor.kind == "activation" and tensor.nbytes > 0
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether anything could leave."""
+        return bool(self._movable)
+
+    def leanest(self) -> Zone:
+        """Every activation leaves when it can: no zone of this mechanism needs fewer bytes."""
+        return self._zone(self._fates(self._movable), 0)
+
+    def within(self, profile: Profile, zone_bytes: int, rank: Rank) -> Zone | None:
+        """A zone of so many bytes with as few travellers as it takes; None if even the leanest is larger."""
+        before: Zone | None = None
+        for share in SHARES:
+            fates = self._fates_within(profile, int(share * zone_bytes), rank)
+            if fates is None:
+                break
+            zone = self._zone(fates, int(share * zone_bytes), profile, zone_bytes)
+            if zone.nbytes <= zone_bytes:
+                return zone
+            if before is not None and zone.actions == before.actions:
+                break
+            before = zone
+        leanest = self.leanest()
+        return leanest if leanest.nbytes <= zone_bytes else None
+
+    def _zone(
+        self, fates: Sequence[Fate], ahead_bytes: int, profile: Profile | None = None, enough_bytes: int = 0
+    ) -> Zone:
+        """What these fates come to. Swap-ins go ahead, and drops wait for swap-outs, in so many bytes at once."""
+        if not self._gaps.ops_at:
+            actions: list[Action] = []
+        else:
+            decided = no_wait(self._gaps, 1 << 62, fates, ahead_bytes)
+            assert decided is not None, "nothing is computed again"
+            actions, _ = decided
+            if profile is not None and any(action.verb is Verb.SWAP_OUT for action in actions):
+                actions = by_the_clock(self.graph, profile, actions, (), ahead_bytes)
+        return Zone(tuple(actions), lay_out(self.graph, actions, (), enough_bytes))
+
+    def _fates(self, moved: Sequence[int]) -> list[Fate]:
+        fates = [Fate.KEEP] * len(self._gaps.all)
+        for i in moved:
+            fates[i] = Fate.SWAP
+        return fates
+
+    def _fates_within(self, profile: Profile, nbytes: int, rank: Rank) -> list[Fate] | None:
+        """Swap gaps over the fullest moment until nothing is too full."""
+        moved: list[int] = []
+        left = sorted(self._movable, key=lambda i: rank(self._travel(profile, self._gaps.all[i])))
+        while True:
+            made = late(tables(self._gaps), codes(self._fates(moved)))
+            fullest = int(made.held.argmax()) if len(made.held) else 0
+            if not len(made.held) or made.held[fullest] <= nbytes:
+                return self._fates(moved)
+            position = _position(made, fullest)
+            helping = next((i for i in left if _is_over(self._gaps.all[i], position)), None)
+            if helping is None:
+                return None
+            left.remove(helping)
+            moved.append(helping)
+
+    def _travel(self, profile: Profile, gap: Gap) -> _Travel:
+        nbytes = _nbytes(self.graph, gap)
+        copies_s = profile.swap_out.seconds(nbytes) + profile.swap_in.seconds(nbytes)
+        between_s = sum(profile.op_seconds[gap.last_use + 1 : gap.next_use])
+        return _Travel(nbytes, between_s - copies_s, copies_s)
+
+
+def _nbytes(graph: Graph, gap: Gap) -> int:
+    return graph.tensors[gap.tensor].nbytes
+
+
+def _is_over(gap: Gap, position: int) -> bool:
+    """Whether a tensor that leaves in the gap is away during the op at a position."""
+    return gap.last_use < position < gap.next_use
+
+
+def _position(made: Late, action: int) -> int:
+    """The op that an action belongs to: copies in are for the next one, all else is behind the one before."""
+    computes = int(np.count_nonzero(made.verb[: action + 1] == COMPUTE))
+    return computes if made.verb[action] == SWAP_IN else computes - 1

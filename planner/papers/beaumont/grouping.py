@@ -1,0 +1,185 @@
+"""Any graph as a chain of virtual layers: where it turns from forward to backward, and what its layers save for that.
+
+Beaumont et al., section 6, "have slightly modified these networks to represent them as linear chains, by grouping each
+non-linear part of the graph in a virtual layer". How is not said; here:
+
+- The graph *turns* where the most bytes of activations and inputs wait between two uses. Waits for an op that changes
+  something in place do not count (they are gradients on their way to an update), nor do waits over nothing else. An
+  inference graph may turn too: the decoder of a U-net uses what its encoder saved. Without waits all is forward.
+- A virtual layer ends with every op whose results are all that later forward ops read of the forward ops so far. Up
+  to SMALL_SHARE of the bytes that ever pass between layers may do so beside, say masks that every layer reads.
+- A backward op belongs to the last forward layer that used its operands, or to that of the op before it if that is an
+  earlier one. Ops that change something in place just follow.
+- x_i is what waits over the turn and was written by layer i - 1. Where it is used longer forward, or sooner backward,
+  than the model has it, i is larger.
+- y_i is everything else that lives between two backward layers, accumulated gradients and outputs too. Extra memory is
+  what is missing to the bytes that are really alive, so that M_peak is exact.
+- Weights lie in memory beside the chain.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.layout.liveness import Lifespan, lifespans
+from planner.layout.placement import SCRATCH_ALIGNMENT
+from planner.papers.beaumont.layers import Chain
+from planner.profile import Link, Profile
+from planner.sequence.gaps import Gap, Gaps
+
+Ints = NDArray[np.int64]
+
+SMALL_SHARE: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A graph's chain. `saved[i]` are the tensors of x_i."""
+
+    chain: Chain
+    saved: tuple[tuple[int, ...], ...]
+
+
+def turn(gaps: Gaps) -> int:
+    """Position of the first backward op; the number of ops where there is none."""
+    waiting = np.zeros(len(gaps.ops_at) + 2, np.int64)
+    for gap in _waits(gaps):
+        nbytes = gaps.graph.tensors[gap.tensor].nbytes
+        waiting[gap.last_use + 1] += nbytes
+        waiting[gap.next_use + 1] -= nbytes
+    before = np.cumsum(waiting)[1 : len(gaps.ops_at)]
+    if before.max(initial=0) == 0:
+        return len(gaps.ops_at)
+    return int(before.argmax()) + 1
+
+
+def virtual_layers(gaps: Gaps, turn: int) -> list[int]:
+    """The op that ends each virtual layer, the last forward op included."""
+    graph = gaps.graph
+    written, beside = np.zeros(turn + 1, np.int64), np.zeros(turn + 1, np.int64)
+    for k, op in enumerate(graph.ops[:turn]):
+        for t in op.writes:
+            until = max((u for u in gaps.uses[t] if u < turn), default=k)
+            if until > k:
+                written[k] += graph.tensors[t].nbytes
+                beside[k + 1] += graph.tensors[t].nbytes
+                beside[until] -= graph.tensors[t].nbytes
+    beside = np.cumsum(beside)
+    small = SMALL_SHARE * (written + beside).max(initial=0)
+    ends = [k for k in range(turn - 1) if written[k] and beside[k] <= small]
+    return [*ends, turn - 1] if turn else []
+
+
+def short_layers(turn: int, most: int) -> list[int]:
+    """The forward ops in up to `most` layers of equally many, whatever lies across their ends."""
+    return sorted({turn * (i + 1) // most - 1 for i in range(most)} - {-1})
+
+
+def grouped(gaps: Gaps, profile: Profile, turn: int, ends: Sequence[int]) -> Grouped:
+    """The chain whose layers end with these forward ops."""
+    last = len(ends)
+    layer = np.searchsorted(ends, np.arange(turn)).astype(np.int64)
+    layer = np.concatenate([layer, _backward_layers(gaps, layer, last)])
+    saved = _saved(gaps, layer, turn, last)
+    nbytes = [_aligned(t.nbytes, t.alignment) for t in gaps.graph.tensors]
+    x = [float(sum(nbytes[t] for t in tensors)) for tensors in saved]
+    below = list(accumulate(x))  # the bytes of x_0, ..., x_i
+    alive, between = _alive(gaps, nbytes)
+    forward, backward = layer[:turn], layer[turn:]
+    forward_most, backward_most = _most(alive[:turn], forward, last), _most(alive[turn:], backward, last)
+    behind = [int(between[turn + int((backward >= i).sum())]) for i in range(last + 1)]
+    y = [max(behind[i] - below[i], 0.0) for i in range(last + 1)]
+    if last:  # x_0 may be gone by then
+        y[0] = max(min(float(behind[0]), backward_most[0] - x[0]), 0.0)
+    op_s = np.array(profile.op_seconds)
+    chain = Chain(
+        np.bincount(forward, op_s[:turn], last).tolist(),
+        np.bincount(backward, op_s[turn:], last).tolist(),
+        x,
+        y,
+        [max(forward_most[i] - below[i + 1], -x[i + 1]) for i in range(last)],
+        [max(backward_most[i] - below[i + 1] - y[i] - y[i + 1], -x[i + 1] - y[i + 1]) for i in range(last)],
+        _bytes_per_s(profile.swap_out, profile, saved, nbytes),
+        _bytes_per_s(profile.swap_in, profile, saved, nbytes),
+    )
+    return Grouped(chain, saved)
+
+
+def alive_bytes(gaps: Gaps) -> Ints:
+    """Bytes of inputs, activations and scratch during each op, alignment counted, when nothing leaves early."""
+    return _alive(gaps, [_aligned(t.nbytes, t.alignment) for t in gaps.graph.tensors])[0]
+
+
+def _waits(gaps: Gaps) -> list[Gap]:
+    """Gaps of inputs and activations over other ops than updates; nothing that is changed, nor gaps before a change."""
+    graph = gaps.graph
+    changed = {t for op in graph.ops for t in op.mutates}
+    others = np.cumsum([0, *(not op.mutates for op in graph.ops)])
+    return [
+        gap
+        for gap in gaps.all
+        if graph.tensors[gap.tensor].kind in ("input", "activation")
+        and gap.tensor not in changed
+        and not graph.ops[gap.next_use].mutates
+        and others[gap.next_use] > others[gap.last_use + 1]
+    ]
+
+
+def _backward_layers(gaps: Gaps, forward: Ints, last: int) -> Ints:
+    ops, turn, at = gaps.graph.ops, len(forward), last - 1
+    found = []
+    for op in ops[turn:]:
+        for t in op.reads if not op.mutates else ():
+            used = [u for u in gaps.uses[t] if u < turn]
+            at = min(at, int(forward[used[-1]])) if used else at
+        found.append(at)
+    return np.array(found, np.int64)
+
+
+def _saved(gaps: Gaps, layer: Ints, turn: int, last: int) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in range(last + 1)]
+    for gap in _waits(gaps):
+        if gap.last_use < turn <= gap.next_use:
+            after = 0 if gap.tensor not in gaps.producer else int(layer[gaps.producer[gap.tensor]]) + 1
+            used = int(layer[gap.last_use]) if gap.last_use >= 0 else 0
+            found[max(after, used, int(layer[gap.next_use]))].append(gap.tensor)
+    return tuple(map(tuple, found))
+
+
+def _alive(gaps: Gaps, nbytes: Sequence[int]) -> tuple[Ints, Ints]:
+    """Bytes during each op, and between it and the one before; the last entry of the latter is behind the last op."""
+    graph, count = gaps.graph, len(gaps.ops_at)
+    during, between = np.zeros(count + 2, np.int64), np.zeros(count + 2, np.int64)
+    spans: Sequence[Lifespan | None] = lifespans(graph)
+    for t, span in enumerate(spans):
+        if span is None or graph.tensors[t].kind in ("parameter", "state"):
+            continue
+        end = span.end + (t in graph.outputs and span.end == count)
+        during[span.first] += nbytes[t]
+        during[span.end] -= nbytes[t]
+        between[span.first + 1] += nbytes[t]
+        between[max(end, span.first + 1)] -= nbytes[t]
+    scratch = [_aligned(op.scratch_bytes, SCRATCH_ALIGNMENT) for op in graph.ops]
+    return np.cumsum(during)[:count] + np.array(scratch, np.int64), np.cumsum(between)[: count + 1]
+
+
+def _most(alive: Ints, layer: Ints, last: int) -> list[float]:
+    most = np.zeros(last)
+    np.maximum.at(most, layer, alive)
+    found: list[float] = most.tolist()
+    return found
+
+
+def _bytes_per_s(link: Link, profile: Profile, saved: Sequence[Sequence[int]], nbytes: Sequence[int]) -> float:
+    """The link's bandwidth with the latency of each transfer in it, while ops run."""
+    sizes = [nbytes[t] for tensors in saved for t in tensors if nbytes[t]]
+    seconds = sum(link.seconds(n) for n in sizes) * profile.swap_slowdown
+    return sum(sizes) / seconds if seconds else link.bandwidth_bytes_per_s / profile.swap_slowdown
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment

@@ -1,0 +1,143 @@
+"""Beaumont et al.'s GREEDY and DYNPROG: offload activations of a chain of virtual layers, and bring them back.
+
+Both choose a set of activations in a relaxation of the problem (`planner.papers.beaumont`); the plan is the
+no-wait schedule that offloads just these (sections 4 and 5.3). The relaxations know nothing of fragmentation, so the
+choice is made for falling shares of the memory, until the plans get no better.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Final
+
+from planner.errors import UnsupportedProblem
+from planner.papers.beaumont.dynprog import optima
+from planner.papers.beaumont.layers import Chain
+from planner.papers.beaumont.offload import greedy
+from planner.papers.beaumont.offload_choices import BEST, Choice, Chooser, Keep, Offload
+from planner.papers.beaumont.prefetching import Line, best, eager
+from planner.plan import Plan
+from planner.problem import Cost, Problem
+from planner.search.by_plan import ByPlan
+from planner.sequence.departures import by_the_clock
+from planner.sequence.gaps import Gaps
+from planner.sequence.no_wait import fit, lean, no_wait
+from planner.sequence.sequence import lay_out, write
+from planner.sequence.serial import require, serial
+from planner.simulate import simulate
+
+SHARES: Final = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
+"""Of the memory, what a choice assumes to have; the rest is for fragmentation."""
+HOPEFUL: Final = 1.02
+"""Shares are left out for which a placement would have to be better than the last one by more than this."""
+PATIENCE: Final = 3
+"""Shares in a row that may bring no better plan, though they bring one whose transfers are timed."""
+WINDOWS: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
+"""Memory for weights that are not kept, in largest weights of an op."""
+
+LEAN: Final = "everything leaves over every gap"
+SERIAL: Final = "everything leaves after every op"
+Candidate = Choice | str
+
+
+class _Offloading(ByPlan[Candidate]):
+    """Judges the choices for each share of the memory; what needs the least memory comes last."""
+
+    def __init__(self, name: str, problem: Problem, offload: Offload, keep: Keep) -> None:
+        if problem.workspace_bytes or problem.residents is not None:
+            raise UnsupportedProblem(
+                f"{name} plans a single model's budget, without a shared workspace or given residents"
+            )
+        require(problem)
+        self.problem = problem
+        self.evaluations = len(SHARES) * (BEST + 4) + 2
+        self._gaps = Gaps(problem.graph)
+        self._chooser = Chooser(problem, self._gaps, offload, keep)
+        self._plan = cache(self._make)
+        self._timed = cache(self._by_the_clock)
+        self._least_s = math.inf
+        self._steps = self._search()
+
+    def ask(self) -> Sequence[Candidate]:
+        return next(self._steps, ())
+
+    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+        self._least_s = min((self._least_s, *(c.latency_s for c in costs)))
+
+    def _search(self) -> Iterator[Sequence[Candidate]]:
+        seen: set[Choice] = set()
+        waited = 0
+        for share in SHARES if self.problem.graph.ops else ():
+            new = [c for c in self._chooser.choices(share) if c not in seen]
+            seen.update(new)
+            if fitting := [c for c in new if self._plan(c) is not None]:
+                before_s = self._least_s
+                yield fitting
+                better, timed = self._least_s < before_s, any(self._timed(c) for c in fitting)
+                waited = 0 if better else waited + timed
+                if waited == PATIENCE or self._least_s <= self.problem.profile.compute_s * (1 + 1e-9):
+                    return
+        yield [c for c in (LEAN, SERIAL) if self._plan(c) is not None]
+
+    def _make(self, candidate: Candidate) -> Plan | None:
+        problem, graph = self.problem, self.problem.graph
+        if isinstance(candidate, Choice):
+            plans = (self._timed(candidate), fit(problem, self._gaps, self._chooser.fates(candidate)))
+            fitting = [plan for plan in plans if plan is not None]
+            return min(fitting, key=lambda p: simulate(graph, p, problem.profile).latency_s, default=None)
+        if candidate == LEAN:
+            return fit(problem, self._gaps, lean(self._gaps))
+        actions = serial(graph)
+        placed = lay_out(graph, actions, (), problem.memory_bytes)
+        return write(graph, problem.profile, problem.memory_bytes, actions, (), placed)
+
+    def _by_the_clock(self, choice: Choice) -> Plan | None:
+        """A plan in which what is swapped out stays until others need its bytes.
+
+        It waits for no bytes that need not be waited for, but packs less well than one in which all leave at once.
+        """
+        graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
+        fates = self._chooser.fates(choice)
+        most = 1.0
+        for share in SHARES:
+            if share > most:
+                continue
+            decided = no_wait(self._gaps, int(share * memory_bytes), fates)
+            if decided is None:
+                return None
+            actions = by_the_clock(graph, profile, *decided, int(share * memory_bytes))
+            placed = lay_out(graph, actions, decided[1], memory_bytes)
+            if placed.peak_bytes <= memory_bytes:
+                return write(graph, profile, memory_bytes, actions, decided[1], placed)
+            most = share * memory_bytes / placed.peak_bytes * HOPEFUL
+        return None
+
+
+class Greedy(_Offloading):
+    """GREEDY: the first activations leave, the weights used first stay."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        super().__init__(
+            "greedy", problem, lambda chain, memory_bytes: [greedy(chain, memory_bytes)], _eager_by_windows
+        )
+
+
+class DynProg(_Offloading):
+    """DYNPROG: the set of activations that is best in the relaxation leaves, the best set of weights stays."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        super().__init__("dynprog", problem, optima, _best_by_windows)
+
+
+def _greedy_alone(chain: Chain, memory_bytes: float) -> list[Sequence[bool]]:
+    return [greedy(chain, memory_bytes)]
+
+
+def _eager_by_windows(line: Line) -> list[Sequence[bool]]:
+    return [eager(line, window * max(line.weight_bytes)) for window in (0.0, *WINDOWS)]
+
+
+def _best_by_windows(line: Line) -> list[Sequence[bool]]:
+    room, largest = min(line.room_bytes), max(line.weight_bytes)
+    kept_bytes = dict.fromkeys(max(room - window * largest, 0.0) for window in WINDOWS)
+    return [keeps for kept in kept_bytes if (keeps := best(line, kept)) is not None]

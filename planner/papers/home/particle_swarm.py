@@ -1,0 +1,274 @@
+"""HOME (He et al.): particle swarm optimisation of what to keep, what to swap and what to recompute.
+
+A particle is a fate per gap (section 3.3: a placement action per feature map). The swarm moves by Algorithm 3: each
+tensor's action becomes that of the last iteration's best particle or of the particle's own best one, whichever
+Algorithm 2 (`planner.papers.home.cost`) finds less costly. Where the paper says nothing, or would not do here:
+
+- HOME decides about the feature maps of a training step, and all else stays. Here whatever has a gap is decided
+  about: inference has little but weights. They cannot be recomputed, but they can be restored (`Fate.RESTORE`).
+- The particles are judged by the simulator, and that says which ones are best; the cost model guides the updates.
+- Random particles would not fit in a small memory. They begin with everything swapped, and random actions are taken
+  for as long as a random share of the memory lasts. One more takes those that save the most of the link, and two give
+  one tensor after the other the action that the cost model likes best.
+- Fates that do not fit cost the more the more they need, so that a particle finds its way back.
+- After `iterations`, or when nothing moves any more, a new swarm begins with the best particle and new random ones,
+  unless the last one found nothing new.
+- In graphs of thousands of ops, an update goes through a random part of the tensors.
+- Gaps of tensors that are tiny together are not decided about: they are kept.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from planner.compiled import compiled
+from planner.errors import UnsupportedProblem
+from planner.papers.home.cost import evaluate, seconds
+from planner.plan import Plan
+from planner.problem import Cost, Problem
+from planner.search.by_plan import ByPlan
+from planner.sequence.gaps import Gaps
+from planner.sequence.late import FATES, KEEP, SWAP, Codes, Ints, Tables, late, tables
+from planner.sequence.no_wait import FAR, fit
+from planner.sequence.sequence import lay_out, write
+from planner.sequence.serial import require, serial
+
+PARTICLES: Final = 12
+ITERATIONS: Final = 8
+"""The paper has 500 of both, which take it some minutes with 16 threads (sections 3.3 and 4.7)."""
+SHARES: Final = (0.5, 1.0)
+"""Of the memory, what the first particles keep things in: the least and the most. The rest is for swaps."""
+PLACED: Final = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
+"""Of the memory, what swap-ins may use in plans that keep to the times of swap-outs."""
+CLOSE: Final = 1.03
+"""By how much more than it was thought to a particle may take that could be placed as it was thought of."""
+LESS: Final = 0.03
+MORE: Final = 0.01
+"""By how much the share of the memory that the cost model assumes falls if that is not so, and rises if it is."""
+TINY: Final = 0.01
+"""Tensors that make up no more of the memory than this, all together, are kept."""
+AT_ONCE: Final = 4_000_000
+"""Evaluations times ops between candidates that are handed out: a second or so, so that a limit in seconds is kept."""
+
+NODES: Final = 3000
+"""Partial placements that the best particles of a swarm are tried with."""
+POLISHED: Final = 3
+"""So many, of the best by the simulator and of the best by the cost model each."""
+PERIOD: Final = 0.01
+"""What a second of the period counts for beside one of the latency when particles are compared."""
+
+
+class Candidate(NamedTuple):
+    """The code of the fate of each gap, and how hard to try to place the tensors."""
+
+    fates: bytes
+    nodes: int = 0
+
+
+class ParticleSwarm(ByPlan[Candidate]):
+    """Moves a swarm of fates; `particles` and `iterations` are the paper's m and iters."""
+
+    def __init__(
+        self, problem: Problem, seed: int, *, particles: int = PARTICLES, iterations: int = ITERATIONS
+    ) -> None:
+        if problem.workspace_bytes or problem.residents is not None:
+            raise UnsupportedProblem(
+                "particle_swarm plans a single model's budget, without a shared workspace or given residents"
+            )
+        require(problem)
+        self.problem = problem
+        self.evaluations = particles * iterations + 2 * POLISHED
+        self._particles = particles
+        self._iterations = iterations
+        self._gaps = Gaps(problem.graph)
+        self._lean = np.full(len(self._gaps.all), SWAP, np.int8)
+        self._rng = np.random.default_rng(seed)
+        self._seconds = seconds(self._gaps, problem.profile)
+        self._share = 1.0
+        self._score_s: dict[bytes, float] = {}
+        self._polished: set[bytes] = set()
+        self._steps = self._search()
+
+    def ask(self) -> Sequence[Candidate]:
+        return next(self._steps, ())
+
+    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+        for c, cost in zip(candidates, costs, strict=False):
+            score_s = cost.latency_s + PERIOD * cost.period_s
+            self._score_s[c.fates] = min(score_s, self._score_s.get(c.fates, math.inf))
+
+    def _plan(self, candidate: Candidate) -> Plan | None:
+        """Where all is swapped, there is always a plan: at worst, the serial one."""
+        graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
+        fates, nodes = [FATES[code] for code in candidate.fates], candidate.nodes
+        plan = fit(self.problem, self._gaps, fates, PLACED, by_clock=True, nodes=nodes)
+        plan = plan or fit(self.problem, self._gaps, fates, nodes=nodes)
+        if plan is None and candidate.fates == self._lean.tobytes():
+            actions = serial(graph)
+            plan = write(graph, profile, memory_bytes, actions, (), lay_out(graph, actions, (), memory_bytes))
+        return plan
+
+    def _search(self) -> Iterator[Sequence[Candidate]]:
+        yield [Candidate(self._lean.tobytes())]
+        start = Start(self.problem, self._gaps)
+        if not len(start.decided):
+            return
+        for share in SHARES:
+            yield from self._new([start.base, start.greedy(share)])
+        first = [self._descended(start.greedy(sum(SHARES) / 2), start)]
+        while True:
+            known = len(self._score_s)
+            yield from self._new(first)
+            first.append(self._descended(start.random(self._rng), start))
+            yield from self._fly(first, start)
+            yield from self._polish()
+            if len(self._score_s) == known:
+                return
+            first = self._best(self._score_s, self._score_s.__getitem__, 1)
+
+    def _polish(self) -> Iterator[Sequence[Candidate]]:
+        """Try harder to place the best particles so far."""
+        fresh = [c for c in self._score_s if c not in self._polished]
+        tried = dict.fromkeys(
+            p.tobytes()
+            for score in (self._score_s.__getitem__, lambda c: self._cost(np.frombuffer(c, np.int8)))
+            for p in self._best(fresh, score, POLISHED)
+        )
+        self._polished.update(tried)
+        if tried:
+            yield [Candidate(c, NODES) for c in tried]
+
+    def _best(self, fates: Iterable[bytes], score: Callable[[bytes], float], count: int) -> list[Codes]:
+        return [np.frombuffer(c, np.int8) for c in sorted(fates, key=score)[:count]]
+
+    def _fly(self, first: Sequence[Codes], start: "Start") -> Iterator[Sequence[Candidate]]:
+        """Algorithm 1, begun with some particles and random ones. The best of all is for the search to keep."""
+        part = max(1, AT_ONCE // (2 * len(start.decided) * len(self.problem.graph.ops)))
+        swarm = list(first)
+        while len(swarm) < self._particles:
+            swarm += [start.random(self._rng) for _ in range(min(part, self._particles - len(swarm)))]
+            yield from self._new(swarm)
+        own = list(swarm)
+        for _ in range(self._iterations - 1):
+            self._adjust(swarm)
+            last = min(swarm, key=self._judged)
+            before, swarm = swarm, []
+            for i in range(0, len(before), part):
+                pairs = zip(before[i : i + part], own[i : i + part], strict=True)
+                moved = [updated(p, last, o, self._cost, self._some(start.decided)) for p, o in pairs]
+                yield from self._new(moved)
+                swarm += moved
+            own = [min(o, p, key=self._judged) for o, p in zip(own, swarm, strict=True)]
+            if all(np.array_equal(p, q) for p, q in zip(before, swarm, strict=True)):
+                return
+
+    def _some(self, decided: Ints) -> Ints:
+        """As many of the gaps as can be tried at once, in order."""
+        most = max(1, AT_ONCE // (2 * len(self.problem.graph.ops)))
+        return decided if len(decided) <= most else np.sort(self._rng.choice(decided, most, replace=False))
+
+    def _cost(self, particle: Codes) -> float:
+        room_bytes = int(self._share * self.problem.memory_bytes)
+        return evaluate(tables(self._gaps), self._seconds, particle, room_bytes, FAR)
+
+    def _judged(self, particle: Codes) -> float:
+        return self._score_s.get(particle.tobytes(), math.inf)
+
+    def _adjust(self, swarm: Sequence[Codes]) -> None:
+        """Assume less memory if what should be the best particle could not be placed as it was thought of."""
+        best = min(swarm, key=self._cost)
+        if self._judged(best) > CLOSE * self._cost(best):
+            self._share = max(self._share - LESS, min(SHARES))
+        else:
+            self._share = min(self._share + MORE, 1.0)
+
+    def _descended(self, particle: Codes, start: "Start") -> Codes:
+        """Give one gap after the other the action that costs the least."""
+        particle = particle.copy()
+        for j in self._some(start.decided):
+            costs = []
+            for fate in self._gaps.all[j].fates:
+                particle[j] = FATES.index(fate)
+                costs.append((self._cost(particle), particle[j]))
+            particle[j] = min(costs)[1]
+        return particle
+
+    def _new(self, particles: Sequence[Codes]) -> Iterator[Sequence[Candidate]]:
+        """Those that were not judged yet."""
+        new = [c for c in dict.fromkeys(p.tobytes() for p in particles) if c not in self._score_s]
+        if new:
+            yield [Candidate(c) for c in new]
+
+
+def updated(
+    particle: Codes,
+    last_best: Codes,
+    own_best: Codes,
+    cost: Callable[[Codes], float],
+    decided: Sequence[int] | Ints,
+) -> Codes:
+    """Algorithm 3 for one particle; tensors whose actions are the same in both are not tried."""
+    particle = particle.copy()
+    for j in decided:
+        if last_best[j] == own_best[j]:
+            particle[j] = last_best[j]
+            continue
+        particle[j] = last_best[j]
+        first = cost(particle)
+        particle[j] = own_best[j]
+        if first < cost(particle):
+            particle[j] = last_best[j]
+    return particle
+
+
+class Start:
+    """First particles that fit."""
+
+    def __init__(self, problem: Problem, gaps: Gaps) -> None:
+        self.gaps = gaps
+        self._memory_bytes = problem.memory_bytes
+        self._tables = tables(gaps)
+        nbytes = self._tables.nbytes[self._tables.tensor]
+        lean = np.full(len(gaps.all), SWAP, np.int8)
+        by_size = np.argsort(nbytes, kind="stable")
+        tiny = by_size[: np.searchsorted(np.cumsum(nbytes[by_size]), TINY * problem.memory_bytes, side="right")]
+        self.base = filled(self._tables, lean, tiny, np.full(len(lean), KEEP, np.int8), problem.memory_bytes)
+        """Everything swapped but what is tiny."""
+        self.decided: Ints = np.setdiff1d(np.arange(len(lean)), tiny)
+        """Gaps that are decided about."""
+
+    def random(self, rng: np.random.Generator) -> Codes:
+        """Random actions for random gaps, while a random share of the memory lasts."""
+        wanted = np.array([FATES.index(g.fates[i]) for g, i in zip(self.gaps.all, self._picks(rng), strict=True)])
+        order = rng.permutation(self.decided)[: rng.integers(len(self.decided) + 1)]
+        return self._filled(order, wanted, rng.uniform(*SHARES))
+
+    def greedy(self, share: float) -> Codes:
+        """Keep what saves the most of the link for the memory and the ops that it takes."""
+        t, count = self._tables, len(self.gaps.ops_at)
+        held = [g.next_use - g.last_use + (count if g.wraps else 0) for g in self.gaps.all]
+        copies = np.where(t.kind[t.tensor] == 0, 1, 2)
+        order = self.decided[np.argsort((np.array(held) / copies)[self.decided], kind="stable")]
+        return self._filled(order, np.full(len(held), KEEP), share)
+
+    def _picks(self, rng: np.random.Generator) -> list[int]:
+        """A fate for each gap, by its place among those that it can have, but not to be swapped."""
+        return [(0, *range(2, len(g.fates)))[int(rng.integers(len(g.fates) - 1))] for g in self.gaps.all]
+
+    def _filled(self, order: Ints, wanted: Ints, share: float) -> Codes:
+        return filled(self._tables, self.base, order, wanted.astype(np.int8), int(share * self._memory_bytes))
+
+
+@compiled
+def filled(t: Tables, fates: Codes, order: Ints, wanted: Codes, memory_bytes: int) -> Codes:
+    """In this order, give gaps the fates that are wanted for them, as far as memory allows."""
+    fates = fates.copy()
+    for gap in order:
+        before = fates[gap]
+        fates[gap] = wanted[gap]
+        held = late(t, fates).held
+        if not len(held) or held.max() > memory_bytes:
+            fates[gap] = before
+    return fates

@@ -1,0 +1,165 @@
+"""SwapAdvisor's operators on memory allocations (section 5.3): CLS and CNT, made, crossed over, mutated and repaired.
+
+CLS maps each tensor size, in ascending order, to a size class; CNT is the number of objects of each class. Classes
+count from 1, as in Figure 5. In the restricted space CLS starts at 1 and goes up by 0 or 1.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.papers.swapadvisor.pools import Sizes, object_bytes
+
+Ints = NDArray[np.int64]
+
+SPREAD: Final = 0.25
+"""Standard deviation of a mutated count, as a share of the count; at least one object. The paper gives no number."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """CLS and CNT."""
+
+    classes: Ints
+    counts: Ints
+
+
+@dataclass(frozen=True)
+class Space:
+    """The allocations of one graph in one amount of memory."""
+
+    sizes: Sizes
+    memory_bytes: int
+    restricted: bool = True
+
+    def least(self, classes: Ints) -> Ints:
+        """Objects of each class that some op needs at once: with fewer, no plan exists."""
+        by_class = self.sizes.at_once @ np.eye(classes.max())[classes - 1]
+        least: Ints = by_class.max(axis=0).astype(np.int64)
+        return least
+
+    def most(self, classes: Ints) -> Ints:
+        """Objects of each class that can ever be in use."""
+        return np.bincount(classes - 1, self.sizes.count).astype(np.int64)
+
+    def fits(self, allocation: Allocation) -> bool:
+        each = object_bytes(self.sizes, allocation.classes)
+        return bool(
+            each @ allocation.counts <= self.memory_bytes
+            and (allocation.counts >= self.least(allocation.classes)).all()
+        )
+
+    def repaired(self, classes: Ints, counts: Ints) -> Allocation:
+        """Bring counts between what ops need and what can be used, and their bytes into the memory."""
+        least = self.least(classes)
+        bounded = np.clip(counts, least, np.maximum(self.most(classes), least))
+        return Allocation(classes, shrink(bounded, object_bytes(self.sizes, classes), self.memory_bytes, least))
+
+    @cached_property
+    def leanest(self) -> Ints:
+        """The restricted CLS whose ops need the least memory."""
+        sizes = len(self.sizes.nbytes)
+        before = np.zeros((len(self.sizes.at_once), sizes + 1), np.int64)
+        np.cumsum(self.sizes.at_once, axis=1, out=before[:, 1:])
+        least_bytes, cut = np.zeros(sizes + 1), np.zeros(sizes + 1, np.int64)
+        for high in range(1, sizes + 1):
+            alignment = np.maximum.accumulate(self.sizes.alignment[:high][::-1])[::-1]
+            each = -(-self.sizes.nbytes[high - 1] // alignment) * alignment
+            needs = least_bytes[:high] + each * (before[:, high, None] - before[:, :high]).max(axis=0)
+            cut[high] = np.argmin(needs)
+            least_bytes[high] = needs[cut[high]]
+        steps, high = np.zeros(sizes, np.int64), sizes
+        while high > 0:
+            high = int(cut[high])
+            steps[high] = 1
+        return np.cumsum(steps)
+
+    def random(self, classes: Ints, rng: np.random.Generator) -> Allocation:
+        """Counts at random that use the memory: what ops need, and shares of the rest by bytes and chance."""
+        each, least = object_bytes(self.sizes, classes), self.least(classes)
+        most = np.maximum(self.most(classes), least)
+        counts = least.copy()
+        weight = (most - least) * each * rng.exponential(size=len(each))
+        left = self.memory_bytes - int(each @ counts)
+        if left > 0 and weight.sum() > 0:
+            counts += np.minimum((left * weight / weight.sum()).astype(np.int64) // each, most - least)
+        for c in rng.permutation(len(each)).tolist():
+            left = self.memory_bytes - int(each @ counts)
+            counts[c] += max(min(left // int(each[c]), int(most[c] - counts[c])), 0)
+        return Allocation(classes, counts)
+
+    def random_classes(self, rng: np.random.Generator) -> Ints:
+        """Any CLS of the space."""
+        sizes = len(self.sizes.nbytes)
+        if self.restricted:
+            return np.cumsum(np.concatenate([[1], rng.integers(0, 2, sizes - 1)]))
+        return compact(rng.integers(1, sizes + 1, sizes))
+
+    def cross(self, first: Allocation, second: Allocation, cut: int) -> tuple[Allocation, Allocation]:
+        """Two children; C1 begins like the second parent, C2 like the first (Figure 5)."""
+        return self._child(second, first, cut), self._child(first, second, cut)
+
+    def _child(self, head: Allocation, tail: Allocation, cut: int) -> Allocation:
+        joined = np.concatenate([head.classes[:cut], tail.classes[cut:]])
+        classes = raised(joined) if self.restricted else compact(joined)
+        extended = np.concatenate([extend(head)[:cut], extend(tail)[cut:]])
+        return self.repaired(classes, average(classes, extended))
+
+    def mutated(self, allocation: Allocation, probability: float, rng: np.random.Generator) -> Allocation:
+        """Each element of CLS and then of CNT changes with this probability."""
+        classes = self._mutated_classes(allocation.classes, probability, rng)
+        counts = average(classes, extend(allocation))
+        hit = rng.random(len(counts)) < probability
+        drawn = np.rint(rng.normal(counts, np.maximum(SPREAD * counts, 1.0))).astype(np.int64)
+        return self.repaired(classes, np.where(hit, drawn, counts))
+
+    def _mutated_classes(self, classes: Ints, probability: float, rng: np.random.Generator) -> Ints:
+        """A step up becomes none, or none one, and all later elements follow; without restriction, any class."""
+        hit = rng.random(len(classes)) < probability
+        if not self.restricted:
+            return compact(np.where(hit, rng.integers(1, len(classes) + 1, len(classes)), classes))
+        steps = np.diff(classes, prepend=classes[0] - 1)
+        hit[0] = False
+        return np.cumsum(np.where(hit, 1 - steps, steps))
+
+
+def raised(classes: Ints) -> Ints:
+    """Repair a CLS: increase elements by the least amount that makes it go up in steps of 0 or 1."""
+    index = np.arange(len(classes))
+    from_right = np.maximum.accumulate((classes - index)[::-1])[::-1] + index
+    return np.maximum(np.maximum.accumulate(classes), from_right)
+
+
+def compact(classes: Ints) -> Ints:
+    """Number the classes that occur 1, 2, ... in the same order."""
+    occurring: Ints = np.unique(classes, return_inverse=True)[1].astype(np.int64) + 1
+    return occurring
+
+
+def extend(allocation: Allocation) -> Ints:
+    """CNT_EXT: for each tensor size, the objects that it can use."""
+    return allocation.counts[allocation.classes - 1]
+
+
+def average(classes: Ints, extended: Ints) -> Ints:
+    """CNT from CNT_EXT: each class gets its sizes' average, rounded."""
+    return np.rint(np.bincount(classes - 1, extended) / np.bincount(classes - 1)).astype(np.int64)
+
+
+def shrink(counts: Ints, each: Ints, memory_bytes: int, least: Ints) -> Ints:
+    """Repair a CNT: take from each class a number of objects inverse to their size until all fit.
+
+    Every class so gives up the same bytes. None goes below `least`; if that is too much, nothing fits.
+    """
+    counts = counts.copy()
+    while (excess := int(each @ counts) - memory_bytes) > 0 and (counts > least).any():
+        giving = np.flatnonzero(counts > least)
+        cut = np.minimum(excess // (len(giving) * each[giving]), counts[giving] - least[giving])
+        if not cut.any():
+            enough = giving[each[giving] >= excess]
+            counts[enough[np.argmin(each[enough])] if len(enough) else giving[np.argmax(each[giving])]] -= 1
+        counts[giving] -= cut
+    return counts

@@ -1,0 +1,215 @@
+"""SwapAdvisor (ASPLOS'20; thesis, chapter 4): a genetic algorithm over schedules and memory pools.
+
+A candidate is an order of the ops and a pool; the swap planner (`pool_swaps`) makes a plan of the two, the
+simulator judges it. The paper leaves open, and here it is so:
+
+- The first generation has the graph's own order beside random ones, and pools that ops can run in: random mappings of
+  sizes to classes, and the one that needs the least memory.
+- A generation has as many children as the population has members. Only candidates that fit survive, as long as
+  there are any.
+- The population is smaller than the paper's 144, which were chosen to suit 72 cores and half an hour: in ten seconds
+  on one core, it has more generations.
+
+The first candidate is the serial plan, which always fits. It is no part of the population.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.errors import UnsupportedProblem
+from planner.papers.swapadvisor import pool_lanes
+from planner.papers.swapadvisor.allocations import Allocation, Space
+from planner.papers.swapadvisor.pools import Pool, pool_of, uses_of
+from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
+from planner.plan import Plan
+from planner.problem import UNFIT, Cost, Problem
+from planner.sequence.sequence import write as write_sequence
+from planner.sequence.serial import lay_out_serial, require, serial
+from planner.simulate import simulate
+
+Ints = NDArray[np.int64]
+
+POPULATION: Final = 48
+MUTATION: Final = 0.1
+GENERATIONS: Final = 20
+THRESHOLD: Final = 1.0
+"""Of the time that the two copies of a displacement take; see `planner.papers.swapadvisor.pool_swaps`."""
+OWN_ORDER: Final = 4
+"""Of so many in the first generation, one has the graph's own order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A chromosome: SCH, CLS and CNT. Without any, the serial plan."""
+
+    order: tuple[int, ...] = ()
+    classes: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+
+SERIAL: Final = Candidate()
+
+
+@dataclass(frozen=True)
+class _Member:
+    order: Ints
+    allocation: Allocation
+    cost: Cost = UNFIT
+
+
+class Genetic:
+    """Evolves a population of schedules and allocations.
+
+    `schedules` and `allocations` tell which of the two is searched: without the first all have the graph's own
+    order, without the second all have the same pool. `restricted` keeps CLS in the space of section 5.3.
+    """
+
+    is_compiled = False
+
+    def __init__(
+        self,
+        problem: Problem,
+        seed: int,
+        *,
+        population: int = POPULATION,
+        mutation: float = MUTATION,
+        restricted: bool = True,
+        schedules: bool = True,
+        allocations: bool = True,
+        threshold: float = THRESHOLD,
+    ) -> None:
+        if problem.workspace_bytes or problem.residents is not None:
+            raise UnsupportedProblem(
+                "genetic plans a single model's budget, without a shared workspace or given residents"
+            )
+        require(problem)
+        self.problem = problem
+        self.evaluations = 1 + population * (GENERATIONS + 1)
+        self.population_costs: tuple[Cost, ...] = ()
+        """What the members of the living population cost, after each generation."""
+        self._population = population
+        self._mutation = mutation
+        self._schedules = schedules
+        self._allocations = allocations
+        self._threshold = threshold
+        self._uses, sizes = uses_of(problem.graph, problem.profile)
+        self._space = Space(sizes, problem.memory_bytes, restricted)
+        self._precedence = precedence(problem.graph)
+        self._rng = np.random.default_rng(seed)
+        self._costs: Sequence[Cost] = ()
+        self._steps = self._evolve()
+
+    def ask(self) -> Sequence[Candidate]:
+        return next(self._steps, ())
+
+    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+        self._costs = costs
+
+    def judge(self, candidate: Candidate, good_s: float) -> Cost:
+        if candidate == SERIAL:
+            timeline = simulate(self.problem.graph, self.write(candidate), self.problem.profile)
+            return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
+        pool = self._pool(candidate)
+        if pool.nbytes > self.problem.memory_bytes:
+            return UNFIT
+        return pool_lanes.judge(self._uses, np.array(candidate.order), pool, self._threshold, good_s)
+
+    def write(self, candidate: Candidate) -> Plan:
+        graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
+        if candidate == SERIAL:
+            actions = serial(graph)
+            return write_sequence(graph, profile, memory_bytes, actions, (), lay_out_serial(graph, actions))
+        order = np.array(candidate.order)
+        return pool_lanes.write(
+            graph, profile, memory_bytes, self._uses, order, self._pool(candidate), self._threshold
+        )
+
+    def _pool(self, candidate: Candidate) -> Pool:
+        return pool_of(self._space.sizes, np.array(candidate.classes), np.array(candidate.counts))
+
+    def _evolve(self) -> Generator[Sequence[Candidate], None, None]:
+        yield [SERIAL]
+        if not self.problem.graph.ops or not len(self._space.sizes.nbytes):
+            return
+        living = yield from self._judged(self._first_generation())
+        best_s = np.inf
+        while True:
+            self.population_costs = tuple(m.cost for m in living)
+            children = yield from self._judged(self._children(living))
+            best_s = min(best_s, *(m.cost.latency_s for m in (*living, *children)))
+            living = self._survivors([*living, *children], best_s)
+
+    def _judged(self, members: Sequence[_Member]) -> Generator[Sequence[Candidate], None, list[_Member]]:
+        yield [_candidate(m) for m in members]
+        return [_Member(m.order, m.allocation, cost) for m, cost in zip(members, self._costs, strict=False)]
+
+    def _first_generation(self) -> list[_Member]:
+        rng, space = self._rng, self._space
+        own = np.arange(len(self.problem.graph.ops))
+        fixed = space.random(space.leanest, rng)
+        members = []
+        for i in range(self._population):
+            order = own if i % OWN_ORDER == 0 or not self._schedules else random_schedule(self._precedence, rng)
+            allocation = fixed
+            if self._allocations:
+                allocation = space.random(space.leanest if i % 2 == 0 else space.random_classes(rng), rng)
+            members.append(_Member(order, allocation))
+        return members
+
+    def _children(self, living: Sequence[_Member]) -> list[_Member]:
+        """Pairs of parents get two schedules and two allocations, and so four children, which then mutate."""
+        rng = self._rng
+        children: list[_Member] = []
+        while len(children) < self._population:
+            for i, j in rng.permutation(len(living))[: len(living) // 2 * 2].reshape(-1, 2).tolist():
+                children += self._crossed(living[i], living[j])
+        return [self._mutated(c) for c in children[: self._population]]
+
+    def _crossed(self, first: _Member, second: _Member) -> list[_Member]:
+        rng = self._rng
+        orders: tuple[Ints, ...] = (first.order,)
+        if self._schedules:
+            orders = cross_schedules(first.order, second.order, int(rng.integers(len(first.order) + 1)))
+        allocations: tuple[Allocation, ...] = (first.allocation,)
+        if self._allocations:
+            cut = int(rng.integers(len(first.allocation.classes) + 1))
+            allocations = self._space.cross(first.allocation, second.allocation, cut)
+        return [_Member(order, allocation) for order in orders for allocation in allocations]
+
+    def _mutated(self, member: _Member) -> _Member:
+        order, allocation = member.order, member.allocation
+        if self._schedules:
+            order = mutate_schedule(order, self._precedence, self._mutation, self._rng)
+        if self._allocations:
+            allocation = self._space.mutated(allocation, self._mutation, self._rng)
+        return _Member(order, allocation)
+
+    def _survivors(self, members: Sequence[_Member], best_s: float) -> list[_Member]:
+        """Draw the next population by equation 1; twice the same only where fewer fit."""
+        fitting = [m for m in members if np.isfinite(m.cost.latency_s)]
+        if not fitting:
+            return list(members[-self._population :])
+        chance = survival([m.cost.latency_s for m in fitting], best_s)
+        few = len(fitting) < self._population
+        drawn = self._rng.choice(len(fitting), self._population, replace=few, p=chance)
+        return [fitting[i] for i in drawn.tolist()]
+
+
+def survival(times_s: Sequence[float], best_s: float) -> NDArray[np.float64]:
+    """Equation 1: the softmax of the normalised execution times."""
+    normal = (best_s - np.array(times_s)) / best_s if best_s > 0 else np.zeros(len(times_s))
+    weight = np.exp(normal)
+    chance: NDArray[np.float64] = weight / weight.sum()
+    return chance
+
+
+def _candidate(member: _Member) -> Candidate:
+    return Candidate(
+        tuple(member.order.tolist()),
+        tuple(member.allocation.classes.tolist()),
+        tuple(member.allocation.counts.tolist()),
+    )

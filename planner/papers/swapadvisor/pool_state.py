@@ -1,0 +1,193 @@
+"""A memory pool while the swap planner scans the ops: who is in which object, and the log of what happened.
+
+Tables of records, because compiled functions pay for every array that is handed to them. All functions run inside
+compiled loops and change the tables in place.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.compiled import compiled
+from planner.papers.swapadvisor.pools import NO_SIZE, VALUE, Uses
+
+Ints = NDArray[np.int64]
+Table = NDArray[Any]
+
+RUN: Final = 0
+IN: Final = 1
+OUT: Final = 2
+GONE: Final = 3
+RESULT: Final = 4
+SCRATCH: Final = 5
+"""Verbs of a log. A RESULT or SCRATCH tells the object that the next RUN uses."""
+
+NOWHERE: Final = -1
+NEVER: Final = 1 << 40
+FRESH: Final = -1
+"""Last user of what no op has used in this inference."""
+
+FREE: Final = -1
+BUSY: Final = -2
+"""Holders of an object that is free, or is an op's scratch."""
+
+TENSOR: Final = np.dtype(
+    [
+        ("kind", np.int64),
+        ("size_class", np.int64),  # NOWHERE for what has no bytes
+        ("output", np.bool_),
+        ("in_s", np.float64),
+        ("out_s", np.float64),
+        ("where", np.int64),  # its object, or NOWHERE
+        ("start", np.int64),  # an input's first object, or NOWHERE
+        ("home", np.int64),  # an initial resident's object, or NOWHERE
+        ("saved", np.bool_),  # whether the host copy is up to date
+        ("touched", np.int64),  # the position that used it last, or FRESH
+        ("upcoming", np.int64),  # the position that uses it next, on into the next inference, or NEVER
+        ("first_use", np.int64),
+        ("needed_by", np.int64),  # the latest position, so far, that needs it
+    ],
+    align=True,
+)
+OBJECT: Final = np.dtype([("holder", np.int64), ("entry", np.int64)])
+"""The tensor in it, or FREE or BUSY; and where in the queue it stands if it is free."""
+CLASS: Final = np.dtype([("first", np.int64), ("end", np.int64), ("head", np.int64), ("tail", np.int64)])
+"""Its objects, and its free objects in the queue, longest free first."""
+ENTRY: Final = np.dtype([("verb", np.int64), ("what", np.int64), ("where", np.int64)])
+"""What happened: to the op of a RUN or SCRATCH, or to a tensor; and the object that an IN, RESULT or SCRATCH fills."""
+
+
+class Log(NamedTuple):
+    """`entries` is longer than needed."""
+
+    entries: Table
+    length: Ints
+    """[1]"""
+
+
+class State(NamedTuple):
+    tensors: Table
+    objects: Table
+    classes: Table
+    queue: Ints
+    log: Log
+
+
+@compiled
+def empty_state(uses: Uses, first_use: Ints, class_of_size: Ints, counts: Ints, home: Ints) -> State:
+    """Nothing in memory, and nothing free."""
+    tensors = np.zeros(len(uses.size), TENSOR)
+    objects = np.zeros(counts.sum(), OBJECT)
+    classes = np.zeros(len(counts), CLASS)
+    room = counts.copy()  # for all that can ever stand in the queue
+    for t in range(len(tensors)):
+        tensor = tensors[t]
+        tensor.kind, tensor.in_s, tensor.out_s = uses.kind[t], uses.in_s[t], uses.out_s[t]
+        tensor.size_class = NOWHERE
+        if uses.size[t] != NO_SIZE:
+            tensor.size_class = class_of_size[uses.size[t]]
+            room[tensor.size_class] += 1
+        tensor.where = tensor.start = NOWHERE
+        tensor.home = home[t]
+        tensor.saved = uses.kind[t] != VALUE
+        tensor.touched = tensor.needed_by = FRESH
+        tensor.upcoming = tensor.first_use = first_use[t]
+    for t in uses.outputs:
+        tensors[t].output = True
+    for s in uses.scratch:
+        if s != NO_SIZE:
+            room[class_of_size[s]] += 1
+    first = begin = 0
+    for c in range(len(counts)):
+        classes[c].first, classes[c].end = first, first + counts[c]
+        classes[c].head = classes[c].tail = begin
+        first, begin = first + counts[c], begin + room[c]
+    for o in range(len(objects)):
+        objects[o].holder, objects[o].entry = FREE, NOWHERE
+    most = 4 * (len(uses.tensor) + len(uses.op_s) + len(uses.outputs)) + 6 * len(uses.size)
+    log = Log(np.empty(most, ENTRY), np.zeros(1, np.int64))
+    return State(tensors, objects, classes, np.empty(begin, np.int64), log)
+
+
+@compiled
+def note(log: Log, verb: int, what: int, where: int) -> None:
+    entry = log.entries[log.length[0]]
+    entry.verb, entry.what, entry.where = verb, what, where
+    log.length[0] += 1
+
+
+@compiled
+def fill(state: State, t: int, o: int) -> None:
+    state.objects[o].holder = t
+    state.tensors[t].where = o
+
+
+@compiled
+def release(state: State, o: int, c: int) -> None:
+    """Put an object at the end of its class's queue."""
+    tail = state.classes[c].tail
+    state.objects[o].holder, state.objects[o].entry = FREE, tail
+    state.queue[tail] = o
+    state.classes[c].tail = tail + 1
+
+
+@compiled
+def leave(state: State, t: int) -> None:
+    """Drop a tensor for good; its object is free."""
+    note(state.log, GONE, t, NOWHERE)
+    release(state, state.tensors[t].where, state.tensors[t].size_class)
+    state.tensors[t].where = NOWHERE
+
+
+@compiled
+def take_free(state: State, c: int, oldest: bool) -> int:
+    """Take the object that is free the longest, or the one that became free last; NOWHERE if there is none."""
+    size_class = state.classes[c]
+    while size_class.head < size_class.tail:
+        if oldest:
+            i = size_class.head
+            size_class.head = i + 1
+        else:
+            i = size_class.tail - 1
+            size_class.tail = i
+        o = state.queue[i]
+        if state.objects[o].entry == i:
+            state.objects[o].entry = NOWHERE
+            return int(o)
+    return NOWHERE
+
+
+@compiled
+def take_wish(state: State, o: int) -> bool:
+    """Take a certain object, if it is free."""
+    if o < 0 or state.objects[o].holder != FREE:
+        return False
+    state.objects[o].entry = NOWHERE
+    return True
+
+
+@compiled
+def save(state: State, t: int) -> None:
+    """Swap a tensor out unless the host has a copy."""
+    if not state.tensors[t].saved:
+        note(state.log, OUT, t, NOWHERE)
+        state.tensors[t].saved = True
+
+
+@compiled
+def displace(state: State, t: int) -> None:
+    """Swap a tensor out, if need be, and drop it. Who displaced it takes its object."""
+    save(state, t)
+    note(state.log, GONE, t, NOWHERE)
+    state.objects[state.tensors[t].where].holder = FREE
+    state.tensors[t].where = NOWHERE
+
+
+@compiled
+def disown(state: State, t: int) -> None:
+    """Make a tensor that nothing has used no initial resident: its object has been free since the start."""
+    tensor = state.tensors[t]
+    state.objects[tensor.where].holder = FREE
+    tensor.home = tensor.where = NOWHERE
+    tensor.saved = True

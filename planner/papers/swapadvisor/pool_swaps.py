@@ -1,0 +1,364 @@
+"""SwapAdvisor's swap planner (section 4.2): what is swapped, given an order of the ops and a memory pool.
+
+Ops are scanned in the order of the schedule. A tensor that is not in memory when its op comes takes a free object of
+its size class, or displaces what is needed furthest in the future (Belady), counted on into the next inference. For a
+tensor that must be swapped in, those are preferred whose last use lies so far back that there is time to copy them
+out, if need be, and the new one in: the "threshold of time" of the paper, which gives no number for it.
+
+Free objects are taken so that copies can start early: a swap-in takes what is free the longest, an op's outputs and
+scratch what became free last.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.compiled import compiled
+from planner.papers.swapadvisor.pool_state import (
+    BUSY,
+    FREE,
+    FRESH,
+    IN,
+    NEVER,
+    NOWHERE,
+    RESULT,
+    RUN,
+    SCRATCH,
+    Log,
+    State,
+    disown,
+    displace,
+    empty_state,
+    fill,
+    leave,
+    note,
+    release,
+    save,
+    take_free,
+    take_wish,
+)
+from planner.papers.swapadvisor.pools import CONSTANT, NO_SIZE, STATE, VALUE, Uses
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_MOST_PASSES: Final = 8
+_CLOSE: Final = 1 - 1e-9
+
+
+class _Course(NamedTuple):
+    """The schedule as the planner goes by it."""
+
+    order: Ints
+    next_use: Ints
+    """Per use, the position at which the schedule uses the tensor next, or NEVER."""
+    first_use: Ints
+    """Per tensor, a position."""
+    start_s: Floats
+    """When the op at each position would start if nothing ever waited, and the end of the last, [ops + 1]."""
+
+
+class _Rule(NamedTuple):
+    """How a pass over the ops finds room."""
+
+    start_s: Floats
+    threshold: float
+    """How many times the time of the copies must have passed since the last use of what is displaced."""
+    first: bool
+    pressed: Bools
+    """Per demand, whether the first pass had to displace something; that pass notes it, the second goes by it."""
+
+
+@compiled
+def plan_swaps(
+    uses: Uses, order: Ints, class_of_size: Ints, counts: Ints, threshold: float, double_pass: bool
+) -> tuple[bool, Log, Ints]:
+    """Whether the ops can run in this pool, what happens, and the objects of what is in memory at the start.
+
+    The first pass starts without parameters. Those in memory at its end are the initial residents of the second,
+    which removes them again where it comes under pressure that the first did not know.
+    """
+    course = _course(uses, order)
+    home = np.full(len(uses.size), NOWHERE)
+    pressed = np.zeros(len(uses.tensor) + len(uses.op_s) + len(uses.outputs), np.bool_)
+    state = empty_state(uses, course.first_use, class_of_size, counts, home)
+    fits = _scan(uses, course, class_of_size, state, _Rule(course.start_s, threshold, True, pressed))
+    if fits and double_pass:
+        _settle(state, home)
+        for trial in range(_MOST_PASSES + 1):
+            if trial == _MOST_PASSES:
+                home[:] = NOWHERE
+            state = empty_state(uses, course.first_use, class_of_size, counts, home)
+            fits = _scan(uses, course, class_of_size, state, _Rule(course.start_s, threshold, False, pressed))
+            if not _bar(state, home):
+                break
+    if fits:
+        _restore(uses, course, state)
+    start = np.empty(len(home), np.int64)
+    for t in range(len(home)):
+        start[t] = max(state.tensors[t].start, state.tensors[t].home)
+    return fits, state.log, start
+
+
+@compiled
+def _course(uses: Uses, order: Ints) -> _Course:
+    ops = len(order)
+    upcoming, next_use = np.full(len(uses.size), NEVER), np.full(len(uses.tensor), NEVER)
+    for t in uses.outputs:
+        upcoming[t] = ops - 1
+    for k in range(ops - 1, -1, -1):
+        for i in range(uses.start[order[k]], uses.start[order[k] + 1]):
+            t = uses.tensor[i]
+            if upcoming[t] > k:
+                next_use[i] = upcoming[t]
+            upcoming[t] = k
+    start_s = np.zeros(ops + 1)
+    for k, op in enumerate(order):
+        start_s[k + 1] = start_s[k] + uses.op_s[op]
+    return _Course(order, next_use, upcoming, start_s)
+
+
+@compiled
+def _scan(uses: Uses, course: _Course, class_of_size: Ints, state: State, rule: _Rule) -> bool:
+    """Scan the schedule once; whether all ops found room."""
+    if not _begin(uses, state):
+        return False
+    tensors, last = state.tensors, len(course.order) - 1
+    for k in range(last + 1):
+        op = course.order[k]
+        low, high = uses.start[op], uses.start[op + 1]
+        for i in range(low, high):
+            tensors[uses.tensor[i]].needed_by = k
+        if k == last:
+            for t in uses.outputs:
+                tensors[t].needed_by = k
+        for i in range(low, high):
+            if not uses.written[i] and not _fetch(state, rule, uses.tensor[i], k, i):
+                return False
+        if k == last:
+            for j, t in enumerate(uses.outputs):
+                demand = len(uses.tensor) + len(uses.op_s) + j
+                if not _writes(uses, op, t) and not _fetch(state, rule, t, k, demand):
+                    return False
+        scratch = NOWHERE
+        if uses.scratch[op] != NO_SIZE:
+            scratch = _make_room(state, rule, class_of_size[uses.scratch[op]], k, -1.0, len(uses.tensor) + op)
+            if scratch < 0:
+                return False
+            state.objects[scratch].holder = BUSY
+            note(state.log, SCRATCH, op, scratch)
+        for i in range(low, high):
+            if uses.written[i]:
+                t = uses.tensor[i]
+                o = _make_room(state, rule, tensors[t].size_class, k, -1.0, i)
+                if o < 0:
+                    return False
+                fill(state, t, o)
+                note(state.log, RESULT, t, o)
+        note(state.log, RUN, op, NOWHERE)
+        if scratch >= 0:
+            release(state, scratch, class_of_size[uses.scratch[op]])
+        for i in range(low, high):
+            _pass_by(state, uses.tensor[i], k, last, course.next_use[i], uses.changed[i], rule.first)
+    return True
+
+
+@compiled
+def _begin(uses: Uses, state: State) -> bool:
+    """Put initial residents and inputs where they are at the start. A resident that is in an input's way is none."""
+    tensors, objects = state.tensors, state.objects
+    for t in range(len(tensors)):
+        if tensors[t].home >= 0:
+            fill(state, t, tensors[t].home)
+            tensors[t].saved = tensors[t].kind != STATE  # the inference before this one changed it
+    for t in uses.inputs:
+        size_class = state.classes[tensors[t].size_class]
+        o = size_class.first
+        while o < size_class.end and objects[o].holder != FREE:
+            o += 1
+        if o == size_class.end:
+            o = _least_urgent(state, tensors[t].size_class, NEVER)
+            if o < 0:
+                return False
+            disown(state, objects[o].holder)
+        fill(state, t, o)
+        tensors[t].start = o
+    for c in range(len(state.classes)):
+        for o in range(state.classes[c].first, state.classes[c].end):
+            if objects[o].holder == FREE:
+                release(state, o, c)
+    for t in uses.inputs:
+        if tensors[t].upcoming == NEVER:
+            leave(state, t)
+    return True
+
+
+@compiled
+def _fetch(state: State, rule: _Rule, t: int, k: int, demand: int) -> bool:
+    """Bring a tensor to memory if it is not there; False if it finds no room."""
+    tensor = state.tensors[t]
+    if tensor.where >= 0:
+        return True
+    o = tensor.home
+    if not take_wish(state, o):
+        o = _make_room(state, rule, tensor.size_class, k, tensor.in_s, demand)
+    if o < 0:
+        return False
+    fill(state, t, o)
+    note(state.log, IN, t, o)
+    return True
+
+
+@compiled
+def _make_room(state: State, rule: _Rule, c: int, k: int, copy_s: float, demand: int) -> int:
+    """An object of class c that is free now, or NOWHERE. `copy_s` is negative for what need not be copied in."""
+    o = take_free(state, c, copy_s >= 0)
+    if o >= 0:
+        return int(o)
+    if rule.first:
+        rule.pressed[demand] = True
+    elif not rule.pressed[demand]:
+        o = _least_urgent(state, c, k)
+    if o < 0 and copy_s >= 0:
+        o = _victim(state, rule, c, k, copy_s)
+    if o < 0:
+        o = _victim(state, rule, c, k, -1.0)
+    if o >= 0:
+        t = state.objects[o].holder
+        if state.tensors[t].touched == FRESH and state.tensors[t].home == o:
+            disown(state, t)
+        else:
+            displace(state, t)
+    return int(o)
+
+
+@compiled
+def _victim(state: State, rule: _Rule, c: int, k: int, copy_s: float) -> int:
+    """Whose next use is furthest; of equals, what need not be copied out, then what was used longest ago."""
+    chosen = NOWHERE
+    furthest, saved, touched = NOWHERE, False, NOWHERE
+    for o in range(state.classes[c].first, state.classes[c].end):
+        t = state.objects[o].holder
+        if t < 0:
+            continue
+        tensor = state.tensors[t]
+        if tensor.needed_by == k or tensor.upcoming < furthest:
+            continue
+        if tensor.upcoming == furthest and (
+            (saved and not tensor.saved) or (saved == tensor.saved and touched <= tensor.touched)
+        ):
+            continue
+        if copy_s >= 0.0:
+            copies_s = copy_s if tensor.saved else copy_s + tensor.out_s
+            if rule.start_s[k] - rule.start_s[tensor.touched + 1] < rule.threshold * copies_s * _CLOSE:
+                continue
+        chosen, furthest, saved, touched = o, tensor.upcoming, tensor.saved, tensor.touched
+    return chosen
+
+
+@compiled
+def _least_urgent(state: State, c: int, k: int) -> int:
+    """The object of the initial resident whose first use is furthest, of those that nothing has used; or NOWHERE."""
+    chosen, furthest = NOWHERE, NOWHERE
+    for o in range(state.classes[c].first, state.classes[c].end):
+        t = state.objects[o].holder
+        if t < 0:
+            continue
+        tensor = state.tensors[t]
+        unused = tensor.home == o and tensor.touched == FRESH and tensor.needed_by != k
+        if unused and tensor.upcoming > furthest:
+            chosen, furthest = o, tensor.upcoming
+    return chosen
+
+
+@compiled
+def _pass_by(state: State, t: int, k: int, last: int, next_use: int, changed: bool, first: bool) -> None:
+    """An op has used a tensor. Inputs and activations that nothing needs any more leave at once."""
+    tensor = state.tensors[t]
+    tensor.touched = k
+    tensor.upcoming = next_use
+    if changed:
+        tensor.saved = False
+    if next_use != NEVER:
+        return
+    if tensor.kind != VALUE:
+        if first or tensor.home >= 0:
+            tensor.upcoming = last + 1 + tensor.first_use
+    elif k < last or not tensor.output:
+        leave(state, t)
+
+
+@compiled
+def _settle(state: State, home: Ints) -> None:
+    """Make initial residents of the parameters that the first pass leaves in memory, where it leaves them."""
+    for t in range(len(home)):
+        if state.tensors[t].kind != VALUE:
+            home[t] = state.tensors[t].where
+
+
+@compiled
+def _bar(state: State, home: Ints) -> bool:
+    """Remove initial residents that cannot be brought back, because outputs end in their place; whether any were."""
+    barred = False
+    for t in range(len(home)):
+        tensor = state.tensors[t]
+        home[t] = tensor.home
+        if tensor.home < 0 or tensor.where == tensor.home:
+            continue
+        there = state.objects[tensor.home].holder
+        if _stays(state, t) or (there >= 0 and _stays(state, there)):
+            home[t] = NOWHERE
+            barred = True
+    return barred
+
+
+@compiled
+def _stays(state: State, t: int) -> bool:
+    return bool(state.tensors[t].output and state.tensors[t].kind != CONSTANT)
+
+
+@compiled
+def _restore(uses: Uses, course: _Course, state: State) -> None:
+    """Behind the last op: save changed state that does not stay, and bring initial residents back to their places."""
+    for k, op in enumerate(course.order):
+        for t in uses.tensor[uses.start[op] : uses.start[op + 1]]:
+            if state.tensors[t].touched == k:
+                _clear(state, t)
+    for t in uses.outputs:
+        _clear(state, t)
+    for op in course.order:
+        for t in uses.tensor[uses.start[op] : uses.start[op + 1]]:
+            _return(state, t)
+    for t in uses.outputs:
+        _return(state, t)
+
+
+@compiled
+def _clear(state: State, t: int) -> None:
+    """Save a tensor's changes if it does not stay where it started; an initial resident is dropped there."""
+    tensor = state.tensors[t]
+    if tensor.where >= 0 and tensor.where != tensor.home and tensor.kind != VALUE:
+        save(state, t)
+        if tensor.home >= 0:
+            displace(state, t)
+
+
+@compiled
+def _return(state: State, t: int) -> None:
+    """Bring an initial resident back. Whatever is in its place is not needed."""
+    tensor = state.tensors[t]
+    if tensor.home >= 0 and tensor.where != tensor.home:
+        if state.objects[tensor.home].holder >= 0:
+            displace(state, state.objects[tensor.home].holder)
+        fill(state, t, tensor.home)
+        note(state.log, IN, t, tensor.home)
+
+
+@compiled
+def _writes(uses: Uses, op: int, t: int) -> bool:
+    for i in range(uses.start[op], uses.start[op + 1]):  # noqa: SIM110 - compiled
+        if uses.tensor[i] == t and uses.written[i]:
+            return True
+    return False

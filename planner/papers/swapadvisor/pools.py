@@ -1,0 +1,182 @@
+"""SwapAdvisor's memory pool: what a graph needs of it, and where its objects lie.
+
+Papers: SwapAdvisor, section 4.1 (memory allocation). A pool has size classes, a class a number of objects of one
+size. An object is a fixed range of bytes and holds one tensor, or one op's scratch, at a time.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph import Graph
+from planner.layout.placement import SCRATCH_ALIGNMENT
+from planner.profile import Profile
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+CONSTANT: Final = 0
+STATE: Final = 1
+VALUE: Final = 2
+"""Kinds of tensors, as compiled loops see them: parameters, state, and inputs or activations."""
+
+NO_SIZE: Final = -1
+"""Size of what takes no bytes, and so no object."""
+
+
+class Uses(NamedTuple):
+    """A graph and its costs as arrays, without the tensors that have no bytes."""
+
+    start: Ints
+    """Op k's uses are `start[k]` to `start[k + 1]`, reads before writes, [ops + 1]."""
+    tensor: Ints
+    written: Bools
+    """Whether a use brings the tensor into being."""
+    changed: Bools
+    """Whether a use leaves the tensor other than its host copy: it is written, or changed in place."""
+    scratch: Ints
+    """Index of each op's scratch in `Sizes.nbytes`, or NO_SIZE, [ops]."""
+    size: Ints
+    """Index of each tensor in `Sizes.nbytes`, or NO_SIZE, [tensors]."""
+    kind: Ints
+    nbytes: Ints
+    in_s: Floats
+    out_s: Floats
+    op_s: Floats
+    inputs: Ints
+    outputs: Ints
+    compute_slowdown: float
+    swap_slowdown: float
+    stretch_s: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """TS, the sorted sizes that occur in a graph (section 5.3), and how often."""
+
+    nbytes: Ints
+    alignment: Ints
+    count: Ints
+    """Tensors of each size, and one for the scratch of that size."""
+    at_once: Ints
+    """Objects that some op needs at once, by size; one row per different need, [needs, sizes]."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The objects of one allocation, numbered class by class."""
+
+    class_of_size: Ints
+    """Classes count from 0 here."""
+    counts: Ints
+    object_bytes: Ints
+    alignment: Ints
+
+    @property
+    def nbytes(self) -> int:
+        """All objects together."""
+        return int(self.counts @ self.object_bytes)
+
+    @property
+    def offsets(self) -> Ints:
+        """Where each object starts: coarsest alignment first, so that nothing is lost between them."""
+        offsets = [np.arange(n) * each for n, each in zip(self.counts, self.object_bytes, strict=True)]
+        top = 0
+        for c in np.argsort(-self.alignment, kind="stable").tolist():
+            offsets[c] += top
+            top += int(self.counts[c] * self.object_bytes[c])
+        return np.concatenate(offsets)
+
+
+def uses_of(graph: Graph, profile: Profile) -> tuple[Uses, Sizes]:
+    """Turn a graph into arrays."""
+    tensors, kinds = graph.tensors, {"parameter": CONSTANT, "state": STATE}
+    touched = {t for op in graph.ops for t in (*op.reads, *op.writes)} | set(graph.outputs)
+    touched |= {i for i, t in enumerate(tensors) if t.kind == "input"}
+    held = {t for t in touched if tensors[t].nbytes}
+    alignment: dict[int, int] = {}
+    for nbytes, needed in (
+        *((tensors[t].nbytes, tensors[t].alignment) for t in sorted(held)),
+        *((op.scratch_bytes, SCRATCH_ALIGNMENT) for op in graph.ops if op.scratch_bytes),
+    ):
+        alignment[nbytes] = max(alignment.get(nbytes, 1), needed)
+    order = sorted(alignment)
+    index = {nbytes: i for i, nbytes in enumerate(order)} | {0: NO_SIZE}
+    rows = [[t for t in (*op.reads, *op.writes) if t in held] for op in graph.ops]
+    uses = Uses(
+        start=_ints(np.cumsum([0, *map(len, rows)])),
+        tensor=_ints(t for row in rows for t in row),
+        written=_bools(t in op.writes for op, row in zip(graph.ops, rows, strict=True) for t in row),
+        changed=_bools(
+            t in op.writes or t in op.mutates for op, row in zip(graph.ops, rows, strict=True) for t in row
+        ),
+        scratch=_ints(index[op.scratch_bytes] for op in graph.ops),
+        size=_ints(index[t.nbytes] if i in held else NO_SIZE for i, t in enumerate(tensors)),
+        kind=_ints(kinds.get(t.kind, VALUE) for t in tensors),
+        nbytes=_ints(t.nbytes for t in tensors),
+        in_s=np.array([profile.swap_in.seconds(t.nbytes) for t in tensors]),
+        out_s=np.array([profile.swap_out.seconds(t.nbytes) for t in tensors]),
+        op_s=np.array(profile.op_seconds),
+        inputs=_ints(i for i in sorted(held) if tensors[i].kind == "input"),
+        outputs=_ints(i for i in dict.fromkeys(graph.outputs) if i in held),
+        compute_slowdown=profile.compute_slowdown,
+        swap_slowdown=profile.swap_slowdown,
+        stretch_s=profile.stretch_s,
+    )
+    return uses, _sizes(uses, order, [alignment[n] for n in order], sorted(held))
+
+
+def _sizes(uses: Uses, order: Sequence[int], alignment: Sequence[int], held: Sequence[int]) -> Sizes:
+    count = np.bincount(uses.size[list(held)], minlength=len(order))
+    count[np.unique(uses.scratch[uses.scratch != NO_SIZE])] += 1
+    needs = {_tally(uses.size[uses.inputs], len(order))}
+    for k, scratch in enumerate(uses.scratch.tolist()):
+        tensors = uses.tensor[uses.start[k] : uses.start[k + 1]]
+        if k == len(uses.scratch) - 1:
+            tensors = np.union1d(tensors, uses.outputs)
+        sizes = uses.size[tensors]
+        needs.add(_tally(sizes if scratch == NO_SIZE else np.append(sizes, scratch), len(order)))
+    return Sizes(_ints(order), _ints(alignment), count, np.array(sorted(needs), dtype=np.int64))
+
+
+def _tally(sizes: Ints, length: int) -> tuple[int, ...]:
+    return tuple(np.bincount(sizes, minlength=length).tolist())
+
+
+def object_bytes(sizes: Sizes, classes: Ints) -> Ints:
+    """Size of each class's objects: its largest tensor's, rounded up so that all its tensors are aligned.
+
+    `classes` count from 1, as in the paper.
+    """
+    return _round_up(*_extremes(sizes, classes))
+
+
+def pool_of(sizes: Sizes, classes: Ints, counts: Ints) -> Pool:
+    """The pool of an allocation: CLS and CNT."""
+    largest, alignment = _extremes(sizes, classes)
+    return Pool(classes - 1, counts, _round_up(largest, alignment), alignment)
+
+
+def _extremes(sizes: Sizes, classes: Ints) -> tuple[Ints, Ints]:
+    """Largest size and coarsest alignment in each class."""
+    largest, alignment = np.zeros(classes.max(), np.int64), np.ones(classes.max(), np.int64)
+    np.maximum.at(largest, classes - 1, sizes.nbytes)
+    np.maximum.at(alignment, classes - 1, sizes.alignment)
+    return largest, alignment
+
+
+def _round_up(nbytes: Ints, alignment: Ints) -> Ints:
+    rounded: Ints = -(-nbytes // alignment) * alignment
+    return rounded
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.array(list(values), dtype=np.int64)
+
+
+def _bools(values: Iterable[bool]) -> Bools:
+    return np.array(list(values), dtype=np.bool_)

@@ -1,0 +1,60 @@
+"""What a schedule's times mean as a sequence: its actions in the order of their times.
+
+A swap-in is issued behind the op before its start and a drop stands where the tensor's absence begins, so that
+memory holds at every action what the schedule says for that time.
+"""
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+from planner.papers.tensile.job import Axis, Track
+from planner.sequence.gaps import START, Fate, Gaps
+from planner.sequence.sequence import Action, compute, drop, swap_in, swap_out
+
+
+class _Rank(IntEnum):
+    """The order of actions at one time."""
+
+    SWAP_OUT = 0
+    DROP = 1
+    SWAP_IN = 2
+    COMPUTE = 3
+
+
+def actions_of(axis: Axis) -> tuple[list[Action], frozenset[int]]:
+    """One iteration of a job in order, and the weights that it starts and ends with."""
+    timed = [(run.start_ns, _Rank.COMPUTE, compute(run.op)) for run in axis.runs]
+    for track in axis.tracks.values():
+        timed += _actions(axis, track)
+    timed.sort(key=lambda a: (a[0], a[1]))
+    residents = (t for t, track in axis.tracks.items() if track.resident)
+    return [action for _, _, action in timed], frozenset(residents)
+
+
+def _actions(axis: Axis, track: Track) -> Iterator[tuple[int, _Rank, Action]]:
+    leave, t = drop(track.tensor), track.tensor
+    yield from ((run.end_ns, _Rank.DROP, leave) for run in track.extra)
+    if not track.is_weight and not track.stays:
+        yield axis.end_of(track.accesses[-1] if track.accesses else None), _Rank.DROP, leave
+    for span in track.outs.values():
+        yield span.start_ns, _Rank.SWAP_OUT, swap_out(t)
+    for gap in track.gaps:
+        if not gap.kept:
+            yield axis.gone_ns(track, gap), _Rank.DROP, leave
+        if gap.back is not None:
+            yield gap.back.start_ns, _Rank.SWAP_IN, swap_in(t)
+
+
+def fates_of(axis: Axis, gaps: Gaps) -> list[Fate]:
+    """Only what becomes of each tensor between its uses, without the times."""
+    found: dict[tuple[int, int, bool], Fate] = {}
+    for track in axis.tracks.values():
+        last_use = START
+        for gap in track.gaps:
+            if gap.before is not None and not gap.before.again:
+                last_use = gap.before.op
+            if not gap.kept:
+                fate = Fate.RESTORE if gap.early else Fate.SWAP if gap.rerun is None else Fate.RECOMPUTE
+                found[track.tensor, last_use, gap.across] = fate
+    fates = (found.get((g.tensor, g.last_use, g.wraps), Fate.KEEP) for g in gaps.all)
+    return [fate if fate in g.fates else Fate.SWAP for fate, g in zip(fates, gaps.all, strict=True)]

@@ -1,0 +1,122 @@
+"""TENSILE: transfers at times that are free on the link, for the tensors at the memory's peak.
+
+Section IV of the paper, for one job in a fixed memory; see planner.papers.tensile.
+What the paper's executor does when a
+schedule does not fit (it waits for swaps) is decided here too, so that there is a plan in every memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from typing import Final
+
+from planner.errors import UnsupportedProblem
+from planner.papers.tensile.job import Axis, Job
+from planner.papers.tensile.order import actions_of, fates_of
+from planner.papers.tensile.passive import press_out
+from planner.papers.tensile.schedule import schedule
+from planner.plan import Plan
+from planner.problem import Cost, Problem
+from planner.search.by_plan import ByPlan
+from planner.sequence.gaps import Gaps
+from planner.sequence.no_wait import fit
+from planner.sequence.sequence import lay_out, write
+from planner.sequence.serial import least_bytes, require, serial
+
+SHARES: Final = (1.0, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+"""Of the memory, what the schedule assumes to have; the rest is for fragmentation."""
+FITTING: Final = 3
+"""Shares to judge: the largest whose tensors can be placed. Placing takes most of the time."""
+UNTIMED: Final = (0.95, 0.9, 0.8, 0.7, 0.5)
+"""The same for schedules of which only the decisions count: what they leave is for transfers that come early."""
+BEST: Final = 2
+"""Candidates of the paper's own way that other ways are tried with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a schedule is made with."""
+
+    share: float
+    most_swapped: float = 1.0
+    """Maximum swapping rate."""
+    duplex: bool = False
+    """Whether the link's directions are scheduled apart; the paper's link has one channel for both."""
+    thorough: bool = True
+    """Whether a swapped tensor is released before all its accesses."""
+
+
+WAYS: Final = tuple(
+    (most_swapped, duplex, thorough)
+    for most_swapped in (1.0, 0.5, 0.25)
+    for duplex, thorough in ((False, True), (True, True), (True, False))
+)[1:]
+"""Other maximum swapping rates, and what is not the paper's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule and how it is carried out; without one, everything leaves after each op."""
+
+    schedule: Schedule | None
+    timed: bool = True
+    """Whether transfers stand where the schedule's times put them. Otherwise the schedule only says what leaves between
+    which uses, and transfers are as early as memory allows: where not all of them are hidden, that is better."""
+
+
+class Interval(ByPlan[Candidate]):
+    """Judges schedules for several maximum swapping rates and shares of the memory."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        if problem.workspace_bytes or problem.residents is not None:
+            raise UnsupportedProblem(
+                "interval plans a single model's budget, without a shared workspace or given residents"
+            )
+        require(problem)
+        self.problem = problem
+        self.evaluations = FITTING + len(UNTIMED) + 1 + BEST * len(WAYS)
+        self._gaps = Gaps(problem.graph)
+        self._axis = cache(self._scheduled)
+        self._plan = cache(self._make)
+        self._latency_s: dict[Candidate, float] = {}
+        self._steps = self._search()
+
+    def ask(self) -> Sequence[Candidate]:
+        return next(self._steps, ())
+
+    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+        self._latency_s |= {c: cost.latency_s for c, cost in zip(candidates, costs, strict=False)}
+
+    def _search(self) -> Iterator[Sequence[Candidate]]:
+        """The paper's way in the largest shares that can be placed; then other ways in the best of these."""
+        fitting = (c for share in SHARES if self._plan(c := Candidate(Schedule(share))) is not None)
+        first = next(fitting, Candidate(None))
+        yield (first,)
+        untimed = [Candidate(Schedule(share), timed=False) for share in UNTIMED]
+        others = [*islice(fitting, FITTING - 1), *untimed]
+        yield [c for c in (*others, Candidate(None)) if c != first]
+        best = sorted((c for c in self._latency_s if c.schedule is not None), key=lambda c: self._latency_s[c])
+        yield [
+            replace(c, schedule=Schedule(c.schedule.share, *way)) for c in best[:BEST] for way in WAYS if c.schedule
+        ]
+
+    def _make(self, candidate: Candidate) -> Plan | None:
+        graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
+        actions, residents = serial(graph), frozenset[int]()
+        if candidate.schedule is not None:
+            axis = self._axis(candidate.schedule)
+            if not candidate.timed:
+                return fit(self.problem, self._gaps, fates_of(axis, self._gaps))
+            actions, residents = actions_of(axis)
+        placed = lay_out(graph, actions, residents, memory_bytes)
+        if placed.peak_bytes > memory_bytes:
+            return None
+        return write(graph, self.problem.profile, memory_bytes, actions, residents, placed)
+
+    def _scheduled(self, how: Schedule) -> Axis:
+        job = Job(self.problem.graph, self.problem.profile, how.most_swapped)
+        room_bytes = max(int(self.problem.memory_bytes * how.share), least_bytes(self.problem.graph))
+        system = schedule([job], room_bytes, duplex=how.duplex, thorough=how.thorough)
+        press_out(system, room_bytes)
+        return system.axes[0]

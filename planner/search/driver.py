@@ -1,0 +1,122 @@
+"""The planner's front door: a problem in, the best plan found out, checked."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from planner.check import check
+from planner.errors import FingerprintMismatch
+from planner.plan import Plan, Provenance
+from planner.problem import TIE, Cost, Limit, Problem
+from planner.search.judges import Judges
+from planner.search.registry import maker
+from planner.simulate import simulate
+
+Progress = Callable[[int, float, float], None]
+"""Told the evaluations so far, the best latency and its lower bound (with the first plan, only a quick one)."""
+
+
+def search(
+    problem: Problem,
+    searcher: str = "best",
+    *,
+    seed: int = 0,
+    limit: Limit | None = None,
+    workers: int = 1,
+    on_progress: Progress | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Plan:
+    """Find a plan of little latency; among equals, of short period, then of few copied bytes.
+
+    Without a limit in seconds, the same problem, searcher and seed give the same plan with any number of workers. Once
+    `is_stopped`, the best plan so far is enough.
+    Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.
+    """
+    graph, profile = problem.graph, problem.profile
+    if profile.graph != graph.fingerprint:
+        raise FingerprintMismatch("profile", graph.fingerprint, profile.graph)
+    started = time.monotonic()
+    limit = limit if limit is not None else Limit()
+    state = maker(searcher)(problem, seed)
+    deadline_s = math.inf if limit.seconds is None else started + limit.seconds
+    limited = limit.evaluations is not None or limit.seconds is not None
+    shortlist = Shortlist()
+
+    def is_over() -> bool:
+        return is_stopped() or time.monotonic() >= deadline_s
+
+    with Judges(searcher, problem, seed, workers, state) as judges:
+        while candidates := state.ask():
+            most = limit.evaluations if limited else state.evaluations
+            left = len(candidates) if most is None else most - shortlist.evaluations
+            if left <= 0:
+                break
+            candidates = candidates[:left]
+            costs = judges.judge(candidates, shortlist.least_s * TIE, is_over)
+            candidates = candidates[: len(costs)]
+            state.tell(candidates, costs)
+            shortlist.add(candidates, costs)
+            if on_progress is not None:
+                bound_s = problem.bound_s if shortlist.evaluations > len(costs) else profile.compute_s
+                on_progress(shortlist.evaluations, shortlist.least_s, bound_s)
+            if is_over():
+                break
+    best = shortlist.best()
+    plan = state.write(best.candidate)
+    timeline = simulate(graph, plan, profile)
+    assert timeline.period_s is not None or not graph.ops
+    plan = replace(
+        plan,
+        provenance=Provenance(
+            searcher=searcher,
+            seed=seed,
+            evaluations=shortlist.evaluations,
+            latency_s=timeline.latency_s,
+            period_s=timeline.period_s or 0.0,
+            baseline_s=shortlist.first_s,
+            resident_s=profile.compute_s,
+            bound_s=problem.bound_s,
+        ),
+    )
+    check(graph, profile, plan)
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    candidate: Any
+    cost: Cost
+
+
+class Shortlist:
+    """The candidates that may still be the best: as fast as the fastest, within a tie."""
+
+    def __init__(self) -> None:
+        self.evaluations = 0
+        self.first_s = 0.0
+        self.least_s = float("inf")
+        self._kept: list[Judged] = []
+
+    def add(self, candidates: Sequence[Any], costs: Sequence[Cost]) -> bool:
+        """Remember what is good enough; whether there is a new fastest."""
+        if not self.evaluations and costs:
+            self.first_s = costs[0].latency_s
+        self.evaluations += len(costs)
+        least_s = min((c.latency_s for c in costs), default=self.least_s)
+        better = least_s < self.least_s
+        self.least_s = min(least_s, self.least_s)
+        self._kept += map(Judged, candidates, costs)
+        if better or len(self._kept) > 4096:
+            self._kept = [j for j in self._kept if j.cost.latency_s <= self.least_s * TIE]
+        return better
+
+    def best(self) -> Judged:
+        """The fastest; among equals the shortest period, then the fewest copied bytes."""
+        fast = [j for j in self._kept if j.cost.latency_s <= self.least_s * TIE]
+        shortest_s = min(j.cost.period_s for j in fast)
+        short = [j for j in fast if j.cost.period_s <= shortest_s * TIE]
+        return min(short, key=lambda j: (j.cost.link_bytes, j.cost.latency_s))

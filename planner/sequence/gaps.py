@@ -1,0 +1,136 @@
+"""Gaps between a tensor's uses, and what may become of it meanwhile: the decisions that swapping is about.
+
+Whoever decides gives every gap a fate; `planner.sequence.no_wait` makes a sequence and a plan of them:
+
+    Gaps(graph, order=None)                       .all: tuple[Gap, ...], .ops_at, .uses
+    no_wait(gaps, memory_bytes, fates)            -> (actions, residents) | None where they need more memory
+    fit(problem, gaps, fates, shares=SHARES)      -> Plan | None where no layout fits; try planner.sequence.serial then
+    lean(gaps)                                    -> the fates that need the least memory
+
+`fates[i]` is for `gaps.all[i]` and one of its `.fates`. Positions count ops in the order they run in; with `order`
+None they are op ids. An output is used by the last op: it must be there when that ends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import pairwise
+from typing import Final
+
+from planner.graph import Graph
+
+START: Final = -1
+"""Position of the start of the inference."""
+
+
+class Fate(Enum):
+    """What becomes of a tensor in a gap."""
+
+    KEEP = "keep"
+    """It stays in memory. Over the end of the inference: it is a resident."""
+    SWAP = "swap"
+    """It leaves after the last use, swapped out if the host store has no copy, and is swapped in for the next."""
+    RECOMPUTE = "recompute"
+    """It is dropped, and its op runs again right before the next use."""
+    RESTORE = "restore"
+    """Over the end of the inference: a resident that leaves after the last use and comes back behind the last op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Positions in which a tensor is not used though it is needed later; there is at least one between the uses.
+
+    `wraps`: a parameter's or state's way from its last use over the end of the inference to its first use of the
+    next one, which is `next_use`; it may hold no position. Only gaps of inputs start at START.
+    """
+
+    tensor: int
+    last_use: int
+    next_use: int
+    wraps: bool
+    fates: tuple[Fate, ...]
+    """Those that are possible. A wrapping gap cannot be recomputed, and only such a one can be restored."""
+
+
+class Gaps:
+    """All gaps of a graph whose ops run in `order`, by tensor and time."""
+
+    def __init__(self, graph: Graph, order: Sequence[int] | None = None) -> None:
+        self.graph = graph
+        self.ops_at: tuple[int, ...] = tuple(range(len(graph.ops)) if order is None else order)
+        """Op at each position."""
+        self.uses: tuple[tuple[int, ...], ...] = self._find_uses()
+        """Positions of each tensor's uses, its writing included; an input's delivery is none."""
+
+    @cached_property
+    def all(self) -> tuple[Gap, ...]:
+        return tuple(gap for t in range(len(self.graph.tensors)) for gap in self._of(t))
+
+    @cached_property
+    def producer(self) -> dict[int, int]:
+        """Position of the op that writes each activation."""
+        return {t: k for k, op in enumerate(self.ops_at) for t in self.graph.ops[op].writes}
+
+    @cached_property
+    def repeatable_until(self) -> tuple[int, ...]:
+        """Position of an op up to which each op may run again, before it: the first to change what the op touched.
+
+        START for an op that changes something itself.
+        """
+        ops = [self.graph.ops[k] for k in self.ops_at]
+        changed_at = dict.fromkeys((t for op in ops for t in op.mutates), len(ops))
+        until = [len(ops)] * len(ops)
+        for p in reversed(range(len(ops))):
+            op = ops[p]
+            until[p] = min((changed_at.get(t, len(ops)) for t in (*op.reads, *op.writes)), default=len(ops))
+            if op.mutates:
+                until[p] = START
+                changed_at |= dict.fromkeys(op.mutates, p)
+        return tuple(until)
+
+    def _find_uses(self) -> tuple[tuple[int, ...], ...]:
+        uses: list[list[int]] = [[] for _ in self.graph.tensors]
+        for position, k in enumerate(self.ops_at):
+            for t in dict.fromkeys((*self.graph.ops[k].reads, *self.graph.ops[k].writes)):
+                uses[t].append(position)
+        last = len(self.ops_at) - 1
+        for t in self.graph.outputs:
+            if self.ops_at and (not uses[t] or uses[t][-1] < last):
+                uses[t].append(last)
+        return tuple(map(tuple, uses))
+
+    def _of(self, t: int) -> list[Gap]:
+        kind, uses = self.graph.tensors[t].kind, self.uses[t]
+        if not uses:
+            return []
+        starts = (START, *uses) if kind == "input" else uses
+        pairs = [(a, b) for a, b in pairwise(starts) if b > a + 1]
+        found = [Gap(t, a, b, False, self._fates(t, b)) for a, b in pairs]
+        if kind in ("parameter", "state"):
+            fates = (Fate.KEEP, Fate.SWAP, Fate.RESTORE)
+            stays = kind == "state" and t in self.graph.outputs
+            found.append(Gap(t, uses[-1], uses[0], True, fates[:2] if stays else fates))
+        return found
+
+    def _fates(self, t: int, next_use: int) -> tuple[Fate, ...]:
+        if self.graph.tensors[t].kind == "activation" and self._can_repeat(t, next_use):
+            return (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
+        return (Fate.KEEP, Fate.SWAP)
+
+    def _can_repeat(self, t: int, position: int) -> bool:
+        """Whether an activation can be computed again: from what is needed anyway, or can be computed again too."""
+        found, stack = {t}, [t]
+        while stack:
+            k = self.producer[stack.pop()]
+            if self.repeatable_until[k] < position:
+                return False
+            for r in self.graph.ops[self.ops_at[k]].reads:
+                kind = self.graph.tensors[r].kind
+                if r in found or kind in ("parameter", "state") or self.uses[r][-1] >= position:
+                    continue
+                if kind == "input":
+                    return False
+                found.add(r)
+                stack.append(r)
+        return True

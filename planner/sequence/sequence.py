@@ -1,0 +1,187 @@
+"""A plan without addresses: what happens in which order. Placing its tensors and writing it out makes a plan of it.
+
+Whoever decides what to keep, swap and recompute need not care about offsets: an action that brings a tensor starts
+a stay in memory, its drop ends it, and stays that meet in time get bytes that do not.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from planner.graph import Graph
+from planner.layout.liveness import Lifespan
+from planner.layout.placement import SCRATCH_ALIGNMENT, Block, Layout, place
+from planner.plan import Plan
+from planner.profile import Profile
+from planner.sequence.writer import Writer
+
+
+class Verb(Enum):
+    COMPUTE = "compute"
+    SWAP_IN = "swap_in"
+    SWAP_OUT = "swap_out"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`what` is an op's id for COMPUTE and a tensor's for all others. An op may be computed again."""
+
+    verb: Verb
+    what: int
+
+
+def compute(op: int) -> Action:
+    return Action(Verb.COMPUTE, op)
+
+
+def swap_in(tensor: int) -> Action:
+    return Action(Verb.SWAP_IN, tensor)
+
+
+def swap_out(tensor: int) -> Action:
+    return Action(Verb.SWAP_OUT, tensor)
+
+
+def drop(tensor: int) -> Action:
+    return Action(Verb.DROP, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A tensor in memory while `span.first <= i < span.end`, i counting actions."""
+
+    tensor: int
+    span: Lifespan
+
+
+def stays(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[Stay]:
+    """Every stay of every tensor, inputs and residents from action 0 on, in order of their starts.
+
+    Raises KeyError for a drop of what is not in memory, ValueError for a second copy of what is.
+    """
+    since = dict.fromkeys((*_inputs(graph), *residents), 0)
+    found: list[Stay] = []
+    for i, action in enumerate(actions):
+        if action.verb is Verb.DROP:
+            found.append(Stay(action.what, Lifespan(since.pop(action.what), i + 1)))
+            continue
+        brought = graph.ops[action.what].writes if action.verb is Verb.COMPUTE else ()
+        for t in (action.what,) if action.verb is Verb.SWAP_IN else brought:
+            if t in since:
+                raise ValueError(f"action {i} brings {graph.tensors[t].name}, which is in memory")
+            since[t] = i
+    found += (Stay(t, Lifespan(first, len(actions) + 1)) for t, first in since.items())
+    return sorted(found, key=lambda s: (s.span.first, s.tensor))
+
+
+def peak_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> int:
+    """Most bytes in memory at once, scratch included, fragmentation not."""
+    return max(held_bytes(graph, actions, residents), default=0)
+
+
+def held_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[int]:
+    """Bytes in memory during each action, scratch included."""
+    size = [t.nbytes for t in graph.tensors]
+    held = sum(size[t] for t in (*_inputs(graph), *residents))
+    found = []
+    for action in actions:
+        scratch = 0
+        match action.verb:
+            case Verb.COMPUTE:
+                held += sum(size[t] for t in graph.ops[action.what].writes)
+                scratch = graph.ops[action.what].scratch_bytes
+            case Verb.SWAP_IN:
+                held += size[action.what]
+        found.append(held + scratch)
+        if action.verb is Verb.DROP:
+            held -= size[action.what]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Offsets for a sequence's stays (in their order) and for the scratch of each action that has some."""
+
+    stays: tuple[Stay, ...]
+    offsets: tuple[int, ...]
+    scratch: dict[int, int]
+    peak_bytes: int
+
+
+def lay_out(
+    graph: Graph, actions: Sequence[Action], residents: Collection[int], memory_bytes: int = 0, nodes: int = 0
+) -> Placed:
+    """Give every stay an offset. A resident that comes back for good comes back to the same bytes.
+
+    Stops at the first layout that fits in `memory_bytes`; whether the one found does, `peak_bytes` tells. `nodes` are
+    those of `planner.layout.placement.place`.
+    """
+    found = stays(graph, actions, residents)
+    last = len(actions) + 1
+    home = {s.tensor: s.span for s in found if s.tensor in residents and s.span.first == 0}
+    back = {s.tensor: s.span for s in found if s.tensor in residents and s.span.first > 0 and s.span.end == last}
+    blocks: list[Block] = []
+    owner: dict[int, int] = {}
+    for i, stay in enumerate(found):
+        tensor, again = graph.tensors[stay.tensor], None
+        if stay.tensor in back:
+            if stay.span == back[stay.tensor]:
+                continue
+            again = back[stay.tensor] if stay.span == home[stay.tensor] else None
+        owner[i] = len(blocks)
+        blocks.append(Block(tensor.nbytes, tensor.alignment, stay.span, again))
+    scratch = {}
+    for i, action in enumerate(actions):
+        if action.verb is Verb.COMPUTE and graph.ops[action.what].scratch_bytes:
+            scratch[i] = len(blocks)
+            nbytes = graph.ops[action.what].scratch_bytes
+            blocks.append(Block(nbytes, SCRATCH_ALIGNMENT, Lifespan(i, i + 1)))
+    layout: Layout = place(blocks, memory_bytes, nodes)
+    first_stay = {s.tensor: i for i, s in enumerate(found) if s.span.first == 0}
+    return Placed(
+        stays=tuple(found),
+        offsets=tuple(
+            layout.offsets[owner[i] if i in owner else owner[first_stay[s.tensor]]] for i, s in enumerate(found)
+        ),
+        scratch={i: layout.offsets[b] for i, b in scratch.items()},
+        peak_bytes=layout.peak_bytes,
+    )
+
+
+def write(
+    graph: Graph,
+    profile: Profile,
+    memory_bytes: int,
+    actions: Sequence[Action],
+    residents: Collection[int],
+    placed: Placed,
+) -> Plan:
+    """Write a single-model plan: all of the memory is the partition."""
+    starting = {(s.tensor, s.span.first): o for s, o in zip(placed.stays, placed.offsets, strict=True)}
+    writer = Writer(
+        graph,
+        memory_bytes,
+        0,
+        {t: starting[t, 0] for t in _inputs(graph)},
+        {t: starting[t, 0] for t in residents},
+    )
+    last = max((i for i, a in enumerate(actions) if a.verb is Verb.COMPUTE), default=None)
+    for i, action in enumerate(actions):
+        match action.verb:
+            case Verb.COMPUTE:
+                writes = graph.ops[action.what].writes
+                arrived = [t for t in graph.outputs if t not in writes] if i == last else ()
+                offsets = [starting[t, i] for t in writes]
+                writer.compute(action.what, offsets, placed.scratch.get(i), arrived)
+            case Verb.SWAP_IN:
+                writer.swap_in(action.what, starting[action.what, i])
+            case Verb.SWAP_OUT:
+                writer.swap_out(action.what)
+            case Verb.DROP:
+                writer.drop(action.what)
+    return writer.plan(profile.fingerprint)
+
+
+def _inputs(graph: Graph) -> list[int]:
+    return [i for i, t in enumerate(graph.tensors) if t.kind == "input"]

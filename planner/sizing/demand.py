@@ -1,0 +1,79 @@
+"""What is asked of the memory: models, how often they are asked for, and the least that they need."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.graph import Graph
+from planner.layout.feasible import Footprint, page_aligned
+from planner.offloading.zone import Zones
+from planner.profile import Profile
+
+WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
+"""Sizes of the window to try, in units of the largest op's parameters."""
+
+
+@dataclass(frozen=True)
+class ModelDemand:
+    """A model, by batch size, and how often it is asked for."""
+
+    name: str
+    graphs: Mapping[int, Graph]
+    profiles: Mapping[int, Profile]
+    rate_per_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A model with what its graphs need whatever the plan."""
+
+    model: ModelDemand
+    footprints: Mapping[int, Footprint]
+
+    @staticmethod
+    def of(model: ModelDemand) -> "Demand":
+        return Demand(model, {batch: Footprint.of(g) for batch, g in model.graphs.items()})
+
+    def leaner(self) -> "Demand":
+        """The same with activations that leave memory when nobody uses them: less memory, and more time."""
+        return Demand(self.model, {batch: _leanest(f) for batch, f in self.footprints.items()})
+
+    @property
+    def smallest_batch(self) -> int:
+        return min(self.model.graphs)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Partition that holds every parameter."""
+        graph = self.model.graphs[self.smallest_batch]
+        return sum(page_aligned(graph.tensors[i].nbytes) for i in graph.parameters)
+
+    @property
+    def activation_bytes(self) -> int:
+        return max(f.activation_bytes for f in self.footprints.values())
+
+    @property
+    def least_bytes(self) -> int:
+        return max(f.least_bytes for f in self.footprints.values())
+
+    @property
+    def neediest(self) -> Footprint:
+        return max(self.footprints.values(), key=lambda f: f.least_bytes)
+
+    def least_partition_bytes(self, workspace: int) -> int | None:
+        """Least partition with which all batches are feasible; None if the workspace is too small."""
+        least = [f.least_partition_bytes(workspace) for f in self.footprints.values()]
+        return max((b for b in least if b is not None), default=0) if None not in least else None
+
+
+def _leanest(footprint: Footprint) -> Footprint:
+    zone_bytes = page_aligned(Zones(footprint.graph).leanest().nbytes)
+    return Footprint.of_zone(footprint.graph, zone_bytes) if zone_bytes < footprint.activation_bytes else footprint
+
+
+def workspaces(demands: Sequence[Demand], memory: int) -> list[int]:
+    """Workspaces worth trying: from the activations alone to the least that needs no partition, and beyond."""
+    activations = max(d.activation_bytes for d in demands)
+    largest_window = max(d.least_bytes for d in demands) - activations
+    sizes = {activations + page_aligned(int(largest_window * f)) for f in WINDOWS}
+    sizes.add(max(d.least_bytes for d in demands))
+    return sorted(s for s in sizes if s <= memory)

@@ -1,0 +1,110 @@
+"""One model and the memory it could have: how to split it, and the plans for it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.errors import InfeasibleBudget
+from planner.graph import Graph
+from planner.layout.feasible import PAGE_BYTES
+from planner.library import Library
+from planner.plan import Placement, Plan
+from planner.problem import Limit, Problem
+from planner.profile import Profile
+from planner.search.quick import quick_latency_s
+from planner.sizing.demand import Demand, ModelDemand, workspaces
+from planner.sizing.entries import EntryPlanner
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is free for one more model: a workspace that all could have, and the largest partition beside it."""
+
+    workspace_bytes: int
+    partition_bytes: int
+
+
+def split_budget(
+    graphs: Mapping[int, Graph], profiles: Mapping[int, Profile], budget_bytes: int
+) -> tuple[int, int]:
+    """Split one model's memory into partition and workspace for the least latency at the smallest batch.
+
+    Every batch size is feasible with the result. Raises InfeasibleBudget.
+    """
+    budget = budget_bytes // PAGE_BYTES * PAGE_BYTES
+    demand = Demand.of(ModelDemand(next(iter(graphs.values())).name, graphs, profiles))
+    if budget < demand.least_bytes:
+        demand = demand.leaner()
+    footprints, neediest = demand.footprints, demand.neediest
+    if budget < neediest.least_bytes:
+        raise InfeasibleBudget(neediest.graph.name, neediest.neediest_op, budget_bytes, neediest.least_bytes)
+    batch = min(graphs)
+    best: tuple[float, int] | None = None
+    for workspace in workspaces([demand], budget):
+        partition = budget - workspace
+        if any(f.least_workspace_bytes(partition) > workspace for f in footprints.values()):
+            continue
+        latency_s = quick_latency_s(footprints[batch], profiles[batch], partition, workspace)
+        if best is None or latency_s < best[0]:
+            best = (latency_s, workspace)
+    assert best is not None  # the whole budget as workspace is always feasible
+    return budget - best[1], best[1]
+
+
+def fit(model: ModelDemand, rooms: Sequence[Room]) -> Room | None:
+    """Choose a workspace and a partition for one more model, for its least latency; None if no room will do."""
+    demand = Demand.of(model)
+    chosen = _fit(demand, rooms)
+    return chosen if chosen is not None else _fit(demand.leaner(), rooms)
+
+
+def _fit(demand: Demand, rooms: Sequence[Room]) -> Room | None:
+    model = demand.model
+    batch = demand.smallest_batch
+    best: tuple[float, Room] | None = None
+    for room in rooms:
+        least = demand.least_partition_bytes(room.workspace_bytes)
+        if least is None or least > room.partition_bytes:
+            continue
+        partition = max(least, min(room.partition_bytes // PAGE_BYTES * PAGE_BYTES, demand.parameter_bytes))
+        footprint, profile = demand.footprints[batch], model.profiles[batch]
+        latency_s = quick_latency_s(footprint, profile, partition, room.workspace_bytes)
+        if best is None or latency_s < best[0] * (1 - 1e-6):
+            best = (latency_s, Room(room.workspace_bytes, partition))
+    return None if best is None else best[1]
+
+
+def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
+    """Sizes of the workspace that are worth trying for a model."""
+    demand = Demand.of(model)
+    return sorted({*workspaces([demand], memory_bytes), *workspaces([demand.leaner()], memory_bytes)})
+
+
+def least_bytes(model: ModelDemand) -> int:
+    """Least memory, partition and workspace together, in which a model can run at all its batch sizes."""
+    return Demand.of(model).leaner().least_bytes
+
+
+def plan_model(
+    model: ModelDemand, room: Room, library: Library | None = None, *, seed: int = 0, quick: bool = False
+) -> dict[int, Plan]:
+    """Plan every batch of a model; `quick` takes the first plan that works, and remembers none."""
+    demand = Demand.of(model)
+    planner = EntryPlanner(
+        None if quick else library, seed, len(model.graphs), None, Limit(evaluations=1) if quick else None
+    )
+    return planner.entry(demand, 0, room.partition_bytes, room.workspace_bytes).plans
+
+
+def known_plans(model: ModelDemand, room: Room, library: Library, *, seed: int = 0) -> dict[int, Plan] | None:
+    """The plans that `plan_model` would make, if the library has all of them."""
+    plans: dict[int, Plan] = {}
+    residents: tuple[Placement, ...] | None = None
+    for batch in sorted(model.graphs):
+        problem = Problem(
+            model.graphs[batch], model.profiles[batch], room.partition_bytes, room.workspace_bytes, residents
+        )
+        plan = library.known(problem, seed=seed)
+        if plan is None:
+            return None
+        plans[batch], residents = plan, plan.residents
+    return plans

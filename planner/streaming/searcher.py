@@ -1,0 +1,242 @@
+"""Ours: parameters stream past residents; what stays, what is released early and what streams is annealed.
+
+Activations have fixed places. Ops run in the graph's order or in one in which those that read the same parameters
+come together (an unrolled recurrent network then needs each layer's weights once).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, repeat
+
+import numpy as np
+from msgspec.structs import replace
+
+from planner.bounds.relaxation import relax
+from planner.errors import UnsupportedProblem
+from planner.layout.feasible import PAGE_BYTES, Footprint
+from planner.plan import Compute, Placement, Plan
+from planner.problem import Cost, Problem
+from planner.profile import Profile
+from planner.streaming import stream
+from planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
+from planner.streaming.emit import emit, placements
+from planner.streaming.memory import NOWHERE
+from planner.streaming.residents import by_share, capacities, guesses
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, Swaps, homes, play
+from planner.streaming.views import Views
+from planner.streaming.workload import Workload
+
+WIDENED = 6
+"""Guesses that are tried in every way."""
+CHAINS = 4
+"""Walks that go on side by side."""
+ROUNDS = 8
+"""How often each goes on where nobody sets a limit."""
+WORK_PER_ROUND = 25_000
+"""Ops and uses that a walk looks at before walks are compared: some 10 ms."""
+MOST_STEPS = 40
+HEAT = 0.004
+"""Share of the cost by which the first steps may get worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Decisions as bytes; with `steps`, the best of a walk that starts from them."""
+
+    order: int
+    fate: bytes
+    hold: bytes
+    fit: int
+    steps: int = 0
+    heat: float = 0.0
+    seed: int = 0
+
+    def decisions(self) -> Decisions:
+        fate = np.frombuffer(self.fate, np.int8).astype(np.int64)
+        return Decisions(fate, np.frombuffer(self.hold, np.bool_).copy(), self.fit)
+
+    def residents(self) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(np.frombuffer(self.fate, np.int8) != STREAMED).tolist())
+
+
+class Streaming:
+    """Judges quick guesses, then lets several walks go on from the best."""
+
+    is_compiled = True
+
+    def __init__(self, problem: Problem, seed: int, views: Views | None = None) -> None:
+        if problem.residents is not None and not problem.workspace_bytes:
+            raise UnsupportedProblem(
+                f"{problem.graph.name}: given residents need a workspace beside their partition"
+            )
+        if any(t.kind == "state" for t in problem.graph.tensors):
+            raise UnsupportedProblem(
+                f"{problem.graph.name}: streaming keeps activations in memory and changes no parameters; ask another"
+                " searcher for a training graph"
+            )
+        self.problem = problem
+        self.views = Views(problem) if views is None else views
+        self._seed = seed
+        self._rng = np.random.default_rng(seed)
+        self._judged: list[tuple[float, Candidate]] = []
+        self._found: dict[Candidate, Decisions] = {}
+        self._asks = self._ask()
+        self._done = False
+
+    @cached_property
+    def evaluations(self) -> int:
+        ways = len(list(self._ways(0, ())))
+        return len(self._starts) + len(self._starts) // 4 + WIDENED * ways + ROUNDS * CHAINS
+
+    def ask(self) -> Sequence[Candidate]:
+        return () if self._done else next(self._asks, ())
+
+    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+        for candidate, cost in zip(candidates, costs, strict=False):
+            busy_s = cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
+            self._judged.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
+            if self._is_perfect(cost):
+                self._done = True
+
+    def judge(self, candidate: Candidate, good_s: float) -> Cost:
+        work, decisions = self.views[candidate.order].work, self._decisions(candidate)
+        latency_s, period_s, pages = stream.judge(work.arrays, self._home(work, decisions), decisions, good_s)
+        return Cost(latency_s, period_s, pages * PAGE_BYTES)
+
+    def write(self, candidate: Candidate) -> Plan:
+        problem, view = self.problem, self.views[candidate.order]
+        plan = emit(problem.partition_bytes, problem.workspace_bytes, *self.played(candidate))
+        return replace(
+            plan,
+            graph=problem.graph.fingerprint,
+            profile=problem.profile.fingerprint,
+            steps=tuple(replace(s, op=view.order[s.op]) if isinstance(s, Compute) else s for s in plan.steps),
+        )
+
+    def played(self, candidate: Candidate) -> tuple[Workload, tuple[Placement, ...], Swaps]:
+        """What a candidate comes to: residents, and the swap-ins of one inference."""
+        work, given = self.views[candidate.order].work, self.problem.residents
+        decisions = self._decisions(candidate)
+        home = self._home(work, decisions)
+        swaps, _ = play(work.arrays, home, decisions)
+        return work, placements(work, home) if given is None else given, swaps
+
+    def first(self) -> Candidate:
+        """A candidate at once, before other orders are looked at."""
+        return next(self._guesses(0))
+
+    def _ask(self) -> Iterator[Sequence[Candidate]]:
+        first = self.first()
+        yield [first]
+        yield [c for c in self._starts if c != first]
+        yield list(self._relaxed())
+        yield [way for c in self._best(WIDENED) for way in self._ways(c.order, c.residents())]
+        chains = self._best(CHAINS)
+        chains += [chains[0]] * (CHAINS - len(chains))
+        heats = [HEAT * (1 - i / ROUNDS) for i in range(ROUNDS)]
+        for heat in chain(heats, repeat(HEAT / 4)):
+            self._judged.clear()
+            yield [self._walk(c, heat) for c in chains]
+            chains = self._best(CHAINS)
+            chains[-1] = chains[0]
+
+    def _best(self, count: int) -> list[Candidate]:
+        return [candidate for _, candidate in sorted(self._judged, key=lambda j: j[0])[:count]]
+
+    @cached_property
+    def _starts(self) -> list[Candidate]:
+        return list(dict.fromkeys(c for i in range(len(self.views)) for c in self._guesses(i)))
+
+    def _relaxed(self) -> Iterator[Candidate]:
+        """Residents as the linear relaxation would have them, rounded."""
+        problem = self.problem
+        relaxed = relax(problem.graph, problem.profile, problem.partition_bytes, problem.workspace_bytes)
+        if relaxed is None or problem.residents is not None:
+            return
+        for i, view in enumerate(self.views):
+            shares = np.array([relaxed.resident.get(t, 0.0) for t in view.work.parameters])
+            for pages in capacities(view.work):
+                yield next(self._ways(i, by_share(view.work, shares, pages)))
+
+    def _guesses(self, order: int) -> Iterator[Candidate]:
+        """Quick guesses, each in the first way."""
+        work = self.views[order].work
+        if self.problem.residents is not None:
+            home = work.homes(self.problem.residents)
+            sets: list[tuple[int, ...]] = [tuple(np.flatnonzero(home != NOWHERE).tolist())]
+        else:
+            sets = list(guesses(work))
+        for residents in sets:
+            yield next(self._ways(order, residents))
+
+    def _ways(self, order: int, residents: Sequence[int]) -> Iterator[Candidate]:
+        """Candidates with these residents; without reuse of parameters, holding them or not is the same."""
+        work = self.views[order].work
+        longest_s = float(work.arrays.swap_s.max(initial=0.0))
+        spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
+        for kept in (RELEASED, KEPT):
+            fate = np.full(len(work.parameters), STREAMED, np.int8)
+            fate[list(residents)] = kept
+            for seconds in spans:
+                hold = holds_up_to(work.arrays, seconds).tobytes()
+                for fit in range(FITS):
+                    yield Candidate(order, fate.tobytes(), hold, fit)
+
+    def _walk(self, start: Candidate, heat: float) -> Candidate:
+        """The candidate that is the best of a walk from this one's decisions."""
+        arrays, found = self.views[start.order].work.arrays, self._decisions(start)
+        steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
+        fate, hold = found.fate.astype(np.int8).tobytes(), found.hold.tobytes()
+        return Candidate(start.order, fate, hold, int(found.fit), steps, heat, int(self._rng.integers(2**31)))
+
+    def _decisions(self, candidate: Candidate) -> Decisions:
+        start = candidate.decisions()
+        if not candidate.steps:
+            return start
+        found = self._found.get(candidate)
+        if found is None:
+            work, fixed = self.views[candidate.order].work, self.problem.residents is not None
+            home = self._home(work, start)
+            found = anneal(
+                work.arrays,
+                start,
+                home,
+                fixed,
+                work.resident_pages,
+                candidate.steps,
+                candidate.heat,
+                candidate.seed,
+            )
+            if len(self._found) > 64:
+                self._found.clear()
+            self._found[candidate] = found
+        return found
+
+    def _home(self, work: Workload, decisions: Decisions) -> Ints:
+        given = self.problem.residents
+        return homes(work.arrays, decisions.fate) if given is None else work.homes(given)
+
+    def _is_perfect(self, cost: Cost) -> bool:
+        """Whether there is hardly anything to improve on: nothing ever waits, with hardly a needless copy."""
+        profile, graph, footprint = self.problem.profile, self.problem.graph, self.views[0].work.footprint
+        room = self.problem.memory_bytes - footprint.activation_bytes - max(footprint.op_pages) * PAGE_BYTES
+        necessary = max(graph.parameter_bytes - max(room, 0), 0)
+        return cost.period_s <= profile.compute_s * (1 + 1e-6) and cost.link_bytes <= necessary
+
+
+def first_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
+    """Latency of the best of a few guesses, in a few milliseconds. Raises InfeasibleBudget."""
+    work = Workload.of(footprint, profile, partition_bytes, workspace_bytes)
+    hold = holds_up_to(work.arrays, float(work.arrays.swap_s.max(initial=0.0)))
+    least_s = np.inf
+    for residents in guesses(work):
+        fate = np.full(len(work.parameters), STREAMED)
+        fate[list(residents)] = RELEASED
+        for fit in range(FITS):
+            decisions = Decisions(fate, hold, fit)
+            latency_s, _, _ = stream.judge(work.arrays, homes(work.arrays, fate), decisions, 0.0)
+            least_s = min(least_s, latency_s)
+        if least_s <= profile.compute_s * (1 + 1e-6):
+            break
+    return least_s

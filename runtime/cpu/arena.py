@@ -1,0 +1,60 @@
+"""The arena: all device memory that parameters may use, taken once."""
+
+import math
+import mmap
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from planner.errors import format_bytes
+from runtime.cpu.pages import Bytes, anonymous_memory
+from runtime.errors import MemoryExceeded
+
+
+class Arena:
+    """One anonymous mapping, page aligned. Views keep it alive; `close` forgets it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._map = anonymous_memory(nbytes)
+
+    def __enter__(self) -> "Arena":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the pages back now. Views that still exist read zeros from then on."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        return int(self.bytes(0, 0).ctypes.data)
+
+    def bytes(self, offset: int, nbytes: int) -> Bytes:
+        """The given bytes as a writable array. Raises MemoryExceeded outside of the arena."""
+        self._refuse_outside(offset, nbytes)
+        return np.frombuffer(self._map, np.uint8, count=nbytes, offset=offset)
+
+    def tensor(
+        self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
+        count = math.prod(shape)
+        self._refuse_outside(offset, count * dtype.itemsize)
+        if count == 0:
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).as_strided(shape, stride)
+
+    def _refuse_outside(self, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise MemoryExceeded(
+                f"bytes {offset} to {offset + nbytes} lie outside of the arena of {format_bytes(self.nbytes)}"
+            )

@@ -1,0 +1,155 @@
+"""The CPU's swap lanes: threads that copy in order, and the counters by which lanes wait for each other."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from runtime.binding.program import SwapStep
+from runtime.recording import NoteStep
+
+_log = logging.getLogger("cohabit.runtime")
+
+
+class Counter:
+    """A number that only grows, which threads can wait for. Reading and advancing take no lock."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._waiting = 0
+        self._grown = threading.Condition()
+
+    def advance(self, value: int) -> None:
+        """Set a larger value. Called by the one thread that owns the counter."""
+        self.value = value
+        if self._waiting:
+            with self._grown:
+                self._grown.notify_all()
+
+    def wait(self, value: int) -> None:
+        """Return as soon as the counter has reached `value`."""
+        if self.value >= value:
+            return
+        with self._grown:
+            self._waiting += 1
+            while self.value < value:
+                self._grown.wait()
+            self._waiting -= 1
+
+
+@dataclass(slots=True)
+class Run:
+    """One inference under way: where its steps stand on the lanes' counters, and what went wrong."""
+
+    start_s: float
+    compute_base: int
+    swap_out_base: int = 0
+    """The swap-out lane's counter before this run's swap-outs."""
+    error: BaseException | None = None
+    ahead: "Run | None" = None
+    """The earlier submission of this run's prefix."""
+    retracted: bool = False
+    """What has not begun of it is left out."""
+    note: NoteStep | None = None
+    """Where somebody wants to know what the lanes did."""
+    hand_over: Callable[[], None] | None = None
+    """What to do with the notes when nothing is left to do."""
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    """Swap-ins are submitted in parts: (index of the part's first, the lane's counter before it)."""
+
+    def ticket(self, count: int) -> int:
+        """The swap-in lane's counter when the first `count` swap-ins of this run have ended."""
+        if count == 0:
+            return 0
+        first, base = next(part for part in reversed(self.parts) if part[0] < count)
+        return base + count - first
+
+    def swap_out_ticket(self, count: int) -> int:
+        """The swap-out lane's counter when the first `count` swap-outs of this run have ended."""
+        return self.swap_out_base + count
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """The other swap lane, and what its counter is when so many of a run's steps there have ended."""
+
+    done: Counter
+    ticket: Callable[[Run, int], int]
+
+
+class SwapLane:
+    """A thread that does prepared copies in the order in which they are submitted. `other` is set before it starts."""
+
+    def __init__(self, name: str, computes: Counter) -> None:
+        self.done = Counter()
+        self.submitted = 0
+        self.busy_s = 0.0
+        self.other: Other | None = None
+        self._computes = computes
+        self._queue: deque[tuple[Run, Sequence[SwapStep]]] = deque()
+        self._wake = threading.Semaphore(0)
+        self._closing = False
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Let the thread, if there is one, finish its queue and end."""
+        self._closing = True
+        self._wake.release()
+        if self._thread is not None:
+            self._thread.join()
+
+    def submit(self, run: Run, steps: Sequence[SwapStep]) -> None:
+        """Queue copies; `done` counts them on from `submitted` as it was before."""
+        if steps:
+            self.submitted += len(steps)
+            self._queue.append((run, steps))
+            self._wake.release()
+
+    def finish(self, run: Run) -> None:
+        """Hand over a run's notes behind its last copy, and what came before that."""
+        self._queue.append((run, ()))
+        self._wake.release()
+
+    def _work(self) -> None:
+        while True:
+            self._wake.acquire()
+            if self._closing and not self._queue:
+                return
+            run, steps = self._queue.popleft()
+            if not steps:
+                _hand_over(run)
+            for step in steps:
+                if run.retracted:
+                    self.done.advance(self.done.value + 1)
+                    continue
+                self._computes.wait(run.compute_base + step.computes_before)
+                if step.others_before:
+                    assert self.other is not None
+                    self.other.done.wait(self.other.ticket(run, step.others_before))
+                start = time.perf_counter()
+                try:
+                    step.copy()
+                except Exception as error:  # whatever it is, the lane lives and the run is told
+                    run.error = run.error or error
+                end = time.perf_counter()
+                self.busy_s += end - start
+                if run.note is not None:
+                    run.note(step, start, end)
+                self.done.advance(self.done.value + 1)
+
+
+def _hand_over(run: Run) -> None:
+    assert run.hand_over is not None
+    try:
+        run.hand_over()
+    except Exception:  # the lane lives on, whoever it was that wanted to know
+        _log.exception("what the lanes did could not be handed over")

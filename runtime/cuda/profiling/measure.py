@@ -1,0 +1,184 @@
+"""Measures a lowered model on a CUDA device: what its kernels need, how long they take, and what copies cost them.
+
+While it is measured, a model's weights and activations are on the device at once, outside of any budget.
+"""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from planner.errors import FormatError
+from planner.graph import Graph, decode_as, fingerprint
+from planner.plan import Plan
+from planner.profile import Link, Profile
+from runtime.backend import OnProgress
+from runtime.binding.program import Bases
+from runtime.cuda.device import CudaDevice
+from runtime.cuda.profiling.attempt import attempting, refused_ops, with_plain
+from runtime.cuda.profiling.link import LinkBench
+from runtime.cuda.profiling.scratch import kernel_scratch, live_peak_bytes, wasted_bytes, with_scratch
+from runtime.cuda.program import CudaProgram
+from runtime.lowering.lower import Lowered
+from runtime.lowering.weights import replace_file
+from runtime.memory import Source
+from runtime.profiling.profile import resident_plan
+
+FORMAT_VERSION = 1
+_ROUNDS = 9
+_AMPLE_BYTES = 1 << 30
+"""Room beside its activations that a model is measured with, so that kernels find what they would like to have."""
+_QUEUE_S = 0.03
+"""How long the device is kept busy while an inference is issued op by op, so that it runs without gaps."""
+
+
+class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured of a model, by batch size; `scratch[b]` has the ops' bytes.
+
+    `refused[b]` has the fused ops for which the device has no kernel.
+    """
+
+    scratch: dict[int, tuple[int, ...]]
+    profiles: dict[int, Profile]
+    refused: dict[int, tuple[int, ...]] = {}
+    format_version: int = FORMAT_VERSION
+
+
+def measured(
+    device: CudaDevice,
+    lowered: Lowered,
+    store: Source[torch.Tensor],
+    cache: Path | None,
+    on_progress: OnProgress,
+) -> tuple[Lowered, dict[int, Profile]]:
+    """The model with the scratch that its kernels take here, and its profiles; from the cache if it has them.
+
+    Raises MemoryExceeded if the device cannot hold the model at once, and DeviceError.
+    """
+    graphs = [lowered.graphs[b].fingerprint for b in lowered.batches]
+    staged = bool(getattr(store, "staged", False))
+    key = fingerprint([*graphs, device.name, store.kind, staged, lowered.options.tf32])
+    path = None if cache is None else cache / f"cuda-{key[:32]}.json"
+    known = None if path is None else _read(path)
+    if known is None:
+        known = _measure(device, lowered, store, on_progress)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, msgspec.json.encode(known))
+    for batch in lowered.batches:
+        lowered = with_scratch(lowered, batch, known.scratch[batch])
+        lowered = with_plain(lowered, batch, known.refused.get(batch, ()))
+    return lowered, known.profiles
+
+
+def _read(path: Path) -> Measurement | None:
+    try:
+        return decode_as(path.read_bytes(), Measurement, "measurement", FORMAT_VERSION)
+    except (FileNotFoundError, FormatError):
+        return None
+
+
+def _measure(
+    device: CudaDevice, lowered: Lowered, store: Source[torch.Tensor], on_progress: OnProgress
+) -> Measurement:
+    scratch: dict[int, tuple[int, ...]] = {}
+    profiles: dict[int, Profile] = {}
+    refused: dict[int, tuple[int, ...]] = {}
+    bench = LinkBench(device.lanes, device.pinned)
+    try:
+        figures = bench.figures()
+        for batch in lowered.batches:
+            on_progress(f"{lowered.name}: measuring batch {batch}")
+            graph, examples = lowered.graphs[batch], lowered.examples(batch)
+            tried, attempts = attempting(lowered, batch)
+            with _Resident(device, tried, store, graph) as program:
+                beyond = kernel_scratch(device.lanes, program, graph, examples)
+                seconds = _op_seconds(device, program, examples)
+                slowdowns = _slowdowns(device, program, examples, bench, figures.swap_in)
+                swap_in = _staged_link(device, program, figures.swap_in) if program.staged else figures.swap_in
+            refused[batch] = refused_ops(lowered, batch, attempts)
+            lowered = with_scratch(lowered, batch, beyond)
+            waste = wasted_bytes(device.lanes, lowered.graphs[batch])
+            scratch[batch] = tuple(nbytes + waste for nbytes in beyond)
+            lowered = with_scratch(lowered, batch, scratch[batch])
+            profiles[batch] = Profile(
+                lowered.graphs[batch].fingerprint, device.name, seconds, swap_in, figures.swap_out, *slowdowns
+            )
+    finally:
+        bench.close()
+    return Measurement(scratch, profiles, refused)
+
+
+class _Resident:
+    """A program with everything resident and ample room, while it is measured."""
+
+    def __init__(self, device: CudaDevice, lowered: Lowered, store: Source[torch.Tensor], graph: Graph) -> None:
+        plan = ample_plan(graph)
+        self._device = device
+        self._arena = device.arena(plan.partition_bytes + plan.workspace_bytes)
+        self._program = device.build(lowered, plan, None, self._arena, Bases(0, plan.partition_bytes), store)
+
+    def __enter__(self) -> CudaProgram:
+        self._device.executor.load(self._program)
+        return self._program
+
+    def __exit__(self, *_: Any) -> None:
+        self._device.executor.dismiss(self._program)
+        self._arena.close()
+
+
+def ample_plan(graph: Graph) -> Plan:
+    """Everything resident, and a workspace with more room than torch's allocator can want."""
+    plan = resident_plan(graph)
+    room = 2 * live_peak_bytes(graph) + _AMPLE_BYTES
+    return msgspec.structs.replace(plan, workspace_bytes=max(plan.workspace_bytes, room))
+
+
+def _op_seconds(device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor]) -> tuple[float, ...]:
+    """An inference's time as it is served, divided among the ops by the times that the device says."""
+    columns: list[list[float]] = [[] for _ in program.computes]
+    for _ in range(_ROUNDS):
+        with device.driver.on(device.lanes.compute):
+            device.driver.hold(_QUEUE_S)
+        timeline = device.executor.run(program, examples, traced=True).timeline
+        assert timeline is not None
+        for column, span in zip(columns, timeline.spans, strict=True):
+            column.append(span.end_s - span.start_s)
+    medians = [statistics.median(column) for column in columns]
+    scale = _latency_s(device, program, examples) / (sum(medians) or 1.0)
+    return tuple(m * scale for m in medians)
+
+
+def _latency_s(device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor]) -> float:
+    runs = [device.executor.run(program, examples).latency_s for _ in range(3 * _ROUNDS)]
+    return statistics.median(runs[_ROUNDS:])
+
+
+def _slowdowns(
+    device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor], bench: LinkBench, link: Link
+) -> tuple[float, float]:
+    """Factors by which ops take longer beside copies, and copies beside ops; both at least 1."""
+    alone_s = _latency_s(device, program, examples)
+    beside: list[float] = []
+    copying: list[float] = []
+    for _ in range(_ROUNDS):
+        wait = bench.busy(3 * alone_s, link)
+        beside.append(device.executor.run(program, examples).latency_s)
+        wait()
+        alone = bench.busy(0.8 * alone_s, link)()
+        wait = bench.busy(0.8 * alone_s, link)
+        device.executor.run(program, examples)
+        copying.append(wait() / alone)
+    return max(1.0, statistics.median(beside) / alone_s), max(1.0, statistics.median(copying))
+
+
+def _staged_link(device: CudaDevice, program: CudaProgram, link: Link) -> Link:
+    """The link as the staging ring leaves it."""
+    nbytes = sum(step.nbytes for step in program.residents)
+    if not nbytes:
+        return link
+    seconds = statistics.median(device.executor.load(program) for _ in range(3))
+    return Link(link.latency_s, nbytes / seconds)

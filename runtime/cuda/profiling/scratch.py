@@ -1,0 +1,97 @@
+"""What kernels need beyond their results on this device, so that a plan's budget covers what really happens.
+
+Each op's peak is asked of torch's allocator. What its pools waste, by rounding and fragmentation, is found by placing
+the model's tensors in ever smaller pools, and counted as scratch of every op.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import msgspec
+import torch
+
+from planner.graph import Graph
+from planner.plan import Compute
+from runtime.binding.slots import Frame
+from runtime.cuda.arena import CudaArena
+from runtime.cuda.inference import issue_inference
+from runtime.cuda.issue import Lanes
+from runtime.cuda.lower import Kernels, Work
+from runtime.cuda.profiling.rehearsal import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pool
+from runtime.cuda.program import CudaProgram
+from runtime.cuda.zone import ALIGNMENT_BYTES
+from runtime.errors import MemoryExceeded
+from runtime.lowering.lower import Lowered
+
+
+def with_scratch(lowered: Lowered, batch: int, scratch: Sequence[int]) -> Lowered:
+    """The same model with other scratch sizes of one batch size's ops."""
+    trace = lowered.traces[batch]
+    ops = tuple(
+        msgspec.structs.replace(op, scratch_bytes=nbytes) for op, nbytes in zip(trace.ops, scratch, strict=True)
+    )
+    return replace(lowered, traces={**lowered.traces, batch: replace(trace, ops=ops)})
+
+
+def kernel_scratch(lanes: Lanes, program: CudaProgram, graph: Graph, examples: Sequence[torch.Tensor]) -> list[int]:
+    """Bytes beyond its results that each op of a resident program takes at once."""
+    driver = lanes.driver
+    frame: Frame = [None] * program.frame_slots
+    peaks = [0] * len(graph.ops)
+
+    def perform(command: Work) -> None:
+        assert isinstance(command, Kernels), "everything is resident"
+        peaks[command.index] = driver.peak_bytes(lambda: program.compute(command.index, frame))
+
+    commands = program.schedule.whole
+    program.buffers.fill(examples)
+    with driver.allocating(program.pool):
+        issue_inference(lanes, program, commands, [], frame, perform, None)
+    driver.drain()
+    made = [sum(_rounded(graph.tensors[i].nbytes) for i in op.writes) for op in graph.ops]
+    return [max(0, peak - results) for peak, results in zip(peaks, made, strict=True)]
+
+
+def wasted_bytes(lanes: Lanes, graph: Graph) -> int:
+    """How much more than its live tensors and scratch a graph needs in a pool of torch's allocator."""
+    segment, peak = SMALL_SEGMENT_BYTES, live_peak_bytes(graph)
+    if not peak:
+        return 0
+    most = -(-2 * peak // segment) + 2 * LEAST_LARGE_BYTES // segment
+    arena = CudaArena(lanes.driver, most * segment)
+    low, high = 0, most  # in segments: `low` is too small, `high` large enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(lanes, graph, arena.bytes(0, middle * segment)):
+            high = middle
+        else:
+            low = middle
+    arena.close()
+    return max(0, high * segment - peak) + 2 * ALIGNMENT_BYTES
+
+
+def live_peak_bytes(graph: Graph) -> int:
+    """Most bytes of inputs, activations and scratch at once, each tensor dropped after its last use."""
+    changes = [0] * (len(graph.ops) + 1)
+    last = {i: n for n, op in enumerate(graph.ops) for i in (*op.reads, *op.writes)}
+    first = {i: n for n, op in enumerate(graph.ops) for i in op.writes}
+    for i, tensor in enumerate(graph.tensors):
+        if tensor.kind in ("input", "activation"):
+            changes[first.get(i, 0)] += tensor.nbytes
+            end = len(graph.ops) if i in graph.outputs else last.get(i, first.get(i, 0)) + 1
+            changes[end] -= tensor.nbytes
+    live = accumulate(changes)
+    return max((n + op.scratch_bytes for n, op in zip(live, graph.ops, strict=False)), default=0)
+
+
+def _fits(lanes: Lanes, graph: Graph, memory: torch.Tensor) -> bool:
+    try:
+        fitting_pool(lanes, graph, [Compute(n) for n in range(len(graph.ops))], memory).close()
+    except MemoryExceeded:
+        return False
+    return True
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,198 @@
+"""Lowers a `.pt2` archive: graph rewritten, weights file written, one traced program per batch size."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from planner.errors import FormatError
+from planner.graph import Graph
+from runtime.binding.blueprint import Blueprint, Bound
+from runtime.cpu.scripted import Scripts
+from runtime.errors import UnsupportedModel
+from runtime.lowering import archive, artifact, weights
+from runtime.lowering.model import Model, Port, from_program
+from runtime.lowering.rewrite import rewrite
+from runtime.lowering.specialize import Trace, build_graph, specialize
+from runtime.lowering.weights import Manifest
+from runtime.options import DEFAULTS, Options, apply
+
+_LOWERING = "7"
+"""Changes whenever lowering writes other bytes for the same archive."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model ready to be profiled and planned. `traces[b]` and `graphs[b]` are for batch `b`."""
+
+    name: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    batched: bool
+    """Whether the first dimension of every input and output is the batch."""
+    traces: dict[int, Trace]
+    manifest: Manifest
+    weights_path: Path
+    options: Options = DEFAULTS
+
+    @cached_property
+    def graphs(self) -> dict[int, Graph]:
+        return {b: build_graph(self.name, trace, self.manifest) for b, trace in self.traces.items()}
+
+    @cached_property
+    def blueprints(self) -> dict[int, Blueprint]:
+        """The newest of each batch size, so that a plan can be bound elsewhere without being drafted again."""
+        return {}
+
+    @cached_property
+    def bound(self) -> dict[int, Bound]:
+        """The newest of each batch size, so that a model that comes back to its place is not bound again."""
+        return {}
+
+    @cached_property
+    def scripts(self) -> dict[int, Scripts]:
+        """The newest of each batch size, so that a model that moves is not compiled again."""
+        return {}
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return tuple(sorted(self.traces))
+
+    def examples(self, batch: int) -> list[torch.Tensor]:
+        return example_inputs(self.inputs, batch)
+
+
+def example_inputs(ports: Iterable[Port], batch: int) -> list[torch.Tensor]:
+    """Inputs that any model accepts: zeros for integers (an index that every table has), else seeded noise."""
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for port in ports:
+        shape = port.at(batch)
+        if port.dtype.is_floating_point:
+            examples.append(torch.rand(shape, generator=generator).to(port.dtype))
+        else:
+            examples.append(torch.zeros(shape, dtype=port.dtype))
+    return examples
+
+
+def lower(
+    path: Path,
+    name: str,
+    batches: Iterable[int],
+    cache: Path,
+    on_progress: Callable[[str], None] = lambda text: None,
+    options: Options = DEFAULTS,
+) -> Lowered:
+    """Lower an archive for the given batch sizes; those it was not exported for are left out.
+
+    The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
+    for a bad archive and UnsupportedModel for a program that cannot be planned.
+    """
+    folder = cache / f"{archive.fingerprint(path)[:32]}{options.label}"
+    wanted = sorted(set(batches))
+    known = _known(name, folder, wanted, options)
+    if known is not None:
+        return known
+    on_progress(f"{name}: reading {path.name}")
+    read = archive.read(path)
+    model = from_program(name, read.program)
+    rewrite(model, fused=options.fused)
+    apply(model, options)
+    own = own_storages(model.weights)
+    traces: dict[int, Trace] = {}
+    for batch in _usable(model, wanted):
+        on_progress(f"{name}: tracing batch {batch}")
+        traces[batch] = _trace(model, own, batch)
+    first = traces[min(traces)]
+    readers = first.readers()
+    uses = [weights.Use(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
+    manifest = weights.lay_out(f"{read.fingerprint}/{_LOWERING}{options.label}", uses, model.tables)
+    weights_path = folder / "weights.bin"
+    if weights.read(weights_path) != manifest:
+        on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
+        weights.write(weights_path, manifest, own, model.tables)
+    batched = model.max_batch is not None
+    encoded = artifact.encode(_stamp(wanted), model.inputs, model.outputs, batched, traces)
+    if encoded is not None:
+        weights.replace_file(folder / _artifact_name(wanted), encoded)
+    return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options)
+
+
+def _stamp(batches: Sequence[int]) -> str:
+    """What an artifact depends on besides its archive."""
+    return f"lowering {_LOWERING}, torch {torch.__version__}, batches {','.join(map(str, batches))}"
+
+
+def _artifact_name(batches: Sequence[int]) -> str:
+    return f"program-{hashlib.sha256(_stamp(batches).encode()).hexdigest()[:16]}.json"
+
+
+def _known(name: str, folder: Path, batches: Sequence[int], options: Options) -> Lowered | None:
+    """What an earlier run lowered from the same archive, if all of it is there and whole."""
+    weights_path = folder / "weights.bin"
+    try:
+        raw = (folder / _artifact_name(batches)).read_bytes()
+        inputs, outputs, batched, traces = artifact.decode(raw, _stamp(batches))
+    except (FileNotFoundError, FormatError):
+        return None
+    manifest = weights.read(weights_path)
+    if manifest is None:
+        return None
+    return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path, options)
+
+
+def _usable(model: Model, batches: Iterable[int]) -> list[int]:
+    if model.max_batch is None:
+        return [model.inputs[0].shape[0] or 1 if model.inputs[0].shape else 1]
+    usable = sorted({b for b in batches if 1 <= b <= model.max_batch})
+    if not usable:
+        raise UnsupportedModel(
+            f"{model.name}: exported for batches up to {model.max_batch}, none of which is wanted"
+        )
+    return usable
+
+
+def _trace(model: Model, own: dict[str, torch.Tensor], batch: int) -> Trace:
+    try:
+        return specialize(model, own, batch, example_inputs(model.inputs, batch))
+    except UnsupportedModel:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise UnsupportedModel(f"{model.name}: does not run at batch {batch}: {error}") from error
+
+
+def own_storages(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights as dense tensors with a storage each; tied weights (same bytes, same shape) share one."""
+    known: dict[tuple[object, ...], torch.Tensor] = {}
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.numel() or name)
+        if key not in known:
+            known[key] = _own_storage(tensor)
+        own[name] = known[key]
+    return own
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    source = tensor if dense else tensor.contiguous()
+    if source.numel() == 0:
+        return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+    nbytes = source.numel() * source.element_size()
+    raw = torch.empty(0, dtype=torch.uint8).set_(
+        source.untyped_storage(), source.storage_offset() * source.element_size(), (nbytes,), (1,)
+    )
+    # Through numpy, because that gives a storage of its own over the same bytes.
+    flat = (
+        torch.from_numpy(raw.numpy()).view(source.dtype)
+        if _aligned(raw, source)
+        else raw.clone().view(source.dtype)
+    )
+    return flat.as_strided(source.shape, source.stride())
+
+
+def _aligned(raw: torch.Tensor, source: torch.Tensor) -> bool:
+    return raw.data_ptr() % source.element_size() == 0

@@ -1,0 +1,301 @@
+"""Rewrites of a model's graph before it is planned. Each keeps the model's function and changes what can be swapped.
+
+Splits depend on the model alone, never on the budget, so that outputs are bit-equal at every budget.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from runtime.lowering.fused import PLAIN
+from runtime.lowering.fusing import fuse_convolutions
+from runtime.lowering.model import Model, same_form
+
+aten = torch.ops.aten
+
+SPLIT_BYTES = 16 << 20
+"""A layer with a larger weight is computed in slices of its outputs, whatever the model's size."""
+SPLIT_SHARE, LEAST_SPLIT_BYTES = 1 / 8, 1 << 20
+"""So is one with a larger share of the model's weights, from this size on: a quarter of the weights must do."""
+SLICE_SHARE, LEAST_SLICE_BYTES, MOST_SLICE_BYTES = 1 / 12, 512 << 10, 8 << 20
+"""Size of a slice: large enough for the link, small enough to start early."""
+HOST_TABLE_BYTES = 1 << 20
+"""An embedding table at least this large stays in the host store, and its rows are gathered there."""
+
+_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_RECURRENT = {aten.lstm.input: 2, aten.gru.input: 1, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
+_FRESH = frozenset(
+    {
+        *_CONVOLUTIONS,
+        *(aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default),
+        *(aten.batch_norm.default, aten.layer_norm.default, aten.group_norm.default, aten.cat.default),
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.max_pool2d.default),
+        *PLAIN,
+    }
+)
+"""Operators whose result is always new bytes."""
+_UNARY_IN_PLACE = {
+    aten.relu.default: aten.relu_.default,
+    aten.gelu.default: aten.gelu_.default,
+    aten.silu.default: aten.silu_.default,
+    aten.tanh.default: aten.tanh_.default,
+    aten.sigmoid.default: aten.sigmoid_.default,
+    aten.hardtanh.default: aten.hardtanh_.default,
+    aten.hardswish.default: aten.hardswish_.default,
+}
+_BINARY_IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
+_AS_IF_NEW = {changing: new for new, changing in (_UNARY_IN_PLACE | _BINARY_IN_PLACE).items()}
+_ASSERTIONS = (
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "_assert_async",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
+
+
+def host_gather(table: str, indices: torch.Tensor) -> torch.Tensor:
+    """Stand for `embedding(table, indices)` with the table in the host store; a program binds it to a store."""
+    raise AssertionError(f"host_gather of {table} was not bound to a store")
+
+
+def rewrite(model: Model, *, fused: bool = False) -> None:
+    """Apply every rewrite, in an order in which each sees what the one before it made. `fused` is a model's option."""
+    inline_grad_regions(model)
+    drop_assertions(model)
+    fold_batch_norms(model)
+    split_recurrent_layers(model)
+    gather_on_host(model)
+    split_large_layers(model)
+    undo_own_changes(model)
+    if fused:
+        fuse_convolutions(model)
+    work_in_place(model)
+    drop_unused(model)
+
+
+def inline_grad_regions(model: Model) -> None:
+    """Replace `with torch.no_grad()` regions by their bodies: nothing here records gradients."""
+    wrap = torch.ops.higher_order.wrap_with_set_grad_enabled
+    while regions := [n for n in model.graph.nodes if n.op == "call_function" and n.target is wrap]:
+        for node in regions:
+            body = getattr(model.root, node.args[1].target)
+            holes = [n for n in body.graph.nodes if n.op == "placeholder"]
+            mapping = dict(zip(holes, node.args[2:], strict=True))
+            with model.graph.inserting_before(node):
+                for inner in body.graph.nodes:
+                    if inner.op == "get_attr":
+                        name = f"{node.name}_{inner.target}"
+                        setattr(model.root, name, getattr(body, inner.target))
+                        mapping[inner] = model.graph.get_attr(name)
+                results = model.graph.graph_copy(body.graph, mapping)
+            assert isinstance(results, tuple | list)
+            for user in list(node.users):
+                user.replace_all_uses_with(results[user.args[1]])
+                model.graph.erase_node(user)
+            model.graph.erase_node(node)
+
+
+def drop_assertions(model: Model) -> None:
+    """Remove export's run-time assertions: the server checks shapes and types before the model sees them."""
+    for node in reversed(list(model.graph.nodes)):
+        name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+        if node.op == "call_function" and name in _ASSERTIONS and not node.users:
+            model.graph.erase_node(node)
+
+
+def fold_batch_norms(model: Model) -> None:
+    """Fold inference-mode batch norms into the convolutions before them, in float64."""
+    for norm in list(model.graph.nodes):
+        if norm.op != "call_function" or norm.target is not aten.batch_norm.default or norm.args[5]:
+            continue
+        conv = norm.args[0]
+        if conv.target not in _CONVOLUTIONS or len(conv.users) != 1:
+            continue
+        weight = model.weight_of(conv.args[1])
+        statistics = [model.weight_of(a) for a in norm.args[1:5]]
+        bias = model.weight_of(conv.args[2]) if len(conv.args) > 2 else None
+        if weight is None or any(s is None for s in statistics[2:]):
+            continue
+        if any(a is not None and s is None for a, s in zip(norm.args[1:3], statistics[:2], strict=True)):
+            continue
+        if len(conv.args) > 2 and conv.args[2] is not None and bias is None:
+            continue
+        folded, shift = _fold(weight, bias, statistics, norm.args[7])
+        name = conv.args[1].name
+        new_weight, new_bias = model.add_weight(f"{name}_folded", folded), model.add_weight(f"{name}_shift", shift)
+        conv.args = (conv.args[0], new_weight, new_bias, *conv.args[3:])
+        norm.replace_all_uses_with(conv)
+        model.graph.erase_node(norm)
+
+
+def _fold(
+    weight: torch.Tensor, bias: torch.Tensor | None, statistics: Sequence[torch.Tensor | None], eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight and bias of a convolution that also does the norm. Statistics: scale, shift, mean, variance."""
+    gamma, beta, mean, variance = statistics
+    assert mean is not None
+    assert variance is not None
+    scale = torch.rsqrt(variance.double() + eps) * (1.0 if gamma is None else gamma.double())
+    shift = ((0.0 if bias is None else bias.double()) - mean.double()) * scale
+    if beta is not None:
+        shift = shift + beta.double()
+    folded = weight.double() * scale.reshape(-1, *[1] * (weight.dim() - 1))
+    return folded.to(weight.dtype), shift.to(weight.dtype)
+
+
+def split_recurrent_layers(model: Model) -> None:
+    """Issue a recurrent network of L layers as L calls of one layer, so that one layer's weights suffice."""
+    for node in list(model.graph.nodes):
+        states = _RECURRENT.get(node.target) if node.op == "call_function" else None
+        if states is None:
+            continue
+        x, hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first = node.args
+        if layers == 1 or (train and dropout):
+            continue
+        directions = 2 if bidirectional else 1
+        per_layer = len(weights) // layers
+        finals: list[list[fx.Node]] = [[] for _ in range(states)]
+        call = model.graph.call_function
+        with model.graph.inserting_before(node):
+            for layer in range(layers):
+                rows = (0, layer * directions, (layer + 1) * directions)
+                start = [call(aten.slice.Tensor, (h, *rows)) for h in (hidden if states == 2 else [hidden])]
+                own = weights[layer * per_layer : (layer + 1) * per_layer]
+                arguments = (x, start if states == 2 else start[0], own)
+                result = call(node.target, (*arguments, has_biases, 1, 0.0, False, bidirectional, batch_first))
+                x = call(getitem, (result, 0))
+                for i, final in enumerate(finals):
+                    final.append(call(getitem, (result, i + 1)))
+            outputs = [x, *(call(aten.cat.default, (final, 0)) for final in finals)]
+        _replace_items(model, node, outputs)
+
+
+def _replace_items(model: Model, node: fx.Node, outputs: Sequence[fx.Node]) -> None:
+    for user in list(node.users):
+        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
+        model.graph.erase_node(user)
+    model.graph.erase_node(node)
+
+
+def getitem(values: Sequence[Any], index: int) -> Any:
+    """One of an op's several results."""
+    return values[index]
+
+
+def gather_on_host(model: Model) -> None:
+    """Leave large embedding tables in the host store: an inference needs a few of their rows."""
+    for node in list(model.graph.nodes):
+        if node.op != "call_function" or node.target is not aten.embedding.default:
+            continue
+        table = model.weight_of(node.args[0])
+        if table is None or table.nbytes < HOST_TABLE_BYTES:
+            continue
+        name = node.args[0].name
+        model.tables[name] = table
+        with model.graph.inserting_before(node):
+            gathered = model.graph.call_function(host_gather, (name, node.args[1]))
+        gathered.meta = dict(node.meta)
+        node.replace_all_uses_with(gathered)
+        model.graph.erase_node(node)
+
+
+def split_large_layers(model: Model) -> None:
+    """Compute linear layers and convolutions with large weights in slices of output features or channels.
+
+    Each slice has its part of the weight, so that it can start, and be dropped, on its own.
+    """
+    total = sum(w.nbytes for w in model.weights.values())
+    most = min(SPLIT_BYTES, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
+    slice_bytes = min(MOST_SLICE_BYTES, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
+    slices: dict[str, list[fx.Node]] = {}
+    for node in list(model.graph.nodes):
+        if node.op != "call_function" or node.target not in (aten.linear.default, *_CONVOLUTIONS):
+            continue
+        x, weight_node, bias_node, *rest = (*node.args, None)[: max(3, len(node.args))]
+        weight, bias = model.weight_of(weight_node), model.weight_of(bias_node)
+        if weight is None or weight.nbytes <= most or (bias_node is not None and bias is None) or _grouped(node):
+            continue
+        count = -(-weight.nbytes // slice_bytes)
+        rows = -(-weight.shape[0] // count)
+        call: Callable[..., fx.Node] = model.graph.call_function
+        weights = _sliced(model, slices, weight_node, weight, rows)
+        biases = [None] * len(weights) if bias is None else _sliced(model, slices, bias_node, bias, rows)
+        features = -1 if node.target is aten.linear.default else -(weight.dim() - 1)
+        with model.graph.inserting_before(node):
+            pairs = zip(weights, biases, strict=True)
+            parts = [call(node.target, (x, w, b, *rest)) for w, b in pairs]
+            whole = call(aten.cat.default, (parts, features))
+        whole.meta = dict(node.meta)
+        node.replace_all_uses_with(whole)
+        model.graph.erase_node(node)
+
+
+def _grouped(node: fx.Node) -> bool:
+    """Whether a convolution's output channels see only their group's inputs."""
+    return node.target in _CONVOLUTIONS and len(node.args) > 6 and bool(node.args[6] != 1)
+
+
+def _sliced(
+    model: Model, known: dict[str, list[fx.Node]], node: fx.Node, tensor: torch.Tensor, rows: int
+) -> list[fx.Node]:
+    key = f"{node.name}/{rows}"
+    if key not in known:
+        starts = range(0, tensor.shape[0], rows)
+        known[key] = [model.add_weight(f"{node.name}_rows{s}", tensor[s : s + rows]) for s in starts]
+    return known[key]
+
+
+def undo_own_changes(model: Model) -> None:
+    """Write what the model changes in place as if it were new, where nobody can tell: `work_in_place` decides anew.
+
+    A ReLU behind a sum that the model itself makes in place would make new bytes otherwise.
+    """
+    for node in model.graph.nodes:
+        new = _AS_IF_NEW.get(node.target) if node.op == "call_function" else None
+        if new is not None and _dies_with(node.args[0], node, set()) and _keeps_dtype(node):
+            node.target = new
+
+
+def _keeps_dtype(node: fx.Node) -> bool:
+    """Whether an op's tensors all have one dtype, so that its result does not depend on being in place."""
+    values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    return all(isinstance(v, torch.Tensor) for v in values) and len({v.dtype for v in values}) == 1
+
+
+def work_in_place(model: Model) -> None:
+    """Let elementwise ops overwrite an operand that nobody else reads: half the activations, and the same bits."""
+    ours: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        if node.op != "call_function" or not node.args or not _dies_with(node.args[0], node, ours):
+            continue
+        if node.target in _UNARY_IN_PLACE:
+            node.target = _UNARY_IN_PLACE[node.target]
+            ours.add(node)
+        elif node.target in _BINARY_IN_PLACE and same_form(node.args[0], node):
+            node.target = _BINARY_IN_PLACE[node.target]
+            ours.add(node)
+
+
+def _dies_with(operand: Any, reader: fx.Node, ours: set[fx.Node]) -> bool:
+    """Whether an operand is new bytes that this op alone reads, and once.
+
+    What the model itself changed in place does not count: it may be read under its older name.
+    """
+    return (
+        isinstance(operand, fx.Node)
+        and (operand.target in _FRESH or operand in ours)
+        and len(operand.users) == 1
+        and sum(a is operand for a in reader.args) == 1
+    )
+
+
+def drop_unused(model: Model) -> None:
+    """Remove ops and weights that nothing uses any more."""
+    model.graph.eliminate_dead_code()
+    for node in list(model.graph.nodes):
+        if node.op == "placeholder" and node.name in model.weights and not node.users:
+            del model.weights[node.name]
+            model.graph.erase_node(node)

@@ -1,0 +1,103 @@
+"""What is known of the models that were opened last: all but their parameters, so that one is opened again at once."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from planner.plan import Plan
+from planner.profile import Profile
+from planner.sizing.fitting import Room
+from runtime.lowering.lower import Lowered
+
+Plans = Mapping[int, Plan]
+
+_BYTES_PER_INSTRUCTION = 4 << 10
+"""Of graph, profile, plan, blueprint and calls together, generously: 3.4 KiB were measured."""
+_MOST_MODELS, _MOST_BYTES = 64, 256 << 20
+_MOST_NOTES = 16
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Newest(Generic[K, V]):
+    """A dictionary of what was used last. Not thread-safe."""
+
+    def __init__(
+        self, most: int, most_bytes: int | None = None, nbytes: Callable[[V], int] = lambda value: 0
+    ) -> None:
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._most = most
+        self._most_bytes = most_bytes
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def get(self, key: K) -> V | None:
+        return self[key] if key in self._values else None
+
+    def __getitem__(self, key: K) -> V:
+        self._values.move_to_end(key)
+        return self._values[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        while len(self._values) > self._most or self._is_large():
+            self._values.popitem(last=False)
+
+    def _is_large(self) -> bool:
+        return self._most_bytes is not None and sum(map(self._nbytes, self._values.values())) > self._most_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """Differs when a file has been written or replaced."""
+
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @staticmethod
+    def of(path: Path) -> "FileState | None":
+        """None if there is no such file."""
+        try:
+            stat = os.stat(path)
+        except OSError:
+            return None
+        return FileState(stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model without its parameters, and what was worked out for it so far."""
+
+    lowered: Lowered
+    profiles: dict[int, Profile]
+    weights: FileState | None
+    """The weights file as it was when its checksum was verified."""
+    plans: Newest[Room, Plans] = field(default_factory=lambda: Newest(_MOST_NOTES))
+    """The library's, by the room that they are for."""
+    rooms: Newest[Hashable, Room | None] = field(default_factory=lambda: Newest(_MOST_NOTES))
+    """What the model should have, by what is free."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the weights file is still the one that was verified."""
+        return self.weights is not None and self.weights == FileState.of(self.lowered.weights_path)
+
+    @property
+    def nbytes(self) -> int:
+        """An estimate of the memory that it takes."""
+        return _BYTES_PER_INSTRUCTION * sum(len(trace.instructions) for trace in self.lowered.traces.values())
+
+
+def new_shelf() -> Newest[Hashable, Known]:
+    return Newest(_MOST_MODELS, _MOST_BYTES, lambda known: known.nbytes)

@@ -1,0 +1,129 @@
+"""Who may call what: bearer tokens, with a permission of its own for calls that change the server."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from server.config.config import ServeConfig
+from server.errors import ConfigError, PermissionMissing, Unauthenticated
+
+_TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
+_LARGEST_FILE_BYTES = 1 << 20
+
+Digest = bytes
+"""Of a token: comparing digests tells nothing about the token, or about its length."""
+
+
+class Permission(Enum):
+    HEALTH = "health"
+    METRICS = "metrics"
+    INFERENCE = "inference"
+    """Infer, and read what there is to know of models."""
+    CONTROL = "control"
+    """Load and unload, register shared memory, trace and log settings."""
+
+
+@dataclass(slots=True)
+class Access:
+    """Whose tokens permit what. Tokens for control permit everything else as well. Event loop's thread."""
+
+    tokens: tuple[Digest, ...] = ()
+    control_tokens: tuple[Digest, ...] = ()
+    open: frozenset[Permission] = frozenset(Permission)
+    """What needs no token."""
+    refused: dict[str, int] = field(
+        default_factory=lambda: {"unauthenticated": 0, "not_permitted": 0}, compare=False, repr=False
+    )
+    """How many calls, by the reason."""
+
+    def exchange(self, tokens: tuple[Digest, ...], control_tokens: tuple[Digest, ...]) -> None:
+        """Permit other tokens from now on; what needs one stays what it was."""
+        self.tokens, self.control_tokens = tokens, control_tokens
+
+    def require(self, authorization: str | None, permission: Permission) -> None:
+        """Judge a call by its Authorization header. Raises Unauthenticated or PermissionMissing."""
+        if permission in self.open:
+            return
+        token = _bearer(authorization)
+        if token is None:
+            self.refused["unauthenticated"] += 1
+            raise Unauthenticated("this call needs a token: send the header 'Authorization: Bearer TOKEN'")
+        digest = _digest(token)
+        in_control, known = _among(digest, self.control_tokens), _among(digest, self.tokens)
+        if not (in_control or known):
+            self.refused["unauthenticated"] += 1
+            raise Unauthenticated("the token is none of this server's", wrong_token=True)
+        if permission is Permission.CONTROL and not in_control:
+            self.refused["not_permitted"] += 1
+            raise PermissionMissing(
+                "the token does not permit calls that change the server; use one of its --control-token-file"
+                if self.control_tokens
+                else "calls that change the server are not permitted; start it with a --control-token-file"
+            )
+
+
+OPEN = Access()
+
+
+def open_access(config: ServeConfig) -> Access:
+    """Read the token files. Raises ConfigError, which names the file and never a token."""
+    tokens, control_tokens = read_tokens(config)
+    guarded = set()
+    if tokens:
+        guarded |= {Permission.INFERENCE, Permission.CONTROL}
+        guarded |= {Permission.METRICS} if config.metrics_access == "token" else set()
+        guarded |= {Permission.HEALTH} if config.health_access == "token" else set()
+    if control_tokens:
+        guarded.add(Permission.CONTROL)
+    return Access(tokens, control_tokens, frozenset(Permission) - guarded)
+
+
+def read_tokens(config: ServeConfig) -> tuple[tuple[Digest, ...], tuple[Digest, ...]]:
+    """What the token files and those for control hold. Raises ConfigError."""
+    return _read_all(config.token_files), _read_all(config.control_token_files)
+
+
+def _read_all(paths: Sequence[Path]) -> tuple[Digest, ...]:
+    return tuple(dict.fromkeys(_digest(token) for path in paths for token in _read(path)))
+
+
+def _read(path: Path) -> list[str]:
+    """A token a line; empty lines and those that begin with # are none."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE_BYTES:
+            raise ConfigError(f"token file {path} is over {_LARGEST_FILE_BYTES} bytes")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"token file {path} cannot be read: {reason}") from None
+    tokens = {number: line.strip() for number, line in enumerate(lines, 1)}
+    tokens = {number: line for number, line in tokens.items() if line and not line.startswith("#")}
+    for number, token in tokens.items():
+        if not _TOKEN.fullmatch(token):
+            raise ConfigError(
+                f"token file {path}, line {number}: a token is 16 to 512 printable characters without spaces"
+            )
+    if not tokens:
+        raise ConfigError(f"token file {path} has no token; put one on each line")
+    return list(tokens.values())
+
+
+def _bearer(authorization: str | None) -> str | None:
+    scheme, _, token = (authorization or "").strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token.strip() else None
+
+
+def _digest(token: str) -> Digest:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def _among(digest: Digest, tokens: Sequence[Digest]) -> bool:
+    """Look at every token, so that the time taken does not depend on which one it is."""
+    found = False
+    for token in tokens:
+        found |= hmac.compare_digest(digest, token)
+    return found

@@ -1,0 +1,88 @@
+"""The metrics of the machine and of the device: processors, memory, GPUs, lanes, what the arena is used for."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import psutil
+
+from server.observe.access import Access
+from server.observe.gpus import Gpu, open_gpus
+from server.observe.prometheus import Family, Kind, Sample
+from server.protocol.model import DeviceUse
+
+
+class Machine:
+    """Reads what is asked for. May be called by any thread."""
+
+    def __init__(
+        self, use: Callable[[], DeviceUse], access: Access, gpus: Callable[[], tuple[Gpu, ...]] = open_gpus
+    ) -> None:
+        self._use = use
+        self._access = access
+        self._open_gpus = gpus
+        self._gpus: tuple[Gpu, ...] | None = None
+        self._lock = threading.Lock()
+        psutil.cpu_percent()  # counts from here to the first reading
+
+    def families(self) -> Iterator[Family]:
+        yield from _processors()
+        yield from _device(self._use())
+        yield Family(
+            "cohabit_refused_calls",
+            "counter",
+            "Calls without a token that permits them",
+            [({"reason": reason}, count) for reason, count in self._access.refused.items()],
+        )
+        yield from self._gpu_families()
+
+    def _gpu_families(self) -> Iterator[Family]:
+        with self._lock:
+            if self._gpus is None:
+                self._gpus = self._open_gpus()
+            readings = [(gpu.uuid, gpu.read()) for gpu in self._gpus]
+        for name, text in _GPU_METRICS.items():
+            samples: list[Sample] = [({"gpu_uuid": uuid}, value[name]) for uuid, value in readings if name in value]
+            if samples:
+                kind: Kind = "counter" if name == "nv_energy_consumption" else "gauge"
+                yield Family(name, kind, text, samples)
+
+
+_GPU_METRICS = {
+    "nv_gpu_utilization": "GPU utilization rate, 0 to 1",
+    "nv_gpu_memory_total_bytes": "GPU memory, in bytes",
+    "nv_gpu_memory_used_bytes": "GPU memory in use, in bytes",
+    "nv_gpu_power_usage": "GPU power, in watts",
+    "nv_gpu_power_limit": "GPU power limit, in watts",
+    "nv_energy_consumption": "GPU energy since the driver was loaded, in joules",
+}
+
+
+def _processors() -> Iterator[Family]:
+    memory = psutil.virtual_memory()
+    yield _gauge("nv_cpu_utilization", "CPU utilization rate, 0 to 1", psutil.cpu_percent() / 100)
+    yield _gauge("nv_cpu_memory_total_bytes", "Memory of the machine, in bytes", memory.total)
+    yield _gauge("nv_cpu_memory_used_bytes", "Memory of the machine in use, in bytes", memory.used)
+
+
+def _device(use: DeviceUse) -> Iterator[Family]:
+    sizes = {"workspace": use.workspace_bytes, "partitions": use.partition_bytes, "free": use.free_bytes}
+    yield Family(
+        "cohabit_memory_bytes",
+        "gauge",
+        "Device memory by what it is used for",
+        [({"use": name}, nbytes) for name, nbytes in sizes.items()],
+    )
+    yield Family(
+        "cohabit_lane_busy_seconds",
+        "counter",
+        "Seconds that a lane has worked",
+        [({"lane": lane}, seconds) for lane, seconds in use.lane_busy_s.items()],
+    )
+    if use.pinned_total_bytes is not None:
+        total, used = use.pinned_total_bytes, use.pinned_used_bytes
+        yield _gauge("nv_pinned_memory_pool_total_bytes", "Most host memory that may be pinned, in bytes", total)
+        yield _gauge("nv_pinned_memory_pool_used_bytes", "Host memory that is pinned, in bytes", used)
+
+
+def _gauge(name: str, text: str, value: float) -> Family:
+    return Family(name, "gauge", text, [({}, value)])

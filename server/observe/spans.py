@@ -1,0 +1,120 @@
+"""A followed request as events of Chrome's trace format, which Perfetto opens."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from server.protocol.request_trace import RequestTrace
+
+if TYPE_CHECKING:
+    from runtime.recording import LaneSpan, Recording
+
+REQUESTS, DEVICE = 1, 2
+"""The processes of the picture: a track per request, and the device's lanes."""
+COMPUTE, SWAP_IN, SWAP_OUT = 0, 1, 2
+"""The tracks of the first compute lane; the others' follow, three each."""
+_TRACKS = {"compute": COMPUTE, "swap_in": SWAP_IN, "swap_out": SWAP_OUT}
+_NAMES = {COMPUTE: "compute lane", SWAP_IN: "swap-in lane", SWAP_OUT: "swap-out lane"}
+
+Event = dict[str, Any]
+
+
+def header_events(lanes: int = 1) -> list[Event]:
+    """Names of the tracks."""
+    return [
+        _meta("process_name", REQUESTS, "requests"),
+        _meta("process_name", DEVICE, "device"),
+        *(
+            _meta("thread_name", DEVICE, name if lanes == 1 else f"{name} {lane}", track_of(track, lane))
+            for lane in range(lanes)
+            for track, name in _NAMES.items()
+        ),
+    ]
+
+
+def track_of(track: int, lane: int) -> int:
+    """The number of a compute lane's track."""
+    return len(_TRACKS) * lane + track
+
+
+def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
+    """A request's spans. What its execution waited for parameters is drawn in one piece, at its beginning."""
+    label = {"model": trace.model, "request": trace.request_id, **trace.fields}
+    if trace.context.parent_id is not None:
+        label["parent_id"] = trace.context.parent_id
+    if trace.error is not None:
+        label["error"] = trace.error
+    begin, end = _pair(trace, trace.model, trace.began_s, ended_s, label)
+    events = [begin]
+    for name, start_s, end_s in _stages(trace, ended_s):
+        events += _pair(trace, name, start_s, end_s)
+    events.append(end)
+    if trace.started_s is not None:
+        numbers = {"rows": trace.rows, "stall_ms": trace.stall_s * 1e3, "swapped_bytes": trace.swapped_bytes}
+        events.append(
+            {
+                "ph": "X",
+                "pid": DEVICE,
+                "tid": track_of(COMPUTE, trace.lane),
+                "name": trace.model,
+                "ts": trace.started_s * 1e6,
+                "dur": trace.busy_s * 1e6,
+                "args": numbers | {"trace_id": trace.context.trace_id},
+            }
+        )
+    return events
+
+
+def lane_events(recording: "Recording", trace_id: str, shift_s: float, lane: int = 0) -> Iterator[Event]:
+    """What the lanes did for an execution: ops and their stalls within its span, and copies, perhaps of the next one.
+
+    `shift_s` leads from the recording's clock to the monotonic one.
+    """
+    for span in recording.spans():
+        name, label = _lane_label(span)
+        yield {
+            "ph": "X",
+            "pid": DEVICE,
+            "tid": track_of(_TRACKS[span.lane], lane),
+            "name": name,
+            "ts": (span.start_s + shift_s) * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+            "args": {"model": span.model, **label, "trace_id": trace_id},
+        }
+
+
+def _lane_label(span: "LaneSpan") -> tuple[str, dict[str, Any]]:
+    """An event's name, and what else there is to say of it."""
+    if span.stalled:
+        return "swap stall", {"op": span.name}
+    if span.lane == "compute":
+        return span.name, {"ops": span.ops} if span.ops > 1 else {}
+    return span.name, {"bytes": span.nbytes, "ahead": span.ahead}
+
+
+def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:
+    """Names, starts and ends, one behind the other."""
+    if trace.arrived_s is None or trace.started_s is None:
+        return
+    computed_s = trace.started_s + max(trace.busy_s - trace.output_s, 0.0)
+    compute_s = max(computed_s - trace.compute_s, trace.started_s)
+    stalled_s = compute_s + min(trace.stall_s, computed_s - compute_s)
+    yield "decode", trace.began_s, trace.arrived_s
+    yield "queue", trace.arrived_s, trace.started_s
+    yield "prepare", trace.started_s, compute_s
+    if stalled_s > compute_s:
+        yield "swap stall", compute_s, stalled_s
+    yield "compute", stalled_s, computed_s
+    yield "encode", computed_s, ended_s
+
+
+def _pair(
+    trace: RequestTrace, name: str, start_s: float, end_s: float, label: dict[str, Any] | None = None
+) -> tuple[Event, Event]:
+    """A span that may overlap with other requests': Chrome's nestable asynchronous events, in the order of time."""
+    common = {"cat": "request", "id": trace.context.span_id, "pid": REQUESTS, "tid": 0, "name": name}
+    begin = {**common, "ph": "b", "ts": start_s * 1e6, "args": label or {}}
+    return begin, {**common, "ph": "e", "ts": max(end_s, start_s) * 1e6}
+
+
+def _meta(kind: str, process: int, name: str, thread: int = 0) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

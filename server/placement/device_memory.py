@@ -1,0 +1,189 @@
+"""The device's memory, and the models that live in it: each in a partition of its own, beside its lane's workspace."""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.sizing.fitting import Room, fit, workspaces_for
+from runtime.backend import Backend
+from runtime.binding.program import Bases, Program
+from runtime.memory import Memory
+from runtime.shared_region.sharing import SharedRegion, Sharing
+from server.engine.servable import ProgramServable, describe
+from server.models.cache import Plans
+from server.models.prepared import Prepared, say_what_is_done_otherwise
+from server.placement.lane_choice import lightest
+from server.placement.loading import Arrival
+from server.placement.partitions import Extent, Partitions
+from server.protocol.model import DeviceUse, Footprint, lane_name
+
+Programs = dict[int, Program]
+
+
+@dataclass(slots=True)
+class Tenant:
+    """A model in its partition."""
+
+    holder: str
+    """Its name in `Partitions`: versions of one model may live beside each other for a while."""
+    prepared: Prepared
+    plans: Plans
+    servable: ProgramServable
+    lane: int = 0
+    """The compute lane whose executor and workspace it uses."""
+    shares: bool = False
+    """Whether it has no bytes of its own: what is there between its runs is whatever nobody else needed."""
+
+    @property
+    def name(self) -> str:
+        return self.prepared.source.name
+
+    @property
+    def load(self) -> float:
+        """How much of its lane's time it is expected to take; without known rates, what one inference does."""
+        return load_of(self.prepared, self.plans)
+
+    @property
+    def footprint(self) -> Footprint:
+        plan = self.plans[min(self.plans)]
+        tensors = self.prepared.lowered.graphs[min(self.plans)].tensors
+        return Footprint(
+            partition_bytes=0 if self.shares else plan.partition_bytes,
+            parameter_bytes=self.prepared.parameter_bytes,
+            resident_bytes=0 if self.shares else sum(tensors[p.tensor].nbytes for p in plan.residents),
+            predicted_s={b: p.provenance.latency_s for b, p in self.plans.items() if p.provenance is not None},
+            bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
+            lane=self.lane,
+        )
+
+
+def load_of(prepared: Prepared, plans: Plans) -> float:
+    """Expected requests per second times the seconds of one."""
+    batch = min(plans)
+    provenance = plans[batch].provenance
+    seconds = prepared.profiles[batch].compute_s if provenance is None else provenance.latency_s
+    return prepared.rate_per_s * seconds
+
+
+class House:
+    """Binding is for any thread; chores are for the engine's, and bookkeeping for the event loop's."""
+
+    def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int, lanes: int = 1) -> None:
+        self.backend = backend
+        self.executors = backend.executors(lanes)
+        self.memory_bytes = memory_bytes
+        self.partitions = Partitions(arena_bytes, lanes=lanes)
+        self.arena: Memory[object] = backend.arena(arena_bytes)
+        self.tenants: dict[str, Tenant] = {}
+        self.shared: SharedRegion | None = None
+        """Where models share one region instead of having partitions."""
+        self._admitted = 0
+
+    def share(self, sharing: Sharing) -> None:
+        """Make one region of all that is not the workspace."""
+        assert len(self.executors) == 1
+        workspace_bytes = self.partitions.workspace_bytes
+        region_bytes = self.partitions.arena_bytes - workspace_bytes
+        self.partitions.put("(shared)", Extent(workspace_bytes, region_bytes))
+        self.shared = SharedRegion(self.backend, sharing, self.arena, workspace_bytes, region_bytes)
+
+    def lightest_lane(self) -> int:
+        """Where one more model is to run."""
+        sums = [0.0] * len(self.executors)
+        for tenant in self.tenants.values():
+            sums[tenant.lane] += tenant.load
+        return lightest(sums)
+
+    def new_holder(self, name: str) -> str:
+        """A name for the bytes of one version of a model."""
+        self._admitted += 1
+        return f"{name}#{self._admitted}"
+
+    def room_for(self, prepared: Prepared, without: str | None = None) -> Room | None:
+        """The workspace and partition that a model should take of what is free; None if it does not fit.
+
+        With `without`, of what would be free if that holder had left.
+        """
+        partitions = copy.deepcopy(self.partitions)
+        if without is not None:
+            partitions.give_back(without)
+        return fit(prepared.demand, partitions.rooms(workspaces_for(prepared.demand, partitions.arena_bytes)))
+
+    def bind(
+        self,
+        prepared: Prepared,
+        plans: Plans,
+        extent: Extent,
+        lane: int = 0,
+        *,
+        workspace_bytes: int | None = None,
+        gently: bool = False,
+    ) -> Programs:
+        """Make programs of plans for a partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
+
+        `workspace_bytes` is what each lane will have when the programs run, if not what it has now. Binding holds
+        the interpreter; `gently` leaves it to those who serve for half of the time.
+        """
+        each = self.partitions.workspace_bytes if workspace_bytes is None else workspace_bytes
+        bases = Bases(partition=extent.offset, workspace=lane * each)
+        programs: Programs = {}
+        for batch, plan in plans.items():
+            start_s = time.perf_counter()
+            profile = prepared.profiles[batch]
+            programs[batch] = self.backend.build(prepared.lowered, plan, profile, self.arena, bases, prepared.store)
+            if gently:
+                time.sleep(time.perf_counter() - start_s)
+        return programs
+
+    def bind_shared(self, prepared: Prepared, plans: Plans) -> Programs:
+        """Make programs of plans that keep every parameter, for the region that all share. Raises as `bind` does."""
+        assert self.shared is not None
+        lowered, profiles, store = prepared.lowered, prepared.profiles, prepared.store
+        return {batch: self.shared.add(lowered, plan, profiles[batch], store) for batch, plan in plans.items()}
+
+    def tenant(self, holder: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> Tenant:
+        """A model that has arrived."""
+        say_what_is_done_otherwise(prepared.source)
+        lowered, config = prepared.lowered, prepared.source.config
+        most = max(programs)
+        if config is not None and config.max_batch_size:
+            most = min(most, config.max_batch_size)
+        info = describe(lowered, prepared.source.version, most)
+        runner = self.executors[lane] if self.shared is None else self.shared
+        servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
+        self.tenants[holder] = tenant = Tenant(holder, prepared, plans, servable, lane, self.shared is not None)
+        return tenant
+
+    def arrival(self, programs: Programs, lane: int, then: Callable[[], None] = lambda: None) -> Arrival:
+        """Bring the residents in, a chore of the lane's thread; all batch sizes have the same ones."""
+        return Arrival(self.executors[lane], [programs[batch] for batch in sorted(programs)], then)
+
+    def leave(self, holder: str) -> None:
+        """Give a tenant's bytes back. Nothing of it may be on the lanes; its store is the caller's to close."""
+        self.partitions.give_back(holder)
+        self.tenants.pop(holder, None)
+
+    def use(self) -> DeviceUse:
+        """What the memory is used for now, and how long the swap-in lanes have worked, where the device tells."""
+        pinned = getattr(self.backend, "pinned", None)
+        busy_s = [getattr(executor, "swap_busy_s", None) for executor in self.executors]
+        return DeviceUse(
+            workspace_bytes=self.partitions.workspaces.nbytes,
+            partition_bytes=sum(extent.nbytes for extent in self.partitions.held.values()),
+            free_bytes=self.partitions.free_bytes,
+            lane_busy_s={
+                lane_name("swap_in", lane, len(busy_s)): busy
+                for lane, busy in enumerate(busy_s)
+                if busy is not None
+            },
+            pinned_total_bytes=None if pinned is None else pinned.limit_bytes,
+            pinned_used_bytes=0 if pinned is None else pinned.used_bytes,
+        )
+
+    def close(self) -> None:
+        """Give everything back. The engine must have stopped."""
+        self.backend.close()
+        self.arena.close()
+        for tenant in self.tenants.values():
+            tenant.prepared.store.close()

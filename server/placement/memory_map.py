@@ -1,0 +1,62 @@
+"""Draws a deployment for people: who has which bytes, how much of each model is resident, what its plan promises."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from planner.errors import format_bytes
+from planner.sizing.deployment import ONE_REGION, Deployment, Entry
+
+_BAR_CELLS = 16
+_COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
+
+
+def draw(deployment: Deployment, weight_bytes: Mapping[str, int], lanes: Mapping[str, int]) -> str:
+    """The memory map as text. By model, `weight_bytes` counts host-side tables too, `lanes` says where it runs."""
+    table = Table(box=SIMPLE_HEAD, title=_title(deployment), title_justify="left", title_style="bold")
+    for name in (*_COLUMNS, *(["lane"] if deployment.lanes > 1 else [])):
+        table.add_column(name, justify="left" if name in ("model", "") else "right")
+    for entry in deployment.entries:
+        row = _row(entry, weight_bytes[entry.name], shared=deployment.layout in ONE_REGION)
+        table.add_row(*row, *([str(lanes[entry.name])] if deployment.lanes > 1 else []))
+    table.add_section()
+    for workspace in _workspaces(deployment):
+        table.add_row(*workspace)
+    text = io.StringIO()
+    Console(file=text, width=120, highlight=False).print(table)
+    return text.getvalue().rstrip()
+
+
+def _workspaces(deployment: Deployment) -> Sequence[Sequence[str]]:
+    """One for each lane, from the arena's bottom up."""
+    each, lanes = deployment.workspace_bytes, range(deployment.lanes)
+    rows = [["workspace", format_bytes(lane * each), format_bytes(each)] for lane in lanes]
+    return rows if len(lanes) == 1 else [[*row, *[""] * 6, str(lane)] for lane, row in enumerate(rows)]
+
+
+def _title(deployment: Deployment) -> str:
+    taken, memory = format_bytes(deployment.taken_bytes), format_bytes(deployment.memory_bytes)
+    return f"{deployment.layout} layout: {taken} of {memory} for {len(deployment.entries)} models"
+
+
+def _row(entry: Entry, weight_bytes: int, shared: bool) -> list[str]:
+    share = entry.resident_bytes / entry.parameter_bytes if entry.parameter_bytes else 1.0
+    filled = round(share * _BAR_CELLS)
+    plan = entry.plans[min(entry.plans)].provenance
+    times = ["", "", ""] if plan is None else [_ms(plan.latency_s), _ms(plan.bound_s), _ms(plan.resident_s)]
+    return [
+        entry.name,
+        format_bytes(entry.partition_offset),
+        format_bytes(entry.partition_bytes),
+        format_bytes(weight_bytes),
+        "shared" if shared else f"{share:.0%}",
+        "" if shared else "█" * filled + "░" * (_BAR_CELLS - filled),
+        *times,
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

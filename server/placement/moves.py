@@ -1,0 +1,66 @@
+"""The order in which models move to other bytes of the arena, one at a time, while the others are served."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from server.placement.partitions import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A model gives its bytes up; its requests wait until it has moved."""
+
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A model goes to bytes that are free, or its own."""
+
+    holder: str
+    extent: Extent
+
+
+def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_bytes: int) -> list[Leave | Move]:
+    """Bring every model to where it is wanted. `workspace_bytes` at the arena's bottom must be free first.
+
+    As few models as possible have to leave before they can move; every model that leaves comes back.
+    """
+    at = dict(now)
+    workspace = Extent(0, workspace_bytes)
+    steps: list[Leave | Move] = [Leave(name) for name, extent in at.items() if extent.overlaps(workspace)]
+    for step in steps:
+        del at[step.holder]
+    waiting = [name for name in wanted if at.get(name) != wanted[name]]
+    while waiting:
+        free = next((name for name in waiting if not _blockers(name, at, wanted)), None)
+        if free is None:
+            away = min(waiting, key=lambda name: min(len(_blockers(name, at, wanted)), len(at)))
+            for name in _blockers(away, at, wanted):
+                steps.append(Leave(name))
+                del at[name]
+            free = away
+        steps.append(Move(free, wanted[free]))
+        at[free] = wanted[free]
+        waiting.remove(free)
+    return steps
+
+
+def all_anew(wanted: Mapping[str, Extent]) -> list[Leave | Move]:
+    """Let every model leave before the first one comes, where what they all use is about to lie elsewhere."""
+    return [*(Leave(name) for name in wanted), *(Move(name, extent) for name, extent in wanted.items())]
+
+
+def _blockers(holder: str, at: Mapping[str, Extent], wanted: Mapping[str, Extent]) -> list[str]:
+    """Who else is where a model is wanted."""
+    return [name for name, extent in at.items() if name != holder and extent.overlaps(wanted[holder])]
+
+
+def packed(sizes: Mapping[str, int], now: Mapping[str, Extent], arena_bytes: int) -> dict[str, Extent]:
+    """Places from the arena's top down, in the order in which models lie now; those that are new come last."""
+    order = sorted(sizes, key=lambda name: (name not in now, -now[name].offset if name in now else 0))
+    places, top = {}, arena_bytes
+    for name in order:
+        top -= sizes[name]
+        places[name] = Extent(top, sizes[name])
+    return places

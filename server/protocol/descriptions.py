@@ -1,0 +1,107 @@
+"""What the server says about itself and its models, in the JSON forms of KServe v2 and Triton."""
+
+from collections.abc import Container, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from server.engine.statistics import ModelStatistics, Total
+from server.models.registry import Entry
+from server.protocol.model import ModelInfo, TensorSpec
+
+_EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+    "generate",
+)
+
+
+def extensions(without: Container[str]) -> list[str]:
+    """Triton's extensions that are done here, in Triton's order."""
+    return [name for name in _EXTENSIONS if name not in without]
+
+
+def product_version() -> str:
+    try:
+        return version("cohabit")
+    except PackageNotFoundError:  # run from a checkout
+        return "0.0.0"
+
+
+def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:
+    return {"name": "cohabit", "version": product_version(), "extensions": extensions}
+
+
+def model_metadata(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "versions": [str(info.version)],
+        "platform": info.platform,
+        "inputs": [_tensor(info, tensor) for tensor in info.inputs],
+        "outputs": [_tensor(info, tensor) for tensor in info.outputs],
+    }
+
+
+def repository_index(entries: Iterable[Entry]) -> list[dict[str, str]]:
+    return [
+        {
+            "name": entry.name,
+            **({} if entry.version is None else {"version": str(entry.version)}),
+            **({"state": entry.state.value} if entry.state.value else {}),
+            **({"reason": entry.reason} if entry.reason else {}),
+        }
+        for entry in entries
+    ]
+
+
+def statistics(entries: Iterable[Entry]) -> dict[str, Any]:
+    return {"model_stats": [_model_statistics(e.name, str(e.version), e.statistics) for e in entries]}
+
+
+def _tensor(info: ModelInfo, tensor: TensorSpec) -> dict[str, Any]:
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": info.wire_shape(tensor)}
+
+
+def _model_statistics(name: str, model_version: str, s: ModelStatistics) -> dict[str, Any]:
+    nothing = _total(Total(0, 0.0))
+    return {
+        "name": name,
+        "version": model_version,
+        "last_inference": round(s.last_inference_s * 1e3),
+        "inference_count": s.inference_count,
+        "execution_count": s.execution_count,
+        "inference_stats": {
+            "success": _total(s.success),
+            "fail": _total(s.fail),
+            "queue": _total(s.queue),
+            "compute_input": _total(s.answered.prepare),
+            "compute_infer": _total(s.answered.compute),
+            "compute_output": _total(s.answered.output),
+            "cache_hit": nothing,
+            "cache_miss": nothing,
+        },
+        "response_stats": {},
+        "batch_stats": [
+            {
+                "batch_size": batch,
+                "compute_input": _total(parts.prepare),
+                "compute_infer": _total(parts.compute),
+                "compute_output": _total(parts.output),
+            }
+            for batch, parts in sorted(s.batches.copy().items())
+        ],
+        "memory_usage": [],
+    }
+
+
+def _total(total: Total) -> dict[str, int]:
+    return {"count": total.count, "ns": total.ns}

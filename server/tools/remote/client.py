@@ -1,0 +1,111 @@
+"""Asks a running server over HTTP: the v2 endpoints and /metrics, nothing that other clients could not ask."""
+
+import http.client
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from server.errors import ConfigError, RemoteError
+from server.tools.remote.samples import Samples, parse
+
+_METRICS_PORT = 8002
+_MOST_BYTES = 64 << 20
+
+
+class Remote:
+    """One server. Every call blocks, and raises RemoteError for an answer that is none."""
+
+    def __init__(self, url: str, metrics_url: str | None, token: str | None, timeout_s: float) -> None:
+        self.url = _checked(url, "--url")
+        self.metrics_url = _beside(self.url) if metrics_url is None else _checked(metrics_url, "--metrics-url")
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._timeout_s = timeout_s
+
+    def index(self) -> list[dict[str, str]]:
+        listed: list[dict[str, str]] = self._json("POST", "/v2/repository/index", {})
+        return listed
+
+    def statistics(self, model: str | None) -> list[dict[str, Any]]:
+        path = "/v2/models/stats" if model is None else f"/v2/models/{quote(model, safe='')}/stats"
+        answer: dict[str, list[dict[str, Any]]] = self._json("GET", path)
+        return answer["model_stats"]
+
+    def load(self, model: str) -> None:
+        """Returns once the model serves, however long that takes."""
+        self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/load", b"", None)
+
+    def unload(self, model: str) -> None:
+        self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/unload", b"", None)
+
+    def metrics(self) -> Samples:
+        body = self._ask("GET", f"{self.metrics_url}/metrics", None, self._timeout_s)
+        try:
+            return parse(body.decode())
+        except ValueError as error:
+            raise RemoteError(f"{self.metrics_url}/metrics is not in Prometheus' format: {error}") from error
+
+    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        sent = None if body is None else msgspec.json.encode(body)
+        answer = self._ask(method, f"{self.url}{path}", sent, self._timeout_s)
+        try:
+            return msgspec.json.decode(answer)
+        except msgspec.DecodeError as error:
+            raise RemoteError(f"{self.url}{path} did not answer with JSON: {error}") from error
+
+    def _ask(self, method: str, url: str, body: bytes | None, timeout_s: float | None) -> bytes:
+        request = urllib.request.Request(url, body, dict(self._headers), method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                answer: bytes = response.read(_MOST_BYTES)
+                return answer
+        except urllib.error.HTTPError as error:
+            raise RemoteError(f"{url} answered {error.code}: {_reason(error)}") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise RemoteError(f"{url} does not answer: {reason}") from error
+
+
+def read_token(path: Path) -> str:
+    """The first token of a file like the server's. Raises ConfigError."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file: {path} cannot be read: {error}") from error
+    token = next((line for line in lines if line and not line.startswith("#")), None)
+    if token is None:
+        raise ConfigError(f"--token-file: {path} has no token")
+    return token
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    body = error.read(_MOST_BYTES)
+    try:
+        return str(msgspec.json.decode(body)["error"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return error.reason
+
+
+def _checked(url: str, flag: str) -> str:
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(full)
+        sound = (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        )
+    except ValueError:
+        sound = False
+    if not sound:
+        raise ConfigError(f"{flag}: '{url}' is no http or https address")
+    return full.rstrip("/")
+
+
+def _beside(url: str) -> str:
+    """Where metrics are unless somebody says otherwise: the same host's port 8002."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{_METRICS_PORT}"
