@@ -20,7 +20,7 @@ CohabitError
     ├── Unsupported          sound by the protocol, but not done here
     │   └── UnknownEncoding  a Content-Encoding other than gzip and deflate
     ├── Overloaded           later it may well be taken: `retry_after_s` says when
-    │   ├── QueueFull        too many requests, or too many bytes of them, wait
+    │   ├── QueueFull        too many requests wait
     │   ├── RateLimited      the model's config allows no more of them
     │   └── EngineUnavailable  the engine's process is down
     ├── RequestTimedOut      it could not be answered within its timeout
@@ -166,15 +166,6 @@ class QueueFull(Overloaded):
         return cls(
             f"Exceeds maximum queue size: {limit} requests wait for model '{model}' already;"
             " send fewer, or start the server with a larger --queue-limit",
-            retry_after_s,
-        )
-
-    @classmethod
-    def of_bytes(cls, model: str, limit_bytes: int, retry_after_s: float) -> "QueueFull":
-        return cls(
-            f"Exceeds maximum queue size: a request for model '{model}' would take the inputs that wait over"
-            f" {limit_bytes} bytes ({format_bytes(limit_bytes)}); send fewer, or start the server with a larger"
-            " --queue-memory",
             retry_after_s,
         )
 
