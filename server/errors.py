@@ -2,7 +2,6 @@
 
 CohabitError
 ├── ConfigError              a setting that cannot be; the server does not start
-│   └── FlagError            the value of one flag
 ├── RepositoryError          the model repository cannot be read; the server does not start
 ├── RemoteError              a server that was asked does not answer, or refuses
 ├── StartFailed              what had to be loaded at start could not be
@@ -42,15 +41,6 @@ from planner.errors import CohabitError, format_bytes
 
 class ConfigError(CohabitError):
     """A setting that cannot be; the message names it."""
-
-
-class FlagError(ConfigError):
-    """One flag's value cannot be, wherever it came from."""
-
-    def __init__(self, flag: str, reason: str) -> None:
-        super().__init__(f"{flag}: {reason}")
-        self.flag = flag
-        self.reason = reason
 
 
 class RepositoryError(CohabitError):

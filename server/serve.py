@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from server.config.config import LOOPBACK, ServeConfig
+from server.config.config import ServeConfig
 from server.engine.lanes import Lanes
 from server.errors import ConfigError, StartFailed
 from server.frontend.dataplane import DataPlane
@@ -218,10 +218,10 @@ class Server:
                     raise ConfigError(f"{flag}: there is no model '{name}' in {self._config.repository}")
 
     def _warn_if_open(self, access: Access) -> None:
-        if self._config.host not in LOOPBACK and not access.tokens:
+        if not self._config.is_loopback and not access.tokens:
             _log.warning(
                 "whoever reaches the ports may use them; give --token-file, and a proxy that speaks TLS",
-                extra={"fields": {"host": self._config.host}},
+                extra={"fields": {"host": ", ".join(self._config.hosts)}},
             )
 
     async def _listen(self, app: Answer, port: int, flag: str) -> str:
