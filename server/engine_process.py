@@ -22,7 +22,7 @@ import uvloop
 
 from planner.errors import CohabitError
 from server import log
-from server.config.config import ServeConfig, decode_config
+from server.config.config import decode_config
 from server.engine_host import Engine, LoadCancelled
 from server.errors import ExecutionFailed, StartFailed, to_wire
 from server.frontend.memory import HEARTBEAT, MARK, round_up

@@ -104,7 +104,9 @@ class EngineProcess:
     again as soon as the next process has loaded its models.
     """
 
-    def __init__(self, memory: RequestMemory, strict_readiness: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, memory: RequestMemory, strict_readiness: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.catalog = Catalog(strict_readiness)
         self.restarts = 0
         self._memory = memory
@@ -162,9 +164,13 @@ class EngineProcess:
 
     def died(self, reason: str) -> None:
         """The engine's process has ended: requests that it was executing are tried once more, the others wait."""
+        if self._channel is not None:
+            self._channel.close()
         self._channel, self._started = None, False
         if self._start is not None and not self._start.done():
-            self._start.set_exception(EngineUnavailable(f"the engine's process ended while it loaded: {reason}", _RETRY_S))
+            self._start.set_exception(
+                EngineUnavailable(f"the engine's process ended while it loaded: {reason}", _RETRY_S)
+            )
         for id_ in list(self._orders):
             self._orders.pop(id_).set_exception(LoadFailed("", f"the engine's process ended: {reason}; try again"))
         self._traced.clear()

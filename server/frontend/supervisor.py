@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from server.errors import CohabitError
@@ -21,6 +22,7 @@ _POLL_S = 0.25
 _STALLED_S = 1.0
 """If this process did not run itself for so long, it cannot tell whether the engine did."""
 _STOP_S = 5.0
+_LAST_ANSWERS_S = 0.5
 _QUICK_DEATH_S = 10.0
 """An engine that dies so soon after its start makes the next one wait."""
 _LONGEST_PAUSE_S = 30.0
@@ -73,7 +75,7 @@ class Supervisor:
         self._tasks.append(asyncio.create_task(self._restart_for_ever(died)))
         return memory_map
 
-    async def stop(self) -> bool:
+    async def close(self) -> bool:
         """End the engine's process; False if it had to be killed."""
         self._stopping = True
         for task in self._tasks:
@@ -107,7 +109,9 @@ class Supervisor:
         while self._process is None:
             await asyncio.sleep(0)
         code = await self._process.wait()
-        await self._client.wait_closed()
+        with suppress(TimeoutError):  # its last answers
+            async with asyncio.timeout(_LAST_ANSWERS_S):
+                await self._client.wait_closed()
         if self._killed_for is not None:
             return self._killed_for
         return f"it ended with status {code}" if code >= 0 else f"it was ended by {signal.Signals(-code).name}"
@@ -125,8 +129,8 @@ class Supervisor:
                     self._client.give_up(f"the engine cannot be started again: {reason}")
                 await asyncio.sleep(min(2.0 ** (failures - 2), _LONGEST_PAUSE_S))
             began_s = time.monotonic()
-            launched = asyncio.create_task(self._launch(lambda model, stage: None))
             self._process = None
+            launched = asyncio.create_task(self._launch(lambda model, stage: None))
             died = asyncio.create_task(self._died())
             await asyncio.wait({launched, died}, return_when=asyncio.FIRST_COMPLETED)
             started_s = time.monotonic()
