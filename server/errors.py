@@ -21,15 +21,21 @@ CohabitError
     │   └── UnknownEncoding  a Content-Encoding other than gzip and deflate
     ├── Overloaded           later it may well be taken: `retry_after_s` says when
     │   ├── QueueFull        too many requests, or too many bytes of them, wait
-    │   └── RateLimited      the model's config allows no more of them
+    │   ├── RateLimited      the model's config allows no more of them
+    │   └── EngineUnavailable  the engine's process is down
     ├── RequestTimedOut      it could not be answered within its timeout
     ├── ShuttingDown         the server drains
     ├── ExecutionFailed      the model failed while it computed
+    ├── EngineFailed         the engine's process died twice while it executed the request
     ├── DeviceLost           the device is gone; nothing can be executed
     ├── ControlOff           loading and unloading by request is not allowed
     ├── LoadFailed           a model cannot be loaded; the message says why
     └── NotInRepository      there is no model of that name to load
 """
+
+from collections.abc import Iterator
+
+import msgspec
 
 from planner.errors import CohabitError, format_bytes
 
@@ -205,7 +211,7 @@ class DeviceLost(RequestError):
     """The device is gone, and with it whatever was on it."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"the device is lost: {reason}; restart the server")
+        super().__init__(f"the device is lost: {reason}")
 
 
 class ControlOff(RequestError):
@@ -230,3 +236,48 @@ class NotInRepository(RequestError):
 
     def __init__(self, model: str, reason: str = "it has no such folder") -> None:
         super().__init__(f"failed to load '{model}', failed to poll from model repository: {reason}")
+
+
+class EngineFailed(RequestError):
+    """The engine's process died while it executed this request, and again when the request was tried once more."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(
+            f"model '{model}': the engine's process died twice while it executed this request ({reason});"
+            " it is not tried again"
+        )
+
+
+class EngineUnavailable(Overloaded):
+    """The engine's process is down and could not be started again yet."""
+
+
+class WireError(msgspec.Struct, frozen=True):
+    """An error as it is sent between the engine and the front end."""
+
+    kind: str
+    message: str
+    retry_after_s: float | None = None
+
+
+def to_wire(error: CohabitError) -> WireError:
+    return WireError(type(error).__name__, str(error), getattr(error, "retry_after_s", None))
+
+
+def from_wire(wire: WireError) -> CohabitError:
+    """Make the error again, with its message; a kind that is unknown here becomes a StartFailed."""
+    known = _BY_NAME.get(wire.kind, StartFailed)
+    error = known.__new__(known)
+    error.args = (wire.message,)
+    if isinstance(error, Overloaded):
+        error.retry_after_s = wire.retry_after_s or 1.0
+    return error
+
+
+def _family(error: type[CohabitError]) -> Iterator[type[CohabitError]]:
+    yield error
+    for child in error.__subclasses__():
+        yield from _family(child)
+
+
+_BY_NAME = {error.__name__: error for error in _family(CohabitError) if error.__module__ in (__name__, CohabitError.__module__)}

@@ -1,14 +1,15 @@
-"""An inference request and its response, whatever protocol they travel by."""
+"""An inference request and its response, independent of the protocol that carries them."""
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
 
 from server.errors import ExecutionFailed
 from server.protocol.classification import classify
 from server.protocol.datatypes import BYTES
+from server.protocol.execution import OnSpans
 from server.protocol.model import Array, ModelInfo, TensorSpec
-from server.protocol.request_trace import RequestTrace
 from server.protocol.shared_memory import Window
 
 
@@ -23,8 +24,16 @@ class RequestedOutput(msgspec.Struct, frozen=True, eq=False):
     """Where to write it; None puts it into the answer."""
 
 
+class StartMark(Protocol):
+    """Records that a request's execution has begun, where another process can see it."""
+
+    def started(self, now_s: float, predicted_s: float) -> None:
+        """Called by the compute lane's thread, before the first op."""
+        ...
+
+
 class InferRequest(msgspec.Struct, frozen=True, eq=False):
-    """A request that fits its model. `outputs` stand in the model's order."""
+    """A request that fits its model. `outputs` are in the model's order."""
 
     model: str
     version: int
@@ -35,9 +44,12 @@ class InferRequest(msgspec.Struct, frozen=True, eq=False):
     priority: int | None = None
     """As the client gave it: 1 is the most urgent, None leaves it to the model."""
     timeout_s: float | None = None
-    """How long the request may wait in the queue."""
-    trace: RequestTrace | None = None
-    """Where its times are noted, if somebody follows it."""
+    """Within which the answer must be ready, counted from the request's arrival."""
+    arrived_s: float | None = None
+    """When the request arrived, by `time.monotonic`; None for now."""
+    start_mark: StartMark | None = None
+    on_spans: OnSpans | None = None
+    """Receives what the device's lanes did for this request, if it is traced."""
 
 
 class OutputTensor(msgspec.Struct, frozen=True, eq=False):
@@ -50,6 +62,8 @@ class OutputTensor(msgspec.Struct, frozen=True, eq=False):
 
 
 class InferResponse(msgspec.Struct, frozen=True, eq=False):
+    """The answer to one request. Its arrays may be views of leased memory."""
+
     model: str
     version: int
     outputs: tuple[OutputTensor, ...]
@@ -57,7 +71,7 @@ class InferResponse(msgspec.Struct, frozen=True, eq=False):
 
 
 def respond(request: InferRequest, info: ModelInfo, arrays: Mapping[str, Array]) -> InferResponse:
-    """Pick what the client asked for out of what the model returned. Raises ExecutionFailed if that has less."""
+    """Select what the client asked for from a model's outputs. Raises ExecutionFailed if one is missing."""
     outputs = []
     for wanted in request.outputs:
         if wanted.tensor.name not in arrays:

@@ -1,0 +1,147 @@
+"""The shared memory that requests lie in: bodies, input tensors, and room for their outputs.
+
+One anonymous file, mapped by the front end and by the engine, of which leases take blocks. Its size is the bound on
+everything that clients have sent and that is not answered yet (`--queue-memory`).
+"""
+
+import mmap
+import os
+from types import TracebackType
+
+import numpy as np
+
+from planner.errors import format_bytes
+from planner.free_list import FreeList
+from server.errors import Overloaded
+from server.protocol.model import Array
+
+ALIGNMENT = 64
+PAGE_BYTES = mmap.PAGESIZE
+_KEPT_BYTES = 64 << 20
+"""Pages that an idle pool keeps; more than this is given back to the system."""
+_RETRY_S = 1.0
+
+HEARTBEAT = np.dtype([("beat_s", "<f8")])
+"""At offset 0: when the engine's event loop last ran, by `time.monotonic`."""
+MARK = np.dtype([("started_s", "<f8"), ("predicted_s", "<f8")])
+"""In front of each request: when its execution began (0 while it waits), and how long that was predicted to take."""
+
+
+def round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class RequestMemory:
+    """A bounded pool of shared memory. Belongs to the event loop's thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
+        self.descriptor = os.memfd_create("cohabit-requests", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, self.nbytes)
+        self.map = mmap.mmap(self.descriptor, self.nbytes)
+        self._base = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
+        self._free = FreeList(PAGE_BYTES, self.nbytes - PAGE_BYTES)
+        self._used_bytes = 0
+        self._highest = PAGE_BYTES
+        """The end of the highest block that was handed out since memory was last given back."""
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def lease(self) -> "Lease":
+        return Lease(self)
+
+    def take(self, nbytes: int) -> int:
+        """Return the offset of a free block. Raises Overloaded if there is none."""
+        size = round_up(nbytes)
+        offset = self._free.take(size)
+        if offset is None:
+            raise Overloaded(
+                f"requests that are not answered yet take {format_bytes(self._used_bytes)} of"
+                f" {format_bytes(self.nbytes - PAGE_BYTES)}, which leaves no {format_bytes(nbytes)} in one piece;"
+                " send fewer at once, or start the server with a larger --queue-memory",
+                _RETRY_S,
+            )
+        self._used_bytes += size
+        self._highest = max(self._highest, offset + size)
+        return offset
+
+    def release(self, offset: int, nbytes: int) -> None:
+        size = round_up(nbytes)
+        self._free.release(offset, size)
+        self._used_bytes -= size
+        if self._used_bytes == 0 and self._highest > PAGE_BYTES + _KEPT_BYTES:
+            self.map.madvise(mmap.MADV_REMOVE, PAGE_BYTES, -(-self._highest // PAGE_BYTES) * PAGE_BYTES - PAGE_BYTES)
+            self._highest = PAGE_BYTES
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self.map)[offset : offset + nbytes]
+
+    def offset_of(self, array: Array) -> int | None:
+        """Return where an array lies in the pool; None if it lies elsewhere, or not in one piece."""
+        offset: int = array.__array_interface__["data"][0] - self._base
+        inside = PAGE_BYTES <= offset and offset + array.nbytes <= self.nbytes
+        return offset if inside and array.flags.c_contiguous else None
+
+    def array(self, offset: int, dtype: str | np.dtype[np.void], shape: tuple[int, ...]) -> Array:
+        return np.ndarray(shape, dtype, self.map, offset)
+
+    def heartbeat_s(self) -> float:
+        """When the engine's event loop last ran; 0 before the first time."""
+        return float(self.array(0, HEARTBEAT, (1,))["beat_s"][0])
+
+    def clear_heartbeat(self) -> None:
+        self.array(0, HEARTBEAT, (1,))["beat_s"] = 0.0
+
+    def close(self) -> None:
+        """Give the file back; the mapping goes when the last array in it does."""
+        os.close(self.descriptor)
+
+
+class Lease:
+    """The blocks of one request. They are given back when the lease was left and nobody holds it any more."""
+
+    def __init__(self, memory: RequestMemory) -> None:
+        self.memory = memory
+        self._blocks: dict[int, int] = {}
+        self._holds = 1
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def take(self, nbytes: int) -> int:
+        """Take a block, and return its offset in the pool. Raises Overloaded."""
+        offset = self.memory.take(nbytes)
+        self._blocks[offset] = nbytes
+        return offset
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Return writable bytes, valid until the lease is released. Raises Overloaded if the pool has no room."""
+        if nbytes == 0:
+            return memoryview(bytearray())
+        return self.memory.view(self.take(nbytes), nbytes)
+
+    def free(self, view: memoryview) -> None:
+        """Give one block back early, such as a body's after it was moved to a larger one."""
+        if view.nbytes:
+            offset = self.memory.offset_of(np.frombuffer(view, np.uint8))
+            assert offset is not None
+            self.memory.release(offset, self._blocks.pop(offset))
+
+    def hold(self) -> None:
+        """Keep the blocks although the lease may be left: the engine uses them."""
+        self._holds += 1
+
+    def release(self) -> None:
+        """End one hold; the last one gives the blocks back."""
+        self._holds -= 1
+        if self._holds == 0:
+            for offset, nbytes in self._blocks.items():
+                self.memory.release(offset, nbytes)
+            self._blocks.clear()
