@@ -16,9 +16,7 @@ from rich.text import Text
 
 from planner.errors import CohabitError, UnknownSearcher
 from server.config.config import ServeConfig
-from server.config.flags import add_flags
-from server.config.layers import add_layer_flags, declare, settle
-from server.config.printing import as_toml
+from server.config.sources import add_flags, as_toml, read_settings
 from server.errors import ConfigError, RepositoryError
 from server.tools.options import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags
 from server.tools.remote.commands import COMMANDS, Command
@@ -77,7 +75,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _run_serve(options: argparse.Namespace, errors: Console) -> int:
-    effective = settle(options.settings, options, os.environ)
+    effective = read_settings(options, os.environ)
     if options.print_config:
         print(as_toml(effective), end="")
         return 0
@@ -218,14 +216,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     serve = commands.add_parser(
         "serve",
+        usage="cohabit serve REPOSITORY --memory SIZE [options]",
         help="serve a model repository to KServe v2 and Triton clients",
         description="Serve the models of a repository to KServe v2 and Triton clients.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(serve)
-    serve.set_defaults(run=_run_serve, settings=declare(serve))
-    add_layer_flags(serve)
+    serve.set_defaults(run=_run_serve)
     _add(
         commands.add_parser(
             "plan",

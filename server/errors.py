@@ -2,7 +2,6 @@
 
 CohabitError
 ├── ConfigError              a setting that cannot be; the server does not start
-│   └── FlagError            the value of one flag
 ├── RepositoryError          the model repository cannot be read; the server does not start
 ├── RemoteError              a server that was asked does not answer, or refuses
 ├── StartFailed              what had to be loaded at start could not be
@@ -20,7 +19,7 @@ CohabitError
     ├── Unsupported          sound by the protocol, but not done here
     │   └── UnknownEncoding  a Content-Encoding other than gzip and deflate
     ├── Overloaded           later it may well be taken: `retry_after_s` says when
-    │   ├── QueueFull        too many requests, or too many bytes of them, wait
+    │   ├── QueueFull        too many requests wait
     │   ├── RateLimited      the model's config allows no more of them
     │   └── EngineUnavailable  the engine's process is down
     ├── RequestTimedOut      it could not be answered within its timeout
@@ -42,15 +41,6 @@ from planner.errors import CohabitError, format_bytes
 
 class ConfigError(CohabitError):
     """A setting that cannot be; the message names it."""
-
-
-class FlagError(ConfigError):
-    """One flag's value cannot be, wherever it came from."""
-
-    def __init__(self, flag: str, reason: str) -> None:
-        super().__init__(f"{flag}: {reason}")
-        self.flag = flag
-        self.reason = reason
 
 
 class RepositoryError(CohabitError):
@@ -166,15 +156,6 @@ class QueueFull(Overloaded):
         return cls(
             f"Exceeds maximum queue size: {limit} requests wait for model '{model}' already;"
             " send fewer, or start the server with a larger --queue-limit",
-            retry_after_s,
-        )
-
-    @classmethod
-    def of_bytes(cls, model: str, limit_bytes: int, retry_after_s: float) -> "QueueFull":
-        return cls(
-            f"Exceeds maximum queue size: a request for model '{model}' would take the inputs that wait over"
-            f" {limit_bytes} bytes ({format_bytes(limit_bytes)}); send fewer, or start the server with a larger"
-            " --queue-memory",
             retry_after_s,
         )
 

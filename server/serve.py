@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from server.config.config import LOOPBACK, ServeConfig
+from server.config.config import ServeConfig
 from server.engine.lanes import Lanes
 from server.errors import ConfigError, StartFailed
 from server.frontend.dataplane import DataPlane
@@ -32,8 +32,8 @@ from server.protocol.shared_memory import Regions, no_system
 from server.protocol.shared_memory_files import open_region
 
 if TYPE_CHECKING:
-    from server.placement.device_memory import Tenant
-    from server.placement.placement import Housing
+    from server.placement.device_memory import PlacedModel
+    from server.placement.placement import Placement
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.serve")
@@ -56,12 +56,12 @@ class Loaded(Protocol):
     @property
     def memory_map(self) -> str: ...
     @property
-    def housing(self) -> "Housing | None":
+    def placement(self) -> "Placement | None":
         """What models can be loaded into later; None where none are."""
         ...
 
     @property
-    def tenants(self) -> "Mapping[str, Tenant]": ...
+    def placed_models(self) -> "Mapping[str, PlacedModel]": ...
     def use(self) -> DeviceUse:
         """What the device's memory is used for, and its lanes. Any thread."""
         ...
@@ -199,8 +199,8 @@ class Server:
             if entry.state is State.UNAVAILABLE:
                 _log.warning("model not served", extra={"fields": {"model": entry.name, "reason": entry.reason}})
 
-        if loaded.housing is not None:
-            self._lifecycle.open(loaded.housing, loaded.tenants)
+        if loaded.placement is not None:
+            self._lifecycle.open(loaded.placement, loaded.placed_models)
 
     def _use(self) -> DeviceUse:
         use = DeviceUse() if self._loaded is None else self._loaded.use()
@@ -218,10 +218,10 @@ class Server:
                     raise ConfigError(f"{flag}: there is no model '{name}' in {self._config.repository}")
 
     def _warn_if_open(self, access: Access) -> None:
-        if self._config.host not in LOOPBACK and not access.tokens:
+        if not self._config.is_loopback and not access.tokens:
             _log.warning(
                 "whoever reaches the ports may use them; give --token-file, and a proxy that speaks TLS",
-                extra={"fields": {"host": self._config.host}},
+                extra={"fields": {"host": ", ".join(self._config.hosts)}},
             )
 
     async def _listen(self, app: Answer, port: int, flag: str) -> str:

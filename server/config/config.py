@@ -1,16 +1,20 @@
-"""What `cohabit serve` was told: every flag of `server.config.flags`, read once into a frozen object."""
+"""The settings of `cohabit serve`, each declared once.
 
-import argparse
-import math
-from collections.abc import Callable, Mapping
+`server.config.sources` derives flags, environment variables, the settings file and `--print-config` from these fields.
+"""
+
+# ruff: noqa: RUF009 - setting() returns a dataclass field
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
-from server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, parse_size
-from server.errors import ConfigError, FlagError
+import msgspec
 
-_T = TypeVar("_T")
+from server.config.setting import Setting, declared, flag, setting
+from server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, parse_size, write_size
+from server.config.values import batches, integer, model_rate, port, port_or_off, seconds, seconds_or_zero
+from server.errors import ConfigError
 
 Layout = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 Store = Literal["ram", "file"]
@@ -18,189 +22,286 @@ LogFormat = Literal["text", "json"]
 ClientShm = Literal["auto", "on", "off"]
 ModelControl = Literal["none", "explicit", "poll"]
 PortAccess = Literal["open", "token"]
+EngineMode = Literal["process", "in-process"]
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_PARTITIONED: tuple[Layout, ...] = ("partitioned", "resident")
 
-_LARGEST_BATCH = 1 << 16
-_MOST_LANES = 16
+
+def _commas(sizes: tuple[int, ...]) -> str:
+    return ",".join(map(str, sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    repository: Path
-    memory: MemorySize
-    layout: Layout = "partitioned"
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    """0 takes any free port."""
-    grpc_port: int | None = 8001
-    """None for no gRPC."""
-    metrics_port: int = 8002
-    cache: Path | None = None
-    """Where lowered models, profiles and plans are kept; None for the loader's choice."""
-    device: str = "cpu"
-    store: Store = "ram"
-    link_bandwidth_bytes_per_s: float | None = None
-    scripted: bool | None = None
-    """Whether stretches of a model's calls run outside of Python's interpreter; None for wherever that can be had."""
-    threads: int | None = None
-    compute_lanes: int = 1
-    """How many inferences run side by side, of different models."""
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    prefetch: bool = True
-    """Whether the next model's copies begin beside the inference before its own."""
-    queue_limit: int = 256
-    queue_bytes: int = 1 << 30
-    """Most bytes of inputs that may wait, of all models together."""
-    max_body_bytes: int = 64 << 20
-    max_connections: int = 1024
-    """Per port."""
-    exit_timeout_s: float = 30.0
-    model_rates: Mapping[str, float] = field(default_factory=dict)
-    """Expected requests per second by model; a model without a rate counts as their mean."""
-    model_control: ModelControl = "none"
-    load_models: tuple[str, ...] = ()
-    """What is loaded at start where models are loaded by request; "*" is all."""
-    poll_interval_s: float = 15.0
-    strict_readiness: bool = True
-    """Whether one model that cannot be served makes the server not ready."""
-    exit_on_error: bool = False
-    log_format: LogFormat = "text"
-    client_shm: ClientShm = "auto"
-    token_files: tuple[Path, ...] = ()
-    """Tokens of which calls must show one; without any, whoever reaches a port may use it."""
-    control_token_files: tuple[Path, ...] = ()
-    """Tokens that also permit to load, unload and change settings."""
-    trace_file: Path | None = None
-    """Where spans of requests are written; None traces nothing."""
-    trace_rate: int = 1000
-    """Every how many requests of a model one is traced, until a client changes it."""
-    health_access: PortAccess = "open"
-    metrics_access: PortAccess = "token"
+    repository: Path = field(metadata=flag("REPOSITORY", "folder of NAME/VERSION/model.pt2", Path, "REPOSITORY"))
+
+    memory: MemorySize = field(
+        metadata=flag(
+            "--memory",
+            "device memory for all models: 64MiB, 8GiB, 82MB, or 25% of the sum of their weights; required",
+            parse_memory,
+            "SIZE",
+            group="memory",
+        )
+    )
+    layout: Layout = setting(
+        "partitioned",
+        "--layout",
+        "how models share the memory. partitioned: each has a part of its own; resident: all stay in memory;"
+        " time_shared: one at a time, copied before it computes; pipelined: one at a time, copied while it"
+        " computes; lru, on_demand: whole models, or single parameters, stay until others need the space",
+    )
+    model_rates: Mapping[str, float] = setting(
+        dict,
+        "--model-rate",
+        "expected requests per second of a model, so that busy models get more memory; a model without a rate"
+        " counts as the mean of the others",
+        model_rate,
+        "NAME=RATE",
+        repeatable=True,
+    )
+    device: str = setting(
+        "cpu", "--device", "device that runs the models: cpu, cuda, or cuda:N", metavar="NAME", group="device"
+    )
+    store: Store = setting("ram", "--store", "where parameters are kept that are not in device memory")
+    link_bandwidth_bytes_per_s: float | None = setting(
+        None,
+        "--link-bandwidth",
+        "limit the bandwidth of copies, to emulate a slower bus or flash",
+        parse_bandwidth,
+        "SIZE/s",
+    )
+    cache: Path | None = setting(
+        None, "--cache", "folder that keeps lowered models, profiles and plans between starts", Path, "DIR"
+    )
+
+    model_control: ModelControl = setting(
+        "none",
+        "--model-control",
+        "when models are loaded. none: all at start; explicit: by request, and those of --load-model at start;"
+        " poll: whenever the repository changes",
+        group="models",
+    )
+    load_models: tuple[str, ...] = setting(
+        (),
+        "--load-model",
+        "with --model-control explicit, a model to load at start; '*' is all",
+        metavar="NAME",
+        repeatable=True,
+    )
+    poll_interval_s: float = setting(
+        15.0,
+        "--poll-interval",
+        "with --model-control poll, time between two scans of the repository",
+        seconds,
+        "SECONDS",
+    )
+    strict_readiness: bool = setting(
+        True, "--strict-readiness", "report ready only while every requested model is served"
+    )
+    exit_on_error: bool = setting(
+        False, "--exit-on-error", "exit if a model cannot be loaded at start; otherwise skip it"
+    )
+
+    engine: EngineMode = setting(
+        "process",
+        "--engine",
+        "run the engine in a process of its own, which is restarted if it fails, or in the server's process, which"
+        " needs less memory",
+        group="compute",
+    )
+    watchdog_s: float = setting(
+        10.0,
+        "--watchdog",
+        "restart the engine if an execution takes longer than this and than 20 times its prediction",
+        seconds,
+        "SECONDS",
+    )
+    threads: int | None = setting(None, "--threads", "CPU threads of one inference", integer(1, 1024), "N")
+    scripted: bool | None = setting(
+        None,
+        "--scripted",
+        "on the CPU, run sequences of a model's ops without the Python interpreter; results are identical"
+        " (default: yes, on the CPU)",
+    )
+    compute_lanes: int = setting(
+        1,
+        "--compute-lanes",
+        "number of inferences that run in parallel. A model belongs to one lane; each lane has a workspace and, on"
+        " a CPU, a share of the cores. Helps small models that leave cores idle, and costs latency otherwise",
+        integer(1, 16),
+        "N",
+    )
+    prefetch: bool = setting(True, "--prefetch", "start the next model's swap-ins while the current model computes")
+    batch_sizes: tuple[int, ...] = setting(
+        (1, 2, 4, 8),
+        "--batch-sizes",
+        "batch sizes to plan for; a request is padded to the next one",
+        batches,
+        "N,N,...",
+        _commas,
+    )
+
+    hosts: tuple[str, ...] = setting(
+        ("127.0.0.1",),
+        "--host",
+        "address to listen on; localhost is both IPv4 and IPv6",
+        metavar="ADDRESS",
+        repeatable=True,
+        group="network",
+    )
+    http_port: int = setting(8000, "--http-port", "0 takes any free port", port, "PORT")
+    grpc_port: int | None = setting(
+        8001, "--grpc-port", "0 takes any free port, off disables gRPC", port_or_off, "PORT"
+    )
+    metrics_port: int = setting(8002, "--metrics-port", "0 takes any free port", port, "PORT")
+    http_unix: Path | None = setting(None, "--http-unix", "Unix socket that also accepts HTTP", Path, "PATH")
+    grpc_unix: Path | None = setting(None, "--grpc-unix", "Unix socket that also accepts gRPC", Path, "PATH")
+    frontends: int = setting(
+        1, "--frontends", "number of processes that accept requests on the ports", integer(1, 64), "N"
+    )
+    max_connections: int = setting(1024, "--max-connections", "open connections per port", integer(1, 1 << 20), "N")
+    keep_alive_s: float = setting(
+        75.0, "--keep-alive", "close a connection that was idle for this long", seconds, "SECONDS"
+    )
+    max_connection_age_s: float | None = setting(
+        None,
+        "--max-connection-age",
+        "ask clients to reconnect after this long, so that a load balancer can move them (default: never)",
+        seconds,
+        "SECONDS",
+    )
+    exit_timeout_s: float = setting(
+        30.0, "--exit-timeout-secs", "on SIGTERM, time to finish the requests in flight", seconds_or_zero, "SECONDS"
+    )
+
+    max_body_bytes: int = setting(
+        64 << 20, "--max-body", "largest request body", parse_size, "SIZE", write_size, group="requests"
+    )
+    queue_limit: int = setting(256, "--queue-limit", "requests that may wait per model", integer(1, 1 << 20), "N")
+    queue_bytes: int = setting(
+        1 << 30,
+        "--queue-memory",
+        "bytes of inputs that may wait, of all models together",
+        parse_size,
+        "SIZE",
+        write_size,
+    )
+    client_shm: ClientShm = setting(
+        "auto",
+        "--client-shm",
+        "let clients pass tensors in shared memory of this machine; auto allows it if the server listens on loopback"
+        " addresses only",
+    )
+
+    token_files: tuple[Path, ...] = setting(
+        (),
+        "--token-file",
+        "file with one token per line; every call must then present a token (Authorization: Bearer TOKEN)",
+        Path,
+        "FILE",
+        repeatable=True,
+        group="access",
+    )
+    control_token_files: tuple[Path, ...] = setting(
+        (),
+        "--control-token-file",
+        "file of tokens that permit every call, also to load and unload models, register shared memory and change"
+        " settings",
+        Path,
+        "FILE",
+        repeatable=True,
+    )
+    health_access: PortAccess = setting("open", "--health-access", "with tokens, whether health checks need one")
+    metrics_access: PortAccess = setting("token", "--metrics-access", "with tokens, whether metrics need one")
+    tls_cert: Path | None = setting(
+        None, "--tls-cert", "certificate chain (PEM); all ports then use TLS", Path, "FILE"
+    )
+    tls_key: Path | None = setting(None, "--tls-key", "private key of the certificate (PEM)", Path, "FILE")
+    tls_client_ca: Path | None = setting(
+        None,
+        "--tls-client-ca",
+        "require client certificates that one of these authorities (PEM) has signed",
+        Path,
+        "FILE",
+    )
+
+    log_format: LogFormat = setting("text", "--log-format", "format of log lines", group="diagnostics")
+    trace_file: Path | None = setting(
+        None,
+        "--trace-file",
+        "write spans of sampled requests here, as JSON for Perfetto and chrome://tracing",
+        Path,
+        "FILE",
+    )
+    trace_rate: int = setting(
+        1000, "--trace-rate", "with --trace-file, trace every N-th request of a model", integer(1, 999_999_999), "N"
+    )
+
+    @property
+    def host(self) -> str:
+        """The first address to listen on."""
+        return self.hosts[0]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether every address to listen on belongs to this machine alone."""
+        return LOOPBACK.issuperset(self.hosts)
 
     @property
     def takes_client_shm(self) -> bool:
-        """Whether clients may name shared memory of this machine: by default, where only this machine's can ask."""
-        return self.client_shm == "on" or (self.client_shm == "auto" and self.host in LOOPBACK)
+        return self.client_shm == "on" or (self.client_shm == "auto" and self.is_loopback)
 
     @property
     def wants_stretches(self) -> bool:
-        """Whether models run in stretches if torch can do that: by default on the CPU."""
+        """Whether script segments are wanted if torch supports them."""
         return self.device == "cpu" and self.scripted is not False
 
 
-def config_of(options: argparse.Namespace) -> ServeConfig:
-    """Check every flag. Raises ConfigError, which names the flag."""
-    config = ServeConfig(
-        repository=Path(options.repository),
-        memory=read("--memory", options.memory, parse_memory),
-        layout=options.layout,
-        host=options.host,
-        http_port=read("--http-port", options.http_port, integer(0, 65535)),
-        grpc_port=read("--grpc-port", options.grpc_port, _port_or_off),
-        client_shm=options.client_shm,
-        metrics_port=read("--metrics-port", options.metrics_port, integer(0, 65535)),
-        cache=None if options.cache is None else Path(options.cache),
-        device=options.device,
-        store=options.store,
-        link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
-        scripted=options.scripted,
-        compute_lanes=read("--compute-lanes", options.compute_lanes, integer(1, _MOST_LANES)),
-        threads=optional("--threads", options.threads, integer(1, 1024)),
-        batch_sizes=read("--batch-sizes", options.batch_sizes, _batch_sizes),
-        prefetch=options.prefetch,
-        queue_limit=read("--queue-limit", options.queue_limit, integer(1, 1 << 20)),
-        queue_bytes=read("--queue-memory", options.queue_memory, parse_size),
-        model_control=options.model_control,
-        load_models=tuple(dict.fromkeys(options.load_model)),
-        poll_interval_s=read("--poll-interval", options.poll_interval, _interval),
-        strict_readiness=options.strict_readiness,
-        exit_on_error=options.exit_on_error,
-        max_body_bytes=read("--max-body", options.max_body, parse_size),
-        max_connections=read("--max-connections", options.max_connections, integer(1, 1 << 20)),
-        exit_timeout_s=read("--exit-timeout-secs", options.exit_timeout_secs, _seconds),
-        model_rates=dict(read("--model-rate", text, _rate) for text in options.model_rate),
-        log_format=options.log_format,
-        trace_file=None if options.trace_file is None else Path(options.trace_file),
-        trace_rate=read("--trace-rate", options.trace_rate, integer(1, 999_999_999)),
-        token_files=tuple(Path(name) for name in options.token_file),
-        control_token_files=tuple(Path(name) for name in options.control_token_file),
-        health_access=options.health_access,
-        metrics_access=options.metrics_access,
-    )
-    _refuse_contradictions(config)
-    return config
+SETTINGS: tuple[Setting, ...] = tuple(declared(ServeConfig))
+BY_KEY: Mapping[str, Setting] = {setting.key: setting for setting in SETTINGS}
 
 
-def _refuse_contradictions(config: ServeConfig) -> None:
+def check_consistent(config: ServeConfig) -> None:
+    """Raise ConfigError for settings that contradict each other; the message names them."""
+    partitioned = config.layout in _PARTITIONED
     if config.load_models and config.model_control != "explicit":
         raise ConfigError("--load-model needs --model-control explicit")
-    if config.model_control != "none" and config.layout not in ("partitioned", "resident"):
+    if config.model_control != "none" and not partitioned:
         raise ConfigError(f"--model-control {config.model_control} needs a layout in which models have partitions")
     if config.scripted and config.device != "cpu":
         raise ConfigError(
             f"--scripted is for the CPU; {config.device} replays graphs, which need no Python between ops"
         )
-    if config.compute_lanes > 1 and config.layout not in ("partitioned", "resident"):
+    if config.compute_lanes > 1 and not partitioned:
         raise ConfigError(
             f"--compute-lanes {config.compute_lanes} needs a layout in which models have partitions; in"
             f" {config.layout} they share one region, which one inference at a time may change"
         )
     if config.model_control == "explicit" and not isinstance(config.memory, FixedSize):
         raise ConfigError("--memory: a share of the weights means nothing before models are loaded; give a size")
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key need each other")
+    if config.tls_client_ca is not None and config.tls_cert is None:
+        raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key")
+    if config.frontends > 1 and config.engine != "process":
+        raise ConfigError(f"--frontends {config.frontends} needs --engine process, which they share")
+    if config.frontends > 1 and 0 in (config.http_port, config.grpc_port, config.metrics_port):
+        raise ConfigError(f"--frontends {config.frontends} needs fixed ports; 0 would give each its own")
+    if config.http_unix is not None and config.http_unix == config.grpc_unix:
+        raise ConfigError("--http-unix and --grpc-unix need different paths")
 
 
-def read(flag: str, text: str, parse: Callable[[str], _T]) -> _T:
-    """Read a flag's value. Raises FlagError."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise FlagError(flag, str(error)) from error
+def encode_config(config: ServeConfig) -> bytes:
+    """Encode a config as msgpack, for the engine's process."""
+    return msgspec.msgpack.encode(config, enc_hook=str)
 
 
-def optional(flag: str, text: str | None, parse: Callable[[str], _T]) -> _T | None:
-    return None if text is None else read(flag, text, parse)
+def decode_config(raw: bytes) -> ServeConfig:
+    """Decode what `encode_config` wrote."""
+    return msgspec.msgpack.decode(raw, type=ServeConfig, dec_hook=_decoded)
 
 
-def integer(least: int, most: int) -> Callable[[str], int]:
-    """A reader of whole numbers, which raises ValueError for others."""
-
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
-            raise ValueError(f"'{text}' is not a whole number from {least} to {most}")
-        return int(text)
-
-    return parse
-
-
-def _port_or_off(text: str) -> int | None:
-    return None if text == "off" else integer(0, 65535)(text)
-
-
-def _batch_sizes(text: str) -> tuple[int, ...]:
-    return tuple(sorted({integer(1, _LARGEST_BATCH)(part.strip()) for part in text.split(",")}))
-
-
-def _seconds(text: str) -> float:
-    return positive(text, "a number of seconds", allow_zero=True)
-
-
-def _interval(text: str) -> float:
-    return positive(text, "a number of seconds over zero")
-
-
-def _rate(text: str) -> tuple[str, float]:
-    name, separator, rate = text.rpartition("=")
-    if not separator or not name:
-        raise ValueError(f"'{text}' is not of the form NAME=RATE")
-    return name, positive(rate, "a rate in requests per second")
-
-
-def positive(text: str, what: str, allow_zero: bool = False) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
-        raise ValueError(f"'{text}' is not {what}")
-    return value
+def _decoded(kind: type, value: Any) -> Any:
+    return kind(value)

@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 _UNITS = {
     "": 1,
@@ -14,17 +15,15 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)", re.ASCII)
 _LARGEST_BYTES = 1 << 60
 
 
-@dataclass(frozen=True, slots=True)
-class FixedSize:
+class FixedSize(msgspec.Struct, frozen=True, tag=True):
     nbytes: int
 
     def of(self, weights_bytes: int) -> int:
         return self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class ShareOfWeights:
-    """A part of the bytes that all models' parameters take together."""
+class ShareOfWeights(msgspec.Struct, frozen=True, tag=True):
+    """A share of the bytes of all models' parameters together."""
 
     share: float
 
@@ -44,6 +43,12 @@ def parse_size(text: str) -> int:
     if not 1 <= nbytes <= _LARGEST_BYTES:
         raise ValueError(f"'{text}' is out of range; it must be between 1 byte and {_LARGEST_BYTES >> 40} TiB")
     return nbytes
+
+
+def write_size(nbytes: int) -> str:
+    """Return the inverse of `parse_size`, in the largest binary unit that needs no fraction."""
+    power = next(p for p in (4, 3, 2, 1, 0) if nbytes % (1 << 10 * p) == 0)
+    return f"{nbytes >> 10 * power}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def parse_memory(text: str) -> MemorySize:

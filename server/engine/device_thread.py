@@ -1,7 +1,4 @@
-"""The thread that owns the device: executes what the scheduler chooses, and a piece of a chore in between.
-
-What is over sooner than two threads hand it over, the event loop executes itself while this thread has nothing to do.
-"""
+"""The thread that owns a compute lane: it executes what the scheduler chooses, and pieces of chores in between."""
 
 import asyncio
 import logging
@@ -16,60 +13,49 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from server.engine.doorbell import Doorbell
-from server.engine.rows import parted
-from server.engine.statistics import ModelStatistics
+from server.engine.execution import Execution, Servable
 from server.errors import ExecutionFailed, RequestError
-from server.protocol.model import Execution, Servable
+from server.protocol.execution import DeviceSpan, ExecutionTiming, InferResult, OnSpans
+from server.protocol.model import Inputs
 from server.protocol.request import InferRequest
+from server.protocol.statistics import ModelStatistics
 from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import Scheduler, Suits, Work, anything
+from server.scheduling.scheduler import Scheduler, Work
 
 if TYPE_CHECKING:
-    from runtime.recording import Follow
+    from runtime.recording import Follow, Recording
 
 _log = logging.getLogger("cohabit.engine")
 
-BRIEF_S = 5e-4
-"""For so long the event loop may look at nothing else: several times what handing over and back costs, and no more."""
-
-Outcome = Execution | RequestError
+Outcome = InferResult | RequestError
 
 
 class Chore(Protocol):
     """Work on the device that is done a piece at a time, so that no request waits for all of it."""
 
     def advance(self) -> bool:
-        """Do a piece, which should take less time than an inference; True when nothing is left. Engine's thread."""
+        """Do a piece, which should take less time than an execution; True when nothing is left. Lane's thread."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A chore, and how to say that it has ended."""
+    """A chore, and the function that reports its end."""
 
     chore: Chore
     settle: Callable[[BaseException | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LoadedModel:
     """What executes a model's requests, and what counts them."""
 
     servable: Servable
     statistics: ModelStatistics
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """The next model, how many of its rows are executed together, and how many requests waited for it; or nothing."""
-
-    model: str = ""
-    rows: int = 0
-    waiting: int = -1
-
-
 class Executed(msgspec.Struct, frozen=True):
-    """What became of requests that were executed together, each in its place."""
+    """The outcomes of requests that were executed together, in their order."""
 
     tickets: Sequence[Ticket]
     outcomes: Sequence[Outcome]
@@ -79,7 +65,7 @@ class Executed(msgspec.Struct, frozen=True):
 
 
 class Listener(Protocol):
-    """Hears what has happened. Called on the event loop's thread."""
+    """Receives what has happened, on the event loop's thread."""
 
     def executed(self, done: Executed) -> None: ...
     def too_late(self, tickets: Sequence[Ticket]) -> None: ...
@@ -87,92 +73,31 @@ class Listener(Protocol):
 
 
 class DeviceThread:
-    """`lock` guards the scheduler, `orders` and `stopped`; whoever changes one of them lets the thread look.
-
-    Whoever has `_device` may execute: the thread, unless it has nothing to do, or else the event loop.
-    """
+    """`changed` guards the scheduler, `orders` and `stopped`; whoever changes one of them notifies it."""
 
     def __init__(
-        self, scheduler: Scheduler, listener: Listener, clock: Callable[[], float], prefetch: bool
+        self, scheduler: Scheduler, listener: Listener, clock: Callable[[], float], prefetch: bool, lane: int = 0
     ) -> None:
-        self.lock = threading.Lock()
+        self.changed = threading.Condition()
         self.scheduler = scheduler
         self.orders: deque[Order] = deque()
         self.stopped = False
-        self.models: dict[tuple[str, int], Model] = {}
+        self.models: dict[tuple[str, int], LoadedModel] = {}
         """By name and generation."""
-        self.prefetching: frozenset[str] = frozenset()
-        """Models whose copies may begin beside the execution before theirs."""
         self.prefetch = prefetch
-        """Whether they do; read before each execution."""
+        """Whether the next model's copies may begin during the execution before; read before each execution."""
         self.computed_s = 0.0
-        """How long the compute lane has worked."""
+        """Seconds that the lane has computed."""
         self._listener = listener
         self._clock = clock
-        self._telling = threading.Lock()
-        """Held to tell what is next, and where an execution begins and ends: the two do not meet."""
-        self._told: _Told | None = None
-        """What is next, as far as it was told, while something is being executed whose time others may use."""
-        self._bell = Doorbell()
-        self._device = threading.Lock()
+        self._lane = lane
         self._chore_is_next = False
-        """Whether an inference ran since the last piece of a chore."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        """Whether an execution ran since the last piece of a chore."""
+        self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._thread.start()
-
-    def look(self) -> None:
-        """Let the thread look at what has changed. Event loop's thread."""
-        self._bell.ring()
-
-    def tell_late(self) -> None:
-        """Let what has come begin its copies, if it is next behind what is being executed. Event loop's thread."""
-        if self._told is not None:
-            with self._telling:
-                if self._told is not None and self._told.waiting != self.scheduler.pending(self._told.model):
-                    self._told = self._tell_next(self._told)
-
-    def work_briefly(self) -> bool:
-        """Execute what is next, if that is brief and the thread has nothing to do; False if the thread has to look.
-
-        Event loop's thread.
-        """
-        done = self._briefly(self._next)
-        if done is not None:
-            self._listener.executed(done)
-        return done is not None
-
-    def execute_at_once(self, request: InferRequest) -> Executed | None:
-        """Execute a request without queueing it, if it is brief and nothing is before it; else None.
-
-        Event loop's thread.
-        """
-
-        def only_this(now_s: float, suits: Suits) -> Work | None:
-            return self.scheduler.at_once(now_s, request, suits)
-
-        return self._briefly(only_this)
-
-    def _briefly(self, take: Callable[[float, Suits], Work | None]) -> Executed | None:
-        if not self._device.acquire(blocking=False):
-            return None
-        try:
-            with self.lock:
-                if self.stopped or self.orders:
-                    return None
-                work = take(self._clock(), self._is_brief)
-            return None if work is None else self._work(work)
-        except Exception as error:
-            self._fail(error)
-            return None
-        finally:
-            self._device.release()
-
-    def _is_brief(self, work: Work, predicted_s: float) -> bool:
-        model = self.models[work.model, work.tickets[0].generation]
-        return predicted_s <= BRIEF_S and model.servable.only_computes
 
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has ended, if it was started."""
@@ -186,34 +111,29 @@ class DeviceThread:
     def _run(self) -> None:
         try:
             while not self.stopped:
-                with self._device:
-                    wait_s = self._turn()
-                if wait_s:
-                    self._bell.wait(None if wait_s == math.inf else wait_s)
-        except BaseException as error:  # a fault of ours: nobody must wait for an answer that never comes
-            self._fail(error)
+                self._turn()
+        except BaseException as error:  # a fault of the engine: no request may wait for ever
+            _log.error("the engine has failed", exc_info=error)
+            self._tell(self._listener.device_lost, f"the engine has failed: {type(error).__name__}: {error}")
 
-    def _fail(self, error: BaseException) -> None:
-        _log.error("the engine has failed", exc_info=error)
-        self._tell(self._listener.device_lost, f"the engine has failed: {type(error).__name__}: {error}")
-
-    def _turn(self) -> float:
-        """Do the next thing, inferences and chores in turn; returns for how many seconds there is nothing to do."""
-        with self.lock:
+    def _turn(self) -> None:
+        """Do the next thing, executions and chores in turn; wait if there is nothing to do."""
+        with self.changed:
             now_s = self._clock()
             order = self.orders[0] if self.orders else None
             work = None if order is not None and self._chore_is_next else self._next(now_s)
             self._chore_is_next = work is not None
-            wait_s = self.scheduler.wake_s(now_s) - now_s if work is None and order is None else 0.0
+            if work is None and order is None and not self.stopped:
+                wait_s = self.scheduler.wake_s(now_s) - now_s
+                self.changed.wait(None if wait_s == math.inf else max(wait_s, 0.0))
         if work is not None:
             self._tell(self._listener.executed, self._work(work))
         elif order is not None:
             self._advance(order)
-        return max(wait_s, 0.0)
 
-    def _next(self, now_s: float, suits: Suits = anything) -> Work | None:
-        """Take what is to be executed next, and refuse what is too late."""
-        work = self.scheduler.next(now_s, suits)
+    def _next(self, now_s: float) -> Work | None:
+        """Take what is to be executed next, and shed what is too late."""
+        work = self.scheduler.next(now_s)
         if hopeless := self.scheduler.shed(now_s):
             self._tell(self._listener.too_late, hopeless)
         return work
@@ -225,7 +145,7 @@ class DeviceThread:
         except Exception as raised:
             ended, error = True, raised
         if ended:
-            with self.lock:
+            with self.changed:
                 if order in self.orders:
                     self.orders.remove(order)
             self._tell(order.settle, error)
@@ -234,92 +154,149 @@ class DeviceThread:
         """Call a function on the event loop."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop has closed: nobody waits any more
+        except RuntimeError:
             _log.debug("the event loop has closed")
 
     def _work(self, work: Work) -> Executed:
-        """Execute requests together; should that fail, one by one, so that each fails for itself alone."""
+        """Execute requests together; if that fails, one by one, so that each fails for itself alone."""
         tickets = work.tickets
         model = self.models[work.model, tickets[0].generation]
         started_s = self._clock()
-        outcomes, ended_s = self._execute(model, tickets, work.rows, started_s)
+        outcomes, ended_s = self._execute(model, tickets, work.rows, work.predicted_s)
         failed = isinstance(outcomes[0], RequestError)
-        with self.lock:
+        with self.changed:
             self.scheduler.finished(work, ended_s, None if failed else ended_s - started_s)
         if failed and len(tickets) > 1:
-            outcomes = [self._alone(model, ticket) for ticket in tickets]
+            outcomes = [
+                self._execute(model, [ticket], ticket.request.batch, work.predicted_s)[0][0] for ticket in tickets
+            ]
             ended_s = self._clock()
         return Executed(tickets, outcomes, ended_s, model.servable.lost)
 
-    def _alone(self, model: Model, ticket: Ticket) -> Outcome:
-        """Execute one of the requests that failed together."""
-        (outcome,), _ = self._execute(model, [ticket], ticket.request.batch, self._clock())
-        return outcome
-
     def _execute(
-        self, model: Model, tickets: Sequence[Ticket], rows: int, started_s: float
+        self, model: LoadedModel, tickets: Sequence[Ticket], rows: int, predicted_s: float
     ) -> tuple[Sequence[Outcome], float]:
-        """Execute requests as one batch; either all are answered and counted, or there is one error for each.
-
-        Returns when it ended, too.
-        """
-        traced = [ticket for ticket in tickets if ticket.request.trace is not None]
-        tells = self.prefetch and bool(self.prefetching)
+        """Execute requests as one batch; returns their outcomes (all answered, or one error for each) and the end."""
+        started_s = self._clock()
+        for ticket in tickets:
+            if ticket.request.start_mark is not None:
+                ticket.request.start_mark.started(started_s, predicted_s)
+        if self.prefetch:
+            self._announce_next()
         try:
-            if tells:
-                with self._telling:
-                    self._told = self._tell_next(None)
             inputs = [ticket.request.inputs for ticket in tickets]
-            execution = model.servable.execute(inputs, rows, _follower(traced) if traced else None)
+            execution = model.servable.execute(inputs, rows, _follower(tickets))
         except RequestError as error:
             return [error] * len(tickets), self._clock()
         except Exception as error:
             return [_failure(tickets[0].request, error)] * len(tickets), self._clock()
-        finally:
-            if tells:
-                with self._telling:
-                    self._told = None
-        answers = [execution]
+        executed_s = self._clock()
+        outputs = split_rows([ticket.request.batch for ticket in tickets], execution)
         ended_s = self._clock()
-        if len(tickets) > 1:
-            answers, parting_s = parted([ticket.request for ticket in tickets], execution), ended_s
-            ended_s = self._clock()
-            execution = replace(execution, output_s=execution.output_s + ended_s - parting_s)
+        execution = replace(execution, output_s=execution.output_s + ended_s - executed_s)
+        return self._counted(model, tickets, rows, execution, outputs, started_s, ended_s), ended_s
+
+    def _counted(
+        self,
+        model: LoadedModel,
+        tickets: Sequence[Ticket],
+        rows: int,
+        execution: Execution,
+        outputs: Sequence[Inputs],
+        started_s: float,
+        ended_s: float,
+    ) -> Sequence[Outcome]:
+        """Count an execution, and give each request its own outputs and timing."""
         self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
-        busy_s, queued_s = ended_s - started_s, [started_s - ticket.arrived_s for ticket in tickets]
-        model.statistics.executed(rows, execution, busy_s, queued_s, time.time())
-        for ticket in traced:
-            if (trace := ticket.request.trace) is not None:
-                trace.executed(ticket.arrived_s, started_s, busy_s, execution, rows)
-        return answers, ended_s
+        busy_s = ended_s - started_s
+        model.statistics.executed(
+            rows,
+            busy_s,
+            execution.compute_s,
+            execution.output_s,
+            execution.stall_s,
+            execution.swapped_bytes,
+            execution.prefetched,
+            [started_s - ticket.arrived_s for ticket in tickets],
+            time.time(),
+        )
+        return [
+            InferResult(
+                own,
+                ExecutionTiming(
+                    ticket.arrived_s,
+                    started_s,
+                    busy_s,
+                    execution.compute_s,
+                    execution.stall_s,
+                    execution.output_s,
+                    execution.swapped_bytes,
+                    rows,
+                    self._lane,
+                ),
+            )
+            for ticket, own in zip(tickets, outputs, strict=True)
+        ]
 
-    def _tell_next(self, told: _Told | None) -> _Told:
-        """Let the next request's model begin its copies, beside what is executed: later, where something was told.
-
-        It hears again of its turn only if it will be for another batch.
-        """
-        with self.lock:
+    def _announce_next(self) -> None:
+        """Let the model that is executed after this one begin its copies."""
+        with self.changed:
             ahead = self.scheduler.ahead(self._clock())
-            waiting = 0 if ahead is None else self.scheduler.pending(ahead.model)
         model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
-        if ahead is None or model is None:
-            return _Told()
-        if told is None or (told.model, told.rows) != (ahead.model, ahead.rows):
-            tell = model.servable.expect if told is None else model.servable.expect_behind
-            tell(ahead.rows, _follower(ahead.tickets) is not None)
-        return _Told(ahead.model, ahead.rows, waiting)
+        if ahead is not None and model is not None:
+            model.servable.expect(ahead.rows, _follower(ahead.tickets) is not None)
+
+
+def split_rows(batches: Sequence[int], execution: Execution) -> list[Inputs]:
+    """Return each request's rows of a batch's outputs, as views."""
+    if len(batches) == 1:
+        return [execution.outputs]
+    parts: list[Inputs] = []
+    start = 0
+    for batch in batches:
+        parts.append({name: array[start : start + batch] for name, array in execution.outputs.items()})
+        start += batch
+    return parts
 
 
 def _follower(tickets: Iterable[Ticket]) -> "Follow | None":
-    """Whoever wants to know what the lanes do for one of these requests: the first, if there are several."""
+    """Return what records the lanes for the first of these requests that is traced."""
     for ticket in tickets:
-        if (trace := ticket.request.trace) is not None and trace.follow is not None:
-            return trace.follow
+        if ticket.request.on_spans is not None:
+            return _spans_to(ticket.request.on_spans)
     return None
 
 
+def _spans_to(on_spans: OnSpans) -> "Follow":
+    def follow(recording: "Recording") -> None:
+        shift_s = _clock_shift_s()
+        on_spans(
+            [
+                DeviceSpan(
+                    span.model,
+                    span.lane,
+                    span.name,
+                    span.start_s + shift_s,
+                    span.end_s + shift_s,
+                    span.nbytes,
+                    span.stalled,
+                    span.ahead,
+                    span.ops,
+                )
+                for span in recording.spans()
+            ]
+        )
+
+    return follow
+
+
+def _clock_shift_s() -> float:
+    """Return what leads from the recordings' clock to the monotonic one; on Linux they are the same."""
+    recorded, ours = (time.get_clock_info(name).implementation for name in ("perf_counter", "monotonic"))
+    return 0.0 if recorded == ours else time.monotonic() - time.perf_counter()
+
+
 def _failure(request: InferRequest, error: Exception) -> ExecutionFailed:
-    """What a client hears of a fault that nobody foresaw; it is logged while it is handled."""
-    trace = {} if request.trace is None else request.trace.fields
-    _log.exception("execution failed", extra={"fields": {"model": request.model, "request": request.id, **trace}})
+    """Log an unexpected error while it is handled; returns what the client is told."""
+    _log.exception("execution failed", extra={"fields": {"model": request.model, "request": request.id}})
     return ExecutionFailed(request.model, f"{type(error).__name__}: {error}")

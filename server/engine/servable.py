@@ -1,20 +1,21 @@
-"""A model as the engine executes it: programs by batch size behind the protocol's arrays."""
+"""A loaded model: converts the protocol's arrays to tensors and runs the program of the right batch size."""
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from runtime.backend import Runner
 from runtime.binding.program import Program
-from runtime.captures import Capture
 from runtime.errors import UnsupportedModel
 from runtime.lowering.lower import Lowered
 from runtime.lowering.model import Port
 from runtime.recording import Follow
-from server.protocol.model import Array, Execution, Inputs, ModelInfo, Readiness, TensorSpec
+from server.engine.execution import Execution
+from server.protocol.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
+from server.scheduling.estimates import Readiness
 
 _DATATYPES = {
     torch.bool: "BOOL",
@@ -53,17 +54,13 @@ def _spec(lowered: Lowered, port: Port) -> TensorSpec:
 
 @dataclass(slots=True)
 class ProgramServable:
-    """Runs the smallest planned batch that holds a request; rows beyond the request repeat its last one."""
+    """Runs the smallest planned batch that holds the requests; padding rows repeat the last one."""
 
     info: ModelInfo
     programs: Mapping[int, Program]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     executor: Runner
-    only_computes: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.switch(self.programs)
 
     @property
     def seconds_by_batch(self) -> Mapping[int, float]:
@@ -92,16 +89,12 @@ class ProgramServable:
         return self.executor.lost
 
     @property
-    def captures(self) -> Mapping[int, Capture]:
+    def captures(self) -> Mapping[int, GraphCapture]:
         found = {batch: self.executor.capture(program) for batch, program in self.programs.items()}
-        return {batch: capture for batch, capture in found.items() if capture is not None}
-
-    @property
-    def prefetches(self) -> bool:
-        return any(program.prefix for program in self.programs.values())
+        return {b: GraphCapture(c.graphs, c.graph_bytes, c.refused) for b, c in found.items() if c is not None}
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
-        """Run one inference; by whoever has the device."""
+        """Run one execution, on the compute lane's thread."""
         program = self._planned(rows)
         tensors = [_tensor([inputs[p.name] for inputs in requests], p, rows, program.batch) for p in self.inputs]
         result = self.executor.run(program, tensors, follow=follow)
@@ -118,17 +111,12 @@ class ProgramServable:
         )
 
     def expect(self, batch: int, followed: bool = False) -> None:
-        """Let the swap-in lane start on this model's prefix behind the next inference's copies."""
+        """Let the swap-in lane copy this model's prefix after the next execution's own copies."""
         self.executor.expect(self._planned(batch), followed=followed)
 
-    def expect_behind(self, batch: int, followed: bool = False) -> None:
-        """Let the swap-in lane start on this model's prefix behind the copies of the inference under way."""
-        self.executor.expect_behind(self._planned(batch), followed=followed)
-
     def switch(self, programs: Mapping[int, Program]) -> None:
-        """Run these programs from now on, whose residents are there; on the engine's thread."""
+        """Run these programs from now on, whose residents are in place. Compute lane's thread."""
         self.programs = programs
-        self.only_computes = self.executor.changes_threads and all(p.only_computes for p in programs.values())
 
     def _planned(self, rows: int) -> Program:
         """The program of the smallest batch that holds so many rows."""

@@ -1,118 +1,150 @@
-"""What every protocol asks of the server, in the server's own terms: one object behind all ports."""
+"""What every protocol asks of the server, in the server's own terms: one object that all ports share."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
 
 from server import log
-from server.engine.lanes import Lanes
-from server.errors import InvalidRequest, ModelNotFound, RequestError, ShuttingDown, Unsupported
-from server.models.registry import Entry, Registry, State
+from server.config.config import ServeConfig
+from server.errors import InvalidRequest, ModelNotFound, QueueFull, RequestError, ShuttingDown, Unsupported
+from server.frontend.engine_client import EngineClient
+from server.frontend.memory import Lease, RequestMemory
+from server.observe.machine import Machine
+from server.observe.metrics_page import metrics_page
 from server.observe.settings import LogSettings, TraceControl, log_changes
 from server.observe.tracing import Tracer
-from server.placement.control import Control
-from server.protocol.body_memory import BodyMemory
-from server.protocol.descriptions import extensions
-from server.protocol.model import ModelInfo
+from server.protocol import descriptions
+from server.protocol.catalog import ModelEntry, ModelState
+from server.protocol.model import Array, ModelInfo
 from server.protocol.model_config import ModelConfig, config_of
 from server.protocol.request import InferRequest, InferResponse, respond
 from server.protocol.shared_memory import Regions
+from server.protocol.statistics import EngineReport
 
 ControlParameters = Mapping[str, bool | int | float | str | bytes]
 """What a client adds to an order to load or unload."""
 
 _QUICK_CLASSIFICATION_BYTES = 64 << 10
+_RETRY_S = 1.0
 
 
 class DataPlane:
-    """One per server, whatever ports it listens on. Belongs to the event loop's thread."""
+    """One per front end. Belongs to the event loop's thread."""
 
     def __init__(
         self,
-        registry: Registry,
-        lanes: Lanes,
-        control: Control,
+        config: ServeConfig,
+        client: EngineClient,
+        memory: RequestMemory,
         regions: Regions,
-        bodies: BodyMemory,
         tracer: Tracer | None = None,
+        machine: Machine | None = None,
     ) -> None:
-        self.registry = registry
+        self.memory = memory
         self.regions = regions
-        self.bodies = bodies
-        """What requests of both protocols take until they are in a queue."""
         self.tracer = tracer or Tracer(TraceControl())
         self.log_settings = LogSettings()
-        self._lanes = lanes
-        self.control = control
+        self._queue_limit = config.queue_limit
+        self._client = client
+        self._machine = machine
+        self._under_way: dict[str, int] = {}
+        """Requests of each model that are not answered yet."""
+        self._draining = False
+        self._answered = asyncio.Event()
 
     @property
     def traces(self) -> TraceControl:
         return self.tracer.control
 
+    @property
+    def extensions(self) -> list[str]:
+        return descriptions.extensions(without=self.regions.refused)
+
     def not_ready(self) -> str | None:
-        """Say why the server is not ready, or None if it is."""
-        if self._lanes.draining:
+        """Return why the server is not ready, or None."""
+        if self._draining:
             return "the server is shutting down"
-        if self._lanes.lost is not None:
-            return f"the device is lost: {self._lanes.lost}"
-        reason = self.registry.not_ready()
+        reason = self._client.unavailable or self._client.catalog.not_ready()
         return None if reason is None else f"the server is not ready; {reason}"
 
     def is_ready(self, model: str, version: str | None) -> bool:
-        if self._lanes.draining:
+        if self._draining or self._client.unavailable:
             return False
         try:
-            return self.registry.find(model, version).state is State.READY
+            return self._client.catalog.find(model, version).state is ModelState.READY
         except ModelNotFound:
             return False
 
-    @property
-    def extensions(self) -> list[str]:
-        return extensions(without=self.regions.refused)
+    def describe(self, model: str, version: str | None = None) -> ModelInfo:
+        """Return a model's description. Raises ModelNotFound or ModelNotReady."""
+        return self._client.catalog.find(model, version).require()
 
-    def index(self, only_ready: bool) -> Iterable[Entry]:
-        return [entry for entry in self.registry if entry.state is State.READY or not only_ready]
+    def require_ready(self, model: str, version: str | None = None) -> ModelInfo:
+        """Return the model that a request is for, before its tensors are read.
 
-    def config(self, model: str, version: str | None) -> ModelConfig:
-        entry = self.registry.find(model, version)
-        return config_of(entry.info, entry.config, entry.require().captures)
-
-    def servable(self, model: str, version: str | None) -> ModelInfo:
-        """Find what a request for inference is for, before its tensors are read.
-
-        Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull if it would have no place in the queue.
+        Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull if the model's queue is certainly full.
         """
-        if self._lanes.draining:
+        if self._draining:
             raise ShuttingDown
-        entry = self.registry.find(model, version)
-        info = entry.info
-        try:
-            self._lanes.require_room(model)
-        except RequestError as error:
-            entry.statistics.rejected(error)
-            raise
+        info = self.describe(model, version)
+        most = self._queue_limit + max(info.max_batch_size, 1)
+        if self._under_way.get(model, 0) >= most:
+            error = QueueFull.of_model(model, self._queue_limit, _RETRY_S)
+            self._client.count_rejection(model, "queue_full")
+            raise error
         return info
 
-    async def infer(self, request: InferRequest, info: ModelInfo) -> InferResponse:
-        """Queue and execute a request. Raises RequestError, with the client's id in front."""
+    def index(self, only_ready: bool) -> list[ModelEntry]:
+        return [entry for entry in self._client.catalog if entry.state is ModelState.READY or not only_ready]
+
+    async def config(self, model: str, version: str | None) -> ModelConfig:
+        entry = self._client.catalog.find(model, version)
+        info = entry.require()
+        report = (await self._report()).models.get(entry.name)
+        given = None if entry.config is None else ModelConfig.FromString(entry.config)
+        return config_of(info, given, None if report is None else report.captures)
+
+    async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
+        """Return the counters of one model or of all, as Triton's JSON. Raises ModelNotListed."""
+        entries = self._client.catalog.listed(model, version)
+        return descriptions.statistics(entries, (await self._report()).models)
+
+    async def metrics(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        report = await self._report()
+        entries, machine, restarts = list(self._client.catalog), self._machine, self._client.restarts
+        return await asyncio.to_thread(metrics_page, entries, report, machine, restarts)
+
+    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResponse:
+        """Execute a request. Input arrays that are not in leased memory are copied there first.
+
+        The response's arrays are valid until the lease is left. Raises RequestError, with the client's id in front.
+        """
         request = self.tracer.attach(request)
+        model = request.model
+        self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
-            outputs = (await self._lanes.infer(request)).outputs
-            classified_bytes = 0
-            for wanted in request.outputs:
-                if wanted.classes:
-                    classified_bytes += outputs[wanted.tensor.name].nbytes
-            if classified_bytes > _QUICK_CLASSIFICATION_BYTES:
+            request = replace(request, inputs={n: _shared(a, lease) for n, a in request.inputs.items()})
+            result = await self._client.infer(request, info, lease)
+            self.tracer.executed(result.timing)
+            outputs = result.outputs
+            classified = sum(outputs[o.tensor.name].nbytes for o in request.outputs if o.classes)
+            if classified > _QUICK_CLASSIFICATION_BYTES:
                 return await asyncio.to_thread(respond, request, info, outputs)
             return respond(request, info, outputs)
         except RequestError as error:
-            self.registry.rejected(request.model, error)
-            if request.trace is not None:
-                request.trace.error = type(error).__name__
+            self.tracer.failed(error)
             error.of_request(request.id)
             raise
+        finally:
+            self._under_way[model] -= 1
+            self._answered.set()
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
-        """Raises what Control.load does, and Unsupported for files sent along."""
+        """Load a model. Raises ControlOff, NotInRepository, LoadFailed, and Unsupported for files sent along."""
         for key in parameters:
             if key.startswith("file:"):
                 raise Unsupported(
@@ -123,23 +155,54 @@ class DataPlane:
         config = parameters.get("config")
         if config is not None and not isinstance(config, str):
             raise InvalidRequest(f"'config' must be a model configuration as a JSON string, got {str(config)[:40]}")
-        await self.control.load(model, config)
+        self._refuse_if_draining()
+        await self._client.load(model, config)
 
     async def unload(self, model: str, parameters: ControlParameters) -> None:
-        """Raises what Control.unload does."""
+        """Unload a model. Models have no dependents, so `unload_dependents` changes nothing. Raises ControlOff."""
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise InvalidRequest(f"'unload_dependents' must be true or false, got {str(dependents)[:40]}")
-        await self.control.unload(model, dependents)
+        self._refuse_if_draining()
+        await self._client.unload(model)
 
     def change_log(self, changes: Mapping[str, object]) -> None:
-        """Change what is logged. Raises InvalidRequest or Unsupported."""
+        """Change what is logged, here and in the engine. Raises InvalidRequest or Unsupported."""
         self.log_settings = log_changes(self.log_settings, changes)
         log.apply(self.log_settings)
+        self._client.change_log(self.log_settings)
 
     def traced_model(self, model: str) -> str:
         """Return a name whose trace settings may be read or changed. Raises InvalidRequest for an unknown model."""
         try:
-            return self.registry.find(model).name
+            return self._client.catalog.find(model).name
         except ModelNotFound as error:
             raise InvalidRequest(f"trace settings: {error}") from error
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait until the others are answered; False if that took too long."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(self._under_way.values()):
+                    self._answered.clear()
+                    await self._answered.wait()
+        except TimeoutError:
+            return not any(self._under_way.values())
+        return True
+
+    def _refuse_if_draining(self) -> None:
+        if self._draining:
+            raise ShuttingDown
+
+    async def _report(self) -> EngineReport:
+        return await self._client.report()
+
+
+def _shared(array: Array, lease: Lease) -> Array:
+    """Return an array in leased memory: the array itself, or a copy of it."""
+    if array.dtype.hasobject or lease.memory.offset_of(array) is not None:
+        return array
+    own = np.ndarray(array.shape, array.dtype, lease.allocate(array.nbytes))
+    own[...] = array
+    return own

@@ -1,156 +1,125 @@
-"""The models of this server: their states, and how they are found by name and version."""
+"""The models of the engine and their states; every change is published to the front ends."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from server.engine.statistics import ModelStatistics
-from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady, RequestError
-from server.protocol.model import Footprint, ModelInfo, Servable
+from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from server.protocol.model_config import ModelConfig
-
-_LARGEST_VERSION = 2**63 - 1
-
-
-class State(Enum):
-    """Triton's names for what a model is doing."""
-
-    ABSENT = ""
-    """In the repository, but nobody has asked for it yet."""
-    LOADING = "LOADING"
-    READY = "READY"
-    UNLOADING = "UNLOADING"
-    UNAVAILABLE = "UNAVAILABLE"
+from server.engine.execution import Servable
+from server.protocol.catalog import ModelEntry, ModelState
+from server.protocol.model import ModelFootprint
+from server.protocol.model_config import ModelConfig
+from server.protocol.statistics import ModelStatistics, rejection_reason
 
 
 @dataclass(slots=True)
-class Entry:
-    """One model. `servable` is there once it is READY, `reason` says why it is not."""
-
-    name: str
-    version: int | None
-    """None if the repository has no version that could be loaded."""
-    state: State
-    reason: str = ""
+class _Record:
+    entry: ModelEntry
+    statistics: ModelStatistics
     servable: Servable | None = None
-    footprint: Footprint = field(default_factory=Footprint)
-    config: "ModelConfig | None" = None
-    statistics: ModelStatistics = field(default_factory=ModelStatistics)
-    wanted: bool = True
-    """Whether the server was asked to serve it."""
-
-    @property
-    def info(self) -> ModelInfo:
-        """Describe the model; raises unless it is READY."""
-        return self.require().info
-
-    def require(self) -> Servable:
-        if self.state is State.LOADING:
-            raise ModelNotReady(self.name, self.reason or "it is still loading")
-        if self.servable is None:
-            raise ModelNotFound(self.name, reason=self.reason or "it is not loaded")
-        return self.servable
 
 
 class Registry:
     """Belongs to the event loop's thread."""
 
-    def __init__(self, strict: bool = True) -> None:
-        self._entries: dict[str, Entry] = {}
-        self._strict = strict
+    def __init__(self, publish: Callable[[ModelEntry], None] = lambda entry: None) -> None:
+        self._records: dict[str, _Record] = {}
+        self._publish = publish
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+    def __iter__(self) -> Iterator[ModelEntry]:
+        return iter([record.entry for record in self._records.values()])
 
-    @property
-    def ready(self) -> bool:
-        """True once every model that was asked for can be served; if not strict, once every one has been tried."""
-        return self.not_ready() is None
+    def get(self, name: str) -> ModelEntry | None:
+        record = self._records.get(name)
+        return None if record is None else record.entry
 
-    def not_ready(self) -> str | None:
-        """Say what keeps the server from being ready, or None."""
-        loading = [entry.name for entry in self if entry.wanted and entry.state is State.LOADING]
-        if loading:
-            return f"still loading: {', '.join(loading)}"
-        failed = [entry.name for entry in self if entry.wanted and entry.state is not State.READY]
-        if failed and (self._strict or not any(entry.state is State.READY for entry in self)):
-            return f"not loaded: {', '.join(failed)}"
-        return None
+    def ready(self) -> Iterator[tuple[ModelEntry, Servable, ModelStatistics]]:
+        """Every model that is served."""
+        for record in self._records.values():
+            if record.servable is not None and record.entry.state is ModelState.READY:
+                yield record.entry, record.servable, record.statistics
 
     def absent(self, name: str) -> None:
-        """Know of a model that is not to be served yet."""
-        self._entries.setdefault(name, Entry(name, None, State.ABSENT, wanted=False))
+        """Add a model that is in the repository and was not requested."""
+        if name not in self._records:
+            self._put(ModelEntry(name, None, ModelState.ABSENT, wanted=False))
 
-    def loading(self, name: str, version: int, config: "ModelConfig | None" = None) -> None:
-        self._entries[name] = Entry(name, version, State.LOADING, config=config)
+    def loading(
+        self, name: str, version: int, config: ModelConfig | None = None, override: bytes | None = None
+    ) -> None:
+        self._records.pop(name, None)
+        self._put(
+            ModelEntry(name, version, ModelState.LOADING, config=_serialized(config), config_override=override)
+        )
 
     def loaded(
-        self, servable: Servable, footprint: Footprint | None = None, config: "ModelConfig | None" = None
-    ) -> Entry:
-        """Serve a model, or another version in place of the one so far, with statistics of its own."""
+        self,
+        servable: Servable,
+        footprint: ModelFootprint | None = None,
+        config: ModelConfig | None = None,
+        override: bytes | None = None,
+    ) -> ModelStatistics:
+        """Serve a model, or another version in place of the present one, which starts new statistics."""
         info = servable.info
-        entry = self._entries.setdefault(info.name, Entry(info.name, info.version, State.LOADING))
-        if entry.version != info.version:
-            entry.statistics = ModelStatistics()
-        entry.state, entry.reason, entry.version, entry.wanted = State.READY, "", info.version, True
-        entry.servable, entry.footprint, entry.config = servable, footprint or Footprint(), config or entry.config
-        return entry
+        old = self.get(info.name)
+        if old is not None and old.version != info.version:
+            del self._records[info.name]
+        kept = old.config if config is None and old is not None else _serialized(config)
+        self._put(
+            ModelEntry(
+                info.name,
+                info.version,
+                ModelState.READY,
+                info=info,
+                footprint=footprint or ModelFootprint(),
+                config=kept,
+                config_override=override,
+            )
+        )
+        record = self._records[info.name]
+        record.servable = servable
+        return record.statistics
+
+    def moved(self, name: str, footprint: ModelFootprint) -> None:
+        """Note that a model has another partition, or other plans."""
+        self._put(replace(self._records[name].entry, footprint=footprint))
 
     def failed(self, name: str, reason: str, version: int | None = None) -> None:
-        entry = self._entries.setdefault(name, Entry(name, version, State.UNAVAILABLE))
-        entry.state, entry.reason, entry.servable, entry.wanted = State.UNAVAILABLE, reason, None, True
+        old = self.get(name) or ModelEntry(name, version, ModelState.UNAVAILABLE)
+        self._put(replace(old, state=ModelState.UNAVAILABLE, reason=reason, info=None, wanted=True))
 
     def unwanted(self, name: str) -> None:
-        """Hear that nobody wants a model any more that could not be served."""
-        if name in self._entries:
-            self._entries[name].wanted = False
+        """Note that a model that could not be served is not requested any more."""
+        if (old := self.get(name)) is not None:
+            self._put(replace(old, wanted=False))
 
     def unloading(self, name: str) -> None:
-        """Serve a model no more; what it has been asked already is answered."""
-        entry = self._entries[name]
-        entry.state, entry.reason, entry.servable, entry.wanted = State.UNLOADING, "unloading", None, False
+        """Serve a model no more; requests that it has already are answered."""
+        old = self._records[name].entry
+        self._put(replace(old, state=ModelState.UNLOADING, reason="unloading", info=None, wanted=False))
 
     def unloaded(self, name: str) -> None:
-        entry = self._entries[name]
-        entry.state, entry.reason, entry.footprint = State.UNAVAILABLE, "unloaded", Footprint()
-
-    def rejected(self, name: str, error: RequestError) -> None:
-        """Count a request that was refused."""
-        if name in self._entries:
-            self._entries[name].statistics.rejected(error)
-
-    def find(self, name: str, version: str | None = None) -> Entry:
-        """Look up a model, whatever its state. `version` is None for whichever is served.
-
-        Raises ModelNotFound, or InvalidRequest for a version that no number holds.
-        """
-        number = None if version is None else _version(name, version)
-        entry = self._entries.get(name)
-        if entry is None or (number is not None and number != entry.version):
-            raise ModelNotFound(name, number)
-        return entry
-
-    def listed(self, name: str | None = None, version: str | None = None) -> Iterable[Entry]:
-        """Return the READY entries, or the one asked for; raises ModelNotListed if it is not READY."""
-        if name is None:
-            return [entry for entry in self if entry.state is State.READY]
-        try:
-            entry = self.find(name, version)
-        except ModelNotFound as error:
-            raise ModelNotListed(name) from error
-        if entry.state is not State.READY:
-            raise ModelNotListed(name)
-        return [entry]
-
-
-def _version(name: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise InvalidRequest(f"version '{text[:40]}' of model '{name}' is not a number")
-    if len(text) > 19 or int(text) > _LARGEST_VERSION:
-        raise InvalidRequest(
-            f"version {text[:40]} of model '{name}' is over the largest version, {_LARGEST_VERSION}"
+        old = self._records[name].entry
+        self._put(
+            replace(old, state=ModelState.UNAVAILABLE, reason="unloaded", footprint=ModelFootprint(), wanted=False)
         )
-    return int(text)
+
+    def rejected(self, name: str, error: Exception) -> None:
+        """Count a request that was refused, if it could be answered at another time."""
+        if (reason := rejection_reason(error)) is not None:
+            self.count_rejection(name, reason)
+
+    def count_rejection(self, name: str, reason: str) -> None:
+        if name in self._records:
+            self._records[name].statistics.rejected(reason)
+
+    def _put(self, entry: ModelEntry) -> None:
+        record = self._records.setdefault(entry.name, _Record(entry, ModelStatistics()))
+        record.entry = entry
+        if entry.info is None:
+            record.servable = None
+        self._publish(entry)
+
+
+def _serialized(config: ModelConfig | None) -> bytes | None:
+    return None if config is None else bytes(config.SerializeToString())

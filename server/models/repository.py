@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.errors import RepositoryError
-from server.protocol.model_config import ModelConfig, parse_config, read_config
+from server.protocol.model_config import ModelConfig, read_config
 from server.scheduling.policy import Policy
 from server.scheduling.policy_config import policy_of
 
@@ -24,6 +24,8 @@ class ModelSource:
     path: Path
     config: ModelConfig | None = None
     policy: Policy = field(default_factory=Policy)
+    override: bytes | None = None
+    """The serialized `config`, if a client sent it in place of config.pbtxt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,8 @@ def find(path: Path) -> ModelSource:
         ) from error
 
 
-def source_of(repository: Path, name: str, config: str | None = None) -> ModelSource | None:
-    """Find one model, with a ModelConfig in JSON in place of its config.pbtxt; None if there is no such folder.
+def source_of(repository: Path, name: str, override: ModelConfig | None = None) -> ModelSource | None:
+    """Find one model, with `override` in place of its config.pbtxt; None if there is no such folder.
 
     Raises RepositoryError.
     """
@@ -79,9 +81,7 @@ def source_of(repository: Path, name: str, config: str | None = None) -> ModelSo
     try:
         root = repository.resolve(strict=True)
         folder = root / name
-        return (
-            _source(folder, root, parse_config(config) if config is not None else None) if folder.is_dir() else None
-        )
+        return _source(folder, root, override) if folder.is_dir() else None
     except OSError as error:
         raise RepositoryError(f"model '{name}' of {repository} cannot be read: {error}") from error
 
@@ -113,7 +113,8 @@ def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> Mo
     if path.parent.parent != folder or not (path.exists() or path.is_symlink()):
         raise RepositoryError(f"version {version} has no file {path.name}")
     policy = policy_of(config) if config is not None else Policy()
-    return ModelSource(folder.name, version, _regular(_confine(path, root)), config, policy)
+    sent = None if override is None else bytes(override.SerializeToString())
+    return ModelSource(folder.name, version, _regular(_confine(path, root)), config, policy, sent)
 
 
 def _served_version(versions: Sequence[int], config: ModelConfig | None) -> int:

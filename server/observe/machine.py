@@ -15,18 +15,17 @@ class Machine:
     """Reads what is asked for. May be called by any thread."""
 
     def __init__(
-        self, use: Callable[[], DeviceUse], access: Access, gpus: Callable[[], tuple[Gpu, ...]] = open_gpus
+        self, access: Access, gpus: Callable[[], tuple[Gpu, ...]] = open_gpus
     ) -> None:
-        self._use = use
         self._access = access
         self._open_gpus = gpus
         self._gpus: tuple[Gpu, ...] | None = None
         self._lock = threading.Lock()
         psutil.cpu_percent()  # counts from here to the first reading
 
-    def families(self) -> Iterator[Family]:
+    def families(self, use: DeviceUse) -> Iterator[Family]:
         yield from _processors()
-        yield from _device(self._use())
+        yield from _device(use)
         yield Family(
             "cohabit_refused_calls",
             "counter",

@@ -1,25 +1,23 @@
-"""What `/metrics` answers: the models, the device, the machine."""
+"""The text of `/metrics`: the models, the device, the machine, and the engine's restarts."""
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 
-from server.engine.lanes import Lanes
-from server.models.registry import Registry, State
+from server.observe.machine import Machine
 from server.observe.model_metrics import View, families_of
 from server.observe.prometheus import Family, written
+from server.protocol.catalog import ModelEntry, ModelState
+from server.protocol.statistics import EngineReport, ModelReport, ModelStatistics
 
 
-class Metrics:
-    """Belongs to the event loop's thread, which only notes what there is to be read."""
-
-    def __init__(self, registry: Registry, lanes: Lanes, machine: Callable[[], Iterable[Family]]) -> None:
-        self._registry = registry
-        self._lanes = lanes
-        self._machine = machine
-
-    async def text(self) -> bytes:
-        """Read and write everything, beside the event loop."""
-        ready = [entry for entry in self._registry if entry.state is State.READY]
-        views = [View(e, self._lanes.pending(e.name), self._lanes.correction(e.name)) for e in ready]
-        states = {entry.name: entry.state is State.READY for entry in self._registry if entry.wanted}
-        return await asyncio.to_thread(lambda: written((*families_of(views, states), *self._machine())))
+def metrics_page(
+    entries: Sequence[ModelEntry], report: EngineReport, machine: Machine | None, restarts: int
+) -> bytes:
+    """Write all metrics in Prometheus' text format. Any thread."""
+    ready = [entry for entry in entries if entry.state is ModelState.READY]
+    views = [View(e, report.models.get(e.name) or ModelReport(ModelStatistics())) for e in ready]
+    states = {entry.name: entry.state is ModelState.READY for entry in entries if entry.wanted}
+    engine = Family(
+        "cohabit_engine_restarts", "counter", "Times that the engine's process was started again", [({}, restarts)]
+    )
+    rest = () if machine is None else machine.families(report.device)
+    return written((*families_of(views, states), engine, *rest))

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.captures import Capture
-from server.engine.statistics import ModelStatistics
-from server.models.registry import Entry
+from server.protocol.catalog import ModelEntry
+from server.protocol.model import GraphCapture
+from server.protocol.statistics import ModelReport, ModelStatistics
 from server.observe.prometheus import Family, Kind, Sample, Value
 
 Read = Callable[["View"], Iterable[Sample]]
@@ -14,11 +14,10 @@ Read = Callable[["View"], Iterable[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A model that is ready, and what the engine knows of it."""
+    """A model that is ready, and what the engine reports of it."""
 
-    entry: Entry
-    pending: int
-    correction: float
+    entry: ModelEntry
+    report: ModelReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +52,11 @@ def _one(name: str, kind: Kind, text: str, value: Callable[[View], Value]) -> _M
 
 
 def _counted(name: str, text: str, value: Callable[[ModelStatistics], float]) -> _Metric:
-    return _one(name, "counter", text, lambda view: value(view.entry.statistics))
+    return _one(name, "counter", text, lambda view: value(view.report.statistics))
 
 
 def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Value]) -> _Metric:
-    return _one(name, "histogram", text, lambda view: value(view.entry.statistics))
+    return _one(name, "histogram", text, lambda view: value(view.report.statistics))
 
 
 def _gauge(name: str, text: str, value: Callable[[View], float]) -> _Metric:
@@ -65,23 +64,19 @@ def _gauge(name: str, text: str, value: Callable[[View], float]) -> _Metric:
 
 
 def _by_reason(counts: Callable[[ModelStatistics], Mapping[Any, int]]) -> Read:
-    return lambda view: [({"reason": reason}, n) for reason, n in counts(view.entry.statistics).items()]
+    return lambda view: [({"reason": reason}, n) for reason, n in counts(view.report.statistics).items()]
 
 
-def _by_batch(seconds: Callable[[Entry], Mapping[int, float]]) -> Read:
+def _by_batch(seconds: Callable[[ModelEntry], Mapping[int, float]]) -> Read:
     return lambda view: [({"batch": str(batch)}, value) for batch, value in sorted(seconds(view.entry).items())]
 
 
-def _resident_share(entry: Entry) -> float:
+def _resident_share(entry: ModelEntry) -> float:
     footprint = entry.footprint
     return footprint.resident_bytes / footprint.parameter_bytes if footprint.parameter_bytes else 1.0
 
 
-def _captures(entry: Entry) -> Mapping[int, Capture]:
-    return {} if entry.servable is None else entry.servable.captures
-
-
-def _gaps(entry: Entry) -> Mapping[int, float]:
+def _gaps(entry: ModelEntry) -> Mapping[int, float]:
     predicted, bounds = entry.footprint.predicted_s, entry.footprint.bound_s
     return {batch: predicted[batch] / bound - 1 for batch, bound in bounds.items() if bound > 0}
 
@@ -126,7 +121,7 @@ _METRICS = (
     _gauge(
         "nv_inference_pending_request_count",
         "Number of requests that wait for execution",
-        lambda view: view.pending,
+        lambda view: view.report.pending,
     ),
     _histogram(
         "nv_inference_first_response_histogram_ms",
@@ -190,20 +185,20 @@ _METRICS = (
         "cohabit_captured",
         "gauge",
         "Whether an execution is launched as one graph, where the device has graphs",
-        _by_batch(lambda entry: {b: float(c.refused is None) for b, c in _captures(entry).items()}),
+        lambda view: [({"batch": str(b)}, float(c.refused is None)) for b, c in sorted(view.report.captures.items())],
     ),
     _Metric(
         "cohabit_graph_bytes",
         "gauge",
         "Device memory that captured graphs take beside the arena",
         lambda view: (
-            [({}, float(sum(c.graph_bytes for c in found.values())))] if (found := _captures(view.entry)) else []
+            [({}, float(sum(c.graph_bytes for c in found.values())))] if (found := view.report.captures) else []
         ),
     ),
     _Metric(
         "cohabit_measured_over_predicted",
         "gauge",
         "Measured over predicted seconds of recent executions",
-        lambda view: [({}, view.correction)] if view.entry.footprint.predicted_s else [],
+        lambda view: [({}, view.report.correction)] if view.entry.footprint.predicted_s else [],
     ),
 )

@@ -1,12 +1,10 @@
-"""A followed request as events of Chrome's trace format, which Perfetto opens."""
+"""A traced request as events of Chrome's trace format, which Perfetto opens."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+from server.protocol.execution import DeviceSpan
 from server.protocol.request_trace import RequestTrace
-
-if TYPE_CHECKING:
-    from runtime.recording import LaneSpan, Recording
 
 REQUESTS, DEVICE = 1, 2
 """The processes of the picture: a track per request, and the device's lanes."""
@@ -48,41 +46,38 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
     for name, start_s, end_s in _stages(trace, ended_s):
         events += _pair(trace, name, start_s, end_s)
     events.append(end)
-    if trace.started_s is not None:
-        numbers = {"rows": trace.rows, "stall_ms": trace.stall_s * 1e3, "swapped_bytes": trace.swapped_bytes}
+    if (timing := trace.timing) is not None:
+        numbers = {"rows": timing.rows, "stall_ms": timing.stall_s * 1e3, "swapped_bytes": timing.swapped_bytes}
         events.append(
             {
                 "ph": "X",
                 "pid": DEVICE,
-                "tid": track_of(COMPUTE, trace.lane),
+                "tid": track_of(COMPUTE, timing.lane),
                 "name": trace.model,
-                "ts": trace.started_s * 1e6,
-                "dur": trace.busy_s * 1e6,
+                "ts": timing.started_s * 1e6,
+                "dur": timing.busy_s * 1e6,
                 "args": numbers | {"trace_id": trace.context.trace_id},
             }
         )
     return events
 
 
-def lane_events(recording: "Recording", trace_id: str, shift_s: float, lane: int = 0) -> Iterator[Event]:
-    """What the lanes did for an execution: ops and their stalls within its span, and copies, perhaps of the next one.
-
-    `shift_s` leads from the recording's clock to the monotonic one.
-    """
-    for span in recording.spans():
+def lane_events(spans: Iterable[DeviceSpan], trace_id: str, lane: int = 0) -> Iterator[Event]:
+    """Return what a compute lane and its copy lanes did for an execution: ops, their stalls, and copies."""
+    for span in spans:
         name, label = _lane_label(span)
         yield {
             "ph": "X",
             "pid": DEVICE,
             "tid": track_of(_TRACKS[span.lane], lane),
             "name": name,
-            "ts": (span.start_s + shift_s) * 1e6,
+            "ts": span.start_s * 1e6,
             "dur": (span.end_s - span.start_s) * 1e6,
             "args": {"model": span.model, **label, "trace_id": trace_id},
         }
 
 
-def _lane_label(span: "LaneSpan") -> tuple[str, dict[str, Any]]:
+def _lane_label(span: DeviceSpan) -> tuple[str, dict[str, Any]]:
     """An event's name, and what else there is to say of it."""
     if span.stalled:
         return "swap stall", {"op": span.name}
@@ -93,14 +88,14 @@ def _lane_label(span: "LaneSpan") -> tuple[str, dict[str, Any]]:
 
 def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:
     """Names, starts and ends, one behind the other."""
-    if trace.arrived_s is None or trace.started_s is None:
+    if (timing := trace.timing) is None:
         return
-    computed_s = trace.started_s + max(trace.busy_s - trace.output_s, 0.0)
-    compute_s = max(computed_s - trace.compute_s, trace.started_s)
-    stalled_s = compute_s + min(trace.stall_s, computed_s - compute_s)
-    yield "decode", trace.began_s, trace.arrived_s
-    yield "queue", trace.arrived_s, trace.started_s
-    yield "prepare", trace.started_s, compute_s
+    computed_s = timing.started_s + max(timing.busy_s - timing.output_s, 0.0)
+    compute_s = max(computed_s - timing.compute_s, timing.started_s)
+    stalled_s = compute_s + min(timing.stall_s, computed_s - compute_s)
+    yield "decode", trace.began_s, timing.queued_s
+    yield "queue", timing.queued_s, timing.started_s
+    yield "prepare", timing.started_s, compute_s
     if stalled_s > compute_s:
         yield "swap stall", compute_s, stalled_s
     yield "compute", stalled_s, computed_s

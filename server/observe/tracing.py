@@ -1,41 +1,37 @@
-"""Follows requests that somebody wants to follow, and writes the spans of those that the trace settings pick."""
+"""Traces requests: for their callers, who send a traceparent, and for the trace file, by the trace settings."""
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from server.observe.settings import TraceControl
 from server.observe.spans import events_of, lane_events
 from server.observe.trace_file import TraceFile
+from server.protocol.execution import DeviceSpan, ExecutionTiming
 from server.protocol.request import InferRequest
 from server.protocol.request_trace import CURRENT, RequestTrace, new_context
-
-if TYPE_CHECKING:
-    from runtime.recording import Recording
 
 _log = logging.getLogger("cohabit.trace")
 
 
 class Tracer:
-    """Belongs to the event loop's thread. Without a file, requests are followed for their callers' sake only."""
+    """Belongs to the event loop's thread. Without a file, only requests with a traceparent are traced."""
 
     def __init__(self, control: TraceControl, file: TraceFile | None = None) -> None:
         self.control = control
         self._file = file
 
     @property
-    def follows_all(self) -> bool:
-        """Whether a request is followed even if its caller does not trace it."""
+    def traces_all(self) -> bool:
+        """Whether a request is traced even if its caller does not trace it."""
         return self._file is not None and self.control.on
 
     @contextmanager
     def request(self, traceparent: str | None) -> Iterator[RequestTrace]:
-        """Follow one request, from its headers to its answer."""
+        """Trace one request, from its headers to its answer."""
         trace = RequestTrace(new_context(traceparent), time.monotonic())
         token = CURRENT.set(trace)
         try:
@@ -45,15 +41,31 @@ class Tracer:
             self._end(trace)
 
     def attach(self, request: InferRequest) -> InferRequest:
-        """Let the engine note when the request ran, if it is followed."""
+        """Let the engine return what its lanes did, if the request is one to write to the file."""
         trace = CURRENT.get()
         if trace is None:
             return request
         trace.model, trace.request_id = request.model, request.id
-        if self._file is not None and self.control.wanted(request.model):
-            frequency = self.control.settings(request.model).log_frequency
-            trace.wanted, trace.follow = True, partial(_write_lanes, self._file, trace, frequency)
-        return msgspec.structs.replace(request, trace=trace)
+        if self._file is None or not self.control.wanted(request.model):
+            return request
+        file, frequency = self._file, self.control.settings(request.model).log_frequency
+        trace.wanted = True
+
+        def write(spans: Sequence[DeviceSpan]) -> None:
+            lane = 0 if trace.timing is None else trace.timing.lane
+            file.write(lane_events(spans, trace.context.trace_id, lane), frequency, late=True)
+
+        return msgspec.structs.replace(request, on_spans=write)
+
+    def executed(self, timing: ExecutionTiming) -> None:
+        """Note when the current request was executed."""
+        if (trace := CURRENT.get()) is not None:
+            trace.timing = timing
+
+    def failed(self, error: Exception) -> None:
+        """Note that the current request has failed."""
+        if (trace := CURRENT.get()) is not None:
+            trace.error = type(error).__name__
 
     def _end(self, trace: RequestTrace) -> None:
         ended_s = time.monotonic()
@@ -69,15 +81,3 @@ class Tracer:
         if trace.wanted and self._file is not None:
             frequency = self.control.settings(trace.model).log_frequency
             self._file.write(events_of(trace, ended_s), flush_every=frequency)
-
-
-def _write_lanes(file: TraceFile, trace: RequestTrace, flush_every: int, recording: "Recording") -> None:
-    """Write what the lanes did. Any thread."""
-    events = lane_events(recording, trace.context.trace_id, _clock_shift_s(), trace.lane)
-    file.write(events, flush_every, late=True)
-
-
-def _clock_shift_s() -> float:
-    """What leads from the recordings' clock to the monotonic one, which on Linux are the same."""
-    recorded, ours = (time.get_clock_info(name).implementation for name in ("perf_counter", "monotonic"))
-    return 0.0 if recorded == ours else time.monotonic() - time.perf_counter()

@@ -1,4 +1,4 @@
-"""The device's memory, and the models that live in it: each in a partition of its own, beside its lane's workspace."""
+"""The device's memory and the models in it: a partition for each, and a workspace for each compute lane."""
 
 import copy
 import time
@@ -13,27 +13,27 @@ from runtime.shared_region.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
 from server.models.cache import Plans
 from server.models.prepared import Prepared, say_what_is_done_otherwise
-from server.placement.lane_choice import lightest
-from server.placement.loading import Arrival
+from server.placement.lane_choice import least_busy
+from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
-from server.protocol.model import DeviceUse, Footprint, lane_name
+from server.protocol.model import DeviceUse, ModelFootprint, lane_name
 
 Programs = dict[int, Program]
 
 
 @dataclass(slots=True)
-class Tenant:
+class PlacedModel:
     """A model in its partition."""
 
-    holder: str
-    """Its name in `Partitions`: versions of one model may live beside each other for a while."""
+    owner: str
+    """Its name in `Partitions`: two versions of one model may be in memory for a while."""
     prepared: Prepared
     plans: Plans
     servable: ProgramServable
     lane: int = 0
     """The compute lane whose executor and workspace it uses."""
     shares: bool = False
-    """Whether it has no bytes of its own: what is there between its runs is whatever nobody else needed."""
+    """Whether it shares one region with all other models instead of having a partition."""
 
     @property
     def name(self) -> str:
@@ -41,14 +41,14 @@ class Tenant:
 
     @property
     def load(self) -> float:
-        """How much of its lane's time it is expected to take; without known rates, what one inference does."""
-        return load_of(self.prepared, self.plans)
+        """Expected share of its lane's time; without known rates, the seconds of one inference."""
+        return expected_load(self.prepared, self.plans)
 
     @property
-    def footprint(self) -> Footprint:
+    def footprint(self) -> ModelFootprint:
         plan = self.plans[min(self.plans)]
         tensors = self.prepared.lowered.graphs[min(self.plans)].tensors
-        return Footprint(
+        return ModelFootprint(
             partition_bytes=0 if self.shares else plan.partition_bytes,
             parameter_bytes=self.prepared.parameter_bytes,
             resident_bytes=0 if self.shares else sum(tensors[p.tensor].nbytes for p in plan.residents),
@@ -58,7 +58,7 @@ class Tenant:
         )
 
 
-def load_of(prepared: Prepared, plans: Plans) -> float:
+def expected_load(prepared: Prepared, plans: Plans) -> float:
     """Expected requests per second times the seconds of one."""
     batch = min(plans)
     provenance = plans[batch].provenance
@@ -66,7 +66,7 @@ def load_of(prepared: Prepared, plans: Plans) -> float:
     return prepared.rate_per_s * seconds
 
 
-class House:
+class DeviceMemory:
     """Binding is for any thread; chores are for the engine's, and bookkeeping for the event loop's."""
 
     def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int, lanes: int = 1) -> None:
@@ -75,7 +75,7 @@ class House:
         self.memory_bytes = memory_bytes
         self.partitions = Partitions(arena_bytes, lanes=lanes)
         self.arena: Memory[object] = backend.arena(arena_bytes)
-        self.tenants: dict[str, Tenant] = {}
+        self.placed_models: dict[str, PlacedModel] = {}
         self.shared: SharedRegion | None = None
         """Where models share one region instead of having partitions."""
         self._admitted = 0
@@ -88,14 +88,14 @@ class House:
         self.partitions.put("(shared)", Extent(workspace_bytes, region_bytes))
         self.shared = SharedRegion(self.backend, sharing, self.arena, workspace_bytes, region_bytes)
 
-    def lightest_lane(self) -> int:
+    def least_busy_lane(self) -> int:
         """Where one more model is to run."""
         sums = [0.0] * len(self.executors)
-        for tenant in self.tenants.values():
-            sums[tenant.lane] += tenant.load
-        return lightest(sums)
+        for placed in self.placed_models.values():
+            sums[placed.lane] += placed.load
+        return least_busy(sums)
 
-    def new_holder(self, name: str) -> str:
+    def new_owner(self, name: str) -> str:
         """A name for the bytes of one version of a model."""
         self._admitted += 1
         return f"{name}#{self._admitted}"
@@ -103,11 +103,11 @@ class House:
     def room_for(self, prepared: Prepared, without: str | None = None) -> Room | None:
         """The workspace and partition that a model should take of what is free; None if it does not fit.
 
-        With `without`, of what would be free if that holder had left.
+        With `without`, of what would be free if that owner had left.
         """
         partitions = copy.deepcopy(self.partitions)
         if without is not None:
-            partitions.give_back(without)
+            partitions.release(without)
         return fit(prepared.demand, partitions.rooms(workspaces_for(prepared.demand, partitions.arena_bytes)))
 
     def bind(
@@ -142,8 +142,8 @@ class House:
         lowered, profiles, store = prepared.lowered, prepared.profiles, prepared.store
         return {batch: self.shared.add(lowered, plan, profiles[batch], store) for batch, plan in plans.items()}
 
-    def tenant(self, holder: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> Tenant:
-        """A model that has arrived."""
+    def add(self, owner: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> PlacedModel:
+        """Record a model whose residents are in place, and return it."""
         say_what_is_done_otherwise(prepared.source)
         lowered, config = prepared.lowered, prepared.source.config
         most = max(programs)
@@ -152,17 +152,17 @@ class House:
         info = describe(lowered, prepared.source.version, most)
         runner = self.executors[lane] if self.shared is None else self.shared
         servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
-        self.tenants[holder] = tenant = Tenant(holder, prepared, plans, servable, lane, self.shared is not None)
-        return tenant
+        self.placed_models[owner] = placed = PlacedModel(owner, prepared, plans, servable, lane, self.shared is not None)
+        return placed
 
-    def arrival(self, programs: Programs, lane: int, then: Callable[[], None] = lambda: None) -> Arrival:
+    def resident_load(self, programs: Programs, lane: int, then: Callable[[], None] = lambda: None) -> ResidentLoad:
         """Bring the residents in, a chore of the lane's thread; all batch sizes have the same ones."""
-        return Arrival(self.executors[lane], [programs[batch] for batch in sorted(programs)], then)
+        return ResidentLoad(self.executors[lane], [programs[batch] for batch in sorted(programs)], then)
 
-    def leave(self, holder: str) -> None:
-        """Give a tenant's bytes back. Nothing of it may be on the lanes; its store is the caller's to close."""
-        self.partitions.give_back(holder)
-        self.tenants.pop(holder, None)
+    def leave(self, owner: str) -> None:
+        """Release a model's bytes. The lanes must not use it any more; the caller closes its store."""
+        self.partitions.release(owner)
+        self.placed_models.pop(owner, None)
 
     def use(self) -> DeviceUse:
         """What the memory is used for now, and how long the swap-in lanes have worked, where the device tells."""
@@ -185,5 +185,5 @@ class House:
         """Give everything back. The engine must have stopped."""
         self.backend.close()
         self.arena.close()
-        for tenant in self.tenants.values():
-            tenant.prepared.store.close()
+        for placed in self.placed_models.values():
+            placed.prepared.store.close()

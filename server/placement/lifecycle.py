@@ -1,4 +1,4 @@
-"""Loads, replaces and unloads models while the others are served: each is away for a moment at most."""
+"""Loads, replaces and unloads models while the others are served."""
 
 import asyncio
 import logging
@@ -6,39 +6,39 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING
 
 from planner.errors import CohabitError
-from server.config.config import ServeConfig
-from server.engine.lanes import Lanes
+from server.config.config import ModelControl, ServeConfig
+from server.engine.compute_lanes import ComputeLanes
 from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown
 from server.models.registry import Registry
 from server.models.repository import ModelSource, source_of
-from server.placement.control import ControlMode
+from server.protocol.model_config import parse_config
 
 if TYPE_CHECKING:
-    from server.placement.device_memory import Tenant
-    from server.placement.placement import Housing
+    from server.placement.device_memory import PlacedModel
+    from server.placement.placement import Placement
 
 _log = logging.getLogger("cohabit.lifecycle")
 
 
 class Lifecycle:
-    """What `Control` promises. All methods belong to the event loop's thread."""
+    """Keeps the repository's models as clients or the poller order them. Belongs to the event loop's thread."""
 
-    def __init__(self, config: ServeConfig, registry: Registry, lanes: Lanes) -> None:
-        self.mode: ControlMode = config.model_control
+    def __init__(self, config: ServeConfig, registry: Registry, lanes: ComputeLanes) -> None:
+        self.mode: ModelControl = config.model_control
         self._config = config
         self._registry = registry
         self._lanes = lanes
-        self._housing: Housing | None = None
+        self._placement: Placement | None = None
         self._opened = asyncio.Event()
-        self._serving: dict[str, Tenant] = {}
+        self._serving: dict[str, PlacedModel] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._orders: set[asyncio.Task[None]] = set()
 
-    def open(self, housing: "Housing", tenants: Mapping[str, "Tenant"]) -> None:
+    def open(self, placement: "Placement", placed_models: Mapping[str, "PlacedModel"]) -> None:
         """Begin, with what was loaded at start."""
-        housing.open(self._lanes, self)
-        self._housing = housing
-        self._serving = dict(tenants)
+        placement.open(self._lanes, self)
+        self._placement = placement
+        self._serving = dict(placed_models)
         self._opened.set()
 
     def is_serving(self, model: str) -> bool:
@@ -46,23 +46,33 @@ class Lifecycle:
 
     async def close(self) -> None:
         """End what is under way; models stay as they are."""
-        if self._housing is not None:
-            await self._housing.close()
+        if self._placement is not None:
+            await self._placement.close()
         for order in self._orders:
             order.cancel()
         await asyncio.gather(*self._orders, return_exceptions=True)
 
     async def load(self, model: str, config: str | None = None) -> None:
+        """Load a model, or its newest version again; returns once it serves. The present version serves until then.
+
+        `config` is a ModelConfig in JSON, in place of the model's config.pbtxt. Raises ControlOff unless the mode is
+        explicit, NotInRepository, or LoadFailed with the reason; what was served before is still served.
+        """
         self._require_explicit()
         try:
-            source = await asyncio.to_thread(source_of, self._config.repository, model, config)
+            override = None if config is None else parse_config(config)
+            source = await asyncio.to_thread(source_of, self._config.repository, model, override)
         except RepositoryError as error:
             raise LoadFailed(model, str(error)) from error
         if source is None:
             raise NotInRepository(model)
         await self.load_source(source)
 
-    async def unload(self, model: str, dependents: bool = False) -> None:
+    async def unload(self, model: str) -> None:
+        """Refuse new requests for a model, answer those it has, and release its memory; returns once that is done.
+
+        A model that is not loaded is unloaded already. Raises ControlOff unless the mode is explicit.
+        """
         self._require_explicit()
         await self.unload_model(model)
 
@@ -71,7 +81,7 @@ class Lifecycle:
         await self._to_the_end(self._load_source(source))
 
     async def unload_model(self, model: str) -> None:
-        """Answer what a model has been asked already, and give its memory back."""
+        """Answer the requests that a model has, and release its memory."""
         await self._to_the_end(self._unload_model(model))
 
     async def _to_the_end(self, order: Coroutine[None, None, None]) -> None:
@@ -87,12 +97,12 @@ class Lifecycle:
             order.exception()  # it was logged; perhaps nobody waits to hear of it
 
     async def _load_source(self, source: ModelSource) -> None:
-        housing = await self._ready_housing()
+        placement = await self._opened_placement()
         async with self._lock(source.name):
             if source.name not in self._serving:
-                self._registry.loading(source.name, source.version, source.config)
+                self._registry.loading(source.name, source.version, source.config, source.override)
             try:
-                await self._load(housing, source)
+                await self._load(placement, source)
             except (CohabitError, OSError) as error:
                 _log.warning("model not loaded", extra={"fields": {"model": source.name, "reason": str(error)}})
                 raise self._failed(source, str(error)) from error
@@ -104,32 +114,32 @@ class Lifecycle:
                 raise
 
     async def _unload_model(self, model: str) -> None:
-        housing = await self._ready_housing()
+        placement = await self._opened_placement()
         async with self._lock(model):
-            tenant = self._serving.pop(model, None)
-            if tenant is None:
+            placed = self._serving.pop(model, None)
+            if placed is None:
                 self._registry.unwanted(model)
                 return
             self._registry.unloading(model)
-            await housing.retire(tenant, self._config.exit_timeout_s)
+            await placement.retire(placed, self._config.exit_timeout_s)
             self._registry.unloaded(model)
             _log.info("model unloaded", extra={"fields": {"model": model}})
 
-    async def _load(self, housing: "Housing", source: ModelSource) -> None:
-        prepared = await asyncio.to_thread(housing.workshop.prepare, source)
+    async def _load(self, placement: "Placement", source: ModelSource) -> None:
+        prepared = await asyncio.to_thread(placement.workshop.prepare, source)
         old = self._serving.get(source.name)
-        tenant: Tenant | None = None
+        placed: PlacedModel | None = None
         try:
-            tenant = await housing.place(prepared, old, self._stand_aside)
+            placed = await placement.place(prepared, old, self._make_way)
         finally:
-            if tenant is None:
+            if placed is None:
                 prepared.store.close()
-        entry = self._registry.loaded(tenant.servable, tenant.footprint, source.config)
-        self._lanes.add(tenant.servable, entry.statistics, source.policy, tenant.lane)
-        self._serving[source.name] = tenant
-        if old is not None and old.holder in housing.house.tenants:
+        statistics = self._registry.loaded(placed.servable, placed.footprint, source.config, source.override)
+        self._lanes.add(placed.servable, statistics, source.policy, placed.lane)
+        self._serving[source.name] = placed
+        if old is not None and old.owner in placement.memory.placed_models:
             await self._lanes.finish(source.name, self._config.exit_timeout_s, older_only=True)
-            await housing.release(old)
+            await placement.release(old)
         _log.info("model loaded", extra={"fields": {"model": source.name, "version": source.version}})
 
     def _failed(self, source: ModelSource, reason: str) -> LoadFailed:
@@ -138,27 +148,28 @@ class Lifecycle:
             self._registry.failed(source.name, reason, source.version)
         return LoadFailed(source.name, f"version {source.version} is at UNAVAILABLE state: {reason}")
 
-    async def _stand_aside(self, old: "Tenant") -> None:
+    async def _make_way(self, old: "PlacedModel") -> None:
         """There is no room for two versions: the one so far goes before the new one comes."""
-        self._registry.loading(old.name, old.prepared.source.version, old.prepared.source.config)
+        source = old.prepared.source
+        self._registry.loading(source.name, source.version, source.config, source.override)
         self._serving.pop(old.name, None)
         await self._lanes.finish(old.name, self._config.exit_timeout_s)
 
-    def changed(self, tenant: "Tenant") -> None:
-        if self._serving.get(tenant.name) is tenant:
-            self._registry.find(tenant.name).footprint = tenant.footprint
+    def changed(self, placed: "PlacedModel") -> None:
+        if self._serving.get(placed.name) is placed:
+            self._registry.moved(placed.name, placed.footprint)
 
-    def lost(self, tenant: "Tenant", reason: str) -> None:
-        if self._serving.get(tenant.name) is tenant:
-            del self._serving[tenant.name]
-            self._registry.failed(tenant.name, f"it could not be moved: {reason}")
+    def lost(self, placed: "PlacedModel", reason: str) -> None:
+        if self._serving.get(placed.name) is placed:
+            del self._serving[placed.name]
+            self._registry.failed(placed.name, f"it could not be moved: {reason}")
 
-    async def _ready_housing(self) -> "Housing":
+    async def _opened_placement(self) -> "Placement":
         if self._lanes.draining:
             raise ShuttingDown
         await self._opened.wait()
-        assert self._housing is not None
-        return self._housing
+        assert self._placement is not None
+        return self._placement
 
     def _require_explicit(self) -> None:
         if self.mode != "explicit":

@@ -20,13 +20,13 @@ from server.models.prepared import (
 )
 from server.models.preparing import Workshop
 from server.models.repository import ModelSource
-from server.placement.device_memory import House, Tenant, load_of
-from server.placement.lane_choice import divided
-from server.placement.loading import Arrival
+from server.placement.device_memory import DeviceMemory, PlacedModel, expected_load
+from server.placement.lane_choice import assign_lanes
+from server.placement.loading import ResidentLoad
 from server.placement.memory_map import draw
 from server.placement.partitions import Extent
-from server.placement.placement import Housing
-from server.protocol.model import DeviceUse, Footprint
+from server.placement.placement import Placement
+from server.protocol.model import DeviceUse, ModelFootprint
 
 _log = logging.getLogger("cohabit.loader")
 
@@ -35,34 +35,34 @@ _log = logging.getLogger("cohabit.loader")
 class Loaded:
     """What serving needs; `close` gives the memory back."""
 
-    house: House
+    memory: DeviceMemory
     deployment: Deployment
-    housing: Housing | None = None
+    placement: Placement | None = None
     failures: dict[str, str] = field(default_factory=dict)
 
     @property
-    def tenants(self) -> dict[str, Tenant]:
-        return {tenant.name: tenant for tenant in self.house.tenants.values()}
+    def placed_models(self) -> dict[str, PlacedModel]:
+        return {placed.name: placed for placed in self.memory.placed_models.values()}
 
     @property
     def servables(self) -> dict[str, ProgramServable]:
-        return {name: tenant.servable for name, tenant in self.tenants.items()}
+        return {name: placed.servable for name, placed in self.placed_models.items()}
 
     @property
-    def footprints(self) -> Mapping[str, Footprint]:
-        return {name: tenant.footprint for name, tenant in self.tenants.items()}
+    def footprints(self) -> Mapping[str, ModelFootprint]:
+        return {name: placed.footprint for name, placed in self.placed_models.items()}
 
     @property
     def memory_map(self) -> str:
-        weights = {name: tenant.prepared.weight_bytes for name, tenant in self.tenants.items()}
-        lanes = {name: tenant.lane for name, tenant in self.tenants.items()}
+        weights = {name: placed.prepared.weight_bytes for name, placed in self.placed_models.items()}
+        lanes = {name: placed.lane for name, placed in self.placed_models.items()}
         return draw(self.deployment, weights, lanes) if weights else ""
 
     def use(self) -> DeviceUse:
-        return self.house.use()
+        return self.memory.use()
 
     def close(self) -> None:
-        self.house.close()
+        self.memory.close()
 
 
 def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> Loaded:
@@ -92,37 +92,37 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     )
     # Where nothing is loaded later, what nobody has is not taken from the device either.
     arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
-    house = House(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
-    housing = None
+    memory = DeviceMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
+    placement = None
     if config.model_control != "none":
-        housing = Housing(house, Workshop(config, backend), keeps_all=config.layout == "resident")
-    loaded = Loaded(house, deployment, housing, failures)
+        placement = Placement(memory, Workshop(config, backend), keeps_all=config.layout == "resident")
+    loaded = Loaded(memory, deployment, placement, failures)
     _place(loaded, prepared, on_progress)
     return loaded
 
 
 def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress) -> None:
     """Bind every plan, and bring the residents in."""
-    house, deployment = loaded.house, loaded.deployment
-    house.partitions.grow_workspace(deployment.workspace_bytes)
-    unused = deployment.memory_bytes - house.partitions.arena_bytes
+    memory, deployment = loaded.memory, loaded.deployment
+    memory.partitions.grow_workspace(deployment.workspace_bytes)
+    unused = deployment.memory_bytes - memory.partitions.arena_bytes
     if deployment.layout in SHARINGS and prepared:
-        house.share(SHARINGS[deployment.layout])
-    loads = [load_of(model, entry.plans) for entry, model in zip(deployment.entries, prepared, strict=True)]
-    lanes = divided(loads, deployment.lanes)
+        memory.share(SHARINGS[deployment.layout])
+    loads = [expected_load(model, entry.plans) for entry, model in zip(deployment.entries, prepared, strict=True)]
+    lanes = assign_lanes(loads, deployment.lanes)
     for entry, model, lane in zip(deployment.entries, prepared, lanes, strict=True):
         on_progress(entry.name, "bringing residents in")
         extent = Extent(entry.partition_offset - unused, entry.partition_bytes)
-        holder = house.new_holder(entry.name)
-        if house.shared is not None:
-            house.tenant(holder, model, entry.plans, house.bind_shared(model, entry.plans))
+        owner = memory.new_owner(entry.name)
+        if memory.shared is not None:
+            memory.add(owner, model, entry.plans, memory.bind_shared(model, entry.plans))
             continue
-        house.partitions.put(holder, extent)
-        programs = house.bind(model, entry.plans, extent, lane)
-        house.tenant(holder, model, entry.plans, programs, lane)
-        _arrive(house.arrival(programs, lane))
+        memory.partitions.put(owner, extent)
+        programs = memory.bind(model, entry.plans, extent, lane)
+        memory.add(owner, model, entry.plans, programs, lane)
+        _arrive(memory.resident_load(programs, lane))
 
 
-def _arrive(arrival: Arrival) -> None:
-    while not arrival.advance():
+def _arrive(resident_load: ResidentLoad) -> None:
+    while not resident_load.advance():
         pass

@@ -10,7 +10,7 @@ PIECE_BYTES = 4 << 20
 """Where a link saturates; at 5 GB/s a piece holds the others up for less than a millisecond."""
 
 
-class Arrival:
+class ResidentLoad:
     """A chore for the engine. `then` is called on its thread when everything is there."""
 
     def __init__(

@@ -7,37 +7,37 @@ from server.placement.partitions import Extent
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Vacate:
     """A model gives its bytes up; its requests wait until it has moved."""
 
-    holder: str
+    owner: str
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
     """A model goes to bytes that are free, or its own."""
 
-    holder: str
+    owner: str
     extent: Extent
 
 
-def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_bytes: int) -> list[Leave | Move]:
+def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_bytes: int) -> list[Vacate | Move]:
     """Bring every model to where it is wanted. `workspace_bytes` at the arena's bottom must be free first.
 
     As few models as possible have to leave before they can move; every model that leaves comes back.
     """
     at = dict(now)
     workspace = Extent(0, workspace_bytes)
-    steps: list[Leave | Move] = [Leave(name) for name, extent in at.items() if extent.overlaps(workspace)]
+    steps: list[Vacate | Move] = [Vacate(name) for name, extent in at.items() if extent.overlaps(workspace)]
     for step in steps:
-        del at[step.holder]
+        del at[step.owner]
     waiting = [name for name in wanted if at.get(name) != wanted[name]]
     while waiting:
         free = next((name for name in waiting if not _blockers(name, at, wanted)), None)
         if free is None:
             away = min(waiting, key=lambda name: min(len(_blockers(name, at, wanted)), len(at)))
             for name in _blockers(away, at, wanted):
-                steps.append(Leave(name))
+                steps.append(Vacate(name))
                 del at[name]
             free = away
         steps.append(Move(free, wanted[free]))
@@ -46,14 +46,14 @@ def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_byt
     return steps
 
 
-def all_anew(wanted: Mapping[str, Extent]) -> list[Leave | Move]:
+def vacate_all(wanted: Mapping[str, Extent]) -> list[Vacate | Move]:
     """Let every model leave before the first one comes, where what they all use is about to lie elsewhere."""
-    return [*(Leave(name) for name in wanted), *(Move(name, extent) for name, extent in wanted.items())]
+    return [*(Vacate(name) for name in wanted), *(Move(name, extent) for name, extent in wanted.items())]
 
 
-def _blockers(holder: str, at: Mapping[str, Extent], wanted: Mapping[str, Extent]) -> list[str]:
+def _blockers(owner: str, at: Mapping[str, Extent], wanted: Mapping[str, Extent]) -> list[str]:
     """Who else is where a model is wanted."""
-    return [name for name, extent in at.items() if name != holder and extent.overlaps(wanted[holder])]
+    return [name for name, extent in at.items() if name != owner and extent.overlaps(wanted[owner])]
 
 
 def packed(sizes: Mapping[str, int], now: Mapping[str, Extent], arena_bytes: int) -> dict[str, Extent]:

@@ -22,7 +22,7 @@ class Extent:
 
 
 class Partitions:
-    """The arena's bytes, by holder. Not thread-safe."""
+    """The arena's bytes, by owner. Not thread-safe."""
 
     def __init__(self, arena_bytes: int, workspace_bytes: int = 0, lanes: int = 1) -> None:
         self.arena_bytes = arena_bytes
@@ -67,7 +67,7 @@ class Partitions:
             if self._may_grow_to(size)
         ]
 
-    def take(self, holder: str, nbytes: int) -> Extent | None:
+    def take(self, owner: str, nbytes: int) -> Extent | None:
         """Give bytes out of the tightest gap that has them, at its top; None if none has."""
         gaps = [gap for gap in self.gaps() if gap.nbytes >= nbytes]
         if nbytes == 0:
@@ -77,19 +77,19 @@ class Partitions:
             extent = Extent(gap.end - nbytes, nbytes)
         else:
             return None
-        self.put(holder, extent)
+        self.put(owner, extent)
         return extent
 
-    def put(self, holder: str, extent: Extent) -> None:
+    def put(self, owner: str, extent: Extent) -> None:
         """Give exactly these bytes, which must be free."""
-        others = [self.workspaces, *(e for name, e in self._held.items() if name != holder)]
+        others = [self.workspaces, *(e for name, e in self._held.items() if name != owner)]
         assert 0 <= extent.offset <= extent.end <= self.arena_bytes
         assert not any(extent.overlaps(other) for other in others)
-        self._held[holder] = extent
+        self._held[owner] = extent
 
-    def give_back(self, holder: str) -> None:
-        """Free a holder's bytes; when nobody is left, the workspace is free too."""
-        self._held.pop(holder, None)
+    def release(self, owner: str) -> None:
+        """Free a owner's bytes; when nobody is left, the workspace is free too."""
+        self._held.pop(owner, None)
         if not self._held:
             self._workspace_bytes = 0
 

@@ -1,11 +1,11 @@
 """What the server says about itself and its models, in the JSON forms of KServe v2 and Triton."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from server.engine.statistics import ModelStatistics, Total
-from server.models.registry import Entry
+from server.protocol.catalog import ModelEntry
+from server.protocol.statistics import ModelReport, ModelStatistics, Total
 from server.protocol.model import ModelInfo, TensorSpec
 
 _EXTENSIONS = (
@@ -51,7 +51,7 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def repository_index(entries: Iterable[Entry]) -> list[dict[str, str]]:
+def repository_index(entries: Iterable[ModelEntry]) -> list[dict[str, str]]:
     return [
         {
             "name": entry.name,
@@ -63,8 +63,14 @@ def repository_index(entries: Iterable[Entry]) -> list[dict[str, str]]:
     ]
 
 
-def statistics(entries: Iterable[Entry]) -> dict[str, Any]:
-    return {"model_stats": [_model_statistics(e.name, str(e.version), e.statistics) for e in entries]}
+def statistics(entries: Iterable[ModelEntry], reports: Mapping[str, ModelReport]) -> dict[str, Any]:
+    """Describe the models' counters; a model that the engine has not reported yet has counted nothing."""
+    return {
+        "model_stats": [
+            _model_statistics(e.name, str(e.version), r.statistics if (r := reports.get(e.name)) else ModelStatistics())
+            for e in entries
+        ]
+    }
 
 
 def _tensor(info: ModelInfo, tensor: TensorSpec) -> dict[str, Any]:

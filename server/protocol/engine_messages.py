@@ -162,8 +162,8 @@ ToFrontend = EntryChanged | Progress | Started | StartRefused | Inferred | Faile
 LENGTH_BYTES = 4
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)  # type: ignore[arg-type]
-_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)  # type: ignore[arg-type]
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
 
 
 def encode(message: Any) -> bytes:

@@ -7,10 +7,9 @@ from typing import Any
 from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
-from runtime.captures import Capture
 from server.errors import RepositoryError
 from server.protocol.datatypes import config_type
-from server.protocol.model import ModelInfo, TensorSpec
+from server.protocol.model import GraphCapture, ModelInfo, TensorSpec
 
 __all__ = ["ModelConfig", "config_as_json", "config_mismatch", "config_of", "parse_config", "read_config"]
 
@@ -38,7 +37,7 @@ def parse_config(text: str) -> ModelConfig:
 
 
 def config_of(
-    info: ModelInfo, given: ModelConfig | None = None, captures: Mapping[int, Capture] | None = None
+    info: ModelInfo, given: ModelConfig | None = None, captures: Mapping[int, GraphCapture] | None = None
 ) -> ModelConfig:
     """Complete a config.pbtxt, which may leave anything out, with what the model itself says.
 
@@ -63,7 +62,7 @@ def config_of(
     return config
 
 
-def execution_of(capture: Capture) -> str:
+def execution_of(capture: GraphCapture) -> str:
     """Say whether executions are launched as one graph, and if not, why."""
     if capture.refused is not None:
         return f"issued to the streams one by one: {capture.refused}"

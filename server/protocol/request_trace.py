@@ -1,15 +1,11 @@
-"""One request's way through the server: who called, and when what began. W3C's traceparent names it."""
+"""The trace of one request: its place in the caller's trace (W3C traceparent), and when each stage began."""
 
 import os
 import re
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from server.protocol.model import Execution
-
-if TYPE_CHECKING:
-    from runtime.recording import Follow
+from server.protocol.execution import ExecutionTiming
 
 HEADER = "traceparent"
 
@@ -30,7 +26,7 @@ class TraceContext:
 
     @property
     def header(self) -> str:
-        """What is passed on: whoever gets it is a child of this span."""
+        """The traceparent to pass on: its receiver becomes a child of this span."""
         return f"{_OUR_VERSION}-{self.trace_id}-{self.span_id}-{self.flags:02x}"
 
 
@@ -49,29 +45,16 @@ def new_context(traceparent: str | None = None) -> TraceContext:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Filled in on the way, by the event loop and then by the engine. Times are the monotonic clock's."""
+    """Filled in while the request is handled. Times are those of `time.monotonic`."""
 
     context: TraceContext
     began_s: float
     wanted: bool = False
     """Whether it is written to the trace file."""
-    follow: "Follow | None" = None
-    """Takes what the lanes did for its execution, if it is written."""
     model: str = ""
     request_id: str | None = None
-    arrived_s: float | None = None
-    """When it came to the queue."""
-    started_s: float | None = None
-    """When its execution began; None for a request that was refused."""
-    busy_s: float = 0.0
-    compute_s: float = 0.0
-    stall_s: float = 0.0
-    output_s: float = 0.0
-    swapped_bytes: int = 0
-    rows: int = 0
-    """Of the execution, other requests' included."""
-    lane: int = 0
-    """Where it was executed."""
+    timing: ExecutionTiming | None = None
+    """When it was executed; None for a request that was refused."""
     error: str | None = None
     fields: dict[str, str] = field(init=False)
     """What log lines say of the request."""
@@ -79,12 +62,6 @@ class RequestTrace:
     def __post_init__(self) -> None:
         self.fields = {"trace_id": self.context.trace_id, "span_id": self.context.span_id}
 
-    def executed(self, arrived_s: float, started_s: float, busy_s: float, execution: Execution, rows: int) -> None:
-        """Note an execution. Engine's thread."""
-        self.arrived_s, self.started_s, self.busy_s, self.rows = arrived_s, started_s, busy_s, rows
-        self.compute_s, self.stall_s, self.output_s = execution.compute_s, execution.stall_s, execution.output_s
-        self.swapped_bytes = execution.swapped_bytes
-
 
 CURRENT: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
-"""The request that is being handled, where somebody wants to know."""
+"""The request that this task handles, if it is traced."""

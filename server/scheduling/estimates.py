@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 _MEAN_STEP, _DEVIATION_STEP = 1 / 8, 1 / 4
@@ -15,6 +16,16 @@ _LARGEST_STEP = 3.0
 """A measurement counts as at most this many times the mean: one hiccup must not refuse everything."""
 _FORGET_S = 5.0
 """Without measurements corrections fade: a model whose requests are refused as hopeless is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """How the order of executions changes what a model's swaps cost. Zero for one that is all resident."""
+
+    prefix_s: float = 0.0
+    """Saved where the first copies were made during the execution before."""
+    recovery_s: float = 0.0
+    """Lost right after an execution of the same model, while its residents are still being copied back."""
 
 
 class Delay:

@@ -1,8 +1,7 @@
 """What the scheduler knows of one model: its queue, what its config says, and how long its executions take."""
 
-from server.protocol.model import Readiness
 from server.scheduling.batching import Batch, alone, batch_of
-from server.scheduling.estimates import Estimate
+from server.scheduling.estimates import Estimate, Readiness
 from server.scheduling.limits import Admission
 from server.scheduling.policy import Policy
 from server.scheduling.queues import ModelQueue, Ticket
@@ -24,7 +23,6 @@ class KnownModel:
     def apply(self, policy: Policy) -> None:
         """Follow this policy from now on."""
         self.policy = self.admission.policy = policy
-        self.is_plain = policy.is_plain
 
     def batch(self, first: Ticket, now_s: float) -> Batch:
         """The requests that would be executed with this one."""

@@ -46,11 +46,6 @@ class Policy:
     burst: int = 1
     """Most requests at one instant, where there is a rate."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether requests are executed as they come, without an end to waiting or to their number."""
-        return self == Policy()
-
     def level_of(self, priority: int | None) -> int:
         return priority if priority is not None and 1 <= priority <= self.levels else self.default_level
 

@@ -2,7 +2,7 @@
 
 from tritonclient.grpc.model_config_pb2 import ModelDynamicBatching, ModelQueuePolicy
 
-from server.config.config import integer, positive
+from server.config.values import integer, positive
 from server.errors import RepositoryError
 from server.protocol.model_config import ModelConfig
 from server.scheduling.policy import LevelPolicy, Policy

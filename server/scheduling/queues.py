@@ -31,7 +31,6 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
     """When its execution should start at the latest; what has the earliest is the most urgent."""
     level: int = 1
     """1 is the most urgent."""
-    nbytes: int = 0
 
     @property
     def expires(self) -> bool:

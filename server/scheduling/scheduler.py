@@ -4,16 +4,15 @@ Requests that cannot be answered within their timeout are refused as soon as tha
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from server.errors import ModelNotFound, QueueFull, RequestTimedOut
-from server.protocol.model import Readiness
 from server.protocol.request import InferRequest
-from server.scheduling.batching import Batch, alone
+from server.scheduling.batching import Batch
 from server.scheduling.deadlines import Deadlines
-from server.scheduling.estimates import Delay, Estimate
+from server.scheduling.estimates import Delay, Estimate, Readiness
 from server.scheduling.known import KnownModel
 from server.scheduling.order import Order
 from server.scheduling.policy import Policy
@@ -32,29 +31,19 @@ class Work(msgspec.Struct, frozen=True):
     model: str
     tickets: tuple[Ticket, ...]
     rows: int
-
-
-Suits = Callable[[Work, float], bool]
-"""Says of work, and of how many seconds it is predicted to take, whether it is to be done now."""
-
-
-def anything(work: Work, predicted_s: float) -> bool:
-    return True
+    predicted_s: float = 0.0
+    """How long the execution is expected to take."""
 
 
 class Scheduler:
     """Not thread-safe: the engine calls it under its lock."""
 
-    def __init__(self, queue_limit: int, queue_bytes: int | None = None) -> None:
+    def __init__(self, queue_limit: int) -> None:
         self._queue_limit = queue_limit
-        self._queue_bytes = queue_bytes
-        self.neighbours: tuple[Scheduler, ...] = ()
-        """Those of other lanes, whose waiting bytes count too. They are read without their locks, and may be less."""
         self._models: dict[str, KnownModel] = {}
         self._waiting: dict[str, KnownModel] = {}
         """Those for which something waits that may be executed."""
         self._order = Order(self._waiting)
-        self._waiting_bytes = 0
         self._arrivals = 0
         self._generations = 0
         self._busy_until_s = -math.inf
@@ -69,11 +58,6 @@ class Scheduler:
 
     def __len__(self) -> int:
         return len(self._live)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the inputs that wait."""
-        return self._waiting_bytes
 
     def pending(self, model: str) -> int:
         return len(self._models[model].queue) if model in self._models else 0
@@ -132,16 +116,6 @@ class Scheduler:
         known.held = held
         self._look_at(model, known)
 
-    def is_full(self, model: str) -> bool:
-        """Whether no request of the model can be queued now. Needs no lock: by the next moment it may be otherwise."""
-        known = self._models.get(model)
-        return known is not None and len(known.queue) >= self._queue_limit
-
-    def require_room(self, model: str, now_s: float) -> None:
-        """Refuse what no request of the model could pass now. Raises QueueFull."""
-        if self.is_full(model):
-            raise QueueFull.of_model(model, self._queue_limit, self._backlog_s(now_s))
-
     def submit(self, now_s: float, request: InferRequest) -> Ticket:
         """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it came too late."""
         known = self._models.get(request.model)
@@ -156,7 +130,6 @@ class Scheduler:
                 raise RequestTimedOut(request.model, ticket.timeout_s or 0.0, needed_s)
         known.admission.enter(request.model, now_s, self._backlog_s)
         self._arrivals += 1
-        self._waiting_bytes += ticket.nbytes
         self._live.add(ticket)
         known.queue.push(ticket)
         if not known.held:
@@ -164,25 +137,6 @@ class Scheduler:
         if ticket.expires:
             self._watch(ticket, now_s)
         return ticket
-
-    def at_once(self, now_s: float, request: InferRequest, suits: Suits) -> Work | None:
-        """Take a request that need not queue: nothing waits, and its policy asks for nothing else. `suits`: see `next`.
-
-        None if it has to be submitted.
-        """
-        known = self._models.get(request.model)
-        if known is None or self._live or known.held or not known.is_plain or request.timeout_s is not None:
-            return None
-        ticket = Ticket(request, self._arrivals + 1, known.generation, now_s)
-        batch = alone(ticket)
-        work, predicted_s = Work(request.model, batch.tickets, batch.rows), known.estimate.predicted_s(batch.rows)
-        if not suits(work, predicted_s):
-            return None
-        known.admission.enter(request.model, now_s, self._backlog_s)
-        self._arrivals += 1
-        self._order.took(request.model, batch)
-        self._busy_until_s = now_s + predicted_s * known.estimate.correction
-        return work
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a request out of its queue; False if it has left it already."""
@@ -209,11 +163,10 @@ class Scheduler:
                 hopeless.append(ticket)
         return hopeless
 
-    def next(self, now_s: float, suits: Suits = anything) -> Work | None:
+    def next(self, now_s: float) -> Work | None:
         """Take the next requests to execute, or None if none waits, or all are kept back.
 
-        What turns out to be too late by now is passed over, and left to `shed`. Nothing is taken if what is next does
-        not suit, which is asked with its predicted seconds.
+        What turns out to be too late by now is passed over, and left to `shed`.
         """
         while (chosen := self._choose(now_s)) is not None and self._is_too_late(chosen[1], now_s):
             (ticket,) = chosen[1].tickets
@@ -223,18 +176,15 @@ class Scheduler:
         if chosen is None:
             return None
         model, batch = chosen
-        known, work = self._models[model], Work(model, batch.tickets, batch.rows)
-        estimate = known.estimate
-        predicted_s = estimate.predicted_s(batch.rows)
-        if not suits(work, predicted_s):
-            return None
+        known = self._models[model]
         for ticket in batch.tickets:
             known.queue.remove(ticket)
             self._left(ticket)
         self._look_at(model, known)
         self._order.took(model, batch)
-        self._busy_until_s = now_s + predicted_s * estimate.correction
-        return work
+        predicted_s = known.estimate.seconds(batch.rows)
+        self._busy_until_s = now_s + predicted_s
+        return Work(model, batch.tickets, batch.rows, predicted_s)
 
     def finished(self, work: Work, now_s: float, seconds: float | None) -> None:
         """Hear that work has ended, after `seconds`; None if they say nothing about the next time."""
@@ -281,7 +231,6 @@ class Scheduler:
     def _left(self, ticket: Ticket) -> None:
         """Forget a request that waits no more, and its inputs with it."""
         self._live.remove(ticket)
-        self._waiting_bytes -= ticket.nbytes
         self._deadlines.forget(ticket)
 
     def _choose(self, now_s: float) -> tuple[str, Batch] | None:
@@ -291,27 +240,18 @@ class Scheduler:
         level = known.policy.level_of(request.priority)
         policy = known.policy.of_level(level)
         timeout_s = policy.timeout_of(request.timeout_s)
-        deadline_s, late_s, due_s = None, None, now_s + PATIENCE_S
+        arrived_s = now_s if request.arrived_s is None else request.arrived_s
+        deadline_s, late_s, due_s = None, None, arrived_s + PATIENCE_S
         if timeout_s is not None:
             # The event loop is as busy when a request arrives, unseen, as when its answer leaves.
-            end_s = now_s + timeout_s - 2.0 * self._answering.careful_s
+            end_s = arrived_s + timeout_s - 2.0 * self._answering.careful_s
             if policy.delays_late:
                 late_s = end_s
             else:
                 deadline_s = end_s
                 due_s = min(due_s, deadline_s - known.estimate.careful_s(request.batch, now_s))
-        nbytes = sum([array.nbytes for array in request.inputs.values()])
         return Ticket(
-            request,
-            self._arrivals + 1,
-            known.generation,
-            now_s,
-            deadline_s,
-            timeout_s,
-            late_s,
-            due_s,
-            level,
-            nbytes,
+            request, self._arrivals + 1, known.generation, arrived_s, deadline_s, timeout_s, late_s, due_s, level
         )
 
     def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
@@ -355,11 +295,5 @@ class Scheduler:
         limit = known.policy.of_level(ticket.level).limit
         if limit is not None and known.queue.waiting(ticket.level) >= limit:
             raise QueueFull.of_model(model, limit, self._backlog_s(now_s))
-        self.require_room(model, now_s)
-        if self._queue_bytes is not None and self._all_waiting_bytes() + ticket.nbytes > self._queue_bytes:
-            raise QueueFull.of_bytes(model, self._queue_bytes, self._backlog_s(now_s))
-
-    def _all_waiting_bytes(self) -> int:
-        if not self.neighbours:
-            return self._waiting_bytes
-        return self._waiting_bytes + sum(scheduler.waiting_bytes for scheduler in self.neighbours)
+        if len(known.queue) >= self._queue_limit:
+            raise QueueFull.of_model(model, self._queue_limit, self._backlog_s(now_s))

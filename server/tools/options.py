@@ -3,18 +3,22 @@
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from server.config.config import ServeConfig, integer, optional, positive, read
-from server.config.flags import add_computing_flags, add_device_flags
-from server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory
+from server.config.config import ServeConfig
+from server.config.setting import parsed
+from server.config.sizes import MemorySize, parse_memory
+from server.config.sources import add_flag, config_of, selected
+from server.config.values import batches, integer, positive
 from server.errors import ConfigError
 
 SEARCHER_NAMES = "best, streaming, genetic, particle_swarm, greedy, dynprog, interval, on_demand"
 """For help texts, which should not take the second that importing the planner does."""
 
-_LARGEST_BATCH = 1 << 16
+_MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "scripted")
+"""Settings of `serve` that say how a model is measured."""
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 _PLAN_EXAMPLES = """examples:
@@ -171,7 +175,7 @@ def plan_options(options: argparse.Namespace) -> PlanOptions:
     """Check every flag. Raises ConfigError, which names the flag."""
     return PlanOptions(
         subject=_subject(options),
-        memories=tuple(dict.fromkeys(read("--memory", text, _memory) for text in options.memory.split(","))),
+        memories=tuple(dict.fromkeys(parsed("--memory", text, _memory) for text in options.memory.split(","))),
         searcher=options.search,
         single=options.single,
         effort=_effort(options),
@@ -187,7 +191,7 @@ def compare_options(options: argparse.Namespace) -> CompareOptions:
     names = tuple(dict.fromkeys(n.strip() for n in options.searchers.split(","))) if options.searchers else None
     return CompareOptions(
         subject=subject,
-        memory=read("--memory", options.memory, _memory),
+        memory=parsed("--memory", options.memory, _memory),
         searchers=names,
         single=options.single,
         effort=_effort(options),
@@ -211,8 +215,8 @@ def _add_subject(parser: argparse.ArgumentParser, batch_metavar: str, batch_help
     measured.add_argument("--graph", type=Path, metavar="FILE", help="graph that an earlier plan was made from")
     measured.add_argument("--profile", type=Path, metavar="FILE", help="profile of that graph")
     device = parser.add_argument_group("the device that the model is measured on")
-    add_device_flags(device)
-    add_computing_flags(device)
+    for setting in selected(_MEASURING):
+        add_flag(device, setting)
 
 
 def _add_single(parser: argparse.ArgumentParser) -> None:
@@ -246,27 +250,19 @@ def _subject(options: argparse.Namespace) -> Subject:
         raise ConfigError("give a MODEL, or both --graph and --profile")
     if options.model is not None and (options.graph is not None or options.profile is not None):
         raise ConfigError("--graph and --profile are there to plan without a model; leave out MODEL or them")
-    batches = optional("--batch", options.batch, _batches)
-    config = ServeConfig(
-        repository=options.model or Path(),
-        memory=FixedSize(1),
-        cache=options.cache,
-        device=options.device,
-        store=options.store,
-        link_bandwidth_bytes_per_s=optional("--link-bandwidth", options.link_bandwidth, parse_bandwidth),
-        threads=optional("--threads", options.threads, integer(1, 1024)),
-        scripted=options.scripted,
-        batch_sizes=batches or (1,),
-    )
-    return Subject(options.model, options.graph, options.profile, batches, config)
+    sizes = _optional("--batch", options.batch, batches)
+    given = {key: vars(options)[key] for key in _MEASURING if key in vars(options)}
+    config = config_of({"repository": str(options.model or "."), "memory": "1B", **given})
+    config = replace(config, batch_sizes=sizes or (1,))
+    return Subject(options.model, options.graph, options.profile, sizes, config)
 
 
 def _effort(options: argparse.Namespace) -> Effort:
     return Effort(
-        seconds=optional("--time-limit", options.time_limit, _duration),
-        evaluations=optional("--evaluations", options.evaluations, integer(1, 10**9 - 1)),
-        seed=read("--seed", options.seed, integer(0, 10**9 - 1)),
-        workers=read("--workers", options.workers, integer(1, 256)),
+        seconds=_optional("--time-limit", options.time_limit, _duration),
+        evaluations=_optional("--evaluations", options.evaluations, integer(1, 10**9 - 1)),
+        seed=parsed("--seed", options.seed, integer(0, 10**9 - 1)),
+        workers=parsed("--workers", options.workers, integer(1, 256)),
     )
 
 
@@ -274,9 +270,8 @@ def _memory(text: str) -> Memory:
     return Memory(text.strip(), parse_memory(text))
 
 
-def _batches(text: str) -> tuple[int, ...]:
-    parse: Callable[[str], int] = integer(1, _LARGEST_BATCH)
-    return tuple(sorted({parse(part.strip()) for part in text.split(",")}))
+def _optional(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
+    return None if text is None else parsed(flag, text, parse)
 
 
 def _duration(text: str) -> float:

@@ -151,8 +151,8 @@ def under_load(server: Running, seeds: dict[str, int]) -> Iterator[list[str]]:
 
 def held(server: Running) -> dict[str, int]:
     """Bytes of each model's partition."""
-    house = server.loaded.house
-    return {t.name: house.partitions.held[t.holder].nbytes for t in house.tenants.values()}
+    memory = server.loaded.memory
+    return {t.name: memory.partitions.held[t.owner].nbytes for t in memory.placed_models.values()}
 
 
 def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
@@ -161,7 +161,7 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
     for number, name in enumerate("abc"):
         stacks.put(tmp_path, name, number)
     with controlled(tmp_path, "20MiB", plans, load_models=("a",)) as (server, client):
-        free = server.loaded.house.partitions.free_bytes
+        free = server.loaded.memory.partitions.free_bytes
         assert client.is_server_ready()
         assert {n: e.get("state") for n, e in repository_index(server.address).items()} == {
             "a": "READY",
@@ -182,7 +182,7 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
             client.unload_model("b")
             client.unload_model("c")
         assert wrong == []
-        assert server.loaded.house.partitions.free_bytes == free
+        assert server.loaded.memory.partitions.free_bytes == free
         assert client.is_server_ready(), "nobody wants b and c any more"
 
 
@@ -194,14 +194,14 @@ def test_models_make_room_for_one_more_while_they_are_asked(stacks: Stacks, plan
         with under_load(server, {"a": 0, "b": 1}) as wrong:
             client.load_model("c")
             assert is_answer_of(2, answer(server, "c"))
-            assert server.loaded.housing is not None
-            searches = server.loaded.housing._tasks
+            assert server.loaded.placement is not None
+            searches = server.loaded.placement._tasks
             eventually(lambda: not searches)  # better plans are in use by now
             assert is_answer_of(2, answer(server, "c"))
         assert wrong == []
         after = held(server)
         assert set(after) == {"a", "b", "c"}
-        assert sum(after.values()) + server.loaded.house.partitions.workspace_bytes <= 9 << 20
+        assert sum(after.values()) + server.loaded.memory.partitions.workspace_bytes <= 9 << 20
         assert after["a"] + after["b"] < before["a"] + before["b"]
 
 
@@ -212,22 +212,22 @@ def test_a_model_that_comes_back_runs_the_very_plans_that_were_found_for_it(
     for number, name in enumerate("ab"):
         stacks.put(tmp_path / "repository", name, number)
     with controlled(tmp_path / "repository", "6MiB", tmp_path / "cache", load_models=("a",)) as (server, client):
-        housing = server.loaded.housing
-        assert housing is not None
-        best_plans, found = housing.workshop.best_plans, list[Plans]()
+        placement = server.loaded.placement
+        assert placement is not None
+        best_plans, found = placement.workshop.best_plans, list[Plans]()
 
         def noted(prepared: Prepared, room: Room) -> Plans:
             found.append(best_plans(prepared, room))
             return found[-1]
 
-        monkeypatch.setattr(housing.workshop, "best_plans", noted)
+        monkeypatch.setattr(placement.workshop, "best_plans", noted)
         client.load_model("b")
-        eventually(lambda: not housing._tasks)
+        eventually(lambda: not placement._tasks)
         assert len(found) == 1
         client.unload_model("b")
         client.load_model("b")
-        (tenant,) = (t for t in server.loaded.house.tenants.values() if t.name == "b")
-        assert all(program.plan is found[0][batch] for batch, program in tenant.servable.programs.items())
+        (placed,) = (t for t in server.loaded.memory.placed_models.values() if t.name == "b")
+        assert all(program.plan is found[0][batch] for batch, program in placed.servable.programs.items())
 
 
 def test_programs_of_models_that_have_moved_are_given_back(
@@ -236,22 +236,22 @@ def test_programs_of_models_that_have_moved_are_given_back(
     for number, name in enumerate("abc"):
         stacks.put(tmp_path, name, number)
     with controlled(tmp_path, "9MiB", plans, load_models=("a", "b")) as (server, client):
-        house = server.loaded.house
-        bound: list[Program] = [p for t in house.tenants.values() for p in t.servable.programs.values()]
+        memory = server.loaded.memory
+        bound: list[Program] = [p for t in memory.placed_models.values() for p in t.servable.programs.values()]
         dismissed: list[Program] = []
-        monkeypatch.setattr(house.backend.executor, "dismiss", dismissed.append)
-        build = house.backend.build
+        monkeypatch.setattr(memory.backend.executor, "dismiss", dismissed.append)
+        build = memory.backend.build
 
         def noted(*arguments: Any) -> Program:
             bound.append(build(*arguments))
             return bound[-1]
 
-        monkeypatch.setattr(house.backend, "build", noted)
+        monkeypatch.setattr(memory.backend, "build", noted)
         client.load_model("c")
-        assert server.loaded.housing is not None
-        searches = server.loaded.housing._tasks
+        assert server.loaded.placement is not None
+        searches = server.loaded.placement._tasks
         eventually(lambda: not searches)
-        running = {id(p) for t in house.tenants.values() for p in t.servable.programs.values()}
+        running = {id(p) for t in memory.placed_models.values() for p in t.servable.programs.values()}
         assert len(dismissed) >= 1, "a and b have moved, or have less"
         assert len({id(p) for p in dismissed}) == len(dismissed)
         assert {id(p) for p in bound} == running | {id(p) for p in dismissed}

@@ -14,7 +14,7 @@ from planner.profile import Link, Profile
 from runtime.binding.program import Program
 from runtime.cpu import backend as cpu
 from runtime.lowering.lower import Lowered
-from server.placement.device_memory import House
+from server.placement.device_memory import DeviceMemory
 from tests.e2e.serving import Running, ask, refused_start, serving
 from tests.e2e.test_e2e_control import (
     Stacks,
@@ -62,29 +62,29 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lanes_of(server: Running) -> dict[str, int]:
-    return {tenant.name: tenant.lane for tenant in server.loaded.tenants.values()}
+    return {placed.name: placed.lane for placed in server.loaded.placed_models.values()}
 
 
-def byte_ranges(house: House) -> dict[str, set[tuple[int, int]]]:
+def byte_ranges(memory: DeviceMemory) -> dict[str, set[tuple[int, int]]]:
     """Where each model's programs copy parameters to."""
     found: dict[str, set[tuple[int, int]]] = {}
-    for tenant in house.tenants.values():
-        programs: list[Program] = list(tenant.servable.programs.values())
+    for placed in memory.placed_models.values():
+        programs: list[Program] = list(placed.servable.programs.values())
         steps = [step for program in programs for step in (*program.swap_ins, *program.residents)]
-        found[tenant.name] = {(step.offset, step.offset + step.nbytes) for step in steps}
+        found[placed.name] = {(step.offset, step.offset + step.nbytes) for step in steps}
     return found
 
 
 def assert_nobody_is_in_anothers_bytes(server: Running) -> None:
     """Copies go to the own partition, or to the workspace of the own lane."""
-    house = server.loaded.house
-    each = house.partitions.workspace_bytes
-    for tenant in house.tenants.values():
-        own = house.partitions.held[tenant.holder]
-        rooms = [(tenant.lane * each, (tenant.lane + 1) * each), (own.offset, own.end)]
-        for start, end in byte_ranges(house)[tenant.name]:
-            assert any(low <= start and end <= high for low, high in rooms), (tenant.name, start, end)
-    extents = [house.partitions.workspaces, *house.partitions.held.values()]
+    memory = server.loaded.memory
+    each = memory.partitions.workspace_bytes
+    for placed in memory.placed_models.values():
+        own = memory.partitions.held[placed.owner]
+        rooms = [(placed.lane * each, (placed.lane + 1) * each), (own.offset, own.end)]
+        for start, end in byte_ranges(memory)[placed.name]:
+            assert any(low <= start and end <= high for low, high in rooms), (placed.name, start, end)
+    extents = [memory.partitions.workspaces, *memory.partitions.held.values()]
     assert not any(a.overlaps(b) for i, a in enumerate(extents) for b in extents[:i])
     assert extents[0].nbytes == LANES * each
 
@@ -93,7 +93,7 @@ def side_by_side(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     """Let the next execution on each lane wait within its run for that of the other; says whether they met."""
     met = threading.Barrier(LANES, timeout=30)
     together = threading.Event()
-    for executor in server.loaded.house.executors:
+    for executor in server.loaded.memory.executors:
         run = executor.run
 
         def meet(*arguments: Any, run: Callable[..., Any] = run, **options: Any) -> Any:
@@ -112,10 +112,10 @@ def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answe
     with serving(repository, "9MiB", plans, batch_sizes=(1, 2), compute_lanes=LANES) as server:
         assert set(lanes_of(server).values()) == {0, 1}
         assert_nobody_is_in_anothers_bytes(server)
-        house = server.loaded.house
+        memory = server.loaded.memory
         assert any(
-            start < LANES * house.partitions.workspace_bytes
-            for ranges in byte_ranges(house).values()
+            start < LANES * memory.partitions.workspace_bytes
+            for ranges in byte_ranges(memory).values()
             for start, _ in ranges
         ), "some parameters pass through the workspaces"
         met = side_by_side(server, monkeypatch)
@@ -125,7 +125,7 @@ def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answe
         use = server.loaded.use()
         assert use.lane_busy_s.keys() == {"swap_in_0", "swap_in_1"}
         assert all(seconds > 0 for seconds in use.lane_busy_s.values())
-        assert use.workspace_bytes + use.partition_bytes + use.free_bytes == house.partitions.arena_bytes
+        assert use.workspace_bytes + use.partition_bytes + use.free_bytes == memory.partitions.arena_bytes
         assert "lane" in server.loaded.memory_map.splitlines()[2]
 
 
@@ -135,7 +135,7 @@ def test_models_come_change_and_go_on_both_lanes_and_the_workspaces_grow_while_t
     """The workspaces that suit one model are smaller than those that suit four, so everybody moves."""
     changes = {"compute_lanes": LANES, "load_models": ("a",)}
     with controlled(repository, "8MiB", plans, **changes) as (server, client):
-        partitions = server.loaded.house.partitions
+        partitions = server.loaded.memory.partitions
         workspace, partition = partitions.workspace_bytes, held(server)["a"]
         with under_load(server, {"a": 0}) as wrong:
             for name in "bcd":
@@ -153,8 +153,8 @@ def test_models_come_change_and_go_on_both_lanes_and_the_workspaces_grow_while_t
             client.load_model("a")
             assert is_answer_of(0, answer(server, "a"))
         assert wrong == wrong_of_others == []
-        assert server.loaded.housing is not None
-        searches = server.loaded.housing._tasks
+        assert server.loaded.placement is not None
+        searches = server.loaded.placement._tasks
         eventually(lambda: not searches)  # better plans are in use by now
         assert_nobody_is_in_anothers_bytes(server)
         assert set(lanes_of(server).values()) == {0, 1}

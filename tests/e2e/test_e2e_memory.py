@@ -71,13 +71,13 @@ def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iter
     loaded = loader.load(scan(repository), config, lambda *_: None)
     try:
         assert not loaded.failures
-        assert isinstance(loaded.house.arena, Arena)
+        assert isinstance(loaded.memory.arena, Arena)
         yield Deployed(
-            loaded.house.arena,
+            loaded.memory.arena,
             loaded.deployment,
-            {name: tenant.prepared.lowered for name, tenant in loaded.tenants.items()},
+            {name: placed.prepared.lowered for name, placed in loaded.placed_models.items()},
             loaded.servables,
-            {name: loaded.house.partitions.held[tenant.holder] for name, tenant in loaded.tenants.items()},
+            {name: loaded.memory.partitions.held[placed.owner] for name, placed in loaded.placed_models.items()},
         )
     finally:
         loaded.close()

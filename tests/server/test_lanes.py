@@ -1,4 +1,4 @@
-"""Compute lanes: models are divided among engines that share the limits, the device and nothing else."""
+"""Compute lanes: models are assign_lanes among engines that share the limits, the device and nothing else."""
 
 import asyncio
 import itertools
@@ -20,8 +20,8 @@ from server.engine.statistics import ModelStatistics
 from server.errors import DeviceLost, ExecutionFailed, ModelNotFound, QueueFull, ShuttingDown
 from server.models.prepared import threads_of
 from server.observe.spans import header_events
-from server.placement.lane_choice import divided
-from server.placement.moves import Leave, Move, all_anew
+from server.placement.lane_choice import assign_lanes
+from server.placement.moves import Vacate, Move, vacate_all
 from server.placement.partitions import Extent, Partitions
 from server.protocol.model import Array, Execution, Footprint
 from server.protocol.request import InferRequest
@@ -92,15 +92,15 @@ def test_no_lane_is_expected_to_do_more_than_four_thirds_of_what_the_best_divisi
         return max(sum(w for w, at in zip(loads, division, strict=True) if at == lane) for lane in range(lanes))
 
     best = min(longest(division) for division in itertools.product(range(lanes), repeat=len(loads)))
-    assert longest(divided(loads, lanes)) <= best * 4 / 3
-    assert divided(loads, lanes) == divided(list(loads), lanes)
+    assert longest(assign_lanes(loads, lanes)) <= best * 4 / 3
+    assert assign_lanes(loads, lanes) == assign_lanes(list(loads), lanes)
 
 
 def test_models_that_are_alike_take_turns_and_one_lane_takes_all() -> None:
-    assert divided([1.0] * 5, 2) == [0, 1, 0, 1, 0]
-    assert divided([4.0, 1.0, 1.0, 1.0], 2) == [0, 1, 1, 1]
-    assert divided([3.0, 1.0], 1) == [0, 0]
-    assert divided([], 2) == []
+    assert assign_lanes([1.0] * 5, 2) == [0, 1, 0, 1, 0]
+    assert assign_lanes([4.0, 1.0, 1.0, 1.0], 2) == [0, 1, 1, 1]
+    assert assign_lanes([3.0, 1.0], 1) == [0, 0]
+    assert assign_lanes([], 2) == []
 
 
 def test_each_lane_has_a_workspace_and_none_grows_under_models_that_use_it() -> None:
@@ -112,13 +112,13 @@ def test_each_lane_has_a_workspace_and_none_grows_under_models_that_use_it() -> 
     assert partitions.gaps() == [Extent(40, 30)]
     assert [room.workspace_bytes for room in partitions.rooms([10, 20, 25])] == [20]
     assert not partitions.grow_workspace(21), "the second lane's would begin elsewhere"
-    partitions.give_back("a")
+    partitions.release("a")
     assert partitions.grow_workspace(50)
 
 
 def test_where_workspaces_move_everybody_leaves_before_the_first_one_comes() -> None:
     wanted = {"a": Extent(80, 20), "b": Extent(100, 0)}
-    assert all_anew(wanted) == [Leave("a"), Leave("b"), Move("a", wanted["a"]), Move("b", wanted["b"])]
+    assert vacate_all(wanted) == [Vacate("a"), Vacate("b"), Move("a", wanted["a"]), Move("b", wanted["b"])]
 
 
 # Side by side

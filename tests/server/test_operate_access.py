@@ -246,7 +246,7 @@ async def test_ports_beyond_loopback_without_tokens_are_warned_about(
 ) -> None:
     for files, warnings in (((), 1), (token_file(tmp_path, "t", INFER), 0)):
         caplog.clear()
-        server = Server(config(host="0.0.0.0", token_files=files))
+        server = Server(config(hosts=("0.0.0.0",), token_files=files))
         await server.start()
         await server.stop()
         assert len([r for r in caplog.records if "whoever reaches the ports" in r.message]) == warnings

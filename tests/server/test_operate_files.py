@@ -12,8 +12,8 @@ import yaml
 from server_fakes import Running
 from test_server_metrics import FakeNvml, Samples, machine_samples, scrape
 
-from server.config.flags import add_flags
-from server.config.layers import PREFIX, add_layer_flags, declare, settle
+from server.config.setting import PREFIX
+from server.config.sources import add_flags, read_settings
 from server.observe.gpus import Gpu
 from server.protocol.model import DeviceUse
 
@@ -73,11 +73,9 @@ def test_the_deployment_starts_the_server_with_settings_that_exist() -> None:
     (container,) = pod["containers"]
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_flags(parser)
-    settings = declare(parser)
-    add_layer_flags(parser)
     assert container["args"][0] == "serve"
     environment = {e["name"]: e.get("value", "") for e in container.get("env", []) if e["name"].startswith(PREFIX)}
-    config = settle(settings, parser.parse_args(container["args"][1:]), environment).config
+    config = read_settings(parser.parse_args(container["args"][1:]), environment).config
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": config.http_port, "grpc": config.grpc_port, "metrics": config.metrics_port}
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -108,9 +106,7 @@ def test_the_guides_settings_file_is_accepted(tmp_path: Path) -> None:
     path.write_text(block)
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    settings = declare(parser)
-    add_layer_flags(parser)
-    config = settle(settings, parser.parse_args(["--config", str(path)]), {}).config
+    config = read_settings(parser.parse_args(["--config", str(path)]), {}).config
     assert config.model_rates
 
 

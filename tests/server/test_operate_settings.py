@@ -1,4 +1,4 @@
-"""Settings of `cohabit serve`: four layers, one outcome, and errors that say where a value came from."""
+"""Settings of `cohabit serve`: four sources, one outcome, and errors that name the origin of a value."""
 
 import argparse
 import tomllib
@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from server.cli import main
-from server.config.config import ServeConfig
-from server.config.flags import add_flags
-from server.config.layers import Effective, add_layer_flags, declare, settle
-from server.config.printing import as_toml
-from server.config.sizes import FixedSize
+from server.config.config import SETTINGS, ServeConfig, decode_config, encode_config
+from server.config.sizes import FixedSize, ShareOfWeights
+from server.config.sources import Effective, add_flags, as_toml, read_settings
 from server.errors import ConfigError
 
 NEEDED = ("models", "--memory", "1GiB")
@@ -21,9 +19,7 @@ NEEDED = ("models", "--memory", "1GiB")
 def effective(*flags: str, environment: Mapping[str, str] | None = None) -> Effective:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_flags(parser)
-    settings = declare(parser)
-    add_layer_flags(parser)
-    return settle(settings, parser.parse_args(flags), environment or {})
+    return read_settings(parser.parse_args(flags), environment or {})
 
 
 def config(*flags: str, environment: Mapping[str, str] | None = None) -> ServeConfig:
@@ -42,7 +38,7 @@ def refused(*flags: str, environment: Mapping[str, str] | None = None) -> str:
     return str(caught.value)
 
 
-def test_without_anything_else_the_defaults_of_the_config_hold() -> None:
+def test_defaults_hold_where_nothing_else_is_given() -> None:
     assert config(*NEEDED) == ServeConfig(Path("models"), FixedSize(1 << 30))
 
 
@@ -88,7 +84,7 @@ def test_models_tables_say_what_is_loaded(tmp_path: Path) -> None:
         ("http_port = 70000", "http_port in FILE: '70000' is not a whole number"),
         ("http_port = true", "http_port in FILE: it must be a text or a number"),
         ("prefetch = 1", "prefetch in FILE: it must be true or false"),
-        ("load_model = 'a'", "load_model in FILE: it must be a list"),
+        ("load_model = true", "load_model in FILE: it must be a list"),
         (
             "layout = 'flat'",
             "layout in FILE: 'flat' is none of partitioned, resident, time_shared, pipelined, lru, on_demand",
@@ -132,7 +128,7 @@ def test_what_is_missing_is_named_with_the_ways_to_give_it() -> None:
     assert "COHABIT_MEMORY" in message
 
 
-def test_variables_that_kubernetes_sets_for_a_service_are_nobodys_mistake() -> None:
+def test_variables_that_kubernetes_sets_for_a_service_are_ignored() -> None:
     links = {"COHABIT_SERVICE_HOST": "10.0.0.1", "COHABIT_PORT": "tcp://10.0.0.1", "COHABIT_PORT_8000_TCP": "x"}
     assert config(*NEEDED, environment=links) == config(*NEEDED)
 
@@ -153,3 +149,55 @@ def test_what_is_printed_reads_back_to_the_same_config_and_names_origins(tmp_pat
 def test_print_config_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "no/such/folder", "--memory", "64MiB", "--print-config"]) == 0
     assert tomllib.loads(capsys.readouterr().out)["memory"] == "64MiB"
+
+
+def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_path: Path) -> None:
+    given = {
+        "--host": "::1",
+        "--model-rate": "a=2.5",
+        "--model-control": "explicit",
+        "--load-model": "a",
+        "--link-bandwidth": "400MB/s",
+        "--token-file": "infer.tokens",
+        "--tls-cert": "cert.pem",
+        "--tls-key": "key.pem",
+        "--grpc-port": "off",
+        "--http-unix": "http.sock",
+        "--max-connection-age": "60",
+        "--engine": "in-process",
+    }
+    found = effective(*NEEDED, *(part for pair in given.items() for part in pair), "--no-scripted")
+    assert decode_config(encode_config(found.config)) == found.config
+    assert config("--config", file(tmp_path, as_toml(found))) == found.config
+    share = ServeConfig(Path("models"), ShareOfWeights(0.25))
+    assert decode_config(encode_config(share)) == share
+    assert {s.key for s in SETTINGS} == found.values.keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--load-model", "a"), "--load-model needs --model-control explicit"),
+        (("--model-control", "poll", "--layout", "lru"), "--model-control poll needs a layout"),
+        (("--compute-lanes", "2", "--layout", "lru"), "--compute-lanes 2 needs a layout"),
+        (("--scripted", "--device", "cuda"), "--scripted is for the CPU"),
+        (("--model-control", "explicit", "--memory", "25%"), "--memory: a share of the weights"),
+        (("--tls-cert", "c"), "--tls-cert and --tls-key need each other"),
+        (("--tls-key", "k"), "--tls-cert and --tls-key need each other"),
+        (("--tls-client-ca", "ca"), "--tls-client-ca needs --tls-cert"),
+        (("--frontends", "2", "--engine", "in-process"), "--frontends 2 needs --engine process"),
+        (("--frontends", "2", "--grpc-port", "0"), "--frontends 2 needs fixed ports"),
+        (("--http-unix", "s", "--grpc-unix", "s"), "--http-unix and --grpc-unix need different paths"),
+        (("--watchdog", "0"), "--watchdog: '0' is not a number of seconds over zero"),
+    ],
+)
+def test_contradictions_are_refused(flags: tuple[str, ...], message: str) -> None:
+    assert refused(*NEEDED, *flags).startswith(message)
+
+
+def test_clients_may_name_shared_memory_where_every_address_is_loopback() -> None:
+    local = config(*NEEDED, "--host", "localhost", "--host", "::1")
+    assert local.hosts == ("localhost", "::1")
+    assert local.takes_client_shm
+    assert not config(*NEEDED, "--host", "127.0.0.1", "--host", "10.0.0.1").takes_client_shm
+    assert not config(*NEEDED, "--client-shm", "off").takes_client_shm

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from planner.sizing.fitting import Room
-from server.placement.moves import Leave, Move, moves, packed
+from server.placement.moves import Vacate, Move, moves, packed
 from server.placement.partitions import Extent, Partitions
 
 
@@ -34,7 +34,7 @@ def test_the_tightest_gap_that_will_do_is_used() -> None:
     partitions = Partitions(100)
     for name in "abcd":
         partitions.take(name, 20)
-    partitions.give_back("b")
+    partitions.release("b")
     assert partitions.take("small", 15) == Extent(65, 15)
     assert partitions.free_bytes == 25
 
@@ -48,7 +48,7 @@ def test_a_partition_of_nothing_takes_nothing() -> None:
 def test_everything_is_free_again_when_the_last_one_has_left() -> None:
     partitions = Partitions(100, 40)
     partitions.take("a", 60)
-    partitions.give_back("a")
+    partitions.release("a")
     assert (partitions.workspace_bytes, partitions.free_bytes) == (0, 100)
 
 
@@ -56,7 +56,7 @@ def test_rooms_are_what_is_free_beside_each_workspace() -> None:
     partitions = Partitions(100, 10)
     partitions.take("a", 20)
     partitions.take("b", 30)
-    partitions.give_back("a")
+    partitions.release("a")
     assert partitions.rooms([5, 30, 60]) == [Room(10, 40), Room(30, 20)]
 
 
@@ -66,7 +66,7 @@ def test_bytes_never_have_two_holders(seed: int) -> None:
     partitions = Partitions(200, rng.randint(0, 40))
     for step in range(100):
         if partitions.held and rng.random() < 0.4:
-            partitions.give_back(rng.choice(list(partitions.held)))
+            partitions.release(rng.choice(list(partitions.held)))
         elif rng.random() < 0.1:
             partitions.grow_workspace(rng.randint(0, 80))
         else:
@@ -92,13 +92,13 @@ def test_shrinking_models_move_together_without_leaving() -> None:
 def test_models_in_each_others_place_cannot_both_stay() -> None:
     now = {"a": Extent(0, 50), "b": Extent(50, 50)}
     steps = moves(now, {"a": Extent(50, 50), "b": Extent(0, 50)}, 0)
-    assert [type(step) for step in steps] == [Leave, Move, Move]
+    assert [type(step) for step in steps] == [Vacate, Move, Move]
 
 
 def test_whoever_lies_where_the_workspace_grows_leaves_first() -> None:
     now = {"a": Extent(60, 40), "b": Extent(20, 30)}
     steps = moves(now, {"a": Extent(70, 30), "b": Extent(45, 25)}, 30)
-    assert steps[0] == Leave("b")
+    assert steps[0] == Vacate("b")
     assert set(steps[1:]) == {Move("a", Extent(70, 30)), Move("b", Extent(45, 25))}
 
 
@@ -120,11 +120,11 @@ def test_moves_end_where_they_should_and_nobody_is_ever_overwritten(seed: int) -
     wanted = places([*names, "new"], workspace)
     at = dict(now)
     for step in moves(now, wanted, workspace):
-        if isinstance(step, Leave):
-            del at[step.holder]
+        if isinstance(step, Vacate):
+            del at[step.owner]
         else:
-            others = [extent for name, extent in at.items() if name != step.holder]
+            others = [extent for name, extent in at.items() if name != step.owner]
             assert not any(step.extent.overlaps(other) for other in others)
             assert not step.extent.overlaps(Extent(0, workspace))
-            at[step.holder] = step.extent
+            at[step.owner] = step.extent
     assert at == wanted

@@ -11,7 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from server.config.config import positive, read
+from server.config.setting import parsed
+from server.config.values import seconds
 from server.errors import RemoteError
 from server.tools.remote import tables
 from server.tools.remote.client import Remote, read_token
@@ -76,7 +77,7 @@ def _stats(options: argparse.Namespace, out: Console) -> int:
 def _top(options: argparse.Namespace, out: Console) -> int:
     """Show a live view until interrupted; one snapshot where nobody watches."""
     remote = _remote(options)
-    interval_s = read("--interval", options.interval, _interval)
+    interval_s = parsed("--interval", options.interval, seconds)
     watcher = _Watcher(remote, interval_s)
     if options.json:
         return _print_json(watcher.next())
@@ -131,10 +132,6 @@ def _done(options: argparse.Namespace, out: Console, what: str, model: str) -> N
 def _print_json(value: Any) -> int:
     print(msgspec.json.encode(value).decode())
     return 0
-
-
-def _interval(text: str) -> float:
-    return positive(text, "a number of seconds over zero")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:

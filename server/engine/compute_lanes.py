@@ -1,60 +1,58 @@
-"""The compute lanes: an engine each, with a device thread and a scheduler of its own, and each model on one of them."""
+"""The compute lanes of one device, each with a thread and a scheduler, and which of them executes which model."""
 
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from server.engine.engine import Engine
-from server.engine.statistics import ModelStatistics
-from server.protocol.model import Execution, Servable, lane_name
+from server.engine.compute_lane import ComputeLane
+from server.engine.execution import Servable
+from server.protocol.execution import InferResult
+from server.protocol.model import lane_name
 from server.protocol.request import InferRequest
+from server.protocol.statistics import ModelStatistics
 from server.scheduling.policy import Policy
 from server.scheduling.scheduler import Scheduler
 
 
-class Lanes:
-    """Every method belongs to the event loop's thread. What a lane does for its models is `Engine`'s to say."""
+class ComputeLanes:
+    """Every method belongs to the event loop's thread. `ComputeLane` describes the methods."""
 
     def __init__(
         self,
         count: int,
         queue_limit: int,
-        queue_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         prefetch: bool = True,
-        receives: Callable[[], bool] = lambda: False,
+        on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Bytes that wait are limited for all lanes together. `receives`: see `Engine`."""
-        schedulers = [Scheduler(queue_limit, queue_bytes) for _ in range(count)]
-        for scheduler in schedulers:
-            scheduler.neighbours = tuple(other for other in schedulers if other is not scheduler)
-        self._engines = [
-            Engine(scheduler, clock, prefetch, receives, lane=lane, on_lost=self._all_lost)
-            for lane, scheduler in enumerate(schedulers)
+        """`on_lost` is called once, with the reason, when the device is lost."""
+        self._lanes = [
+            ComputeLane(Scheduler(queue_limit), clock, prefetch, lane, self._all_lost) for lane in range(count)
         ]
-        self._engine_of: dict[str, Engine] = {}
+        self._on_lost = on_lost
+        self._lane_of: dict[str, ComputeLane] = {}
 
     def __len__(self) -> int:
-        return len(self._engines)
+        return len(self._lanes)
 
-    def __getitem__(self, lane: int) -> Engine:
-        return self._engines[lane]
+    def __getitem__(self, lane: int) -> ComputeLane:
+        return self._lanes[lane]
 
     @property
     def draining(self) -> bool:
-        return self._engines[0].draining
+        return self._lanes[0].draining
 
     @property
     def lost(self) -> str | None:
         """Why nothing can be executed any more, or None while the device is well."""
-        return self._engines[0].lost
+        return self._lanes[0].lost
 
     @property
     def computed_s(self) -> dict[str, float]:
         """Seconds that each compute lane has worked since the start."""
-        count = len(self._engines)
-        return {lane_name("compute", lane, count): engine.computed_s for lane, engine in enumerate(self._engines)}
+        count = len(self._lanes)
+        return {lane_name("compute", number, count): lane.computed_s for number, lane in enumerate(self._lanes)}
 
     def pending(self, model: str) -> int:
         """How many requests wait in this model's queue."""
@@ -68,9 +66,9 @@ class Lanes:
         self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None, lane: int = 0
     ) -> None:
         """Execute requests for a model on a lane, or those that come from now on by another servable on its lane."""
-        engine = self._engines[lane]
-        assert self._engine_of.setdefault(servable.info.name, engine) is engine
-        engine.add(servable, statistics, policy)
+        own = self._lanes[lane]
+        assert self._lane_of.setdefault(servable.info.name, own) is own
+        own.add(servable, statistics, policy)
 
     def replan(self, servable: Servable) -> None:
         """Hear that a servable has other plans now."""
@@ -79,48 +77,46 @@ class Lanes:
     def remove(self, model: str) -> None:
         """Forget a model; what still waits for it is refused."""
         self._of(model).remove(model)
-        self._engine_of.pop(model, None)
+        self._lane_of.pop(model, None)
 
-    def prefetch(self, on: bool) -> None:
+    def prefetch(self, enabled: bool) -> None:
         """Let the next model's copies begin beside the execution before theirs, or not, from now on."""
-        for engine in self._engines:
-            engine.prefetch(on)
+        for lane in self._lanes:
+            lane.prefetch(enabled)
 
     def hold(self, model: str, held: bool) -> None:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
         self._of(model).hold(model, held)
 
     def start(self) -> None:
-        for engine in self._engines:
-            engine.start()
+        for lane in self._lanes:
+            lane.start()
 
-    def require_room(self, model: str) -> None:
-        """Refuse a request before its body is read, if its queue is full. Raises QueueFull."""
-        self._of(model).require_room(model)
-
-    def infer(self, request: InferRequest) -> Coroutine[Any, Any, Execution]:
-        """Execute a request on its model's lane. See `Engine.infer`."""
+    def infer(self, request: InferRequest) -> Coroutine[Any, Any, InferResult]:
+        """Execute a request on its model's lane. See `ComputeLane.infer`."""
         return self._of(request.model).infer(request)
 
     def finish(self, model: str, timeout_s: float, older_only: bool = False) -> Coroutine[Any, Any, bool]:
-        """Wait until a model's requests are answered. See `Engine.finish`."""
+        """Wait until a model's requests are answered. See `ComputeLane.finish`."""
         return self._of(model).finish(model, timeout_s, older_only)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the others to be answered; False if that took too long."""
-        for engine in self._engines:
-            engine.refuse()
-        return all(await asyncio.gather(*(engine.drain(timeout_s) for engine in self._engines)))
+        for lane in self._lanes:
+            lane.refuse()
+        return all(await asyncio.gather(*(lane.drain(timeout_s) for lane in self._lanes)))
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Refuse whatever is not answered yet and end the threads; False if one is still busy after `timeout_s`."""
-        return all(await asyncio.gather(*(engine.stop(timeout_s) for engine in self._engines)))
+        return all(await asyncio.gather(*(lane.stop(timeout_s) for lane in self._lanes)))
 
-    def _of(self, model: str) -> Engine:
+    def _of(self, model: str) -> ComputeLane:
         """The engine of a model's lane; of one that nobody knows the first, which says so."""
-        return self._engine_of.get(model, self._engines[0])
+        return self._lane_of.get(model, self._lanes[0])
 
     def _all_lost(self, reason: str) -> None:
         """They have one device."""
-        for engine in self._engines:
-            engine.device_lost(reason)
+        for lane in self._lanes:
+            lane.device_lost(reason)
+        on_lost, self._on_lost = self._on_lost, lambda reason: None
+        on_lost(reason)

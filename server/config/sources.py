@@ -1,0 +1,219 @@
+"""Reads settings from flags, environment variables, a TOML file and defaults, in this order of precedence."""
+
+import argparse
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from server.config.config import BY_KEY, SETTINGS, ServeConfig, check_consistent
+from server.config.setting import PREFIX, Setting, Value
+from server.errors import ConfigError
+
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+
+_SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_SERVICE_LINKS = re.compile(rf"{PREFIX}(SERVICE_|PORT(_|$))")
+"""Variables that Kubernetes sets in every container next to a service called cohabit."""
+_ORIGIN_COLUMN = 40
+
+_Layer = dict[str, tuple[Value, str]]
+"""Values and their origins by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """The settings that apply, and the origin of each value: a flag, a variable, a key in a file, or `default`."""
+
+    config: ServeConfig
+    values: Mapping[str, Value]
+    origins: Mapping[str, str]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `serve`. Flags that are not given leave no attribute in the namespace."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for setting in SETTINGS:
+        if setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(setting.group)
+        add_flag(groups[setting.group], setting)
+    group = parser.add_argument_group("settings")
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help=f"TOML file of settings; its keys are the flags' names with underscores (also {CONFIG_VARIABLE})."
+        f" Flags override {PREFIX}* variables, which override the file",
+    )
+    group.add_argument("--print-config", action="store_true", help="print every setting with its origin, and exit")
+
+
+def add_flag(parser: argparse._ActionsContainer, setting: Setting) -> None:
+    """Declare one setting's flag, with its default in the help text."""
+    notes = ["repeatable"] if setting.repeatable else []
+    default = setting.default_value
+    if isinstance(default, bool):
+        notes.append(f"default: {'yes' if default else 'no'}")
+    elif default:
+        notes.append(f"default: {default if isinstance(default, str) else ', '.join(default)}")
+    text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
+    options: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
+    if setting.is_positional:
+        parser.add_argument(setting.key, nargs="?", metavar=setting.metavar, **options)
+    elif setting.is_switch:
+        parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **options)
+    else:
+        if setting.repeatable:
+            options["action"] = "append"
+        parser.add_argument(setting.flag, choices=setting.choices or None, metavar=setting.metavar, **options)
+
+
+def config_of(values: Mapping[str, Value], origins: Mapping[str, str] | None = None) -> ServeConfig:
+    """Parse values by key; a key that is missing has its default. Raises ConfigError with the value's origin."""
+    given = {
+        s.field: s.read(values[s.key], (origins or {}).get(s.key, s.flag))
+        for s in SETTINGS
+        if values.get(s.key) is not None
+    }
+    return ServeConfig(**given)
+
+
+def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -> Effective:
+    """Read every source and check the outcome. Raises ConfigError, which names the setting and its origin."""
+    path = options.config or (Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None)
+    layers: list[_Layer] = [
+        {s.key: (s.default_value, "default") for s in SETTINGS},
+        {} if path is None else _from_file(path),
+        _from_environment(environment),
+        {s.key: (vars(options)[s.key], s.flag) for s in SETTINGS if s.key in vars(options)},
+    ]
+    values: dict[str, Value] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        for key, (value, origin) in layer.items():
+            values[key] = _merged(values[key], value) if key in values and BY_KEY[key].is_by_model else value
+            origins[key] = origin
+    for setting in SETTINGS:
+        if setting.is_required and values[setting.key] is None:
+            raise ConfigError(
+                f"{setting.flag} is missing; give it on the command line, as {setting.variable},"
+                f" or as {setting.key} in a --config file"
+            )
+    config = config_of(values, origins)
+    check_consistent(config)
+    return Effective(config, values, origins)
+
+
+def as_toml(effective: Effective) -> str:
+    """Return a settings file that `--config` reads back, with the origin of each value as a comment."""
+    return "".join(f"{line}\n" for line in _toml_lines(effective))
+
+
+def _toml_lines(effective: Effective) -> Iterator[str]:
+    for key, value in effective.values.items():
+        if value is None or value == []:
+            yield f"# {key} is not set"
+        else:
+            written = msgspec.json.encode(value).decode().replace('","', '", "')
+            yield f"{key} = {written}".ljust(_ORIGIN_COLUMN) + f"  # {effective.origins[key]}"
+
+
+def _merged(below: Value, above: Value) -> Value:
+    """Merge NAME=VALUE items by name; those of the source that takes precedence win."""
+    items = [*below, *above] if isinstance(below, list) and isinstance(above, list) else above
+    return list({i.rpartition("=")[0]: i for i in items}.values()) if isinstance(items, list) else items
+
+
+def _from_environment(environment: Mapping[str, str]) -> _Layer:
+    layer: _Layer = {}
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE or _SERVICE_LINKS.match(variable):
+            continue
+        setting = _known(variable.removeprefix(PREFIX).lower(), variable)
+        if setting.variable != variable:
+            raise ConfigError(f"{variable}: there is no such setting; see cohabit serve --help")
+        value: Value = text
+        if setting.is_switch:
+            if text.lower() not in _SWITCH:
+                raise ConfigError(f"{variable}: '{text}' is neither true nor false")
+            value = _SWITCH[text.lower()]
+        elif setting.repeatable:
+            value = [part.strip() for part in text.split(",") if part.strip()]
+        layer[setting.key] = (value, variable)
+    return layer
+
+
+def _known(key: str, origin: str) -> Setting:
+    if key not in BY_KEY:
+        raise ConfigError(f"{origin}: there is no such setting; see cohabit serve --help")
+    return BY_KEY[key]
+
+
+def _from_file(path: Path) -> _Layer:
+    try:
+        with path.open("rb") as file:
+            document = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"--config: {path} cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {path} is not TOML: {error}") from error
+    models = document.pop("models", {})
+    layer: _Layer = {}
+    for key, value in document.items():
+        origin = f"{key} in {path}"
+        layer[key] = (_from_toml(_known(key, origin), value, origin), origin)
+    if not isinstance(models, dict):
+        raise ConfigError(f"models in {path}: it must be a table of models")
+    for key, items in _of_models(models, path).items():
+        if items and key in layer:
+            raise ConfigError(f"{key} in {path}: it is given both as a list and in the models' tables")
+        if items:
+            layer[key] = (items, f"[models] in {path}")
+    return layer
+
+
+def _from_toml(setting: Setting, value: object, origin: str) -> Value:
+    if setting.is_switch:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{origin}: it must be true or false")
+        return value
+    if isinstance(value, list) and all(map(_is_plain, value)):
+        items = [str(item) for item in value]
+        return items if setting.repeatable else ",".join(items)
+    if not _is_plain(value):
+        raise ConfigError(f"{origin}: it must be {'a list' if setting.repeatable else 'a text or a number'}")
+    return [str(value)] if setting.repeatable else str(value)
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _of_models(models: Mapping[str, Any], path: Path) -> Mapping[str, list[str]]:
+    """Turn the tables [models.NAME] into the items of --model-rate and --load-model."""
+    rates: list[str] = []
+    loaded: list[str] = []
+    for model, table in models.items():
+        origin = f"[models.{model}] in {path}"
+        if not isinstance(table, dict):
+            raise ConfigError(f"{origin}: it must be a table")
+        if unknown := sorted(table.keys() - {"rate", "load"}):
+            raise ConfigError(f"{origin}: a model has no setting '{unknown[0]}'; there are rate and load")
+        if "rate" in table:
+            if not _is_plain(table["rate"]) or isinstance(table["rate"], str):
+                raise ConfigError(f"{origin}: rate must be a number of requests per second")
+            rates.append(f"{model}={table['rate']}")
+        if not isinstance(table.get("load", False), bool):
+            raise ConfigError(f"{origin}: load must be true or false")
+        if table.get("load"):
+            loaded.append(model)
+    return {"model_rate": rates, "load_model": loaded}
+
+
+def selected(keys: Iterable[str]) -> list[Setting]:
+    """Return the settings of these keys, for commands that share some of the flags of `serve`."""
+    return [BY_KEY[key] for key in keys]

@@ -1,0 +1,58 @@
+"""Parsers of numbers, durations and rates. Each takes text and raises ValueError for text that it refuses."""
+
+import math
+from collections.abc import Callable
+
+LARGEST_BATCH = 1 << 16
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
+            raise ValueError(f"'{text}' is not a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def positive(text: str, what: str, allow_zero: bool = False) -> float:
+    """Return a finite number above 0; `what` is the noun of the error message."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
+        raise ValueError(f"'{text}' is not {what}")
+    return value
+
+
+def seconds(text: str) -> float:
+    return positive(text, "a number of seconds over zero")
+
+
+def seconds_or_zero(text: str) -> float:
+    return positive(text, "a number of seconds", allow_zero=True)
+
+
+def port(text: str) -> int:
+    return integer(0, 65535)(text)
+
+
+def port_or_off(text: str) -> int | None:
+    return None if text == "off" else port(text)
+
+
+def batches(text: str) -> tuple[int, ...]:
+    """Return comma-separated batch sizes, ascending and each once."""
+    parse = integer(1, LARGEST_BATCH)
+    return tuple(sorted({parse(part.strip()) for part in text.split(",")}))
+
+
+def model_rate(text: str) -> tuple[str, float]:
+    """Return the model and the requests per second of NAME=RATE."""
+    name, separator, rate = text.rpartition("=")
+    if not separator or not name:
+        raise ValueError(f"'{text}' is not of the form NAME=RATE")
+    return name, positive(rate, "a rate in requests per second")

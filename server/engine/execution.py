@@ -1,0 +1,72 @@
+"""What the engine executes: the interface of a loaded model, and the outcome of one execution."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from server.protocol.model import Array, GraphCapture, Inputs, ModelInfo
+from server.scheduling.estimates import Readiness
+
+if TYPE_CHECKING:
+    from runtime.recording import Follow
+
+
+class Execution(msgspec.Struct, frozen=True, eq=False):
+    """One execution's outputs by name, and its cost. The receiver owns the arrays.
+
+    `compute_s` runs until the outputs exist; `stall_s` is the part of it that waited for parameters.
+    """
+
+    outputs: Mapping[str, Array]
+    compute_s: float
+    stall_s: float = 0.0
+    swapped_bytes: int = 0
+    prefetched: bool = False
+    """Whether its first copies began during the execution before."""
+    output_s: float = 0.0
+    """From the existence of the outputs until they are these arrays."""
+
+
+class Servable(Protocol):
+    """A model that is loaded."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def seconds_by_batch(self) -> Mapping[int, float]:
+        """The predicted seconds of one execution, by the batch sizes that the model is planned for."""
+        ...
+
+    @property
+    def readiness(self) -> Readiness: ...
+
+    @property
+    def lost(self) -> str | None:
+        """Why the device can execute nothing any more, or None while it works."""
+        ...
+
+    @property
+    def captures(self) -> Mapping[int, GraphCapture]:
+        """How executions are issued on a device with graphs, by batch size. Any thread."""
+        ...
+
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: "Follow | None" = None) -> Execution:
+        """Run one execution, on the compute lane's thread. `follow` receives what the device's lanes did for it.
+
+        Every request has every input. Their rows are concatenated along the first dimension and add up to `rows`;
+        without a batch (`max_batch_size` is 0) there is one request, and `rows` is 1. Inputs are little-endian, may be
+        unaligned, are never written to, and valid until the call returns. BF16 arrays are uint16 here and in the outputs.
+
+        Raises InvalidRequest for values that the model cannot take. Any other exception fails this request alone.
+        """
+        ...
+
+    def expect(self, batch: int, followed: bool = False) -> None:
+        """Announce that this model is executed after the next execution, so that its first copies may begin early.
+
+        Compute lane's thread. The announcement may turn out wrong. `followed` says that the execution will probably be
+        given a `follow`.
+        """
+        ...

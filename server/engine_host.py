@@ -1,0 +1,272 @@
+"""The engine put together: it loads a repository onto one device and executes requests, in whatever process it lives."""
+
+import asyncio
+import gc
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import msgspec
+
+from server.config.config import ServeConfig
+from server.engine.compute_lanes import ComputeLanes
+from server.engine.execution import Servable
+from server.errors import ConfigError, RequestError, StartFailed
+from server.models.registry import Registry
+from server.models.repository import ModelSource, Unloadable, scan, source_of
+from server.placement.lifecycle import Lifecycle
+from server.placement.polling import Poller
+from server.protocol.catalog import ModelEntry, ModelState
+from server.protocol.engine_messages import RestoredModel
+from server.protocol.execution import InferResult
+from server.protocol.model import DeviceUse, ModelFootprint
+from server.protocol.model_config import ModelConfig
+from server.protocol.request import InferRequest
+from server.protocol.statistics import EngineReport, ModelReport
+
+if TYPE_CHECKING:
+    from server.placement.device_memory import PlacedModel
+    from server.placement.placement import Placement
+
+_T = TypeVar("_T")
+_log = logging.getLogger("cohabit.engine")
+
+_THREADS_END_S = 1.0
+
+OnProgress = Callable[[str, str], None]
+"""Receives a model's name and what is being done for it. Loader's thread."""
+
+
+class LoadedRepository(Protocol):
+    """What a loader returns."""
+
+    @property
+    def servables(self) -> Mapping[str, Servable]: ...
+    @property
+    def failures(self) -> Mapping[str, str]: ...
+    @property
+    def footprints(self) -> Mapping[str, ModelFootprint]: ...
+    @property
+    def memory_map(self) -> str: ...
+    @property
+    def placement(self) -> "Placement | None":
+        """Where models can be loaded later; None if none can."""
+        ...
+
+    @property
+    def placed_models(self) -> "Mapping[str, PlacedModel]": ...
+    def use(self) -> DeviceUse:
+        """What the device's memory is used for, and how busy its copy lanes were. Any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Load = Callable[[Sequence[ModelSource], ServeConfig, OnProgress], LoadedRepository]
+
+
+class LoadCancelled(BaseException):
+    """Raised by `on_progress` when the engine stops while it loads; no `except Exception` catches it."""
+
+
+def load_repository(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> LoadedRepository:
+    """Load models, importing torch only now: the seconds that takes must not delay what comes before.
+
+    What exists then stays, so the garbage collector need not visit it: each visit of torch's own objects would halt
+    every thread for a third of a second.
+    """
+    from server.placement.loader import load
+
+    loaded = load(sources, config, on_progress)
+    gc.collect()
+    gc.freeze()
+    return loaded
+
+
+class Engine:
+    """One device. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        publish: Callable[[ModelEntry], None],
+        on_lost: Callable[[str], None] = lambda reason: None,
+        load: Load = load_repository,
+    ) -> None:
+        """`publish` receives every change of a model, `on_lost` the reason why nothing can be executed any more."""
+        self.registry = Registry(publish)
+        self._config = config
+        self._load = load
+        self._lanes = ComputeLanes(
+            config.compute_lanes, config.queue_limit, prefetch=config.prefetch, on_lost=on_lost
+        )
+        self._lifecycle = Lifecycle(config, self.registry, self._lanes)
+        self._loaded: LoadedRepository | None = None
+        self._poller: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can be executed any more, or None while the device works."""
+        return self._lanes.lost
+
+    async def start(
+        self, on_progress: OnProgress = lambda model, stage: None, restored: Sequence[RestoredModel] | None = None
+    ) -> str:
+        """Load the repository, and return the memory map. `restored` says what to load after a restart.
+
+        Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if no model could be loaded.
+        """
+        self._lanes.start()
+        config = self._config
+        found = scan(config.repository, may_be_empty=config.model_control != "none")
+        sources = self._register(found, restored)
+
+        def progress(model: str, stage: str) -> None:
+            if self._stopping:
+                raise LoadCancelled
+            on_progress(model, stage)
+
+        loaded = await _in_daemon_thread(lambda: self._load(sources, config, progress))
+        self._adopt(loaded, sources)
+        if config.model_control == "poll":
+            poller = Poller(config.repository, self._lifecycle, self.registry, found)
+            self._poller = asyncio.create_task(poller.run(config.poll_interval_s))
+        failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
+        nothing = not loaded.servables and config.model_control == "none"
+        if nothing or (failed and config.exit_on_error):
+            reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in failed)
+            which = "no model" if nothing else "not every model"
+            raise StartFailed(f"{which} of {config.repository} could be loaded: {reasons}")
+        return loaded.memory_map
+
+    async def infer(self, request: InferRequest) -> InferResult:
+        """Execute a request. See `ComputeLane.infer`."""
+        try:
+            return await self._lanes.infer(request)
+        except RequestError as error:
+            self.registry.rejected(request.model, error)
+            raise
+
+    async def load(self, model: str, config: str | None) -> None:
+        await self._lifecycle.load(model, config)
+
+    async def unload(self, model: str) -> None:
+        await self._lifecycle.unload(model)
+
+    def count_rejection(self, model: str, reason: str) -> None:
+        """Count a request that was refused before it came here."""
+        self.registry.count_rejection(model, reason)
+
+    def prefetch(self, enabled: bool) -> None:
+        """Let the next model's copies begin during the execution before, or not, from now on."""
+        self._lanes.prefetch(enabled)
+
+    def report(self) -> EngineReport:
+        models = {
+            entry.name: ModelReport(
+                statistics,
+                self._lanes.pending(entry.name),
+                self._lanes.correction(entry.name),
+                dict(servable.captures),
+            )
+            for entry, servable, statistics in self.registry.ready()
+        }
+        use = DeviceUse() if self._loaded is None else self._loaded.use()
+        busy_s = {**self._lanes.computed_s, **use.lane_busy_s}
+        return EngineReport(models, msgspec.structs.replace(use, lane_busy_s=busy_s))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the others to be answered; False if that took too long."""
+        return await self._lanes.drain(timeout_s)
+
+    async def stop(self) -> bool:
+        """Refuse what is not answered yet and release the device; False if a thread is still busy."""
+        self._stopping = True
+        if self._poller is not None:
+            self._poller.cancel()
+        ended = await self._lanes.stop(_THREADS_END_S)
+        await self._lifecycle.close()
+        if ended and self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None
+        return ended
+
+    def _register(
+        self, found: Sequence[ModelSource | Unloadable], restored: Sequence[RestoredModel] | None
+    ) -> list[ModelSource]:
+        """Publish the repository's models, and return those to load."""
+        self._refuse_unknown({model.name for model in found})
+        overrides = {} if restored is None else {model.name: model.config for model in restored}
+        sources = []
+        for model in found:
+            self.registry.absent(model.name)
+            if not (self._is_wanted(model.name) if restored is None else model.name in overrides):
+                continue
+            if isinstance(model, ModelSource):
+                source = self._overridden(model, overrides.get(model.name))
+                self.registry.loading(source.name, source.version, source.config, source.override)
+                sources.append(source)
+            else:
+                self.registry.failed(model.name, model.reason)
+        return sources
+
+    def _overridden(self, source: ModelSource, override: bytes | None) -> ModelSource:
+        if override is None:
+            return source
+        return source_of(self._config.repository, source.name, ModelConfig.FromString(override)) or source
+
+    def _adopt(self, loaded: LoadedRepository, sources: Sequence[ModelSource]) -> None:
+        self._loaded = loaded
+        for source in sources:
+            name = source.name
+            if name in loaded.servables:
+                servable, footprint = loaded.servables[name], loaded.footprints.get(name)
+                statistics = self.registry.loaded(servable, footprint, override=source.override)
+                lane = 0 if footprint is None else footprint.lane
+                self._lanes.add(servable, statistics, source.policy, lane)
+            else:
+                self.registry.failed(name, loaded.failures.get(name, "the loader left it out"))
+        for entry in self.registry:
+            if entry.state is ModelState.UNAVAILABLE:
+                _log.warning("model not served", extra={"fields": {"model": entry.name, "reason": entry.reason}})
+        if loaded.placement is not None:
+            self._lifecycle.open(loaded.placement, loaded.placed_models)
+
+    def _is_wanted(self, model: str) -> bool:
+        """Whether a model is loaded at the start."""
+        wanted = self._config.load_models
+        return self._config.model_control != "explicit" or "*" in wanted or model in wanted
+
+    def _refuse_unknown(self, known: set[str]) -> None:
+        for flag, names in (("--model-rate", self._config.model_rates), ("--load-model", self._config.load_models)):
+            for name in names:
+                if name not in known and name != "*":
+                    raise ConfigError(f"{flag}: there is no model '{name}' in {self._config.repository}")
+
+
+async def _in_daemon_thread(function: Callable[[], _T]) -> _T:
+    """Run a function that may take minutes; unlike a pool's thread, this one does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def settle(result: _T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="loader", daemon=True).start()
+    return await future

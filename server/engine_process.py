@@ -1,0 +1,320 @@
+"""The engine's process: it listens for front ends on a Unix socket and executes what they send.
+
+Started by the supervisor as `python -m server.engine_process DESCRIPTOR`, with an inherited listening socket. It ends with
+the front end that supervises it.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import uvloop
+
+from planner.errors import CohabitError
+from server import log
+from server.config.config import ServeConfig, decode_config
+from server.engine_host import Engine, LoadCancelled
+from server.errors import ExecutionFailed, StartFailed, to_wire
+from server.frontend.memory import HEARTBEAT, MARK, round_up
+from server.observe.settings import LogSettings
+from server.protocol.catalog import ModelEntry
+from server.protocol.channel import Channel
+from server.protocol.engine_messages import (
+    AskReport,
+    Cancel,
+    ChangeLog,
+    CountRejection,
+    Done,
+    EntryChanged,
+    Failed,
+    Infer,
+    Inferred,
+    LoadModel,
+    Progress,
+    Reported,
+    SetPrefetch,
+    SharedTensor,
+    Start,
+    Started,
+    StartRefused,
+    Stop,
+    ToEngine,
+    Traced,
+    UnloadModel,
+    decode_to_engine,
+)
+from server.protocol.execution import DeviceSpan, InferResult, OnSpans
+from server.protocol.request import InferRequest
+
+EXIT_DEVICE_LOST = 70
+_HEARTBEAT_S = 0.25
+_HANDSHAKE_S = 10.0
+_LAST_MESSAGES_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger("cohabit.engine")
+
+
+class _Mark:
+    """Records in a request's shared memory that its execution has begun."""
+
+    def __init__(self, mark: np.ndarray) -> None:
+        self._mark = mark
+
+    def started(self, now_s: float, predicted_s: float) -> None:
+        self._mark[0] = (now_s, predicted_s)
+
+
+class FrontendConnection:
+    """One front end: its messages, and its shared memory. Event loop's thread only."""
+
+    def __init__(self, service: "EngineService", shared: mmap.mmap) -> None:
+        self._service = service
+        self._shared = shared
+        self._heartbeat = np.ndarray((1,), HEARTBEAT, shared, 0)
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        self._orders: set[asyncio.Task[None]] = set()
+        self.channel: Channel[ToEngine] = Channel(decode_to_engine, self._received, self._closed)
+
+    def beat(self) -> None:
+        """Show the front end that the event loop runs."""
+        self._heartbeat["beat_s"] = time.monotonic()
+
+    def _closed(self) -> None:
+        for task in self._requests.values():
+            task.cancel()
+        self._service.disconnected(self)
+
+    def _received(self, message: ToEngine) -> None:
+        match message:
+            case Infer():
+                task = asyncio.create_task(self._infer(message))
+                self._requests[message.id] = task
+                task.add_done_callback(lambda _: self._requests.pop(message.id, None))
+            case Cancel():
+                if (request := self._requests.get(message.id)) is not None:
+                    request.cancel()
+            case LoadModel() | UnloadModel() | AskReport():
+                order = asyncio.create_task(self._order(message))
+                self._orders.add(order)
+                order.add_done_callback(self._orders.discard)
+            case _:
+                self._service.received(message, self)
+
+    async def _infer(self, message: Infer) -> None:
+        try:
+            result = await self._service.engine.infer(self._request(message))
+            answer = Inferred(message.id, self._written(message, result), result.timing)
+        except CohabitError as error:
+            self.channel.send(Failed(message.id, to_wire(error)))
+        except asyncio.CancelledError:
+            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model, "cancelled"))))
+            raise
+        else:
+            self.channel.send(answer)
+
+    def _request(self, message: Infer) -> InferRequest:
+        shared = self._shared
+        return InferRequest(
+            message.model,
+            message.version,
+            {t.name: np.ndarray(t.shape, t.dtype, shared, t.offset) for t in message.inputs},
+            message.batch,
+            (),
+            message.request_id,
+            message.priority,
+            message.timeout_s,
+            message.arrived_s,
+            _Mark(np.ndarray((1,), MARK, shared, message.mark_offset)),
+            self._spans_of(message.id) if message.traced else None,
+        )
+
+    def _spans_of(self, id_: int) -> OnSpans:
+        loop = asyncio.get_running_loop()
+
+        def send(spans: list[DeviceSpan]) -> None:
+            loop.call_soon_threadsafe(self.channel.send, Traced(id_, spans))
+
+        return send  # type: ignore[return-value]
+
+    def _written(self, message: Infer, result: InferResult) -> list[SharedTensor]:
+        """Write the wanted outputs to where the front end has room for them. Raises ExecutionFailed."""
+        offset, end = message.output_offset, message.output_offset + message.output_bytes
+        written = []
+        for name in message.outputs:
+            array = result.outputs.get(name)
+            if array is None:
+                continue  # the front end says which outputs are missing
+            if offset + array.nbytes > end:
+                raise ExecutionFailed(message.model, f"output '{name}' is larger than the model's description says")
+            np.ndarray(array.shape, array.dtype, self._shared, offset)[...] = array
+            written.append(SharedTensor(name, array.dtype.str, array.shape, offset))
+            offset += round_up(array.nbytes)
+        return written
+
+    async def _order(self, order: LoadModel | UnloadModel | AskReport) -> None:
+        engine = self._service.engine
+        try:
+            match order:
+                case LoadModel():
+                    await engine.load(order.model, order.config)
+                case UnloadModel():
+                    await engine.unload(order.model)
+                case AskReport():
+                    self.channel.send(Reported(order.id, engine.report()))
+                    return
+        except CohabitError as error:
+            self.channel.send(Failed(order.id, to_wire(error)))
+        else:
+            self.channel.send(Done(order.id))
+
+
+class EngineService:
+    """Accepts front ends, and runs one engine for all of them. Event loop's thread only."""
+
+    def __init__(self, listener: socket.socket, make_engine: Callable[..., Engine] = Engine) -> None:
+        self._listener = listener
+        self._make_engine = make_engine
+        self._engine: Engine | None = None
+        self._frontends: set[FrontendConnection] = set()
+        self._supervisor: FrontendConnection | None = None
+        self._entries: dict[str, ModelEntry] = {}
+        self._memory_map: str | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None  # front ends send requests once they have been told of models
+        return self._engine
+
+    async def run(self) -> None:
+        """Serve until the supervising front end says so, or leaves."""
+        tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._beat())]
+        await self._ended.wait()
+        for task in tasks:
+            task.cancel()
+        if self._engine is not None:
+            await self._engine.stop()
+        await asyncio.sleep(_LAST_MESSAGES_S)
+
+    def disconnected(self, frontend: FrontendConnection) -> None:
+        self._frontends.discard(frontend)
+        if frontend is self._supervisor:
+            self._ended.set()
+
+    def received(self, message: ToEngine, frontend: FrontendConnection) -> None:
+        """Handle a message that concerns the engine as a whole."""
+        match message:
+            case Start():
+                self._supervisor = frontend
+                task = asyncio.create_task(self._start(message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case Stop():
+                if frontend is self._supervisor:
+                    self._ended.set()
+            case CountRejection():
+                self.engine.count_rejection(message.model, message.reason)
+            case SetPrefetch():
+                self.engine.prefetch(message.enabled)
+            case ChangeLog():
+                log.apply(msgspec.convert(message.settings, LogSettings))
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        while True:
+            connection, _ = await loop.sock_accept(self._listener)
+            shared = await asyncio.to_thread(_receive_memory, connection)
+            frontend = FrontendConnection(self, shared)
+            self._frontends.add(frontend)
+            frontend.beat()
+            await loop.create_unix_connection(lambda made=frontend: made.channel, sock=connection)
+            for entry in self._entries.values():
+                frontend.channel.send(EntryChanged(entry))
+            if self._memory_map is not None:
+                frontend.channel.send(Started(self._memory_map))
+
+    async def _beat(self) -> None:
+        while True:
+            for frontend in self._frontends:
+                frontend.beat()
+            await asyncio.sleep(_HEARTBEAT_S)
+
+    async def _start(self, message: Start) -> None:
+        config = decode_config(message.config)
+        log.configure_logging(config.log_format)
+        loop = asyncio.get_running_loop()
+
+        def progress(model: str, stage: str) -> None:
+            loop.call_soon_threadsafe(self._send_all, Progress(model, stage))
+
+        try:
+            self._engine = self._make_engine(config, publish=self._publish, on_lost=_exit_device_lost)
+            self._memory_map = await self._engine.start(progress, message.restored)
+        except LoadCancelled:
+            return
+        except CohabitError as error:
+            self._send_all(StartRefused(to_wire(error)))
+        except Exception as error:
+            _log.exception("the engine did not start")
+            self._send_all(StartRefused(to_wire(StartFailed(f"unexpected {type(error).__name__}: {error}"))))
+        else:
+            self._send_all(Started(self._memory_map))
+
+    def _publish(self, entry: ModelEntry) -> None:
+        self._entries[entry.name] = entry
+        self._send_all(EntryChanged(entry))
+
+    def _send_all(self, message: object) -> None:
+        for frontend in self._frontends:
+            frontend.channel.send(message)
+
+
+def _receive_memory(connection: socket.socket) -> mmap.mmap:
+    """Receive the descriptor of a front end's shared memory, which is the first thing that it sends."""
+    connection.settimeout(_HANDSHAKE_S)
+    size, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
+    connection.setblocking(False)
+    try:
+        return mmap.mmap(descriptors[0], int.from_bytes(size, "little"))
+    finally:
+        os.close(descriptors[0])
+
+
+def _exit_device_lost(reason: str) -> None:
+    """End at once: only a new process can use the device again, and requests under way are tried once more there."""
+    _log.error("the device is lost", extra={"fields": {"reason": reason}})
+    os._exit(EXIT_DEVICE_LOST)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when the supervisor dies, even if a kernel of the device hangs."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    faulthandler.enable()
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when the engine ends
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(EngineService(listener).run())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a load that was cut short, or a kernel that hangs, has threads that cannot be ended
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The engine as the front end sees it: one interface, for an engine in this process or in one of its own."""
+
+from typing import Protocol
+
+from server.frontend.memory import Lease
+from server.observe.settings import LogSettings
+from server.protocol.catalog import Catalog
+from server.protocol.execution import InferResult
+from server.protocol.model import ModelInfo
+from server.protocol.request import InferRequest
+from server.protocol.statistics import EngineReport
+
+
+class EngineClient(Protocol):
+    """All methods belong to the event loop's thread."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """The models and their states, kept up to date."""
+        ...
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why no request can be executed at present, or None. Requests that come meanwhile wait."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often the engine's process was started again."""
+        ...
+
+    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
+        """Execute a request whose inputs are in leased memory; output arrays are valid until the lease is left.
+
+        Cancelling this takes the request out of the queue, if it has not started. Raises RequestError.
+        """
+        ...
+
+    async def load(self, model: str, config: str | None) -> None:
+        """Load a model, with a ModelConfig as JSON in place of its config.pbtxt. See `Lifecycle.load`."""
+        ...
+
+    async def unload(self, model: str) -> None:
+        """Unload a model. See `Lifecycle.unload`."""
+        ...
+
+    async def report(self) -> EngineReport:
+        """Return the engine's counters; the last ones known while the engine is unavailable."""
+        ...
+
+    def count_rejection(self, model: str, reason: str) -> None:
+        """Count a request that the front end refused."""
+        ...
+
+    def change_log(self, settings: LogSettings) -> None:
+        """Apply log settings in the engine's process."""
+        ...
+
+    def prefetch(self, enabled: bool) -> None:
+        """Switch cross-model prefetch on or off, for measurements."""
+        ...
+
+    async def close(self) -> bool:
+        """End the engine; False if it had to be abandoned or killed."""
+        ...

@@ -1,0 +1,388 @@
+"""The engine in a process of its own: requests go to it as messages, and are kept until they are answered."""
+
+import asyncio
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from server.errors import (
+    EngineFailed,
+    EngineUnavailable,
+    LoadFailed,
+    RequestError,
+    RequestTimedOut,
+    ShuttingDown,
+    from_wire,
+)
+from server.frontend.memory import MARK, Lease, RequestMemory, round_up
+from server.observe.settings import LogSettings
+from server.protocol.catalog import Catalog, ModelEntry, ModelState
+from server.protocol.channel import Channel
+from server.protocol.datatypes import DTYPES
+from server.protocol.engine_messages import (
+    AskReport,
+    Cancel,
+    ChangeLog,
+    CountRejection,
+    Done,
+    EntryChanged,
+    Failed,
+    Infer,
+    Inferred,
+    LoadModel,
+    Progress,
+    Reported,
+    RestoredModel,
+    SetPrefetch,
+    SharedTensor,
+    Start,
+    Started,
+    StartRefused,
+    Stop,
+    ToEngine,
+    ToFrontend,
+    Traced,
+    UnloadModel,
+    decode_to_frontend,
+)
+from server.protocol.execution import InferResult, OnSpans
+from server.protocol.model import ModelInfo
+from server.protocol.request import InferRequest
+from server.protocol.statistics import EngineReport
+
+_log = logging.getLogger("cohabit.frontend")
+
+DEATHS_PER_REQUEST = 2
+"""A request that was being executed in so many deaths of the engine is not tried again."""
+PREDICTIONS_PER_EXECUTION = 20.0
+"""An execution may take this many times its prediction, if that is longer than the watchdog's limit."""
+_MOST_TRACED = 1024
+"""Requests whose spans may still come."""
+_REPORT_S = 1.0
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request that the engine has not answered."""
+
+    message: Infer
+    info: ModelInfo
+    future: asyncio.Future[InferResult]
+    lease: Lease
+    mark: np.ndarray
+    on_spans: OnSpans | None
+    sent: bool = False
+    deaths: int = 0
+
+    @property
+    def started_s(self) -> float:
+        """When its execution began; 0 while it waits."""
+        return float(self.mark["started_s"][0])
+
+    @property
+    def predicted_s(self) -> float:
+        return float(self.mark["predicted_s"][0])
+
+    @property
+    def deadline_s(self) -> float:
+        timeout_s, arrived_s = self.message.timeout_s, self.message.arrived_s
+        return math.inf if timeout_s is None or arrived_s is None else arrived_s + timeout_s
+
+
+class EngineProcess:
+    """An `EngineClient` for an engine process, which may die and be started again. Event loop's thread only.
+
+    Every request lies in `memory` until the engine has answered it. When the connection ends, those requests are sent
+    again as soon as the next process has loaded its models.
+    """
+
+    def __init__(self, memory: RequestMemory, strict_readiness: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self.catalog = Catalog(strict_readiness)
+        self.restarts = 0
+        self._memory = memory
+        self._clock = clock
+        self._channel: Channel[ToFrontend] | None = None
+        self._started = False
+        """Whether the connected process has tried to load everything."""
+        self._was_started = False
+        self._gave_up: str | None = None
+        """Why requests are refused instead of waiting for the next process."""
+        self._closing = False
+        self._next_id = 0
+        self._pending: dict[int, _Pending] = {}
+        self._orders: dict[int, asyncio.Future[EngineReport | None]] = {}
+        self._traced: dict[int, OnSpans] = {}
+        self._last_report = EngineReport()
+        self._start: asyncio.Future[str] | None = None
+        self._on_progress: Callable[[str, str], None] = lambda model, stage: None
+        self._lost = asyncio.Event()
+
+    @property
+    def unavailable(self) -> str | None:
+        if self._gave_up is not None:
+            return self._gave_up
+        return "the engine is being restarted" if self._was_started and not self._started else None
+
+    async def connect(self, path: Path) -> None:
+        """Connect to the engine that listens, or will listen, at this path, and share the request memory with it."""
+        loop = asyncio.get_running_loop()
+        self._lost.clear()
+        self._memory.clear_heartbeat()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(str(path))  # the listener's backlog takes it at once, even before the engine runs
+        socket.send_fds(connection, [self._memory.nbytes.to_bytes(8, "little")], [self._memory.descriptor])
+        connection.setblocking(False)
+        _, self._channel = await loop.create_unix_connection(
+            lambda: Channel(decode_to_frontend, self._received, self._lost.set), sock=connection
+        )
+
+    async def start(
+        self, config: bytes, on_progress: Callable[[str, str], None] = lambda model, stage: None
+    ) -> str:
+        """Let the connected engine load its models; returns the memory map. Raises what the loading failed with.
+
+        After a restart, the models that were served before are loaded, and requests that wait are sent again.
+        """
+        self._on_progress = on_progress
+        self._start = asyncio.get_running_loop().create_future()
+        self._send(Start(config, self._restored() if self._was_started else None))
+        return await self._start
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection has ended."""
+        await self._lost.wait()
+
+    def died(self, reason: str) -> None:
+        """The engine's process has ended: requests that it was executing are tried once more, the others wait."""
+        self._channel, self._started = None, False
+        if self._start is not None and not self._start.done():
+            self._start.set_exception(EngineUnavailable(f"the engine's process ended while it loaded: {reason}", _RETRY_S))
+        for id_ in list(self._orders):
+            self._orders.pop(id_).set_exception(LoadFailed("", f"the engine's process ended: {reason}; try again"))
+        self._traced.clear()
+        for id_, pending in list(self._pending.items()):
+            if pending.future.done():  # its client has left
+                self._forget(id_)
+                continue
+            pending.deaths += pending.started_s > 0
+            pending.sent = False
+            pending.mark[0] = (0.0, 0.0)
+            if pending.deaths >= DEATHS_PER_REQUEST:
+                self._fail(id_, EngineFailed(pending.message.model, reason))
+
+    def give_up(self, reason: str) -> None:
+        """Refuse what waits, and what comes until the next process has started."""
+        self._gave_up = reason
+        for id_ in list(self._pending):
+            self._fail(id_, EngineUnavailable(reason, _RETRY_S))
+
+    def shed(self) -> None:
+        """Refuse requests whose deadline has passed while no engine was there to do it."""
+        now_s = self._clock()
+        for id_, pending in list(self._pending.items()):
+            if not pending.sent and now_s > pending.deadline_s:
+                self._fail(id_, RequestTimedOut(pending.message.model, pending.message.timeout_s or 0.0))
+
+    def stuck(self, watchdog_s: float) -> str | None:
+        """Return why the engine must be considered hung, or None.
+
+        Either an execution exceeds both the watchdog's limit and its prediction by far, or the engine's event loop
+        has not run for that long.
+        """
+        now_s = self._clock()
+        for pending in self._pending.values():
+            started_s = pending.started_s
+            limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * pending.predicted_s)
+            if started_s > 0 and now_s - started_s > limit_s:
+                return f"an execution of model '{pending.message.model}' takes longer than {limit_s:.3g} s"
+        beat_s = self._memory.heartbeat_s()
+        if beat_s > 0 and now_s - beat_s > watchdog_s:
+            return f"its event loop has not run for {watchdog_s:.3g} s"
+        return None
+
+    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
+        if self._gave_up is not None:
+            raise EngineUnavailable(self._gave_up, _RETRY_S)
+        if self._closing:
+            raise ShuttingDown
+        self._next_id += 1
+        message = self._message(self._next_id, request, info, lease)
+        pending = _Pending(
+            message,
+            info,
+            asyncio.get_running_loop().create_future(),
+            lease,
+            self._memory.array(message.mark_offset, MARK, (1,)),
+            request.on_spans,
+        )
+        lease.hold()
+        self._pending[message.id] = pending
+        if self._started:
+            self._dispatch(pending)
+        try:
+            return await pending.future
+        except asyncio.CancelledError:
+            if pending.sent:
+                self._send(Cancel(message.id))
+            else:
+                self._forget(message.id)
+            raise
+
+    async def load(self, model: str, config: str | None) -> None:
+        await self._order(lambda id_: LoadModel(id_, model, config))
+
+    async def unload(self, model: str) -> None:
+        await self._order(lambda id_: UnloadModel(id_, model))
+
+    async def report(self) -> EngineReport:
+        if self._started:
+            try:
+                async with asyncio.timeout(_REPORT_S):
+                    self._last_report = await self._order(AskReport) or self._last_report
+            except (TimeoutError, RequestError):
+                _log.debug("the engine did not report")
+        return self._last_report
+
+    def count_rejection(self, model: str, reason: str) -> None:
+        self._send(CountRejection(model, reason))
+
+    def change_log(self, settings: LogSettings) -> None:
+        self._send(ChangeLog(msgspec.structs.asdict(settings)))
+
+    def prefetch(self, enabled: bool) -> None:
+        self._send(SetPrefetch(enabled))
+
+    async def close(self) -> bool:
+        """Ask the process to end, and refuse what is still pending."""
+        self._closing = True
+        self._send(Stop())
+        for id_ in list(self._pending):
+            self._fail(id_, ShuttingDown())
+        return True
+
+    def _message(self, id_: int, request: InferRequest, info: ModelInfo, lease: Lease) -> Infer:
+        """Describe a request whose inputs are in leased memory, and lease room for its mark and its outputs."""
+        wanted = [output.tensor for output in request.outputs]
+        output_bytes = 0
+        for tensor in wanted:
+            rows = request.batch if info.max_batch_size else 1
+            output_bytes += round_up(rows * math.prod(tensor.shape) * DTYPES[tensor.datatype].itemsize)
+        mark_offset = lease.take(round_up(MARK.itemsize) + output_bytes)
+        self._memory.array(mark_offset, MARK, (1,))[0] = (0.0, 0.0)
+        inputs = []
+        for name, array in request.inputs.items():
+            offset = self._memory.offset_of(array) if array.nbytes else 0
+            assert offset is not None
+            inputs.append(SharedTensor(name, array.dtype.str, array.shape, offset))
+        return Infer(
+            id_,
+            request.model,
+            request.version,
+            inputs,
+            request.batch,
+            [tensor.name for tensor in wanted],
+            mark_offset,
+            mark_offset + round_up(MARK.itemsize),
+            output_bytes,
+            request.id,
+            request.priority,
+            request.timeout_s,
+            self._clock() if request.arrived_s is None else request.arrived_s,
+            request.on_spans is not None,
+        )
+
+    def _dispatch(self, pending: _Pending) -> None:
+        pending.sent = True
+        if pending.on_spans is not None:
+            self._traced[pending.message.id] = pending.on_spans
+            if len(self._traced) > _MOST_TRACED:
+                del self._traced[next(iter(self._traced))]
+        self._send(pending.message)
+
+    async def _order(self, make: Callable[[int], ToEngine]) -> EngineReport | None:
+        if not self._started:
+            raise EngineUnavailable(self.unavailable or "the engine is still loading", _RETRY_S)
+        self._next_id += 1
+        future: asyncio.Future[EngineReport | None] = asyncio.get_running_loop().create_future()
+        self._orders[self._next_id] = future
+        self._send(make(self._next_id))
+        return await asyncio.shield(future)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def _received(self, message: ToFrontend) -> None:
+        match message:
+            case Inferred():
+                self._answer(message)
+            case Failed():
+                error = from_wire(message.error)
+                if message.id in self._pending:
+                    self._fail(message.id, error)
+                elif (order := self._orders.pop(message.id, None)) is not None and not order.done():
+                    order.set_exception(error)
+            case Traced():
+                if (on_spans := self._traced.get(message.id)) is not None:
+                    on_spans(message.spans)
+            case EntryChanged(entry):
+                self._update(entry)
+            case Done() | Reported():
+                order = self._orders.pop(message.id, None)
+                if order is not None and not order.done():
+                    order.set_result(message.report if isinstance(message, Reported) else None)
+            case Progress():
+                self._on_progress(message.model, message.stage)
+            case Started():
+                self._has_started(message.memory_map)
+            case StartRefused():
+                if self._start is not None and not self._start.done():
+                    self._start.set_exception(from_wire(message.error))
+
+    def _update(self, entry: ModelEntry) -> None:
+        """Take a model's new state. While a new process loads, models that were served before stay described."""
+        old = self.catalog.get(entry.name)
+        reloading = self._was_started and not self._started
+        if reloading and entry.state in (ModelState.LOADING, ModelState.ABSENT):
+            if old is not None and old.state is ModelState.READY:
+                return
+        self.catalog.update(entry)
+
+    def _has_started(self, memory_map: str) -> None:
+        self._started = self._was_started = True
+        self._gave_up = None
+        if self._start is not None and not self._start.done():
+            self._start.set_result(memory_map)
+        for pending in [p for p in self._pending.values() if not p.sent]:
+            self._dispatch(pending)
+
+    def _answer(self, message: Inferred) -> None:
+        pending = self._pending.get(message.id)
+        if pending is None:
+            return
+        if not pending.future.done():
+            arrays = {t.name: self._memory.array(t.offset, t.dtype, t.shape) for t in message.outputs}
+            pending.future.set_result(InferResult(arrays, message.timing))
+        self._forget(message.id)
+
+    def _fail(self, id_: int, error: Exception) -> None:
+        pending = self._pending[id_]
+        if not pending.future.done():
+            pending.future.set_exception(error)
+        self._forget(id_)
+
+    def _forget(self, id_: int) -> None:
+        self._pending.pop(id_).lease.release()
+
+    def _restored(self) -> list[RestoredModel]:
+        """The models that a new process has to load."""
+        served: Iterable[ModelEntry] = (e for e in self.catalog if e.wanted and e.version is not None)
+        return [RestoredModel(entry.name, entry.config_override) for entry in served]

@@ -1,0 +1,68 @@
+"""The engine in the front end's own process: one interpreter less, and no protection from its faults."""
+
+from typing import Protocol
+
+from server.frontend.memory import Lease
+from server.observe.settings import LogSettings
+from server.protocol.catalog import Catalog
+from server.protocol.execution import InferResult
+from server.protocol.model import ModelInfo
+from server.protocol.request import InferRequest
+from server.protocol.statistics import EngineReport
+
+
+class LocalEngine(Protocol):
+    """What the client asks of `server.engine_host.Engine`."""
+
+    @property
+    def lost(self) -> str | None: ...
+    async def infer(self, request: InferRequest) -> InferResult: ...
+    async def load(self, model: str, config: str | None) -> None: ...
+    async def unload(self, model: str) -> None: ...
+    def report(self) -> EngineReport: ...
+    def count_rejection(self, model: str, reason: str) -> None: ...
+    def prefetch(self, enabled: bool) -> None: ...
+    async def stop(self) -> bool: ...
+
+
+class InProcessEngine:
+    """An `EngineClient` around an engine that lives here."""
+
+    restarts = 0
+
+    def __init__(self, engine: LocalEngine, catalog: Catalog) -> None:
+        """`catalog` is the one that the engine publishes to."""
+        self.catalog = catalog
+        self._engine = engine
+
+    @property
+    def unavailable(self) -> str | None:
+        return None if self._engine.lost is None else f"the device is lost: {self._engine.lost}"
+
+    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
+        lease.hold()
+        try:
+            return await self._engine.infer(request)
+        finally:
+            lease.release()
+
+    async def load(self, model: str, config: str | None) -> None:
+        await self._engine.load(model, config)
+
+    async def unload(self, model: str) -> None:
+        await self._engine.unload(model)
+
+    async def report(self) -> EngineReport:
+        return self._engine.report()
+
+    def count_rejection(self, model: str, reason: str) -> None:
+        self._engine.count_rejection(model, reason)
+
+    def change_log(self, settings: LogSettings) -> None:
+        """The front end's settings are the engine's."""
+
+    def prefetch(self, enabled: bool) -> None:
+        self._engine.prefetch(enabled)
+
+    async def close(self) -> bool:
+        return await self._engine.stop()

@@ -1,0 +1,159 @@
+"""Starts the engine's process, watches it, and starts it again when it dies or hangs."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from server.errors import CohabitError
+from server.frontend.engine_process import EngineProcess
+
+_log = logging.getLogger("cohabit.supervisor")
+
+_POLL_S = 0.25
+_STALLED_S = 1.0
+"""If this process did not run itself for so long, it cannot tell whether the engine did."""
+_STOP_S = 5.0
+_QUICK_DEATH_S = 10.0
+"""An engine that dies so soon after its start makes the next one wait."""
+_LONGEST_PAUSE_S = 30.0
+_GIVE_UP_AFTER = 3
+"""Starts that failed in a row, after which requests are refused instead of waiting."""
+
+COMMAND = (sys.executable, "-m", "server.engine_process")
+
+
+class Supervisor:
+    """Owns the engine's process. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        client: EngineProcess,
+        config: bytes,
+        watchdog_s: float,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """`config` is an encoded `ServeConfig`; a `watchdog_s` of 0 switches the watchdog off."""
+        self._client = client
+        self._config = config
+        self._watchdog_s = watchdog_s
+        self._command = command
+        self._folder = Path(tempfile.mkdtemp(prefix="cohabit-"))
+        self.path = self._folder / "engine.sock"
+        """Where front ends connect to the engine, whichever process that is."""
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._process: asyncio.subprocess.Process | None = None
+        self._killed_for: str | None = None
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, on_progress: Callable[[str, str], None]) -> str:
+        """Start the engine and have it load its models; returns the memory map. Raises what that failed with."""
+        self._listener.bind(str(self.path))
+        self._listener.listen(64)
+        started = asyncio.create_task(self._launch(on_progress))
+        self._tasks.append(asyncio.create_task(self._watch_hangs()))
+        died = asyncio.create_task(self._died())
+        await asyncio.wait({started, died}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            self._client.died(await died)
+        memory_map = await started
+        self._tasks.append(asyncio.create_task(self._restart_for_ever(died)))
+        return memory_map
+
+    async def stop(self) -> bool:
+        """End the engine's process; False if it had to be killed."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await self._client.close()
+        clean = True
+        if self._process is not None and self._process.returncode is None:
+            try:
+                async with asyncio.timeout(_STOP_S):
+                    await self._process.wait()
+            except TimeoutError:
+                clean = False
+                self._kill()
+                await self._process.wait()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return clean
+
+    async def _launch(self, on_progress: Callable[[str, str], None]) -> str:
+        """Start a process, connect to it, and wait until it has loaded its models."""
+        descriptor = self._listener.fileno()
+        self._killed_for = None
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, str(descriptor), pass_fds=(descriptor,), stdin=asyncio.subprocess.DEVNULL
+        )
+        await self._client.connect(self.path)
+        return await self._client.start(self._config, on_progress)
+
+    async def _died(self) -> str:
+        """Wait until the process has ended; returns how."""
+        while self._process is None:
+            await asyncio.sleep(0)
+        code = await self._process.wait()
+        await self._client.wait_closed()
+        if self._killed_for is not None:
+            return self._killed_for
+        return f"it ended with status {code}" if code >= 0 else f"it was ended by {signal.Signals(-code).name}"
+
+    async def _restart_for_ever(self, died: asyncio.Task[str]) -> None:
+        failures, started_s = 0, time.monotonic()
+        while True:
+            reason = await died
+            failures = failures + 1 if time.monotonic() - started_s < _QUICK_DEATH_S else 0
+            self._client.restarts += 1
+            self._client.died(reason)
+            _log.error("the engine's process has died", extra={"fields": {"reason": reason}})
+            if failures:
+                if failures >= _GIVE_UP_AFTER:
+                    self._client.give_up(f"the engine cannot be started again: {reason}")
+                await asyncio.sleep(min(2.0 ** (failures - 2), _LONGEST_PAUSE_S))
+            began_s = time.monotonic()
+            launched = asyncio.create_task(self._launch(lambda model, stage: None))
+            self._process = None
+            died = asyncio.create_task(self._died())
+            await asyncio.wait({launched, died}, return_when=asyncio.FIRST_COMPLETED)
+            started_s = time.monotonic()
+            if not launched.done():
+                launched.cancel()
+            elif (error := launched.exception()) is None:
+                fields = {"seconds": round(started_s - began_s, 3), "pid": self.pid}
+                _log.warning("the engine was started again", extra={"fields": fields})
+            elif isinstance(error, CohabitError):
+                _log.error("the engine could not be started again", extra={"fields": {"reason": str(error)}})
+                self._kill()
+            else:
+                raise error
+
+    async def _watch_hangs(self) -> None:
+        """Kill an engine that makes no progress, and refuse requests that are too late while there is none."""
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(_POLL_S)
+            self._client.shed()
+            if time.monotonic() - before_s > _STALLED_S or not self._watchdog_s:
+                continue
+            reason = self._client.stuck(self._watchdog_s)
+            if reason is not None and self._process is not None and self._process.returncode is None:
+                self._killed_for = f"it was killed, because {reason}"
+                self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            os.kill(self._process.pid, signal.SIGKILL)
