@@ -1,7 +1,8 @@
-"""The calls of Triton's GRPCInferenceService, each a few lines around the data plane."""
+"""The calls of Triton's GRPCInferenceService."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from google.protobuf import json_format
@@ -11,73 +12,67 @@ from tritonclient.grpc import service_pb2 as pb
 
 from server.errors import InvalidRequest, RequestError, Unsupported
 from server.frontend.dataplane import DataPlane
-from server.grpc.answers import as_stream_response, encode_response, failed_stream_response
-from server.grpc.call import Call
-from server.grpc.codec import decode_request
-from server.grpc.errors import message_of, unforeseen
-from server.grpc.forms import Forms
-from server.grpc.framing import Content
-from server.grpc.wire import Parsed, parse, raw_fields_at_the_end
+from server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
+from server.grpc.errors import internal_error, message_of
+from server.grpc.handlers import metadata_of
 from server.protocol import descriptions
-from server.protocol.model import ModelInfo
-from server.protocol.request import InferRequest, InferResponse
 from server.protocol.request_trace import HEADER
 from server.protocol.shared_memory import CudaRequest, SystemRequest
+from server.protocol.threads import call
 
 _QUICK_BYTES = 64 << 10
-"""Messages up to this, raw tensors aside, are decoded on the event loop."""
+"""The event loop converts typed contents up to this size; threads do the rest."""
 _QUICK_TENSOR_BYTES = 4 << 20
-_TRACEPARENT = HEADER.encode()
+_FINAL = "triton_final_response"
 _STREAM_AHEAD = 64
-"""Requests of one stream that may be under way together."""
+"""Requests of one stream that are under way together."""
 
 
-class Api:
-    """Every method belongs to the event loop's thread, and is named as its call."""
+class InferenceCalls:
+    """Every public method answers the call of its name, on the event loop's thread."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
-        self._forms = Forms()
 
-    async def server_live(self, request: Any, call: Call) -> Any:
+    async def server_live(self, request: Any, context: Any) -> Any:
         return pb.ServerLiveResponse(live=True)
 
-    async def server_ready(self, request: Any, call: Call) -> Any:
+    async def server_ready(self, request: Any, context: Any) -> Any:
         return pb.ServerReadyResponse(ready=self._plane.not_ready() is None)
 
-    async def model_ready(self, request: Any, call: Call) -> Any:
+    async def model_ready(self, request: Any, context: Any) -> Any:
         return pb.ModelReadyResponse(ready=self._plane.is_ready(*_which(request)))
 
-    async def server_metadata(self, request: Any, call: Call) -> Any:
+    async def server_metadata(self, request: Any, context: Any) -> Any:
         return _message(descriptions.server_metadata(self._plane.extensions), pb.ServerMetadataResponse())
 
-    async def model_metadata(self, request: Any, call: Call) -> Any:
-        info = self._plane.registry.find(*_which(request)).info
+    async def model_metadata(self, request: Any, context: Any) -> Any:
+        info = self._plane.describe(*_which(request))
         return _message(descriptions.model_metadata(info), pb.ModelMetadataResponse())
 
-    async def model_config(self, request: Any, call: Call) -> Any:
-        return pb.ModelConfigResponse(config=self._plane.config(*_which(request)))
+    async def model_config(self, request: Any, context: Any) -> Any:
+        return pb.ModelConfigResponse(config=await self._plane.config(*_which(request)))
 
-    async def model_statistics(self, request: Any, call: Call) -> Any:
-        entries = self._plane.registry.listed(request.name or None, request.version or None)
-        return _message(descriptions.statistics(entries), pb.ModelStatisticsResponse())
+    async def model_statistics(self, request: Any, context: Any) -> Any:
+        statistics = await self._plane.statistics(request.name or None, request.version or None)
+        return _message(statistics, pb.ModelStatisticsResponse())
 
-    async def repository_index(self, request: Any, call: Call) -> Any:
+    async def repository_index(self, request: Any, context: Any) -> Any:
         _refuse_repository(request)
         index = descriptions.repository_index(self._plane.index(request.ready))
         return _message({"models": index}, pb.RepositoryIndexResponse())
 
-    async def repository_model_load(self, request: Any, call: Call) -> Any:
+    async def repository_model_load(self, request: Any, context: Any) -> Any:
         _refuse_repository(request)
-        await self._plane.load(request.model_name, _values(request.parameters))
+        await self._plane.load(request.model_name, parameters_of(request.parameters))
         return pb.RepositoryModelLoadResponse()
 
-    async def repository_model_unload(self, request: Any, call: Call) -> Any:
+    async def repository_model_unload(self, request: Any, context: Any) -> Any:
         _refuse_repository(request)
-        await self._plane.unload(request.model_name, _values(request.parameters))
+        await self._plane.unload(request.model_name, parameters_of(request.parameters))
         return pb.RepositoryModelUnloadResponse()
 
-    async def system_shared_memory_status(self, request: Any, call: Call) -> Any:
+    async def system_shared_memory_status(self, request: Any, context: Any) -> Any:
         response = pb.SystemSharedMemoryStatusResponse()
         for region in self._plane.regions.system(request.name or None):
             status = response.regions[region.name]
@@ -85,32 +80,32 @@ class Api:
             status.offset, status.byte_size = region.offset, region.nbytes
         return response
 
-    async def system_shared_memory_register(self, request: Any, call: Call) -> Any:
+    async def system_shared_memory_register(self, request: Any, context: Any) -> Any:
         region = SystemRequest(request.name, request.key, request.offset, request.byte_size)
         self._plane.regions.register_system(region)
         return pb.SystemSharedMemoryRegisterResponse()
 
-    async def system_shared_memory_unregister(self, request: Any, call: Call) -> Any:
+    async def system_shared_memory_unregister(self, request: Any, context: Any) -> Any:
         self._plane.regions.unregister("system", request.name or None)
         return pb.SystemSharedMemoryUnregisterResponse()
 
-    async def cuda_shared_memory_status(self, request: Any, call: Call) -> Any:
+    async def cuda_shared_memory_status(self, request: Any, context: Any) -> Any:
         response = pb.CudaSharedMemoryStatusResponse()
         for region in self._plane.regions.cuda(request.name or None):
             status = response.regions[region.name]
             status.name, status.device_id, status.byte_size = region.name, region.device, region.nbytes
         return response
 
-    async def cuda_shared_memory_register(self, request: Any, call: Call) -> Any:
+    async def cuda_shared_memory_register(self, request: Any, context: Any) -> Any:
         region = CudaRequest(request.name, request.raw_handle, request.device_id, request.byte_size)
         self._plane.regions.register_cuda(region)
         return pb.CudaSharedMemoryRegisterResponse()
 
-    async def cuda_shared_memory_unregister(self, request: Any, call: Call) -> Any:
+    async def cuda_shared_memory_unregister(self, request: Any, context: Any) -> Any:
         self._plane.regions.unregister("cuda", request.name or None)
         return pb.CudaSharedMemoryUnregisterResponse()
 
-    async def trace_setting(self, request: Any, call: Call) -> Any:
+    async def trace_setting(self, request: Any, context: Any) -> Any:
         model = self._plane.traced_model(request.model_name) if request.model_name else None
         changes = {key: list(setting.value) for key, setting in request.settings.items()}
         self._plane.traces.update(changes, model)
@@ -119,30 +114,30 @@ class Api:
             response.settings[key].value.extend([value] if isinstance(value, str) else value)
         return response
 
-    async def log_settings(self, request: Any, call: Call) -> Any:
-        self._plane.change_log(_values(request.settings))
+    async def log_settings(self, request: Any, context: Any) -> Any:
+        self._plane.change_log(parameters_of(request.settings))
         response = pb.LogSettingsResponse()
         fields = {bool: "bool_param", int: "uint32_param", str: "string_param"}
         for key, value in self._plane.log_settings.to_wire().items():
             setattr(response.settings[key], fields[type(value)], value)
         return response
 
-    async def model_infer(self, request: Content, call: Call) -> bytes:
-        traceparent = call.header(_TRACEPARENT)
+    async def model_infer(self, request: bytes, context: Any) -> Any:
+        traceparent = metadata_of(context, HEADER)
         if traceparent is None and not self._plane.tracer.follows_all:
-            return await self._infer(request, call.left_s())
+            return await self._infer(request, context.time_remaining())
         with self._plane.tracer.request(traceparent) as trace:
             if traceparent is not None:
-                call.add_header(HEADER, trace.context.header)
-            return await self._infer(request, call.left_s())
+                await context.send_initial_metadata(((HEADER, trace.context.header),))
+            return await self._infer(request, context.time_remaining())
 
-    async def model_stream_infer(self, requests: AsyncIterator[Content], call: Call) -> AsyncIterator[bytes]:
-        """Answer each request of a stream, in order; several are under way together.
+    async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        """Answer the requests of a stream in order, several at a time.
 
         An error is an answer like any other: the stream stays open.
         """
-        traceparent = call.header(_TRACEPARENT)
-        answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+        traceparent = metadata_of(context, HEADER)
+        answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_AHEAD)
 
         async def read() -> None:
@@ -165,63 +160,49 @@ class Api:
                 if (unsent := answers.get_nowait()) is not None:
                     unsent.cancel()
 
-    async def _answer(self, request: Content, traceparent: str | None) -> bytes:
-        """Answer one request of a stream, whatever becomes of it."""
+    async def _answer(self, request: bytes, traceparent: str | None) -> Any:
+        """Answer one request of a stream, with an error message if it fails."""
         if traceparent is None and not self._plane.tracer.follows_all:
-            return await self._answer_unfollowed(request)
+            return await self._answer_untraced(request)
         with self._plane.tracer.request(traceparent):
-            return await self._answer_unfollowed(request)
+            return await self._answer_untraced(request)
 
-    async def _answer_unfollowed(self, request: Content) -> bytes:
+    async def _answer_untraced(self, request: bytes) -> Any:
         try:
-            return as_stream_response(await self._infer(request, None, final=True))
+            response = await self._infer(request, None)
         except RequestError as error:
-            return failed_stream_response(message_of(error), _id_of(request))
+            return _failed(message_of(error), request)
         except Exception:
-            return failed_stream_response(unforeseen("ModelStreamInfer"), _id_of(request))
+            return _failed(internal_error("ModelStreamInfer"), request)
+        response.parameters[_FINAL].bool_param = True
+        return pb.ModelStreamInferResponse(infer_response=response)
 
-    async def _infer(self, content: Content, left_s: float | None, final: bool = False) -> bytes:
-        """Answer a request; `left_s` is the call's own deadline, beyond which nobody waits for it."""
-        form = self._forms.find(content)
-        if form is not None and (info := self._plane.servable(form.model, form.version)) is form.info:
-            request = form.request(content)
-        else:
-            request, info = await self._decoded(parse(content), content)
-        if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
-            request = replace(request, timeout_s=left_s)
-        return await _encode(await self._plane.infer(request, info), final)
-
-    async def _decoded(self, parsed: Parsed, content: Content) -> tuple[InferRequest, ModelInfo]:
-        message, raw = parsed.message, parsed.raw
-        info = self._plane.servable(message.model_name, message.model_version or None)
-        with self._plane.bodies.share() as share:
-            share.take(parsed.nbytes)
-            if parsed.message_bytes > _QUICK_BYTES or self._plane.regions.slow:
-                request = await asyncio.to_thread(decode_request, message, raw, info, self._plane.regions)
-            else:
-                request = decode_request(message, raw, info, self._plane.regions)
-                if len(raw) == len(message.inputs):
-                    self._forms.remember(content, message, raw_fields_at_the_end(content), request, info)
-        return request, info
+    async def _infer(self, data: bytes, left_s: float | None) -> Any:
+        """Answer a request; `left_s` is the time to the call's own deadline."""
+        message = parse_request(data)
+        info = self._plane.require_ready(message.model_name, message.model_version or None)
+        regions = self._plane.regions
+        typed = len(data) > _QUICK_BYTES and not message.raw_input_contents
+        with self._plane.memory.lease() as lease:
+            request = await call(typed or regions.slow, decode_request, message, info, regions)
+            if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
+                request = replace(request, timeout_s=left_s)
+            response = await self._plane.infer(request, info, lease)
+            large = sum(output.array.nbytes for output in response.outputs) > _QUICK_TENSOR_BYTES
+            try:
+                return await call(large, encode_response, response)
+            except RequestError as error:
+                error.of_request(response.id)
+                raise
 
 
-async def _encode(response: InferResponse, final: bool) -> bytes:
-    try:
-        if sum(output.array.nbytes for output in response.outputs) <= _QUICK_TENSOR_BYTES:
-            return encode_response(response, final)
-        return await asyncio.to_thread(encode_response, response, final)
-    except RequestError as error:
-        error.of_request(response.id)
-        raise
-
-
-def _id_of(content: Content) -> str:
-    """What the client calls its request, as far as that can be read."""
-    try:
-        request_id: str = parse(content).message.id
-    except InvalidRequest:
-        return ""
-    return request_id
+def _failed(text: str, request: bytes) -> Any:
+    """Make the stream's answer to a request that failed, with its id if that can be read."""
+    response = pb.ModelStreamInferResponse(error_message=text)
+    with suppress(InvalidRequest):
+        response.infer_response.id = parse_request(request).id
+    response.infer_response.parameters[_FINAL].bool_param = True
+    return response
 
 
 def _which(request: Any) -> tuple[str, str | None]:
@@ -229,20 +210,10 @@ def _which(request: Any) -> tuple[str, str | None]:
 
 
 def _message(written: Mapping[str, Any], message: Message) -> Message:
-    """The JSON forms have the messages' fields under the same names."""
+    """Fill a message from its JSON form, which has the same names."""
     return json_format.ParseDict(written, message)
 
 
 def _refuse_repository(request: Any) -> None:
     if request.repository_name:
         raise Unsupported("'repository_name' specification is not supported: this server has one repository")
-
-
-def _values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    values = {}
-    for key, parameter in parameters.items():
-        choice = parameter.WhichOneof("parameter_choice")
-        if choice is None:
-            raise InvalidRequest(f"parameter '{key[:80]}' has no value of a type that this server knows")
-        values[key] = getattr(parameter, choice)
-    return values

@@ -1,18 +1,20 @@
-"""KServe v2 inference over gRPC: from protobuf messages to requests."""
+"""The codec of inference over gRPC: KServe v2's protobuf messages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
+from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 
 from server.errors import InvalidRequest, RequestError
 from server.protocol import strings
 from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
 from server.protocol.matching import check_size, fit, window_of
 from server.protocol.model import Array, ModelInfo
-from server.protocol.request import InferRequest
+from server.protocol.request import InferRequest, InferResponse
 from server.protocol.shared_memory import Regions
-from server.protocol.tensors import from_binary
+from server.protocol.tensors import from_binary, to_binary
 from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
 
 _CONTENTS: Mapping[str, str] = {
@@ -29,51 +31,78 @@ _CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     BYTES: "bytes_contents",
 }
+_MOST_TENSORS = 4096
 _EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
 _CHUNK = 1 << 14
-"""Typed values are converted this many at a time: in between, another thread gets its turn."""
+"""Typed values are converted this many at a time, so that other threads can run in between."""
 
 
-def decode_request(message: Any, raw: Sequence[memoryview], info: ModelInfo, regions: Regions) -> InferRequest:
-    """Turn a ModelInferRequest into tensors that fit the model; `raw` is what it has as raw_input_contents.
+def parse_request(data: bytes) -> Any:
+    """Parse a ModelInferRequest. Raises InvalidRequest."""
+    try:
+        message = ModelInferRequest.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"the request is no ModelInferRequest: {error}") from error
+    if len(message.inputs) > _MOST_TENSORS or len(message.outputs) > _MOST_TENSORS:
+        raise InvalidRequest(f"the request has over {_MOST_TENSORS} inputs or outputs")
+    return message
 
-    Raises RequestError, with the client's id in front.
-    """
+
+def decode_request(message: Any, info: ModelInfo, regions: Regions) -> InferRequest:
+    """Turn a ModelInferRequest into tensors that fit the model. Raises RequestError, with the client's id in front."""
     try:
         request = RequestBody(
             inputs=[
-                InputBody(t.name, t.datatype, list(t.shape), parameters=_parameters(t.parameters))
+                InputBody(t.name, t.datatype, list(t.shape), parameters=parameters_of(t.parameters))
                 for t in message.inputs
             ],
             id=message.id,
-            outputs=[WantedBody(t.name, _parameters(t.parameters)) for t in message.outputs],
-            parameters=_parameters(message.parameters),
+            outputs=[WantedBody(t.name, parameters_of(t.parameters)) for t in message.outputs],
+            parameters=parameters_of(message.parameters),
         )
-        request.parameters.pop(_EMPTY_FINAL_RESPONSE, None)  # each request has one response here, and that is final
-        return fit(request, info, regions, _Contents(message, raw, info, regions).read, binary=True)
+        request.parameters.pop(_EMPTY_FINAL_RESPONSE, None)  # each request has one response, which is final
+        return fit(request, info, regions, _Contents(message, info, regions).read, binary=True)
     except RequestError as error:
         error.of_request(message.id)
         raise
 
 
-def _parameters(parameters: Mapping[str, Any]) -> Parameters:
-    return {key: _value(key, parameter) for key, parameter in parameters.items()} if parameters else {}
+def encode_response(response: InferResponse) -> Any:
+    """Make a ModelInferResponse. Outputs in shared memory are written there, and are empty entries here."""
+    message = ModelInferResponse(
+        model_name=response.model, model_version=str(response.version), id=response.id or ""
+    )
+    for output in response.outputs:
+        tensor, window, binary = output.tensor, output.window, to_binary(output.array, output.tensor.datatype)
+        described = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=output.array.shape)
+        if window is not None:
+            window.write(memoryview(binary))
+            binary = b""
+            described.parameters["shared_memory_region"].string_param = window.region.name
+            described.parameters["shared_memory_byte_size"].int64_param = window.nbytes
+            if window.offset:
+                described.parameters["shared_memory_offset"].int64_param = window.offset
+        message.raw_output_contents.append(bytes(binary))
+    return message
 
 
-def _value(key: str, parameter: Any) -> bool | int | float | str:
-    choice = parameter.WhichOneof("parameter_choice")
-    if choice is None:
-        raise InvalidRequest(f"parameter '{key[:80]}' has no value of a type that this server knows")
-    value: bool | int | float | str = getattr(parameter, choice)
-    return value
+def parameters_of(parameters: Mapping[str, Any]) -> Parameters:
+    """Return the values of a message's parameters. Raises InvalidRequest."""
+    values: Parameters = {}
+    for key, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidRequest(f"parameter '{key[:80]}' has no value of a type that this server knows")
+        values[key] = getattr(parameter, choice)
+    return values
 
 
 class _Contents:
-    """Where the inputs' values are: raw entries in the order of the inputs, typed ones, or shared memory."""
+    """The inputs' values: raw entries in the order of the inputs, typed ones, or shared memory."""
 
-    def __init__(self, message: Any, raw: Sequence[memoryview], info: ModelInfo, regions: Regions) -> None:
+    def __init__(self, message: Any, info: ModelInfo, regions: Regions) -> None:
         self._model = info.name
-        self._raw = raw
+        self._raw = message.raw_input_contents
         self._taken = 0
         self._typed = {t.name: t.contents for t in message.inputs if t.HasField("contents")}
         self._regions = regions
@@ -96,19 +125,18 @@ class _Contents:
         return from_binary(self._next(body), body.name, body.datatype, body.shape)
 
     def _next(self, body: InputBody) -> memoryview:
-        """Take the next raw entry."""
         if self._taken == len(self._raw):
             raise InvalidRequest(
                 f"unable to find data for inference input '{body.name}' for model '{self._model}': it has no contents,"
                 f" and raw_input_contents has {len(self._raw)} entries"
             )
-        raw = self._raw[self._taken]
+        raw = memoryview(self._raw[self._taken])
         self._taken += 1
         return raw
 
 
 def _from_typed(contents: Any, body: InputBody) -> Array:
-    """Read the one field that belongs to the datatype. Raises InvalidRequest for values that do not fit."""
+    """Read the field that belongs to the datatype. Raises InvalidRequest for values that do not fit."""
     if body.datatype in BINARY_ONLY:
         raise InvalidRequest(
             f"{body.datatype} data of input '{body.name}' must be in raw_input_contents: protobuf has no such type"

@@ -1,4 +1,4 @@
-"""The one table from domain errors to gRPC, and the status that a call ends with."""
+"""The table of gRPC statuses for domain errors, and the status that a call ends with."""
 
 import logging
 import uuid
@@ -32,22 +32,22 @@ CODES: Mapping[type[errors.RequestError], StatusCode] = {
 }
 
 _MOST_CHARACTERS = 2000
-"""Of a message: it travels in a header, and those are limited to 8 KiB."""
+"""Length of a message: it is a header, and clients limit those to 8 KiB."""
 
 _log = logging.getLogger("cohabit.grpc")
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a call has ended; `metadata` goes along with it."""
+    """How a call ends; `metadata` is sent with it."""
 
     code: StatusCode
     message: str
     metadata: tuple[tuple[str, str], ...] = ()
 
 
-class Refusal(Exception):
-    """A call ends with a status that no domain error stands for."""
+class CallRefused(Exception):
+    """A call ends with a status that no domain error has."""
 
     def __init__(self, code: StatusCode, message: str) -> None:
         super().__init__(message)
@@ -62,24 +62,24 @@ def message_of(error: Exception) -> str:
     return str(error)[:_MOST_CHARACTERS]
 
 
-def unforeseen(call: str) -> str:
-    """Log the error being handled under an id; returns what the client is told."""
+def internal_error(call: str) -> str:
+    """Log the error that is being handled under an id, and return the message for the client."""
     incident = uuid.uuid4().hex[:12]
     _log.exception("internal error", extra={"fields": {"incident": incident, "call": call}})
     return f"internal error {incident}; the server's log has the details"
 
 
 def status_of(error: Exception, call: str) -> Status:
-    """What a call that raised this, which is being handled, ends with."""
+    """Return how a call ends that raised this error, which is being handled."""
     match error:
         case errors.Overloaded():
             pause_ms = str(max(1, round(error.retry_after_s * 1e3)))
             return Status(code_of(error), message_of(error), (("grpc-retry-pushback-ms", pause_ms),))
         case errors.RequestError():
             return Status(code_of(error), message_of(error))
-        case Refusal():
+        case CallRefused():
             return error.status
         case DecodeError():
             return Status(StatusCode.INVALID_ARGUMENT, f"the request is no {call}Request: {error}")
         case _:
-            return Status(StatusCode.INTERNAL, unforeseen(call))
+            return Status(StatusCode.INTERNAL, internal_error(call))

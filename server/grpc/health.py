@@ -1,4 +1,4 @@
-"""The standard grpc.health.v1 service, which probes of Kubernetes and load balancers ask."""
+"""The standard grpc.health.v1 service, which probes of Kubernetes and load balancers call."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,26 +8,25 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2 as pb
 
 from server.frontend.dataplane import DataPlane
-from server.grpc.call import Call
-from server.grpc.errors import Refusal
+from server.grpc.errors import CallRefused
 
 _SERVICES = frozenset({"", "inference.GRPCInferenceService"})
 _WATCH_INTERVAL_S = 0.5
 
 
-class Health:
-    """Serving means ready: every requested model has been tried, and the server does not drain."""
+class HealthCalls:
+    """Serving means ready: every requested model was tried, and the server is not shutting down."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
-    async def check(self, request: Any, call: Call) -> Any:
+    async def check(self, request: Any, context: Any) -> Any:
         if request.service not in _SERVICES:
-            raise Refusal(StatusCode.NOT_FOUND, f"unknown service '{request.service[:80]}'")
+            raise CallRefused(StatusCode.NOT_FOUND, f"unknown service '{request.service[:80]}'")
         return pb.HealthCheckResponse(status=self._status(request.service))
 
-    async def watch(self, request: Any, call: Call) -> AsyncIterator[Any]:
-        """Send the status, and each change of it, until the client leaves."""
+    async def watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Send the status, and each change of it, until the client ends the call."""
         sent = None
         while True:
             if (status := self._status(request.service)) != sent:

@@ -1,30 +1,35 @@
-"""What HTTP's endpoints share: JSON answers, small JSON bodies, and which model a path means."""
+"""JSON bodies and answers of HTTP's endpoints, and the model that a path names."""
 
 from typing import Any, TypeVar
 
 import msgspec
+from aiohttp import web
 
 from server.errors import InvalidRequest
-from server.http.message import JSON, Request, Response
-from server.protocol.body_memory import BodyMemory
+from server.http.body import Heap, read_body
+
+JSON = "application/json"
 
 _T = TypeVar("_T")
 _SMALL_BODY_BYTES = 1 << 20
 
 
-def json_response(body: Any) -> Response:
-    return Response(msgspec.json.encode(body), content_type=JSON)
+def json_response(body: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type=JSON)
 
 
-def which(request: Request) -> tuple[str, str | None]:
+def model_of(request: web.Request) -> tuple[str, str | None]:
     """Return the model and version that a path names."""
-    return request.parameters["model"], request.parameters.get("version")
+    return request.match_info["model"], request.match_info.get("version")
 
 
-async def read_json(request: Request, of_type: type[_T]) -> _T:
-    """Read a body as JSON of this form; an empty one is `{}`. Raises InvalidRequest or PayloadTooLarge."""
-    with BodyMemory(2 * _SMALL_BODY_BYTES).share() as share:
-        body = await request.read(_SMALL_BODY_BYTES, share)
+async def read_json(request: web.Request, of_type: type[_T]) -> _T:
+    """Read a body of at most 1 MiB as JSON of this form; an empty one is `{}`. Raises as `read_body` does."""
+    return parse_json(await read_body(request, Heap(), _SMALL_BODY_BYTES), of_type)
+
+
+def parse_json(body: memoryview, of_type: type[_T]) -> _T:
+    """Parse a body; an empty one is `{}`. Raises InvalidRequest."""
     try:
         return msgspec.json.decode(body or b"{}", type=of_type)
     except RecursionError as error:

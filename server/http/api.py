@@ -1,128 +1,117 @@
-"""HTTP's endpoints of inference, health and descriptions: from requests to the data plane and back."""
+"""HTTP's endpoints for inference, health and descriptions."""
 
 import asyncio
+
+from aiohttp import hdrs, web
 
 from server.errors import RequestError
 from server.frontend.dataplane import DataPlane
 from server.http import generate
-from server.http.answers import json_response, which
+from server.http.answers import JSON, json_response, model_of
+from server.http.body import read_body
 from server.http.codec import EncodedResponse, decode_request, encode_response, parse_header_length
 from server.http.compression import chosen_encoding, compress
 from server.http.errors import error_response
-from server.http.forms import Forms
-from server.http.message import JSON, Request, Response
 from server.protocol import descriptions
-from server.protocol.model import ModelInfo
 from server.protocol.model_config import config_as_json
-from server.protocol.request import InferRequest, InferResponse
+from server.protocol.request import InferResponse
+from server.protocol.threads import call
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
 _BINARY = "application/octet-stream"
 _QUICK_JSON_BYTES = 64 << 10
-"""JSON up to this is handled on the event loop, well within a millisecond."""
+"""The event loop parses and writes JSON up to this size; threads do the rest."""
 _QUICK_BINARY_BYTES = 4 << 20
 
 
 class InferenceApi:
-    """Every method is a handler, on the event loop's thread."""
+    """Every public method handles one endpoint, on the event loop's thread."""
 
     def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
         self._plane = plane
         self._max_body_bytes = max_body_bytes
-        self._forms = Forms()
 
-    async def live(self, request: Request) -> Response:
+    async def live(self, request: web.Request) -> web.Response:
         return json_response({"live": True})
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self, request: web.Request) -> web.Response:
         reason = self._plane.not_ready()
         return json_response({"ready": True}) if reason is None else error_response(400, reason)
 
-    async def server_metadata(self, request: Request) -> Response:
+    async def server_metadata(self, request: web.Request) -> web.Response:
         return json_response(descriptions.server_metadata(self._plane.extensions))
 
-    async def model_ready(self, request: Request) -> Response:
-        name, version = which(request)
+    async def model_ready(self, request: web.Request) -> web.Response:
+        name, version = model_of(request)
         if not self._plane.is_ready(name, version):
             return error_response(400, "Model version not ready")
         return json_response({"name": name, "ready": True})
 
-    async def model_metadata(self, request: Request) -> Response:
-        return json_response(descriptions.model_metadata(self._plane.registry.find(*which(request)).info))
+    async def model_metadata(self, request: web.Request) -> web.Response:
+        return json_response(descriptions.model_metadata(self._plane.describe(*model_of(request))))
 
-    async def model_config(self, request: Request) -> Response:
-        return json_response(config_as_json(self._plane.config(*which(request))))
+    async def model_config(self, request: web.Request) -> web.Response:
+        return json_response(config_as_json(await self._plane.config(*model_of(request))))
 
-    async def statistics(self, request: Request) -> Response:
-        name, version = request.parameters.get("model"), request.parameters.get("version")
-        return json_response(descriptions.statistics(self._plane.registry.listed(name, version)))
+    async def statistics(self, request: web.Request) -> web.Response:
+        name, version = request.match_info.get("model"), request.match_info.get("version")
+        return json_response(await self._plane.statistics(name, version))
 
-    async def infer(self, request: Request) -> Response:
-        """Refuse what can be refused before the body is read; the rest is decode, queue, execute, encode."""
-        info = self._plane.servable(*which(request))
-        header_length = parse_header_length(request.header(_HEADER_LENGTH))
-        whole = request.whole(min(_QUICK_JSON_BYTES, self._max_body_bytes))
-        if whole is not None:
-            infer_request = await self._decode(whole, header_length, info)
-        else:
-            with self._plane.bodies.share() as share:
-                body = await request.read(self._max_body_bytes, share)
-                infer_request = await self._decode(body, header_length, info)
-                del body  # the tensors hold what they view
-        encoded = await _encode(await self._plane.infer(infer_request, info))
-        return await _infer_response(encoded, request.header(b"accept-encoding"))
+    async def infer(self, request: web.Request) -> web.Response:
+        """Refuse what the head allows to refuse; then read, decode, infer and encode."""
+        info = self._plane.require_ready(*model_of(request))
+        header_length = parse_header_length(request.headers.get(HEADER_LENGTH))
+        regions = self._plane.regions
+        with self._plane.memory.lease() as lease:
+            body = await read_body(request, lease, self._max_body_bytes)
+            json_bytes = len(body) if header_length is None else header_length
+            slow = json_bytes > _QUICK_JSON_BYTES or regions.slow
+            decoded = await call(slow, decode_request, body, header_length, info, regions)
+            encoded = await _encode(await self._plane.infer(decoded, info, lease))
+        return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING))
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: web.Request) -> web.Response:
         """Infer with plain JSON values."""
-        return Response(await self._generate(request), content_type=JSON)
+        return web.Response(body=await self._generate(request), content_type=JSON)
 
-    async def generate_stream(self, request: Request) -> Response:
-        """Send what generate does as the one event of a stream: models here answer once."""
+    async def generate_stream(self, request: web.Request) -> web.Response:
+        """Send the answer of `generate` as a stream of one event, because models here answer once."""
         event = b"data: %b\n\n" % await self._generate(request)
-        return Response(event, content_type="text/event-stream; charset=utf-8")
+        return web.Response(body=event, headers={hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8"})
 
-    async def _generate(self, request: Request) -> bytes:
-        info = self._plane.servable(*which(request))
-        with self._plane.bodies.share() as share:
-            body = await request.read(self._max_body_bytes, share)
-            if len(body) <= _QUICK_JSON_BYTES:
-                decoded = generate.decode_request(body, info, self._plane.regions)
-            else:
-                decoded = await asyncio.to_thread(generate.decode_request, body, info, self._plane.regions)
-        response = await self._plane.infer(decoded, info)
-        return await asyncio.to_thread(generate.encode_response, response)
-
-    async def _decode(self, body: memoryview, header_length: int | None, info: ModelInfo) -> InferRequest:
-        json_bytes = len(body) if header_length is None else header_length
-        if json_bytes <= _QUICK_JSON_BYTES and not self._plane.regions.slow:
-            return decode_request(body, header_length, info, self._plane.regions, self._forms)
-        return await asyncio.to_thread(decode_request, body, header_length, info, self._plane.regions)
+    async def _generate(self, request: web.Request) -> bytes:
+        info = self._plane.require_ready(*model_of(request))
+        with self._plane.memory.lease() as lease:
+            body = await read_body(request, lease, self._max_body_bytes)
+            slow = len(body) > _QUICK_JSON_BYTES
+            decoded = await call(slow, generate.decode_request, body, info, self._plane.regions)
+            response = await self._plane.infer(decoded, info, lease)
+            return await call(_json_bytes(response) > _QUICK_JSON_BYTES, generate.encode_response, response)
 
 
 async def _encode(response: InferResponse) -> EncodedResponse:
-    json_bytes = binary_bytes = 0
-    for output in response.outputs:
-        binary_bytes += output.array.nbytes
-        if not (output.binary or output.window):
-            json_bytes += 8 * output.array.size
+    binary_bytes = sum(output.array.nbytes for output in response.outputs)
+    slow = binary_bytes > _QUICK_BINARY_BYTES or _json_bytes(response, only=True) > _QUICK_JSON_BYTES
     try:
-        if json_bytes <= _QUICK_JSON_BYTES and binary_bytes <= _QUICK_BINARY_BYTES:
-            return encode_response(response)
-        return await asyncio.to_thread(encode_response, response)
+        return await call(slow, encode_response, response)
     except RequestError as error:
         error.of_request(response.id)
         raise
 
 
-async def _infer_response(encoded: EncodedResponse, accept_encoding: str | None) -> Response:
-    headers: dict[str, str] = {}
+def _json_bytes(response: InferResponse, only: bool = False) -> int:
+    """Estimate how much JSON the outputs take; `only` counts those that are to be JSON."""
+    return sum(8 * o.array.size for o in response.outputs if not (only and (o.binary or o.window)))
+
+
+async def _infer_response(encoded: EncodedResponse, accept_encoding: str | None) -> web.Response:
+    headers: dict[str, str] = {hdrs.CONTENT_TYPE: JSON}
     if encoded.header_length is not None:
-        headers[HEADER_LENGTH] = str(encoded.header_length)
+        headers = {hdrs.CONTENT_TYPE: _BINARY, HEADER_LENGTH: str(encoded.header_length)}
     body = encoded.body
     encoding = chosen_encoding(accept_encoding, len(body))
     if encoding is not None:
         body = await asyncio.to_thread(compress, body, encoding)
-        headers["Content-Encoding"] = encoding
-    return Response(body, 200, JSON if encoded.header_length is None else _BINARY, headers)
+        headers[hdrs.CONTENT_ENCODING] = encoding
+    return web.Response(body=body, headers=headers)

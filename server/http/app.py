@@ -1,101 +1,117 @@
-"""The HTTP surface: KServe v2 and Triton's extensions, and how every request is answered."""
+"""The aiohttp applications: KServe v2 with Triton's extensions, and the metrics page."""
 
 import logging
 import uuid
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
 
 from server.errors import RequestError
 from server.frontend.dataplane import DataPlane
 from server.http.answers import json_response
 from server.http.api import InferenceApi
-from server.http.connection import Answer
 from server.http.control import ControlApi
 from server.http.errors import error_response, response_of
-from server.http.guard import guarded
-from server.http.message import Request, Response
 from server.http.openapi import document
-from server.http.routes import Route, Routes
 from server.observe.access import OPEN, Access, Permission
-from server.observe.metrics_page import Metrics
 from server.observe.prometheus import CONTENT_TYPE
 from server.observe.tracing import Tracer
 from server.protocol.descriptions import product_version
 from server.protocol.request_trace import HEADER
 
-_MODELS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:[0-9]+}")
-_TRACEPARENT = HEADER.encode()
+Route = tuple[str, str, Handler]
+"""Method, path and handler."""
 
+_MODELS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:[0-9]+}")
 _log = logging.getLogger("cohabit.http")
 
 
-def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> Answer:
-    """Make what answers the port's requests; a body may take `max_body_bytes`."""
-    return _following(_answering(routes(plane, max_body_bytes, access)), plane.tracer)
-
-
-def routes(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> list[Route]:
-    """List what can be asked of the port. Each handler asks for the token that it needs."""
+def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> web.Application:
+    """Make the application of the HTTP port; a body may take `max_body_bytes`."""
     api, control = InferenceApi(plane, max_body_bytes), ControlApi(plane)
-    return [
-        *_guarded((*_inference(api), *_listings(control), _described(access)), access, Permission.INFERENCE),
-        *_guarded(_health(api), access, Permission.HEALTH),
-        *_guarded(_control(control), access, Permission.CONTROL),
-    ]
+    app = web.Application(middlewares=[_traced(plane.tracer)])
+    _add(app, access, Permission.INFERENCE, (*_inference(api), *_listings(control), _document(access)))
+    _add(app, access, Permission.HEALTH, _health(api))
+    _add(app, access, Permission.CONTROL, _control(control))
+    return app
 
 
-def make_metrics_app(metrics: Metrics, access: Access = OPEN) -> Answer:
-    async def answer(request: Request) -> Response:
-        return Response(await metrics.text(), content_type=CONTENT_TYPE)
+def make_metrics_app(plane: DataPlane, access: Access = OPEN) -> web.Application:
+    """Make the application of the metrics port."""
 
-    return _answering(_guarded([("GET", "/metrics", answer)], access, Permission.METRICS))
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=await plane.metrics(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+    app = web.Application(middlewares=[_answered])
+    _add(app, access, Permission.METRICS, [("GET", "/metrics", metrics)])
+    return app
 
 
-def _guarded(routes: Iterable[Route], access: Access, permission: Permission) -> Iterator[Route]:
+def _add(app: web.Application, access: Access, permission: Permission, routes: Iterable[Route]) -> None:
     for method, path, handler in routes:
-        yield method, path, guarded(handler, access, permission)
+        guarded = _guarded(handler, access, permission)
+        app.router.add_route(method, path, guarded, expect_handler=_read_body_continues)
 
 
-def _answering(routes: Iterable[Route]) -> Answer:
-    """Route requests, and answer every error as `{"error": ...}`."""
-    found = Routes(routes)
-
-    async def answer(request: Request) -> Response:
-        try:
-            target = found.find(request.method, request.target)
-            request.parameters = target.parameters
-            return await target.handler(request)
-        except RequestError as error:
-            return response_of(error)
-        except Exception:  # what nobody foresaw is logged under an id that the client gets
-            incident = uuid.uuid4().hex[:12]
-            fields = {"incident": incident, "path": request.target.decode("latin-1")}
-            _log.exception("internal error", extra={"fields": fields})
-            return error_response(500, f"internal error {incident}; the server's log has the details")
-
-    return answer
+async def _read_body_continues(request: web.Request) -> None:
+    """Leave 100 Continue to `read_body`, so that a request that is refused gets its answer instead."""
 
 
-def _following(answer: Answer, tracer: Tracer) -> Answer:
-    """Read the caller's traceparent and answer with ours. Nothing else is done for others."""
+def _guarded(handler: Handler, access: Access, permission: Permission) -> Handler:
+    """Check the caller's token before a handler runs."""
+    if permission in access.open:
+        return handler
 
-    async def follow(request: Request) -> Response:
-        traceparent = request.header(_TRACEPARENT)
+    async def guard(request: web.Request) -> web.StreamResponse:
+        access.require(request.headers.get(hdrs.AUTHORIZATION), permission)
+        return await handler(request)
+
+    return guard
+
+
+@web.middleware
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error as `{"error": ...}`."""
+    try:
+        response = await handler(request)
+    except RequestError as error:
+        response = response_of(error)
+    except web.HTTPException as error:
+        allow: dict[str, str] | None = {hdrs.ALLOW: error.headers[hdrs.ALLOW]} if hdrs.ALLOW in error.headers else None
+        response = error_response(error.status, error.reason, allow)
+    except web.RequestPayloadError as error:
+        response = error_response(400, f"the request body could not be read: {error}")
+    except Exception:  # the log and the client get the same id for an unexpected error
+        incident = uuid.uuid4().hex[:12]
+        _log.exception("internal error", extra={"fields": {"incident": incident, "path": request.path}})
+        response = error_response(500, f"internal error {incident}; the server's log has the details")
+    if hdrs.EXPECT in request.headers and not request.content.is_eof():
+        response.force_close()  # the client may or may not send the body after this answer
+    return response
+
+
+def _traced(tracer: Tracer) -> Middleware:
+    """Continue the caller's trace, and answer its traceparent with ours."""
+
+    @web.middleware
+    async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
+        traceparent = request.headers.get(HEADER)
+        if traceparent is None and not tracer.follows_all:
+            return await _answered(request, handler)
         with tracer.request(traceparent) as trace:
-            response = await answer(request)
+            response = await _answered(request, handler)
         if traceparent is not None:
-            response.headers = {**response.headers, HEADER: trace.context.header}
+            response.headers[HEADER] = trace.context.header
         return response
 
-    def choose(request: Request) -> Awaitable[Response]:
-        return follow(request) if _TRACEPARENT in request.headers or tracer.follows_all else answer(request)
-
-    return choose
+    return traced
 
 
-def _described(access: Access) -> Route:
+def _document(access: Access) -> Route:
     written = document(product_version(), access)
 
-    async def answer(request: Request) -> Response:
+    async def answer(request: web.Request) -> web.Response:
         return json_response(written)
 
     return "GET", "/v2/openapi.json", answer
@@ -107,7 +123,7 @@ def _health(api: InferenceApi) -> Iterator[Route]:
 
 
 def _inference(api: InferenceApi) -> Iterator[Route]:
-    """What comes first is found first."""
+    """Inference first: aiohttp tries the routes of a prefix in this order."""
     for model in _MODELS:
         yield "POST", f"{model}/infer", api.infer
     yield "GET", "/v2", api.server_metadata

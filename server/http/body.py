@@ -1,198 +1,137 @@
-"""One request's body: bytes as they come, limits on their number and on patience, gzip and deflate undone."""
+"""Receiving and decompressing request bodies, bounded in size and in time."""
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from typing import Protocol
 
-import numpy as np
+from aiohttp import StreamReader, hdrs, web
 
-from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, RequestError, UnknownEncoding
-from server.protocol.body_memory import Share
-from server.protocol.patience import patience_s
+from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
 
-READ_AHEAD_BYTES = 256 << 10
-"""Of a body that nobody has asked for yet; its client has to wait with the rest."""
+PATIENCE_S = 30.0
+LEAST_BYTES_PER_S = 4096
+"""The average rate that a client must keep after the first `PATIENCE_S`."""
 
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 _IDENTITY = frozenset({"", "identity"})
+_FIRST_BYTES = 64 << 10
+"""The first block of a body of unknown length."""
+_PIECE_BYTES = 256 << 10
+"""Input of one call of zlib, which runs on a thread."""
+_INFLATED_BYTES = 1 << 20
+"""Most output of one call of zlib."""
 
 
-class Body:
-    """Written by the connection, read by one handler. Belongs to the event loop's thread.
+class Allocator(Protocol):
+    """Where bodies are stored: a lease of the request memory, or the heap."""
 
-    A body whose length is known is received where it stays, so that tensors are views of what the kernel wrote.
+    def allocate(self, nbytes: int) -> memoryview:
+        """Return writable bytes. Raises Overloaded if there is no room."""
+        ...
+
+    def free(self, view: memoryview) -> None:
+        """Give back one block that `allocate` returned."""
+        ...
+
+
+class Heap:
+    """The process's own memory, for the small bodies of control calls."""
+
+    def allocate(self, nbytes: int) -> memoryview:
+        return memoryview(bytearray(nbytes))
+
+    def free(self, view: memoryview) -> None:
+        pass
+
+
+async def read_body(request: web.Request, memory: Allocator, limit_bytes: int) -> memoryview:
+    """Receive a body into `memory`, and decompress it there.
+
+    A client that expects 100 Continue gets it first. Raises PayloadTooLarge, Overloaded, ClientTooSlow,
+    UnknownEncoding or InvalidRequest.
     """
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
+    if encoding not in _IDENTITY and encoding not in _WINDOW_BITS:
+        raise UnknownEncoding(encoding[:40])
+    length = request.content_length or 0
+    if length > limit_bytes:
+        raise PayloadTooLarge(f"the request body of {length} bytes", limit_bytes)
+    body = _Buffer(memory, limit_bytes, "the request body", length)
+    if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # aiohttp takes an answer to be begun where this is not zero
+    await _receive(request.content, body)
+    if encoding in _IDENTITY or not body.nbytes:
+        return body.view
+    inflated = _Buffer(memory, limit_bytes, "the inflated request body")
+    await _inflate(body.view, encoding, inflated)
+    body.free()
+    return inflated.view
 
-    __slots__ = (
-        "_buffer",
-        "_chunks",
-        "_error",
-        "_limit_bytes",
-        "_on_change",
-        "_share",
-        "_waiter",
-        "complete",
-        "length",
-        "nbytes",
-        "unwanted",
-    )
 
-    def __init__(self, length: int | None, most_bytes: int, on_change: Callable[[], None]) -> None:
-        """Expect `length` bytes, or chunks; `on_change` is called when more or less is wanted than before."""
-        self.length = length
+class _Buffer:
+    """A block that is moved to a larger one when it is full."""
+
+    def __init__(self, memory: Allocator, limit_bytes: int, what: str, capacity: int = 0) -> None:
+        self._memory = memory
+        self._limit_bytes = limit_bytes
+        self._what = what
+        self._block = memory.allocate(capacity)
         self.nbytes = 0
-        """Received so far."""
-        self.complete = False
-        self.unwanted = length is not None and length > most_bytes
-        """Whether what comes is thrown away."""
-        self._on_change = on_change
-        self._buffer: memoryview | None = None
-        """Of a body of known length."""
-        self._chunks = bytearray()
-        self._share: Share | None = None
-        self._limit_bytes = most_bytes
-        self._error: RequestError | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def wants_more(self) -> bool:
-        """Whether more should be received now."""
-        return self._share is not None or self.unwanted or self.nbytes < READ_AHEAD_BYTES
+    def view(self) -> memoryview:
+        return self._block[: self.nbytes]
 
-    def room(self) -> memoryview:
-        """Where the next bytes of a body of known length go. The memory is taken as bytes are written to it."""
-        assert self.length is not None
-        if self._buffer is None:
-            self._buffer = np.empty(self.length, np.uint8).data
-        room = self._buffer[self.nbytes :]
-        return room[:READ_AHEAD_BYTES] if self._share is None else room
+    def append(self, data: bytes) -> None:
+        """Raises PayloadTooLarge beyond the limit, and Overloaded."""
+        end = self.nbytes + len(data)
+        if end > self._limit_bytes:
+            raise PayloadTooLarge(self._what, self._limit_bytes)
+        if end > len(self._block):
+            self._grow(end)
+        self._block[self.nbytes : end] = data
+        self.nbytes = end
 
-    def add(self, data: bytes) -> None:
-        """Take bytes that were received elsewhere."""
-        if self.unwanted:
-            self.nbytes += len(data)
-            return
-        if self.length is None:
-            self._chunks += data
-        elif len(data) == self.length:
-            self._buffer = memoryview(data)
-        else:
-            self.room()[: len(data)] = data
-        self.received(len(data))
+    def free(self) -> None:
+        self._memory.free(self._block)
 
-    def received(self, nbytes: int) -> None:
-        """Hear that so many bytes have been written to `room`, or thrown away."""
-        self.nbytes += nbytes
-        if self._share is not None:
-            self._account(nbytes)
-
-    def end(self) -> None:
-        """Hear that this was all of it."""
-        self.complete = True
-        self._wake()
-
-    def fail(self, error: RequestError) -> None:
-        """Have `read` raise this."""
-        self._error, self._share = error, None
-        self._wake()
-
-    def discard(self) -> None:
-        """Throw away what has come and what still comes."""
-        self.unwanted = True
-        self._buffer, self._chunks = None, bytearray()
-        self._on_change()
-
-    def whole(self, most_bytes: int) -> memoryview | None:
-        """All of it, if it has come without a fault and has at most so many bytes."""
-        if self._buffer is None or not self.complete or self._error is not None or self.nbytes > most_bytes:
-            return None
-        return self._buffer
-
-    async def read(self, limit_bytes: int, share: Share) -> memoryview:
-        """Wait for all of it, counted by `share`. Raises PayloadTooLarge, Overloaded or ClientTooSlow."""
-        if self.length is not None and self.length > limit_bytes:
-            raise PayloadTooLarge(f"the request body of {self.length} bytes", limit_bytes)
-        self._limit_bytes, self._share = limit_bytes, share
-        self._account(self.nbytes)
-        if not (self.complete or self._error):
-            self._on_change()
-            share.expect(1)
-            try:
-                await self._wait()
-            finally:
-                share.expect(-1)
-        self._share = None
-        if self._error is not None:
-            raise self._error
-        return memoryview(self._chunks) if self._buffer is None else self._buffer
-
-    async def wait_for_end(self, seconds: float) -> None:
-        """Wait until nothing more comes, though no longer than this."""
-        if not self.complete:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._waiter], timeout=seconds)
-
-    async def _wait(self) -> None:
-        """Wait until it is complete or has failed; the longer, the more bytes have come."""
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        started_s = loop.time()
-        end_s = started_s + patience_s(self.nbytes)
-        while not self._waiter.done():
-            if loop.time() >= end_s:
-                self.fail(ClientTooSlow(self.nbytes, loop.time() - started_s))
-                return
-            await asyncio.wait([self._waiter], timeout=end_s - loop.time())
-            end_s = started_s + patience_s(self.nbytes)
-
-    def _account(self, nbytes: int) -> None:
-        assert self._share is not None
-        if self.nbytes > self._limit_bytes:
-            self.fail(PayloadTooLarge("the request body", self._limit_bytes))
-            return
-        try:
-            self._share.take(nbytes)
-        except RequestError as error:
-            self.fail(error)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _grow(self, needed: int) -> None:
+        larger = self._memory.allocate(min(max(_FIRST_BYTES, 2 * len(self._block), needed), self._limit_bytes))
+        larger[: self.nbytes] = self.view
+        self.free()
+        self._block = larger
 
 
-async def inflated(body: memoryview, encoding: str | None, limit_bytes: int, share: Share) -> memoryview:
-    """Undo a Content-Encoding that has been checked. Raises PayloadTooLarge, Overloaded or InvalidRequest."""
-    coding = _coding(encoding)
-    if coding in _IDENTITY or not body:
-        return body
-    whole = await asyncio.to_thread(_inflate, body, coding, limit_bytes)
-    share.take(len(whole))
-    return memoryview(whole)
-
-
-def check_encoding(encoding: str | None) -> None:
-    """Raise UnknownEncoding for a Content-Encoding that is none of ours."""
-    coding = _coding(encoding)
-    if coding not in _IDENTITY and coding not in _WINDOW_BITS:
-        raise UnknownEncoding(coding[:40])
-
-
-def _coding(encoding: str | None) -> str:
-    return (encoding or "").strip().lower()
-
-
-def _inflate(body: memoryview, encoding: str, limit_bytes: int) -> bytearray:
-    inflater = zlib.decompressobj(_WINDOW_BITS[encoding])
+async def _receive(content: StreamReader, body: _Buffer) -> None:
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
     try:
-        whole = bytearray(inflater.decompress(body, limit_bytes + 1))
+        async with asyncio.timeout(PATIENCE_S) as timeout:
+            while not content.at_eof():
+                chunk, _ = await content.readchunk()
+                body.append(chunk)
+                timeout.reschedule(started_s + PATIENCE_S + body.nbytes / LEAST_BYTES_PER_S)
+    except TimeoutError as error:
+        raise ClientTooSlow(body.nbytes, loop.time() - started_s) from error
+
+
+async def _inflate(data: memoryview, encoding: str, body: _Buffer) -> None:
+    inflater = zlib.decompressobj(_WINDOW_BITS[encoding])
+    start = 0
+    try:
+        while start < len(data) and not inflater.eof:
+            piece: memoryview | bytes = data[start : start + _PIECE_BYTES]
+            start += len(piece)
+            inflated = b""
+            while piece or len(inflated) == _INFLATED_BYTES:
+                inflated = await asyncio.to_thread(inflater.decompress, piece, _INFLATED_BYTES)
+                body.append(inflated)
+                piece = inflater.unconsumed_tail
     except zlib.error as error:
         raise InvalidRequest(f"the request body is not {encoding}: {error}") from error
-    if len(whole) > limit_bytes:
-        raise PayloadTooLarge("the inflated request body", limit_bytes)
     if not inflater.eof:
         raise InvalidRequest(f"the request body is not {encoding}: it ends too early")
-    if inflater.unused_data:
-        raise InvalidRequest(
-            f"the request body is not {encoding}: {len(inflater.unused_data)} bytes follow its end"
-        )
-    return whole
+    surplus = len(inflater.unused_data) + len(data) - start
+    if surplus:
+        raise InvalidRequest(f"the request body is not {encoding}: {surplus} bytes follow its end")

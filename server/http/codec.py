@@ -1,15 +1,13 @@
-"""KServe v2 inference over HTTP: JSON with the binary tensor extension, to and from requests and responses."""
+"""The codec of inference over HTTP: KServe v2's JSON with the binary tensor extension."""
 
 import json
 import math
 import re
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from server.errors import InvalidRequest, RequestError
-from server.http.forms import LONGEST_BYTES, Forms
 from server.protocol.datatypes import BYTES, DTYPES
 from server.protocol.matching import check_size, fit, unsigned, window_of
 from server.protocol.model import Array, ModelInfo
@@ -37,7 +35,6 @@ class EncodedResponse(msgspec.Struct, frozen=True):
     header_length: int | None
 
 
-@lru_cache(maxsize=1024)
 def parse_header_length(text: str | None) -> int | None:
     """Read Inference-Header-Content-Length. Raises InvalidRequest for anything but a number of bytes."""
     if text is None:
@@ -47,12 +44,10 @@ def parse_header_length(text: str | None) -> int | None:
     return int(text)
 
 
-def decode_request(
-    body: memoryview, header_length: int | None, info: ModelInfo, regions: Regions, forms: Forms | None = None
-) -> InferRequest:
+def decode_request(body: memoryview, header_length: int | None, info: ModelInfo, regions: Regions) -> InferRequest:
     """Turn a request's body into tensors that fit the model; binary ones are views of `body`.
 
-    `forms` remembers what was read before. Raises RequestError, with the client's id in front.
+    Raises RequestError, with the client's id in front.
     """
     if not body:
         raise InvalidRequest(f"the request for model '{info.name}' has an empty body")
@@ -63,20 +58,8 @@ def decode_request(
             f"Inference-Header-Content-Length is {header_length}, but the body has only {len(body)} bytes"
         )
     json_length = len(body) if header_length is None else header_length
-    if forms is None or header_length is None or header_length > LONGEST_BYTES:
-        return _fitted(_parse(body[:json_length]), body[json_length:], info, regions)
-    head = bytes(body[:json_length])
-    known = forms.request(head, body, info)
-    if known is not None:
-        return known
-    message = _parse(head)
-    request = _fitted(message, body[json_length:], info, regions)
-    forms.remember(head, message, request, info)
-    return request
-
-
-def _fitted(message: RequestBody, binary: memoryview, info: ModelInfo, regions: Regions) -> InferRequest:
-    tail = _Tail(binary, regions)
+    message = _parse(body[:json_length])
+    tail = _Tail(body[json_length:], regions)
     try:
         request = fit(message, info, regions, tail.read)
         tail.check_end(info)
@@ -87,11 +70,9 @@ def _fitted(message: RequestBody, binary: memoryview, info: ModelInfo, regions: 
 
 
 def encode_response(response: InferResponse) -> EncodedResponse:
-    """Write JSON, followed by the binary tensors if there are any; what goes to shared memory is written there."""
-    if response.id is None and (encoded := _encode_binary(response)) is not None:
-        return encoded
+    """Write JSON, followed by the binary tensors if there are any; outputs in shared memory are written there."""
     described: list[OutputBody] = []
-    tail: list[bytes] = []
+    tail: list[bytes | memoryview] = []
     for output in response.outputs:
         binary = to_binary(output.array, output.tensor.datatype) if output.binary or output.window else None
         described.append(_output_body(output, binary))
@@ -99,37 +80,12 @@ def encode_response(response: InferResponse) -> EncodedResponse:
             output.window.write(memoryview(binary))
         elif binary is not None:
             tail.append(binary)
-    header = _header(response.id, response.model, response.version, described)
+    body = ResponseBody(response.model, str(response.version), described, response.id or msgspec.UNSET)
+    header = encoder.encode(body)
     return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
 
 
-def _header(request_id: str | None, model: str, version: int, outputs: list[OutputBody]) -> bytes:
-    body = ResponseBody(model, str(version), outputs, request_id or msgspec.UNSET)
-    return encoder.encode(body)
-
-
-@lru_cache(maxsize=1024)
-def _binary_header(model: str, version: int, outputs: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> bytes:
-    """What stands in front of outputs that are all bytes; each is a name, a datatype, a shape and a length."""
-    bodies = [OutputBody(name, kind, shape, {"binary_data_size": size}) for name, kind, shape, size in outputs]
-    return _header(None, model, version, bodies)
-
-
-def _encode_binary(response: InferResponse) -> EncodedResponse | None:
-    """If all outputs are bytes in the answer: what stands in front of them is remembered."""
-    described, tail = [], []
-    for output in response.outputs:
-        if output.window is not None or not output.binary:
-            return None
-        tensor = output.tensor
-        binary = to_binary(output.array, tensor.datatype)
-        tail.append(binary)
-        described.append((tensor.name, tensor.datatype, output.array.shape, len(binary)))
-    header = _binary_header(response.model, response.version, tuple(described))
-    return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
-
-
-def _output_body(output: OutputTensor, binary: bytes | None) -> OutputBody:
+def _output_body(output: OutputTensor, binary: bytes | memoryview | None) -> OutputBody:
     body = OutputBody(output.tensor.name, output.tensor.datatype, output.array.shape)
     if output.window is not None:
         window = output.window
@@ -144,7 +100,7 @@ def _output_body(output: OutputTensor, binary: bytes | None) -> OutputBody:
 
 
 class _Tail:
-    """The bytes behind the JSON: binary inputs, one after the other."""
+    """The binary inputs, which follow the JSON one after the other."""
 
     def __init__(self, binary: memoryview, regions: Regions) -> None:
         self._binary = binary
@@ -152,7 +108,7 @@ class _Tail:
         self._offset = 0
 
     def read(self, body: InputBody) -> Array:
-        """Read one input from where its description says that it is."""
+        """Read one input from the JSON, the tail or shared memory, as its description says."""
         where = f"input '{body.name}'"
         size = unsigned(body.parameters, "binary_data_size", where) if body.parameters else None
         window = window_of(body.parameters, self._regions, where) if body.parameters else None
@@ -188,7 +144,7 @@ class _Tail:
         return self._binary[start : start + size]
 
 
-def _parse(header: memoryview | bytes) -> RequestBody:
+def _parse(header: memoryview) -> RequestBody:
     try:
         return request_decoder.decode(header)
     except msgspec.ValidationError as error:
@@ -204,8 +160,8 @@ def _parse(header: memoryview | bytes) -> RequestBody:
         raise InvalidRequest(f"failed to parse the request JSON: {error}") from error
 
 
-def _input_with_constant(header: memoryview | bytes) -> str | None:
-    """Name the input whose data has a bare NaN or Infinity; such JSON does not parse, so it is read leniently."""
+def _input_with_constant(header: memoryview) -> str | None:
+    """Name the input whose data has a bare NaN or Infinity, which msgspec does not parse and `json` does."""
     if len(header) > _EXPLAINED_BYTES:
         return None
     constant = object()
@@ -221,7 +177,7 @@ def _contains(data: Any, wanted: object) -> bool:
 
 
 def _raw_request(body: memoryview, info: ModelInfo, regions: Regions) -> InferRequest:
-    """A body that is nothing but the only input's bytes; its batch follows from its size."""
+    """Read a body that is the bytes of the only input; its size gives the batch."""
     if len(info.inputs) != 1:
         raise InvalidRequest(
             f"a raw binary request (Inference-Header-Content-Length: 0) needs a model with one input; model"

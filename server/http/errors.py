@@ -1,12 +1,12 @@
-"""The one table from domain errors to HTTP, and the JSON form of every error."""
+"""The table of HTTP statuses for domain errors, and the JSON form of every error."""
 
 import math
 from collections.abc import Mapping
 
 import msgspec
+from aiohttp import web
 
 from server import errors
-from server.http.message import JSON, Response
 
 STATUS: Mapping[type[errors.RequestError], int] = {
     errors.Unauthenticated: 401,
@@ -30,11 +30,12 @@ STATUS: Mapping[type[errors.RequestError], int] = {
 }
 
 
-def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode({"error": message}), status, JSON, headers or {})
+def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = msgspec.json.encode({"error": message})
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
-def response_of(error: errors.RequestError) -> Response:
+def response_of(error: errors.RequestError) -> web.Response:
     return error_response(status_of(error), str(error), _headers_of(error))
 
 
@@ -43,7 +44,7 @@ def status_of(error: errors.RequestError) -> int:
 
 
 def _headers_of(error: errors.RequestError) -> Mapping[str, str] | None:
-    """What a client can do about it, besides the words."""
+    """Return the headers that tell a client what to do next."""
     match error:
         case errors.Unauthenticated():
             reason = ', error="invalid_token"' if error.wrong_token else ""

@@ -1,4 +1,4 @@
-"""Triton's generate extension: inputs by name as plain JSON values, outputs the same way."""
+"""Triton's generate extension: inputs and outputs are plain JSON values by name."""
 
 import re
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from server.errors import InvalidRequest, RequestError, Unsupported
+from server.http.answers import parse_json
 from server.protocol.datatypes import BINARY_ONLY
 from server.protocol.matching import fit
 from server.protocol.model import Array, ModelInfo, TensorSpec
@@ -21,10 +22,10 @@ _OPENING = re.compile(rb"[\s\[]*")
 def decode_request(body: memoryview, info: ModelInfo, regions: Regions) -> InferRequest:
     """Turn `{"input": value, ...}` into a request of one sample. Raises RequestError, with the client's id in front.
 
-    A value stands for a tensor of one element; an array is nested like the model's shape, with or without the batch.
-    Keys that are no inputs are parameters.
+    A value is a tensor of one element. An array is nested like the model's shape, with or without the batch. Other
+    keys are parameters.
     """
-    given = _read(body)
+    given = parse_json(body, dict[str, msgspec.Raw])
     request_id = _typed(given.pop("id", msgspec.Raw(b'""')), str, "id")
     parameters = _typed(given.pop("parameters", msgspec.Raw(b"{}")), Parameters, "parameters")
     try:
@@ -39,7 +40,7 @@ def decode_request(body: memoryview, info: ModelInfo, regions: Regions) -> Infer
 
 
 def encode_response(response: InferResponse) -> bytes:
-    """Write outputs by name, flat; of one element, as a plain value."""
+    """Write outputs by name: flat arrays, or a plain value for one element. Raises Unsupported."""
     written: dict[str, Any] = {"id": response.id} if response.id else {}
     written |= {"model_name": response.model, "model_version": str(response.version)}
     for output in response.outputs:
@@ -52,15 +53,6 @@ def encode_response(response: InferResponse) -> bytes:
     return msgspec.json.encode(written)
 
 
-def _read(body: memoryview) -> dict[str, msgspec.Raw]:
-    try:
-        return msgspec.json.decode(body or b"{}", type=dict[str, msgspec.Raw])
-    except RecursionError as error:
-        raise InvalidRequest("failed to parse the request JSON: it is nested too deeply") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"failed to parse the request JSON: {error}") from error
-
-
 def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
     try:
         return msgspec.json.decode(raw, type=of_type)
@@ -69,7 +61,7 @@ def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
 
 
 def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody:
-    """Give a value the shape that its nesting says, the batch of one in front where it is left out."""
+    """Give a value the shape of its nesting; a batch of one is added where it is left out."""
     shape = info.wire_shape(tensor)
     depth = _depth(raw)
     if depth == 0:
@@ -86,7 +78,7 @@ def _depth(raw: msgspec.Raw) -> int:
 
 
 def _nested_shape(raw: msgspec.Raw, depth: int) -> list[int]:
-    """How long the first array of each level is; that the others agree is checked with the values."""
+    """Return the length of each level's first array; the decoder checks the others."""
     shape = []
     for _ in range(depth):
         items = msgspec.json.decode(raw, type=list[msgspec.Raw])

@@ -1,4 +1,4 @@
-"""A tensor's data on the wire, by datatype: little-endian bytes or JSON, to and from numpy."""
+"""Tensor data on the wire, by datatype: little-endian bytes or JSON, to and from numpy."""
 
 import math
 from collections.abc import Sequence
@@ -38,11 +38,11 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
     return json_numbers.decode(memoryview(data), name, datatype, shape)
 
 
-def to_binary(array: Array, datatype: str) -> bytes:
+def to_binary(array: Array, datatype: str) -> bytes | memoryview:
+    """Return a tensor's bytes: a view of the array where it lies in one piece and has the type already."""
     if datatype == BYTES:
         return strings.to_binary(array)
-    dtype = DTYPES[datatype]
-    return (array if array.dtype == dtype else array.astype(dtype)).tobytes()
+    return np.ascontiguousarray(array, DTYPES[datatype]).reshape(-1).view(np.uint8).data
 
 
 def to_json(array: Array) -> msgspec.Raw:

@@ -1,0 +1,105 @@
+"""gRPC method handlers: tokens, decoding, patience and statuses around the calls of a service."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+from grpc import StatusCode
+from tritonclient.grpc.service_pb2 import ModelInferRequest
+
+from server.grpc.errors import CallRefused, status_of
+from server.observe.access import Access, Permission
+
+MESSAGE_S = 120.0
+"""How long the message of a unary call may take; grpc.aio does not say how much of it has arrived."""
+
+_HEALTH_CALLS = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
+_CONTROL_CALLS = frozenset(
+    {
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+        "SystemSharedMemoryRegister",
+        "SystemSharedMemoryUnregister",
+        "CudaSharedMemoryRegister",
+        "CudaSharedMemoryUnregister",
+        "TraceSetting",
+        "LogSettings",
+    }
+)
+
+
+def service_handler(service: Any, calls: object, access: Access) -> grpc.GenericRpcHandler:
+    """Serve a service, given by its descriptor, with the functions of `calls`, named as its methods in snake case.
+
+    A function takes the message and the call's context; ModelInferRequest is left as bytes. It returns the answer, or
+    is an asynchronous generator of answers. A client-streaming function takes an iterator of messages.
+    """
+    return grpc.method_handlers_generic_handler(
+        service.full_name, {method.name: _method_handler(method, calls, access) for method in service.methods}
+    )
+
+
+def permission_of(call: str) -> Permission:
+    if call in _HEALTH_CALLS:
+        return Permission.HEALTH
+    return Permission.CONTROL if call in _CONTROL_CALLS else Permission.INFERENCE
+
+
+def metadata_of(context: Any, name: str) -> str | None:
+    return next((value for key, value in context.invocation_metadata() or () if key == name), None)
+
+
+def _method_handler(method: Any, calls: object, access: Access) -> grpc.RpcMethodHandler:
+    """Make a handler that gets a call as soon as its head has come, before any message.
+
+    On the wire a unary request is a stream of one message, so every handler is a streaming one.
+    """
+    function: Callable[..., Any] = getattr(calls, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
+    request_type, write = GetMessageClass(method.input_type), GetMessageClass(method.output_type).SerializeToString
+    read = None if request_type is ModelInferRequest else request_type.FromString
+    permission = permission_of(method.name)
+
+    async def request_of(requests: Any, context: Any) -> Any:
+        if permission not in access.open:
+            access.require(metadata_of(context, "authorization"), permission)
+        return requests if method.client_streaming else await _message(context)
+
+    async def unary(requests: Any, context: Any) -> Any:
+        try:
+            return await function(await request_of(requests, context), context)
+        except Exception as error:
+            await _abort(context, error, method.name)
+
+    async def stream(requests: Any, context: Any) -> None:
+        try:
+            async with aclosing(function(await request_of(requests, context), context)) as answers:
+                async for answer in answers:
+                    await context.write(answer)
+        except Exception as error:
+            await _abort(context, error, method.name)
+
+    if method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(stream, read, write)
+    return grpc.stream_unary_rpc_method_handler(unary, read, write)
+
+
+async def _message(context: Any) -> Any:
+    """Receive the one message of a unary call."""
+    try:
+        async with asyncio.timeout(MESSAGE_S):
+            message = await context.read()
+    except TimeoutError as error:
+        text = f"the request did not arrive within {MESSAGE_S:g} s"
+        raise CallRefused(StatusCode.DEADLINE_EXCEEDED, text) from error
+    if message is grpc.aio.EOF:
+        raise CallRefused(StatusCode.INTERNAL, "the call ended without a message")
+    return message
+
+
+async def _abort(context: Any, error: Exception, call: str) -> None:
+    status = status_of(error, call)
+    await context.abort(status.code, status.message, status.metadata)

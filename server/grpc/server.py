@@ -1,0 +1,118 @@
+"""The gRPC port: grpc.aio's server with inference, health and reflection."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from tritonclient.grpc import service_pb2
+
+from server.errors import ConfigError
+from server.frontend.dataplane import DataPlane
+from server.grpc.api import InferenceCalls
+from server.grpc.handlers import service_handler
+from server.grpc.health import HealthCalls
+from server.observe.access import OPEN, Access
+from server.protocol.listening import TlsFiles, address_of, without_covered
+
+_FLAG = "--grpc-port"
+_MOST_CALLS = 4096
+"""Calls under way together; more are answered RESOURCE_EXHAUSTED."""
+_MESSAGE_ALLOWANCE_BYTES = 1 << 20
+"""What a message may have besides the tensors that `max_body_bytes` is about."""
+_HANDSHAKE_MS = 20_000
+_PING_INTERVAL_MS = 5_000
+_PING_TIMEOUT_MS = 20_000
+
+
+class GrpcServer:
+    """The gRPC port. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        access: Access = OPEN,
+        *,
+        max_body_bytes: int,
+        max_connections: int,
+        keep_alive_s: float = 75.0,
+        max_connection_age_s: float | None = None,
+        tls: TlsFiles | None = None,
+        reuse_port: bool = False,
+    ) -> None:
+        """`keep_alive_s` is when an idle connection is checked by a ping.
+
+        A connection over its age takes no more calls, and ends with those that are under way.
+        """
+        self._plane = plane
+        self._access = access
+        self._tls = tls
+        self._unix: Path | None = None
+        self._server: grpc.aio.Server | None = None
+        self._options = [
+            ("grpc.max_receive_message_length", max_body_bytes + _MESSAGE_ALLOWANCE_BYTES),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.keepalive_time_ms", round(keep_alive_s * 1e3)),
+            ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MS),
+            ("grpc.http2.max_ping_strikes", 0),
+        ]
+        if max_connection_age_s is not None:
+            self._options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1e3)))
+
+    async def start(self, hosts: Sequence[str], port: int, unix: Path | None = None) -> str:
+        """Listen, and return the first host with its port.
+
+        Port 0 takes a free port, the same one on every host. The Unix socket has no TLS. Raises ConfigError for an
+        address that cannot be had, and for TLS files that cannot be used.
+        """
+        credentials = None if self._tls is None else self._tls.grpc_credentials()
+        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=_MOST_CALLS)
+        self._server = server
+        inference = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"]
+        described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+        names = [service.full_name for service in (inference, health, described)]
+        reflected = reflection.aio.ReflectionServicer(names)
+        reflection_calls = SimpleNamespace(server_reflection_info=reflected.ServerReflectionInfo)
+        server.add_generic_rpc_handlers(
+            (
+                service_handler(inference, InferenceCalls(self._plane), self._access),
+                service_handler(health, HealthCalls(self._plane), self._access),
+                service_handler(described, reflection_calls, self._access),
+            )
+        )
+        for host in without_covered(hosts):
+            port = _listen(server, address_of(host, port), credentials)
+        if unix is not None:
+            _listen(server, f"unix:{unix}", None)
+            self._unix = unix
+        await server.start()
+        return address_of(hosts[0], port)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give those under way this long, then cancel them."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._unix is not None:
+            self._unix.unlink(missing_ok=True)
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Return the port. Raises ConfigError."""
+    try:
+        if credentials is None:
+            port: int = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(f"{_FLAG}: cannot listen on {address}: {error}") from error
+    if port == 0:
+        raise ConfigError(f"{_FLAG}: cannot listen on {address}")
+    return port

@@ -1,0 +1,146 @@
+"""The HTTP and metrics ports: aiohttp's server with bounded connections, TLS and Unix sockets."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+
+from server.errors import ConfigError
+from server.frontend.dataplane import DataPlane
+from server.http.app import make_app, make_metrics_app
+from server.http.errors import error_response
+from server.observe.access import OPEN, Access
+from server.protocol.listening import TlsFiles, open_sockets, url_of
+
+KEEP_ALIVE_S = 75.0
+_READ_AHEAD_BYTES = 256 << 10
+"""How much of a body may wait to be read before its client is paused."""
+_BACKLOG = 512
+_MOST_ERROR_CHARACTERS = 300
+
+_log = logging.getLogger("cohabit.http")
+
+
+class AppServer:
+    """Serves one application on any number of addresses. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        app: web.Application,
+        *,
+        max_connections: int,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        tls: TlsFiles | None = None,
+        reuse_port: bool = False,
+    ) -> None:
+        """`keep_alive_s` bounds how long a connection may be without a whole request head."""
+        self._max_connections = max_connections
+        self._tls = tls
+        self._reuse_port = reuse_port
+        self._options: dict[str, Any] = {
+            "access_log": None,
+            "auto_decompress": False,
+            "keepalive_timeout": keep_alive_s,
+            "read_bufsize": _READ_AHEAD_BYTES,
+        }
+        self._runner = web.AppRunner(app, handler_cancellation=True, **self._options)
+        self._listening: list[asyncio.Server] = []
+        self._unix: Path | None = None
+
+    async def start(self, hosts: Sequence[str], port: int, unix: Path | None, flag: str) -> str:
+        """Listen, and return the URL of the first host.
+
+        Port 0 takes a free port, the same one on every host. The Unix socket has no TLS. Raises ConfigError, which
+        names the flag, for an address that cannot be had, and for TLS files that cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        tls = None if self._tls is None else self._tls.context()
+        await self._runner.setup()
+        sockets = open_sockets(hosts, port, flag, self._reuse_port)
+        for sock in sockets:
+            self._listening.append(await loop.create_server(self._accept, sock=sock, ssl=tls, backlog=_BACKLOG))
+        if unix is not None:
+            try:
+                self._listening.append(await loop.create_unix_server(self._accept, unix, backlog=_BACKLOG))
+            except OSError as error:
+                raise ConfigError(f"{flag}: cannot listen on {unix}: {error}") from error
+            self._unix = unix
+        return url_of("http" if tls is None else "https", hosts[0], sockets[0].getsockname()[1])
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more connections, give requests under way this long, then cancel them."""
+        for listening in self._listening:
+            listening.close()
+        if (server := self._runner.server) is not None:
+            server.pre_shutdown()
+            await server.shutdown(grace_s)
+        await self._runner.cleanup()
+        if self._unix is not None:
+            self._unix.unlink(missing_ok=True)
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        server = self._runner.server
+        assert server is not None
+        if len(server.connections) >= self._max_connections:
+            return _ConnectionRefused(self._max_connections)
+        return _JsonErrorHandler(server, loop=asyncio.get_running_loop(), **self._options)
+
+
+class HttpServer(AppServer):
+    """The HTTP port."""
+
+    def __init__(self, plane: DataPlane, access: Access = OPEN, *, max_body_bytes: int, **options: Any) -> None:
+        """`options` are those of AppServer."""
+        super().__init__(make_app(plane, max_body_bytes, access), **options)
+
+
+class MetricsServer(AppServer):
+    """The metrics port."""
+
+    def __init__(self, plane: DataPlane, access: Access = OPEN, **options: Any) -> None:
+        """`options` are those of AppServer."""
+        super().__init__(make_metrics_app(plane, access), **options)
+
+
+class _JsonErrorHandler(web.RequestHandler):
+    """Answers input that is not HTTP, and heads over a limit, as `{"error": ...}`."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            _log.error("internal error", exc_info=exc)
+            message = "internal error"
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun already")
+        text = " ".join((message or HTTPStatus(status).phrase).split())[:_MOST_ERROR_CHARACTERS]
+        answer = error_response(status, text)
+        answer.force_close()
+        return answer
+
+
+class _ConnectionRefused(asyncio.Protocol):
+    """Answers a connection over the limit without reading from it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        writable = cast(asyncio.WriteTransport, transport)
+        body = msgspec.json.encode({"error": f"{self._limit} connections are open already, see --max-connections"})
+        writable.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            b"Retry-After: 1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        writable.close()
