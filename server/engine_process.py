@@ -236,15 +236,18 @@ class EngineService:
         self._listener.setblocking(False)
         while True:
             connection, _ = await loop.sock_accept(self._listener)
-            shared = await asyncio.to_thread(_receive_memory, connection)
-            frontend = FrontendConnection(self, shared)
-            self._frontends.add(frontend)
-            frontend.beat()
-            await loop.create_unix_connection(lambda made=frontend: made.channel, sock=connection)
-            for entry in self._entries.values():
-                frontend.channel.send(EntryChanged(entry))
-            if self._memory_map is not None:
-                frontend.channel.send(Started(self._memory_map))
+            await self._adopt(connection)
+
+    async def _adopt(self, connection: socket.socket) -> None:
+        """Talk to a front end that has connected, and tell it what the others know."""
+        frontend = FrontendConnection(self, await asyncio.to_thread(_receive_memory, connection))
+        self._frontends.add(frontend)
+        frontend.beat()
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: frontend.channel, connection)
+        for entry in self._entries.values():
+            frontend.channel.send(EntryChanged(entry))
+        if self._memory_map is not None:
+            frontend.channel.send(Started(self._memory_map))
 
     async def _beat(self) -> None:
         while True:

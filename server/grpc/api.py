@@ -124,7 +124,7 @@ class InferenceCalls:
 
     async def model_infer(self, request: bytes, context: Any) -> Any:
         traceparent = metadata_of(context, HEADER)
-        if traceparent is None and not self._plane.tracer.follows_all:
+        if traceparent is None and not self._plane.tracer.traces_all:
             return await self._infer(request, context.time_remaining())
         with self._plane.tracer.request(traceparent) as trace:
             if traceparent is not None:
@@ -162,7 +162,7 @@ class InferenceCalls:
 
     async def _answer(self, request: bytes, traceparent: str | None) -> Any:
         """Answer one request of a stream, with an error message if it fails."""
-        if traceparent is None and not self._plane.tracer.follows_all:
+        if traceparent is None and not self._plane.tracer.traces_all:
             return await self._answer_untraced(request)
         with self._plane.tracer.request(traceparent):
             return await self._answer_untraced(request)
