@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from runtime.recording import Follow
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
 from server.engine.execution import Execution, Servable
@@ -40,7 +39,7 @@ class FakeServable:
     def expect(self, batch: int, followed: bool = False) -> None:
         self.expected.append(batch)
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: object = None) -> Execution:
         self.calls.append(rows)
         started_s = time.monotonic()
         outputs = self.function(**(requests[0] if len(requests) == 1 else joined(requests)))
