@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runtime.cuda.carver import Carver
+from planner.free_list import FreeList
 
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -24,7 +24,9 @@ class CarvedPool:
     def __init__(self, memory: torch.Tensor, large_bytes: int) -> None:
         """Seed the pool with one large segment, which must fit, for tensors of the current stream."""
         self._memory = memory
-        self._carver = Carver(memory.data_ptr(), memory.nbytes)
+        self._free = FreeList(memory.data_ptr(), memory.nbytes)
+        self.refused_bytes: int | None = None
+        """The size of the last segment that did not fit."""
         # Torch keeps the addresses, not the objects: they live as long as the pool.
         self._callbacks = (_Allocate(self._take), _Free(self._give))
         take, give = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
@@ -33,17 +35,13 @@ class CarvedPool:
         if large_bytes:
             with self.allocating():
                 torch.empty(large_bytes, dtype=torch.uint8, device=memory.device)
-        assert self._carver.refused_bytes is None
+        assert self.refused_bytes is None
 
     @property
     def id(self) -> tuple[int, int]:
         assert self._pool is not None
         own: tuple[int, int] = self._pool.id
         return own
-
-    @property
-    def refused_bytes(self) -> int | None:
-        return self._carver.refused_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -62,7 +60,10 @@ class CarvedPool:
         self._pool = None
 
     def _take(self, nbytes: int, device: int, stream: int | None) -> int | None:
-        return self._carver.take(nbytes)
+        address = self._free.take(nbytes)
+        if address is None:
+            self.refused_bytes = nbytes
+        return address
 
     def _give(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
-        self._carver.give(address)
+        self._free.release(address, nbytes)

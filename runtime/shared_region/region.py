@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.errors import format_bytes
+from planner.free_list import FreeList
 from runtime.errors import MemoryExceeded
-from runtime.free_list import Gaps
 
 PLACES_REMEMBERED = 8
 """Of each model: what was prepared for a place is used again if the model comes back there."""
@@ -94,7 +94,7 @@ class Region:
         self.nbytes = nbytes
         self._keeps = keeps
         self._whole = whole
-        self._gaps = Gaps(offset, nbytes)
+        self._free = FreeList(offset, nbytes)
         self._earlier: dict[str, deque[_Place]] = {}
         """Where whole models were last."""
         self._held: OrderedDict[Key, tuple[int, int]] = OrderedDict()
@@ -150,12 +150,12 @@ class Region:
         return place.offsets
 
     def _place_among(self, places: Iterable[_Place]) -> _Place | None:
-        return next((p for p in places if all(self._gaps.has(*run) for run in p.runs)), None)
+        return next((p for p in places if all(self._free.has(*run) for run in p.runs)), None)
 
     def _new_place(self, uses: Uses) -> _Place | None:
-        offsets = _in_one_piece(self._gaps.copy(), uses)
+        offsets = _in_one_piece(self._free.copy(), uses)
         if offsets is None:
-            offsets = _in_pieces(self._gaps.copy(), uses)
+            offsets = _in_pieces(self._free.copy(), uses)
         return None if offsets is None else _Place(offsets, _runs(offsets, uses.nbytes))
 
     def _walk(self, uses: Uses, offsets: Mapping[int, int], prefetch: bool) -> Visit:
@@ -203,10 +203,10 @@ class Region:
         """Take bytes for a parameter, of others if need be; None if only what the step itself needs is left."""
         nbytes = run.uses.nbytes[segment]
         if offset is not None:
-            self._gaps.take_at(offset, nbytes)
+            self._free.take_at(offset, nbytes)
         else:
             own = {(run.uses.model, s) for s in needed}
-            while (offset := self._gaps.take(nbytes)) is None:
+            while (offset := self._free.take(nbytes)) is None:
                 victim = next((key for key in self._held if key not in own), None)
                 if victim is None:
                     return None
@@ -218,7 +218,7 @@ class Region:
         if key not in self._held:
             return
         offset, nbytes = self._held.pop(key)
-        self._gaps.give(offset, nbytes)
+        self._free.release(offset, nbytes)
         if run is not None and key[0] == run.uses.model and key[1] in run.read:
             run.left.append((offset, offset + nbytes, run.read[key[1]] + 1))
 
@@ -233,8 +233,8 @@ def _runs(offsets: Mapping[int, int], nbytes: Mapping[int, int]) -> tuple[tuple[
     return tuple(runs)
 
 
-def _in_one_piece(gaps: Gaps, uses: Uses) -> dict[int, int] | None:
-    offset = gaps.take(uses.total_bytes)
+def _in_one_piece(free: FreeList, uses: Uses) -> dict[int, int] | None:
+    offset = free.take(uses.total_bytes)
     if offset is None:
         return None
     offsets = {}
@@ -244,10 +244,10 @@ def _in_one_piece(gaps: Gaps, uses: Uses) -> dict[int, int] | None:
     return offsets
 
 
-def _in_pieces(gaps: Gaps, uses: Uses) -> dict[int, int] | None:
+def _in_pieces(free: FreeList, uses: Uses) -> dict[int, int] | None:
     offsets: dict[int, int] = {}
     for segment, nbytes in uses.nbytes.items():
-        offset = gaps.take(nbytes)
+        offset = free.take(nbytes)
         if offset is None:
             return None
         offsets[segment] = offset

@@ -1,9 +1,7 @@
 """Memory on a CUDA device: the workspace is carved to the byte, host memory is pinned up to a cap."""
 
-import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -12,7 +10,6 @@ from planner.plan import Address, Compute, Placement, SwapIn
 from runtime.binding.program import Bases
 from runtime.cuda.arena import CudaArena
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.carver import Carver
 from runtime.cuda.host import Pinned, PinnedStore, StagedStore
 from runtime.cuda.profiling.rehearsal import large_bytes
 from runtime.cuda.profiling.scratch import live_peak_bytes
@@ -34,35 +31,6 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
     torch.manual_seed(0)
     models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder / "model.pt2")
     return lower(folder / "model.pt2", "tied", [1], folder / "cache")
-
-
-def test_segments_are_carved_from_the_range_and_nothing_else() -> None:
-    carver = Carver(1000, 100)
-    assert carver.take(60) == 1000
-    assert carver.take(40) == 1060
-    assert carver.take(1) is None
-    assert carver.refused_bytes == 1
-    carver.give(1000)
-    carver.give(1060)
-    assert carver.take(100) == 1000
-
-
-def test_carving_agrees_with_a_map_of_bytes() -> None:
-    rng = random.Random(0)
-    carver, taken, held = Carver(0, 64), np.zeros(64, bool), {}
-    for _ in range(2000):
-        if held and rng.random() < 0.5:
-            start = rng.choice(list(held))
-            taken[start : start + held.pop(start)] = False
-            carver.give(start)
-            continue
-        nbytes = rng.randint(1, 20)
-        free = [i for i in range(64 - nbytes + 1) if not taken[i : i + nbytes].any()]
-        found = carver.take(nbytes)
-        assert found == (free[0] if free else None), "first fit"
-        if found is not None:
-            taken[found : found + nbytes] = True
-            held[found] = nbytes
 
 
 def test_a_zone_is_all_that_parameters_leave_around_the_activations() -> None:

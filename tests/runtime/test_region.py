@@ -6,7 +6,6 @@ import random
 import pytest
 
 from runtime.errors import MemoryExceeded
-from runtime.free_list import Gaps
 from runtime.shared_region.region import Fetch, Keeps, Region, Uses, Visit
 
 PAGE = 4096
@@ -120,17 +119,6 @@ def test_a_model_whose_copies_failed_comes_anew() -> None:
     region.forget("a")
     assert fetched(region.visit(model("a", 1, 1))) == [0, 1]
     assert region.visit(model("b", 1, 1)).fetches == ()
-
-
-def test_gaps_merge_and_are_found_from_below() -> None:
-    gaps = Gaps(10, 30)
-    assert [gaps.take(10), gaps.take(10), gaps.take(10), gaps.take(1)] == [10, 20, 30, None]
-    gaps.give(30, 10)
-    gaps.give(10, 10)
-    assert gaps.take(11) is None
-    gaps.give(20, 10)
-    gaps.take_at(15, 5)
-    assert [gaps.take(20), gaps.take(5)] == [20, 10]
 
 
 def check_bytes(region: Region, uses: Uses, visit: Visit) -> None:
