@@ -1,7 +1,7 @@
 """A program: one plan bound to addresses. Whatever can be decided before a request comes is decided here."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
@@ -183,14 +183,6 @@ def build(
     builder = _Builder(blueprint, arena, bases, store)
     program = builder.build(lowered)
     return replace(program, stretched=builder.stretched(lowered, program.computes)) if scripted else program
-
-
-def cut(lowered: Lowered, program: Program, store: Source[Any], pieces: Iterable[range]) -> Program:
-    """The program that `build` made last of a batch, in stretches of these pieces though nothing waits in between."""
-    blueprint, statics = lowered.blueprints[program.batch], lowered.bound[program.batch].statics
-    scripts = compiled(lowered.name, blueprint, pieces).scripts
-    calls = [(s.steps, (bind_script(s, statics.__getitem__, store.table),)) for s in scripts]
-    return replace(program, stretched=joined(program.computes, calls))
 
 
 def blueprint_of(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Blueprint:
