@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from runtime.cuda.issue import Lanes, Perform
-from runtime.cuda.lower import Copy
+from runtime.cuda.api import Event
+from runtime.cuda.issue import Perform, Streams
 from runtime.cuda.program import CudaProgram
-from runtime.cuda.surface import Event
+from runtime.cuda.schedule import Copy
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ class Feeder:
 class Transfers:
     """Issues copies to the swap-in stream and remembers, per model, what its next run must wait for."""
 
-    def __init__(self, lanes: Lanes, feeder: Feeder) -> None:
-        self._lanes = lanes
+    def __init__(self, streams: Streams, feeder: Feeder) -> None:
+        self._streams = streams
         self._feeder = feeder
         self._pending: dict[str, list[Transfer]] = {}
 
@@ -85,8 +85,8 @@ class Transfers:
         perform: Perform | None = None,
     ) -> Transfer:
         """Issue copies behind everything submitted so far, and behind an event."""
-        transfer = Transfer(self._lanes.driver.event())
-        carry_out = perform or program.performing(self._lanes.driver, [])
+        transfer = Transfer(self._streams.driver.event())
+        carry_out = perform or program.performing(self._streams.driver, [])
 
         def work() -> None:
             try:
@@ -110,8 +110,8 @@ class Transfers:
         return transfers
 
     def _issue(self, copies: Sequence[Copy], behind: Event | None, event: Event, perform: Perform) -> None:
-        driver = self._lanes.driver
-        with driver.on(self._lanes.swap_in):
+        driver = self._streams.driver
+        with driver.on(self._streams.swap_in):
             if behind is not None:
                 driver.wait(behind)
             try:

@@ -110,7 +110,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class WeightUse:
     """A weight and the ops that read it, by their indices."""
 
     name: str
@@ -118,10 +118,10 @@ class Use:
     readers: tuple[int, ...]
 
 
-def lay_out(archive: str, uses: Sequence[Use], tables: Mapping[str, torch.Tensor]) -> Manifest:
+def lay_out(archive: str, uses: Sequence[WeightUse], tables: Mapping[str, torch.Tensor]) -> Manifest:
     """Group weights into segments, in the order in which ops first read them; unread ones come last."""
     last = 1 + max((r for use in uses for r in use.readers), default=0)
-    groups: dict[tuple[int, ...], list[Use]] = {}
+    groups: dict[tuple[int, ...], list[WeightUse]] = {}
     for use in sorted(uses, key=lambda u: (u.readers or (last,), u.name)):
         groups.setdefault(use.readers, []).append(use)
     segments: list[Segment] = []
@@ -137,14 +137,14 @@ def lay_out(archive: str, uses: Sequence[Use], tables: Mapping[str, torch.Tensor
     return Manifest(archive, tuple(segments), tuple(placed))
 
 
-def _parted(group: list[Use]) -> list[list[Use]]:
+def _parted(group: list[WeightUse]) -> list[list[WeightUse]]:
     """One segment for all but the second and further large weights."""
     apart = {use.name: use for use in [u for u in group if u.tensor.nbytes >= LARGE_BYTES][1:]}
     return [[use for use in group if use.name not in apart], *([use] for use in apart.values())]
 
 
-def _coalesce(groups: list[list[Use]]) -> list[list[Use]]:
-    joined: list[list[Use]] = []
+def _coalesce(groups: list[list[WeightUse]]) -> list[list[WeightUse]]:
+    joined: list[list[WeightUse]] = []
     size = COALESCE_BYTES
     for group in groups:
         nbytes = sum(round_up(u.tensor.nbytes, PIECE_ALIGNMENT) for u in group)
@@ -157,7 +157,7 @@ def _coalesce(groups: list[list[Use]]) -> list[list[Use]]:
     return joined
 
 
-def _segment(offset: int, group: Sequence[Use]) -> Segment:
+def _segment(offset: int, group: Sequence[WeightUse]) -> Segment:
     pieces: list[Piece] = []
     position = 0
     for use in group:
