@@ -95,7 +95,7 @@ class Program:
         return [None] * self.draft.trace.slots
 
 
-class Segment(Protocol):
+class CompiledSegment(Protocol):
     """Consecutive compute steps that run as one call, compiled once for all addresses."""
 
     @property
@@ -109,11 +109,11 @@ class Segment(Protocol):
 class Segmenter(Protocol):
     """Compiles segments of drafts. Steps that cannot be compiled are in no segment."""
 
-    def at_waits(self, draft: Draft) -> Sequence[Segment]:
+    def at_waits(self, draft: Draft) -> Sequence[CompiledSegment]:
         """Return the segments of a plan: each starts where a step may wait, or after one that is waited for."""
         ...
 
-    def cut_before(self, draft: Draft, steps: Sequence[int]) -> Sequence[Segment]:
+    def cut_before(self, draft: Draft, steps: Sequence[int]) -> Sequence[CompiledSegment]:
         """Return segments that start at each of these compute steps."""
         ...
 

@@ -1,7 +1,7 @@
-"""The part of CUDA that the backend uses, as protocols: `driver` has the real one, tests a fake that is adversarial.
+"""The part of CUDA that the backend uses, as protocols. `driver` implements it; tests have an adversarial fake.
 
 Work is issued to the calling thread's current stream. Streams run on their own, in order each; between them there is
-no order but that of events. An event stands for what its stream had been given when it was recorded last, and a wait
+no order but that of events. An event stands for the work that its stream had when the event was last recorded; a wait
 issued before that record waits for nothing.
 """
 
@@ -25,20 +25,20 @@ Event: TypeAlias = Any
 
 
 class MemoryPool(Protocol):
-    """Tensors made while it is in use come from its bytes alone."""
+    """A range of device memory: tensors made while it is in use come from its bytes only."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of tensors that are alive, as the allocator counts them."""
+        """Bytes of live tensors, as the allocator counts them."""
         ...
 
     @property
     def refused_bytes(self) -> int | None:
-        """The last request that found no room, even if the operator made do with less; None if all did."""
+        """The last allocation that was refused, even if the operator then used less; None if none was."""
         ...
 
     def close(self) -> None:
-        """Give the bytes back. No tensor and no graph of the pool may be left."""
+        """Release the bytes. No tensor and no graph of the pool may be left."""
         ...
 
 
@@ -46,11 +46,11 @@ class CapturedGraph(Protocol):
     """Captured work."""
 
     def replay(self) -> None:
-        """Issue all of it to the current stream, at once: it starts behind, and ends before, what is issued there."""
+        """Issue all of it to the current stream: after the stream's earlier work, and before its later work."""
         ...
 
     def close(self) -> None:
-        """Give up the graph, and its hold on its pool."""
+        """Release the graph and its reference to the pool."""
         ...
 
 
@@ -64,7 +64,7 @@ class DeviceMemory:
 
 
 class Driver(Protocol):
-    """One device. Whatever goes wrong on it raises RuntimeError, perhaps from a later call than the one at fault."""
+    """One device. Errors on it raise RuntimeError, perhaps from a later call than the one at fault."""
 
     @property
     def device(self) -> torch.device: ...
@@ -73,7 +73,7 @@ class Driver(Protocol):
     def name(self) -> str: ...
 
     def adopt_thread(self, compute: Stream) -> None:
-        """Make the calling thread ready to issue kernels to a stream: what libraries keep for both is allocated now.
+        """Prepare the calling thread to issue kernels to a stream: allocate what libraries keep per thread and stream.
 
         Costs nothing the next time.
         """
@@ -94,7 +94,7 @@ class Driver(Protocol):
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Issue a copy. A pinned buffer must stay as it is until an event behind the copy has been reached."""
+        """Issue a copy. A pinned buffer must stay unchanged until an event recorded after the copy has been reached."""
         ...
 
     def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -136,7 +136,7 @@ class Driver(Protocol):
     def pool(self, memory: torch.Tensor, large_bytes: int) -> MemoryPool:
         """A pool of the given device bytes; so many of them in one piece, the rest in segments for small tensors.
 
-        For tensors of the current stream. Pools may overlap: whoever uses two of the same bytes at a time loses data.
+        For tensors of the current stream. Pools may overlap: using two with the same bytes at a time corrupts data.
         """
         ...
 

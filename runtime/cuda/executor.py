@@ -206,16 +206,16 @@ class CudaExecutor:
         commands = program.schedule.rest if ahead is program else program.schedule.whole
         graph = program.admission.rest if ahead is program else program.admission.whole
         if watch is None and graph is not None:
-            behind = self._replay(program, graph)
+            after = self._replay(program, graph)
         else:
             with self._shared.exclusive:  # until its activations are gone, too
-                behind = self._stream(program, commands, watch)
+                after = self._stream(program, commands, watch)
         with self._driver.on(self._streams.compute):
             self._driver.record(self._answered)
         if expected is not None and expected.name not in (program.name, *self._stale):
-            self._transfers.submit(expected, expected.schedule.prefix, behind)
+            self._transfers.submit(expected, expected.schedule.prefix, after)
             self._ahead = expected
-        self._flush_epilogue(behind)
+        self._flush_epilogue(after)
 
     def _replay(self, program: CudaProgram, graph: CapturedGraph) -> Event:
         with self._driver.on(self._streams.compute):
@@ -247,10 +247,10 @@ class CudaExecutor:
         elif copies:
             self._transfers.submit(program, copies)
 
-    def _flush_epilogue(self, behind: Event | None = None) -> None:
+    def _flush_epilogue(self, after: Event | None = None) -> None:
         program, self._epilogue = self._epilogue, None
         if program is not None:
-            self._transfers.submit(program, program.schedule.epilogue, behind)
+            self._transfers.submit(program, program.schedule.epilogue, after)
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing."""

@@ -47,7 +47,7 @@ def _issue_by_two(
     def attempt(command: Work) -> None:
         try:
             perform(command)
-        except Exception as error:  # the lane goes on, so that nobody waits for its records in vain
+        except Exception as error:  # the lane goes on, because the other one waits for its records
             errors.append(error)
 
     feeder.submit(lambda: issue_some(streams, ["swap_in"], commands, events, attempt, marks))

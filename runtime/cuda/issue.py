@@ -1,7 +1,7 @@
-"""Issues commands to the three streams: by one thread in their order, or the swap-in lane's by another.
+"""Issues commands to the three streams: by one thread in their order, or the swap-in stream's by another.
 
-A wait issued before its record waits for nothing. Where each lane has its own thread, `Marks` holds a thread back
-until the other one has issued the record.
+A wait issued before its record waits for nothing. Where two threads issue, `Marks` delays a thread until
+the other one has issued the record.
 """
 
 import threading
@@ -52,7 +52,7 @@ class Marks:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Hold nobody back any more: the rest of the records will not come."""
+        """Release all waits: the rest of the records will not come."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()

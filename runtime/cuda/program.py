@@ -30,7 +30,7 @@ _RELOCATED = "its parameters lie elsewhere at every run"
 
 
 @dataclass(slots=True)
-class Admission:
+class AdmissionState:
     """What a program gets when it is admitted to the device, by the thread that owns the device."""
 
     pool: MemoryPool | None = None
@@ -62,7 +62,7 @@ class CudaProgram(Program):
     compute_s: float | None
     """Time of the kernels alone, where there is a profile."""
     tf32: bool
-    admission: Admission
+    admission: AdmissionState
     borrows_buffers: bool = False
     """Its buffers belong to another program of its model."""
 
@@ -159,7 +159,7 @@ class CudaRelocatableModel(RelocatableModel):
         super().__init__(cache, lowered, plan, profile, arena, store)
         self._driver = driver
         self.home = prepare(driver, pinned, lowered, self.home, profile, arena, bases, store)
-        self._shared_admission = Admission(refused=_RELOCATED)
+        self._shared_admission = AdmissionState(refused=_RELOCATED)
 
     def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> CudaProgram:
         own = replace(self.home, **self._changes(fetch_plan, blocking))
@@ -169,7 +169,7 @@ class CudaRelocatableModel(RelocatableModel):
             schedule=scheduled,
             copies=_prepared_copies(scheduled, self._arena, self._store),
             link_free=self._driver.event(external=True),
-            admission=Admission(refused=own.admission.refused) if lasting else self._shared_admission,
+            admission=AdmissionState(refused=own.admission.refused) if lasting else self._shared_admission,
             borrows_buffers=True,
         )
 
@@ -198,7 +198,7 @@ def prepare(
         buffers=Buffers(program.name, lowered.inputs, lowered.outputs, program.batch, pinned),
         pool_memory=arena.bytes(bases.offset(memory.address), memory.nbytes),
         examples=lambda: lowered.examples(program.batch),
-        admission=Admission(refused=_obstacle(lowered.traces[program.batch], staged=store.staged)),
+        admission=AdmissionState(refused=_obstacle(lowered.traces[program.batch], staged=store.staged)),
         device=arena.device,
         link_free=driver.event(external=True),
         staged=store.staged,

@@ -6,8 +6,8 @@
 
 Streams are in order, so a wait for something earlier than what a stream has waited for already is left out, and so is
 one that another implies. Commands stand in an order in which they can be issued by one thread: no wait before its
-record. What activations take and give up, they do in the compute stream's order (`Empty`, `Refill`), whose allocator
-may then use the bytes for whatever comes behind.
+record. Activations allocate and release their bytes in the compute stream's order (`Empty`, `Refill`), whose allocator
+may then reuse the bytes for later work.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ MOST_BYTES = 8 << 20
 """A copy that joins several is no larger than this, so that the first of them need not wait for long."""
 
 FORK = 0
-"""The event behind which the swap-in lane begins, unless its first copy waits for an op."""
+"""The event after which the swap-in lane begins, unless its first copy waits for an op."""
 LINK_FREE = 1
-"""The event behind the last copy."""
+"""The event after the last copy."""
 
 Lane = Literal["compute", "swap_in", "swap_out"]
 LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
@@ -42,7 +42,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Swap-ins `first` up to `last`, without it, which are neighbours in host and in device memory."""
+    """Swap-ins [first, last), which are neighbours in host and in device memory."""
 
     first: int
     last: int
@@ -60,14 +60,14 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """`program.offloaded[activation]` gives up its bytes: its copy out has ended."""
+    """`program.offloaded[activation]` releases its bytes: its copy out has ended."""
 
     activation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """`program.offloaded[activation]` takes bytes again."""
+    """`program.offloaded[activation]` allocates bytes again."""
 
     activation: int
 
@@ -80,7 +80,7 @@ class Return:
 
 
 Work = Kernels | Copy | Save | Empty | Refill | Return
-"""What is carried out, as opposed to recorded and waited for."""
+"""Commands other than `Record` and `Wait`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class IssueSchedule:
-    """One inference. `whole` has the prefix, `rest` counts on it to be there; otherwise they are the same.
+    """One inference. `whole` copies the prefix, `rest` expects it to be there; otherwise they are the same.
 
     The epilogue starts when everything else has ended.
     """
@@ -145,15 +145,15 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
 
 
 def joined(swap_ins: Sequence[SwapStep], start: int, most_bytes: int = MOST_BYTES) -> tuple[Copy, ...]:
-    """Put small neighbours into one copy, unless that makes the first wait for what the second waits for.
+    """Join small neighbours into one copy, unless that makes the first wait for what the second waits for.
 
     `start` is the index of the first among the program's swap-ins; no copy of several exceeds `most_bytes`.
     """
     copies: list[Copy] = []
-    behind = 0
+    latest = 0
     for index, step in enumerate(swap_ins, start):
-        later = step.computes_before > behind
-        behind = max(behind, step.computes_before)
+        later = step.computes_before > latest
+        latest = max(latest, step.computes_before)
         last = copies[-1] if copies else None
         if last is not None and not later and _continues(last, step) and last.nbytes + step.nbytes <= most_bytes:
             copies[-1] = Copy(last.first, index + 1, last.segment, last.offset, last.nbytes + step.nbytes)
@@ -163,7 +163,7 @@ def joined(swap_ins: Sequence[SwapStep], start: int, most_bytes: int = MOST_BYTE
 
 
 def _continues(copy: Copy, step: SwapStep) -> bool:
-    """Whether a swap-in's bytes lie right behind those of a copy that could be larger, here and there."""
+    """Whether a swap-in's bytes directly follow those of a copy, in host and device memory, that could be larger."""
     return (
         step.tensor == copy.segment + copy.last - copy.first
         and step.offset == copy.offset + copy.nbytes
@@ -172,7 +172,7 @@ def _continues(copy: Copy, step: SwapStep) -> bool:
 
 
 _Ended = tuple[int, int]
-"""How far a lane is: steps of its kind that have ended, and how many takings and givings of bytes behind the last."""
+"""Progress of a lane: (steps of its kind that have ended, allocations and releases of bytes since the last)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ _NOTHING: _Ended = (0, 0)
 
 
 def _commands(program: Program, start: int, end: int, most_bytes: int) -> Commands:
-    """Kernels, swap-outs, and swap-ins from `start` up to `end`; those before are there."""
+    """Return kernels, swap-outs, and swap-ins [start, end); earlier ones have been made."""
     placed = sorted(_placed(program, start, end, most_bytes), key=lambda p: p.step)
     waits = _waits(placed, start)
     waited = sorted({position for positions in waits.values() for position in positions})
@@ -229,7 +229,7 @@ def _placed(program: Program, start: int, end: int, most_bytes: int) -> Iterator
     for change in _changes(program):
         refilled[change.step] = change.ends
         yield change
-    behind = 0
+    latest = 0
     for first, part in _parts(program.swap_ins[:end], start):
         if part[0].activation is not None:
             at = part[0].step
@@ -237,9 +237,9 @@ def _placed(program: Program, start: int, end: int, most_bytes: int) -> Iterator
             continue
         for copy in joined(part, first, most_bytes):
             steps = program.swap_ins[copy.first : copy.last]
-            behind = max(behind, *(s.computes_before for s in steps))
+            latest = max(latest, *(s.computes_before for s in steps))
             outs = max(s.others_before for s in steps)
-            needs = {"compute": (behind, 0), "swap_out": (outs, 0)}
+            needs = {"compute": (latest, 0), "swap_out": (outs, 0)}
             yield _Placed(steps[0].step, "swap_in", copy, needs, (copy.last, 0))
     for index, step in enumerate(program.swap_outs):
         needs = {"compute": (step.computes_before, 0), "swap_in": (step.others_before, 0)}
@@ -258,9 +258,9 @@ def _parts(swap_ins: Sequence[SwapStep], start: int) -> Iterator[tuple[int, Sequ
 
 
 def _changes(program: Program) -> Iterator[_Placed]:
-    """What activations give up and take, where their drops and swap-ins stand in the plan.
+    """Yield what activations release and allocate, at their drops and swap-ins in the plan.
 
-    Bytes are given up when the copy out has ended. Whoever fills bytes that were taken waits for the compute stream to
+    Bytes are released when the copy out has ended. The copy that fills allocated bytes waits for the compute stream to
     get there: everything that used them before was issued to it earlier.
     """
     number = {t.spill.tensor: n for n, t in enumerate(program.offloaded)}
@@ -284,7 +284,7 @@ def _changes(program: Program) -> Iterator[_Placed]:
 
 
 def _waits(placed: Sequence[_Placed], start: int) -> dict[int, list[int]]:
-    """For each command that must wait, the positions of those it waits for; none that lane order or another gives."""
+    """Return the positions that each command waits for, without those that lane order or another wait implies."""
     known: dict[Lane, dict[Lane, _Ended]] = {lane: dict.fromkeys(LANES, _NOTHING) for lane in LANES}
     known["compute"]["swap_in"] = known["swap_out"]["swap_in"] = (start, 0)
     after: list[dict[Lane, _Ended]] = []

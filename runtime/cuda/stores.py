@@ -1,7 +1,7 @@
-"""Host memory that feeds a CUDA device: pinned up to a cap, beyond it staged through a small pinned ring.
+"""Host stores of a CUDA device: pinned up to a cap, beyond it staged through a small pinned ring.
 
-A model whose parameters are pinned is copied from where they lie. Any other store (pageable memory, a file) fills the
-ring's slots in turn, by the thread that issues the copies: the link then waits for the host, not for a page fault.
+Pinned parameters are copied from where they are. Any other store (pageable memory, a file) fills the ring's slots in
+turn, in the thread that issues the copies: the link then waits for the host, not for a page fault.
 """
 
 import threading
@@ -25,7 +25,7 @@ RING_SLOTS = 3
 
 
 class PinnedMemory:
-    """Pinned host memory with a cap on its sum. For any thread."""
+    """Pinned host memory, with a cap on its sum. Any thread."""
 
     def __init__(self, driver: Driver, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -57,7 +57,7 @@ class PinnedMemory:
         return host
 
     def give(self, host: HostBytes) -> None:
-        """Take the pin off, unless it is off. No copy may be under way."""
+        """Unpin memory, unless that has been done. No copy may be in progress."""
         with self._lock:
             held = self._held.pop(host.ctypes.data, None)
             self.used_bytes -= host.nbytes if held is not None else 0
@@ -65,13 +65,13 @@ class PinnedMemory:
             self._driver.unpin(host)
 
     def close(self) -> None:
-        """Take off every pin."""
+        """Unpin everything."""
         for host in list(self._held.values()):
             self.give(host)
 
 
 class PinnedStore:
-    """A whole weights file in one pinned region. Copies may run on over the segments that follow."""
+    """A whole weights file in one pinned region. A copy may continue into the segments that follow."""
 
     kind: StoreKind = "ram"
     staged = False
@@ -102,7 +102,7 @@ class PinnedStore:
 
 
 def pinned_spill_buffers(pinned: PinnedMemory, sizes: Sequence[int]) -> list[SpillBuffer]:
-    """Pinned rooms for activations. Raises MemoryExceeded over the cap on pinned memory."""
+    """Return pinned buffers for activations. Raises MemoryExceeded over the cap on pinned memory."""
     pinned.require(sum(sizes), "activations that leave memory")
     return [_PinnedSpillBuffer(pinned, nbytes) for nbytes in sizes]
 
@@ -131,7 +131,7 @@ class _Slot:
 
 
 class Ring:
-    """A few pinned slots that copies go through, one after the other, whichever lane's they are. For any thread."""
+    """A few pinned slots that the copies of all lanes pass through, one after the other. Any thread."""
 
     def __init__(self, driver: Driver, pinned: PinnedMemory) -> None:
         self._driver = driver
@@ -166,7 +166,7 @@ class Ring:
             self._driver.record(slot.emptied)
 
     def close(self) -> None:
-        """Wait for the copies that are under way and give the slots back."""
+        """Wait for copies in progress and release the slots."""
         for slot in self._slots:
             if slot.emptied is not None:
                 self._driver.synchronize(slot.emptied)
@@ -176,7 +176,7 @@ class Ring:
 
 
 class StagedStore:
-    """Another store behind the ring. Embedding tables are pinned: kernels read them in buffer."""
+    """A store whose copies pass through the staging ring. Embedding tables are pinned: kernels read them in place."""
 
     staged = True
 

@@ -1,4 +1,4 @@
-"""Files that are read and written past the page cache, where their file system can do that, without holding the GIL."""
+"""Direct I/O: files that are read and written without the page cache, where their file system supports that."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from runtime.host.pages import Bytes
 
 
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:
-    """A descriptor, and whether it goes past the page cache: tmpfs and some network file systems have no O_DIRECT."""
+    """Return a descriptor, and whether it bypasses the page cache: some file systems lack O_DIRECT."""
     try:
         return os.open(path, flags | os.O_DIRECT), True
     except (OSError, AttributeError):

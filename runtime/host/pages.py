@@ -1,4 +1,4 @@
-"""Anonymous memory of the host: whole regions, taken with few page faults and given back beside other threads."""
+"""Anonymous host memory: large regions, taken with few page faults and released without the interpreter lock."""
 
 import ctypes
 import mmap
@@ -19,7 +19,7 @@ def anonymous_memory(nbytes: int) -> mmap.mmap:
 
 
 def large_region(nbytes: int) -> Bytes:
-    """Memory that will be written as a whole: in huge pages where the system has them."""
+    """Return memory that will be written as a whole, in huge pages where the system has them."""
     mapping = anonymous_memory(nbytes)
     with suppress(OSError, AttributeError):  # a system without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -27,8 +27,8 @@ def large_region(nbytes: int) -> Bytes:
 
 
 def give_back(region: Bytes) -> None:
-    """Free a region's pages now; whoever still has a view reads zeros.
+    """Release a region's pages now; views that still exist read zeros.
 
-    Python's own ways hold the interpreter meanwhile, which is a third of a second for 4 GiB; this one does not.
+    Python's own calls hold the interpreter lock meanwhile, for a third of a second per 4 GiB; this one does not.
     """
     _libc.madvise(region.ctypes.data, region.nbytes, mmap.MADV_DONTNEED)

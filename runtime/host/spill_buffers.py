@@ -1,7 +1,7 @@
-"""Places in the host for activations that leave memory: ordinary memory, or a file of no name.
+"""Spill buffers: host memory, or an unnamed file, for activations that leave memory.
 
-The file is read and written with O_DIRECT where its file system has that, so that no page cache keeps what was meant
-to leave memory. Activations lie at any address, so their bytes pass through a small aligned buffer on the way.
+The file is read and written with O_DIRECT where its file system has that, so that the page cache does not keep what
+was meant to leave memory. Activations have any alignment, so their bytes pass through a small aligned buffer.
 """
 
 import ctypes
@@ -22,19 +22,19 @@ from runtime.host.pages import Bytes, anonymous_memory, give_back
 from runtime.memory import SpillBuffer
 
 BUFFER_BYTES = 1 << 20
-"""Of one read or write; a program has two such buffers, one for each way."""
+"""Size of one read or write; a program has two such aligned buffers, one per direction."""
 _BLOCK_BYTES = 4096
 
 
 def ram_spill_buffers(sizes: Sequence[int]) -> list[SpillBuffer]:
-    """Places of these sizes in one region of ordinary memory."""
+    """Return buffers of these sizes in one region of memory."""
     starts = _starts(sizes)
     region = np.frombuffer(anonymous_memory(starts[-1]), np.uint8)
     return [_RamSpillBuffer(region[at : at + nbytes]) for at, nbytes in zip(starts, sizes, strict=False)]
 
 
 def file_spill_buffers(folder: Path, sizes: Sequence[int]) -> list[SpillBuffer]:
-    """Places of these sizes in one file in a folder. Raises MemoryExceeded where its disk is full."""
+    """Return buffers of these sizes in one file in a folder. Raises MemoryExceeded where its disk is full."""
     starts = _starts(sizes)
     file = _ScratchFile(folder, starts[-1])
     return [_FileSpillBuffer(file, at) for at in starts[:-1]]
@@ -67,7 +67,7 @@ class _RamSpillBuffer:
 
 
 class _ScratchFile:
-    """A file that is gone when nobody has it open, however this process ends."""
+    """A file without a name, which is deleted when this process ends, in whatever way."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         handle, path = tempfile.mkstemp(dir=folder, prefix="activations-")
@@ -110,7 +110,7 @@ class _FileSpillBuffer:
             np.copyto(part, buffer[: len(part)])
 
     def close(self) -> None:
-        """The file's blocks are given back with the last buffer."""
+        """The file's blocks are released with the last buffer."""
 
 
 def _whole_blocks(nbytes: int) -> int:

@@ -94,7 +94,7 @@ class Links:
 
 
 class LimitedStore:
-    """A store behind a slower link: each copy takes at least `latency_s + bytes / bandwidth`, by really waiting.
+    """A store with a slower link: each copy takes at least `latency_s + bytes / bandwidth`, by sleeping.
 
     Stores with the same `links` share them: a copy waits for those of other threads.
     """
@@ -131,7 +131,7 @@ class LimitedStore:
 
 
 class _SlowLink:
-    """One copy's way: it knows how long the copy itself took the last time."""
+    """A link for one prepared copy; it remembers how long the copy itself took the last time."""
 
     def __init__(self, latency_s: float, bandwidth_bytes_per_s: float, turn: threading.Lock) -> None:
         self._latency_s = latency_s
@@ -140,7 +140,7 @@ class _SlowLink:
         self._copy_s = 0.0
 
     def carry(self, copy: Callable[[], None], nbytes: int) -> None:
-        """Copy. The bytes arrive at the end of the wait, not at its start: nobody can read them too early unnoticed."""
+        """Copy. The bytes arrive at the end of the wait, so that a read that comes too early gets wrong bytes."""
         with self._turn:
             end = time.perf_counter() + self._latency_s + nbytes / self._bandwidth
             _sleep_until(end - self._copy_s)
@@ -151,7 +151,7 @@ class _SlowLink:
 
 
 class _LimitedSpillBuffer:
-    """A buffer behind a slower link, which is as slow in the other direction."""
+    """A spill buffer with a slower link in each direction."""
 
     pinned = None
 

@@ -1,7 +1,7 @@
-"""The lowered model as a file: ports, instructions and storages as plain JSON, so that a restart needs no archive.
+"""The cache file of a lowered model: ports, instructions and storages as JSON, so that a restart needs no archive.
 
-Operators are written by name and looked up below `torch.ops` alone. A program with sub-programs as arguments
-(`torch.cond`) has no such form; it is lowered anew at every start.
+Operators are written by name and looked up below `torch.ops` only. A program with sub-programs as arguments
+(`torch.cond`) cannot be written; it is lowered anew at every start.
 """
 
 import math

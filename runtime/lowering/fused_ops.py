@@ -1,7 +1,7 @@
-"""Convolution, bias, residual sum and ReLU as one op: cuDNN's fused kernel on CUDA, the plain ops elsewhere.
+"""Fused ops: convolution, bias, residual sum and ReLU as cuDNN's fused kernel on CUDA, as plain ops elsewhere.
 
-The kernel adds in another order than the plain ops do, so that it is a model's option. Either form reads the same
-tensors and makes the same bytes: a model's graph and plans do not depend on which one runs.
+The kernel sums in another order than the plain ops do, so it is an option of the model. Both read and write the same
+tensors: a model's graph and plans do not depend on which one runs.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Finds convolutions whose residual sum and ReLU one kernel can do: `relu(conv2d(x) [+ residual])`.
+"""Fuses convolutions with their residual sum and ReLU: `relu(conv2d(x) [+ residual])`.
 
 The fused op stands where the ReLU stood, so whatever lies between must not change its operands: a pattern with an op
 in between that changes anything in place is left alone.
@@ -15,13 +15,13 @@ from runtime.lowering.model import FxModel, same_form
 aten = torch.ops.aten
 
 _DEFAULTS = (None, [1, 1], [0, 0], [1, 1], 1)
-"""Of a 2-d convolution's arguments behind the weight: bias, stride, padding, dilation, groups."""
+"""Of a 2-d convolution's arguments after the weight: bias, stride, padding, dilation, groups."""
 
 
 def fuse_convolutions(model: FxModel) -> None:
-    """Put one op in the place of each convolution, residual sum and ReLU that nobody else reads.
+    """Replace each convolution, residual sum and ReLU that nothing else reads by one op.
 
-    Goes behind what makes in-place ops plain, and before what makes plain ops in-place.
+    Runs after the rewrite that makes in-place ops plain, and before the one that makes plain ops in-place.
     """
     places = {node: n for n, node in enumerate(model.graph.nodes)}
     for relu in list(model.graph.nodes):

@@ -106,7 +106,7 @@ def lower(
 
 
 def _stamp(batches: Sequence[int]) -> str:
-    """What an artifact depends on besides its archive."""
+    """Return what the cached file depends on besides its archive."""
     return f"lowering {_LOWERING}, torch {torch.__version__}, batches {','.join(map(str, batches))}"
 
 
@@ -115,7 +115,7 @@ def _artifact_name(batches: Sequence[int]) -> str:
 
 
 def _known(name: str, folder: Path, batches: Sequence[int], options: Options) -> Lowered | None:
-    """What an earlier run lowered from the same archive, if all of it is there and whole."""
+    """Return what an earlier run lowered from the same archive, if all of it is there and undamaged."""
     weights_path = folder / "weights.bin"
     try:
         raw = (folder / _artifact_name(batches)).read_bytes()

@@ -57,7 +57,7 @@ _ASSERTIONS = (
 
 
 def host_gather(table: str, indices: torch.Tensor) -> torch.Tensor:
-    """Stand for `embedding(table, indices)` with the table in the host store; a program binds it to a store."""
+    """Placeholder for `embedding(table, indices)` with the table in the host store; binding supplies the store."""
     raise AssertionError(f"host_gather of {table} was not bound to a store")
 
 
@@ -249,9 +249,9 @@ def _sliced(
 
 
 def undo_own_changes(model: FxModel) -> None:
-    """Write what the model changes in place as if it were new, where nobody can tell: `work_in_place` decides anew.
+    """Replace the model's own in-place ops by plain ones where no other op can see the difference.
 
-    A ReLU behind a sum that the model itself makes in place would make new bytes otherwise.
+    `work_in_place` then decides anew: a ReLU after an in-place sum of the model's would make new bytes otherwise.
     """
     for node in model.graph.nodes:
         new = _AS_IF_NEW.get(node.target) if node.op == "call_function" else None
@@ -266,7 +266,7 @@ def _keeps_dtype(node: fx.Node) -> bool:
 
 
 def work_in_place(model: FxModel) -> None:
-    """Let elementwise ops overwrite an operand that nobody else reads: half the activations, and the same bits."""
+    """Let elementwise ops overwrite an operand that nothing else reads: half the activations, and the same bits."""
     ours: set[fx.Node] = set()
     for node in model.graph.nodes:
         if node.op != "call_function" or not node.args or not _dies_with(node.args[0], node, ours):

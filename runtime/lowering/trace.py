@@ -1,8 +1,8 @@
-"""Specialises a model to one batch size: runs it once, for real, and writes down what happened.
+"""Traces a model at one batch size: runs it once and records each call, its storages and its scratch.
 
 A real run tells what no schema does: which results share a storage, how many bytes each storage has, and which
-sizes the shape arithmetic yields. Only ops that make new bytes are ops of the planner's graph; what merely looks at
-old bytes differently (a view) is an instruction that costs nothing there.
+sizes the shape arithmetic yields. Only ops that make new bytes are ops of the planner's graph; a view of existing bytes
+is an instruction without cost there.
 """
 
 from collections.abc import Callable, Sequence

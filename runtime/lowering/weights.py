@@ -1,7 +1,7 @@
-"""The weights file: a model's parameters in plan order, ready to be copied or read straight into the arena.
+"""The weights file: a model's parameters in plan order, ready to be copied or read into the arena.
 
-Parameters come as *segments*, the units of swapping: what the same ops read, one piece behind the other, padded to
-the block size that O_DIRECT asks for. Embedding tables stand behind the segments and never move.
+Parameters are grouped into *segments*, the units of swapping: what the same ops read, piece after piece, padded to the
+block size that O_DIRECT asks for. Embedding tables follow the segments and are never swapped.
 """
 
 import os
@@ -22,7 +22,7 @@ PIECE_ALIGNMENT = 64
 COALESCE_BYTES = 256 << 10
 """Neighbouring segments are joined while they stay below this, because small copies cost latency alone."""
 LARGE_BYTES = 8 << 20
-"""Of weights of this size only one comes per segment, even if the same ops read them: no need for one large hole."""
+"""A segment has at most one weight of this size, even if the same ops read several: large ranges are hard to free."""
 FORMAT_VERSION = 2
 
 _COPY_BYTES = 16 << 20
@@ -102,7 +102,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The file beside a weights file: what is in it, and its CRC-32."""
+    """The description file of a weights file: its manifest and its CRC-32."""
 
     manifest: Manifest
     crc32: int
@@ -189,7 +189,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> Manifest | None:
-    """The manifest of a weights file that is there and whole, or None."""
+    """Return the manifest of a weights file, or None if it is missing or damaged."""
     try:
         raw = description_path(path).read_bytes()
         description = decode_as(raw, Description, "weights description", FORMAT_VERSION)
@@ -223,7 +223,7 @@ def _write_tensor(fd: int, tensor: torch.Tensor, offset: int) -> None:
 
 
 class _replacing:  # noqa: N801  (reads as a statement: with _replacing(path) as fd)
-    """A new file that takes the path's place when the block ends well, and vanishes when it does not."""
+    """A new file that replaces the path when the block succeeds, and is deleted when it does not."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -14,7 +14,7 @@ from planner.profile import Profile
 from runtime.binding.cache import ProgramCache
 from runtime.binding.calls import Call, bind_call, static_value
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
-from runtime.binding.program import Program, Segment, Segmenter, joined
+from runtime.binding.program import CompiledSegment, Program, Segmenter, joined
 from runtime.errors import UnsupportedPlan
 from runtime.lowering.lower import Lowered
 from runtime.lowering.slots import Frame
@@ -73,8 +73,8 @@ class RelocatableModel:
         steps = tuple(tuple(dict.fromkeys(t for t in op if kinds[t] == "parameter")) for op in ops)
         used = sorted({t for step in steps for t in step})
         self.uses = ParameterUses(lowered.name, {t: lowered.manifest.segments[t].nbytes for t in used}, steps)
-        self._whole: Sequence[Segment] = ()
-        self._by_layer: Sequence[Segment] = ()
+        self._whole: Sequence[CompiledSegment] = ()
+        self._by_layer: Sequence[CompiledSegment] = ()
         if segmenter is not None:
             reading = [n for n, step in enumerate(steps) if step or self._statics[n]]
             self._whole, self._by_layer = segmenter.at_waits(draft), segmenter.cut_before(draft, reading)

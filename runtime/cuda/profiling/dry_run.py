@@ -1,8 +1,8 @@
-"""Finds out whether a graph's tensors fit into given bytes: torch's allocator is asked for them, and no kernel runs.
+"""A dry run: whether a graph's tensors fit into a pool. Torch's allocator makes them, and no kernel runs.
 
 Torch's pools round sizes up, keep tensors of up to 1 MiB in segments of their own, and fragment. How many such
-segments a model needs is found by trying, before its kernels run: a kernel that finds no room may silently choose
-another algorithm, and keep to it.
+segments a model needs is found by trying, before its kernels run: a kernel that gets no memory may silently choose
+another algorithm, and keep it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,15 @@ from runtime.cuda.issue import Streams
 from runtime.errors import MemoryExceeded
 
 SMALL_SEGMENT_BYTES = 2 << 20
-"""What torch's allocator carves at once for tensors of up to 1 MiB."""
+"""The size of torch's segments for tensors of up to 1 MiB."""
 LEAST_LARGE_BYTES = 10 << 20
-"""The least piece that its pools take whole for larger tensors."""
+"""The least segment that its pools use for larger tensors."""
 
 MOST_SMALL_SEGMENTS = 64
 
 
 def fitting_pool(streams: Streams, graph: Graph, steps: Sequence[Step], memory: torch.Tensor) -> MemoryPool:
-    """A pool of the given bytes in which a graph's tensors fit in the course of these steps.
+    """Return a pool of the given bytes in which a graph's tensors fit in the course of these steps.
 
     Raises MemoryExceeded if there is none.
     """
@@ -42,7 +42,7 @@ def fitting_pool(streams: Streams, graph: Graph, steps: Sequence[Step], memory: 
 
 
 def make_pool(streams: Streams, memory: torch.Tensor, small_segments: int) -> MemoryPool:
-    """A pool for the compute stream with room for so many segments of small tensors."""
+    """Return a pool for the compute stream with so many segments for small tensors."""
     with streams.driver.on(streams.compute):
         return streams.driver.pool(memory, large_bytes(memory.nbytes, small_segments))
 
@@ -55,7 +55,7 @@ def large_bytes(nbytes: int, small_segments: int) -> int:
 
 
 def fits(streams: Streams, graph: Graph, steps: Sequence[Step], pool: MemoryPool) -> bool:
-    """Whether a graph's inputs, activations and scratch can be had from a pool in the course of these steps."""
+    """Whether a pool can hold a graph's inputs, activations and scratch in the course of these steps."""
     driver = streams.driver
     ops = {n: graph.ops[step.op] for n, step in enumerate(steps) if isinstance(step, Compute)}
     last_use = {i: n for n, op in ops.items() for i in (*op.reads, *op.writes)}

@@ -1,7 +1,7 @@
-"""Finds out, while a model is measured, for which of its convolutions cuDNN has a fused kernel.
+"""Fusion probes: which of a model's convolutions cuDNN has a fused kernel for.
 
-A program's first run decides, with ample room and outside of any capture; what is decided is part of the measurement.
-At a request nothing is tried.
+A program's first run decides, with ample memory and outside of any capture. The decision is part of the measurement;
+nothing is tried at a request.
 """
 
 import logging
@@ -19,7 +19,7 @@ _log = logging.getLogger("cohabit.cuda")
 
 
 class FusionProbe:
-    """A fused op whose first call decides whether it is computed by the fused kernel or by plain ones."""
+    """A fused op whose first call decides between the fused kernel and plain ones."""
 
     def __init__(self, fused: Callable[..., torch.Tensor], tolerance: float) -> None:
         self._fused = fused
@@ -49,16 +49,16 @@ class FusionProbe:
 
 
 def with_probes(lowered: Lowered, batch: int) -> tuple[Lowered, dict[int, FusionProbe]]:
-    """The same model with an attempt for each fused op of one batch size, by op."""
+    """Return the model with a probe for each fused op of one batch size, and the probes by op."""
     probes: dict[int, FusionProbe] = {}
 
-    def attempt(instruction: Instruction) -> Callable[..., Any]:
+    def probe(instruction: Instruction) -> Callable[..., Any]:
         assert instruction.op is not None
         probes[instruction.op] = FusionProbe(instruction.target, lowered.options.tolerance)
         return probes[instruction.op]
 
     fused = {i.op for i in lowered.traces[batch].instructions if i.op is not None and i.target in PLAIN}
-    return _with_targets(lowered, batch, fused, attempt), probes
+    return _with_targets(lowered, batch, fused, probe), probes
 
 
 def with_plain(lowered: Lowered, batch: int, refused: Collection[int]) -> Lowered:

@@ -1,4 +1,4 @@
-"""Measures a lowered model on a CUDA device: what its kernels need, how long they take, and what copies cost them.
+"""Measures a model on a CUDA device: scratch and time of its kernels, and how much copies slow them down.
 
 While it is measured, a model's weights and activations are on the device at once, outside of any budget.
 """
@@ -170,19 +170,19 @@ def _latency_s(device: CudaDevice, program: CudaProgram, examples: Sequence[torc
 def _slowdowns(
     device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor], bench: LinkBench, link: Link
 ) -> tuple[float, float]:
-    """Factors by which ops take longer beside copies, and copies beside ops; both at least 1."""
+    """Return the factors by which ops and copies slow each other down: (compute, swap), both at least 1."""
     alone_s = _latency_s(device, program, examples)
-    beside: list[float] = []
+    overlapped: list[float] = []
     copying: list[float] = []
     for _ in range(_ROUNDS):
         wait = bench.busy(3 * alone_s, link)
-        beside.append(device.executor.run(program, examples).latency_s)
+        overlapped.append(device.executor.run(program, examples).latency_s)
         wait()
         alone = bench.busy(0.8 * alone_s, link)()
         wait = bench.busy(0.8 * alone_s, link)
         device.executor.run(program, examples)
         copying.append(wait() / alone)
-    return max(1.0, statistics.median(beside) / alone_s), max(1.0, statistics.median(copying))
+    return max(1.0, statistics.median(overlapped) / alone_s), max(1.0, statistics.median(copying))
 
 
 def _staged_link(device: CudaDevice, program: CudaProgram, link: Link) -> Link:
