@@ -87,8 +87,18 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         },
         "sharing": {"offsets", "searchers", "sequences"},
     },
+    "runtime": {
+        "lowering": set(),
+        "host": {"lowering"},
+        "offload": {"lowering"},
+        "binding": {"lowering", "offload"},
+        "shared_region": {"binding", "lowering"},
+        "profiling": {"binding", "lowering"},
+        "cpu": {"binding", "host", "lowering", "profiling", "shared_region"},
+        "cuda": {"binding", "host", "lowering", "offload", "profiling", "shared_region"},
+    },
 }
-PUT_TOGETHER = {"server": {"cli", "serve"}, "planner": {"sizing", "fitting"}}
+PUT_TOGETHER = {"server": {"cli", "serve"}, "planner": {"sizing", "fitting"}, "runtime": {"devices"}}
 
 
 def modules() -> list[Path]:
@@ -135,7 +145,7 @@ def folders() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("package", "folder"), folders())
 def test_arrows_between_the_folders_of_a_package_run_one_way(package: str, folder: str) -> None:
     others = FOLDERS[package].keys() - FOLDERS[package][folder] - {folder} | PUT_TOGETHER[package]
-    for path in (ROOT / package / folder).glob("*.py"):
+    for path in (ROOT / package / folder).rglob("*.py"):
         for name in imports_of(path):
             if name.startswith(f"{package}."):
                 assert name.split(".")[1] not in others, f"{path}: {name}"

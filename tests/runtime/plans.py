@@ -55,7 +55,7 @@ def streaming_plan(graph: Graph, resident: frozenset[int] = frozenset()) -> Plan
     return Plan(graph.fingerprint, "", partition, position, inputs, tuple(residents), tuple(steps))
 
 
-def travelling_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
+def offloading_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
     """Every parameter is resident; every activation but those to keep leaves when the next op does not use it."""
     bare = without_parameters(graph)
     actions = _travels(bare, keep)
