@@ -31,10 +31,10 @@ MOST_INFERENCES: Final = 8
 """How long to look for a stable period."""
 
 
-class Lanes(NamedTuple):
+class LaneArrays(NamedTuple):
     """A plan as arrays, for search loops. `n` is the length of the longest lane.
 
-    Lanes are in order, so of all the steps of one lane that a step waits for only the last one matters.
+    LaneArrays are in order, so of all the steps of one lane that a step waits for only the last one matters.
     """
 
     length: Ints
@@ -70,12 +70,12 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     )
 
 
-def prepare(graph: Graph, plan: Plan, profile: Profile) -> Lanes:
+def prepare(graph: Graph, plan: Plan, profile: Profile) -> LaneArrays:
     """Turn a plan into arrays."""
     return _line_up(graph, plan, profile)[0]
 
 
-def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[Lanes, list[tuple[int, int, int]]]:
+def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[LaneArrays, list[tuple[int, int, int]]]:
     """The arrays, and each step that has a lane as (index, lane, position). Plain loops: this runs per evaluation."""
     tensors, op_seconds = graph.tensors, profile.op_seconds
     transfer_s = {SwapIn: profile.swap_in.seconds, SwapOut: profile.swap_out.seconds}
@@ -136,14 +136,14 @@ def _overwritten(graph: Graph, step: Compute, given_up: Mapping[int, Address]) -
 
 
 @compiled
-def empty_lanes(length: Ints) -> Lanes:
+def empty_lanes(length: Ints) -> LaneArrays:
     """Arrays for lanes without any waits."""
     longest = length.max()
-    return Lanes(length, np.zeros((3, longest)), np.full((3, longest, 3), NOTHING), np.full(longest, NOTHING))
+    return LaneArrays(length, np.zeros((3, longest)), np.full((3, longest, 3), NOTHING), np.full(longest, NOTHING))
 
 
 @compiled
-def charge_stretches(lanes: Lanes, stretch_s: float) -> None:
+def charge_stretches(lanes: LaneArrays, stretch_s: float) -> None:
     """Add to each op that begins a stretch, but for the first, what that costs. In place.
 
     An op begins one if it is the first to wait for a copy, or if a copy waits for the op before it.
@@ -167,13 +167,13 @@ def charge_stretches(lanes: Lanes, stretch_s: float) -> None:
             lanes.work_s[COMPUTE, i] += stretch_s
 
 
-def run_once(lanes: Lanes, profile: Profile) -> tuple[Floats, Floats]:
+def run_once(lanes: LaneArrays, profile: Profile) -> tuple[Floats, Floats]:
     """Start and end in seconds of every step of one isolated inference, each [3, n]."""
     start, end, _ = run(lanes, profile.compute_slowdown, profile.swap_slowdown, 1)
     return start, end
 
 
-def period(lanes: Lanes, profile: Profile) -> float:
+def period(lanes: LaneArrays, profile: Profile) -> float:
     """Seconds between inferences run back to back, once that has settled."""
     _, _, seconds = run(lanes, profile.compute_slowdown, profile.swap_slowdown, MOST_INFERENCES)
     return float(seconds)
@@ -181,7 +181,7 @@ def period(lanes: Lanes, profile: Profile) -> float:
 
 @compiled
 def run(
-    lanes: Lanes, compute_slowdown: float, swap_slowdown: float, inferences: int
+    lanes: LaneArrays, compute_slowdown: float, swap_slowdown: float, inferences: int
 ) -> tuple[Floats, Floats, float]:
     """Simulate `inferences` back to back; return starts and ends of the first one, and the settled period.
 
@@ -239,7 +239,7 @@ def run(
 
 
 @compiled
-def _ready(lanes: Lanes, done: Ints, lane: int, inferences: int) -> bool:
+def _ready(lanes: LaneArrays, done: Ints, lane: int, inferences: int) -> bool:
     """Whether a lane's next step exists and everything that it waits for has ended."""
     if done[lane] >= lanes.length[lane] * inferences:
         return False

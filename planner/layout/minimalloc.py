@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import FormatError
-from planner.layout.liveness import Lifespan
 from planner.layout.placement import Block, Layout, most_live_bytes, place
+from planner.lifetimes import Lifespan
 
 _SYNONYMS = {"begin": "lower", "start": "lower", "end": "upper", "buffer": "id", "buffer_id": "id"}
 _REQUIRED = ("id", "lower", "upper", "size")

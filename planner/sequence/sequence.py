@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from planner.graph import Graph
-from planner.layout.liveness import Lifespan
 from planner.layout.placement import SCRATCH_ALIGNMENT, Block, Layout, place
+from planner.lifetimes import Lifespan
 from planner.plan import Plan
 from planner.profile import Profile
-from planner.sequence.writer import Writer
+from planner.sequence.plan_writer import PlanWriter
 
 
 class Verb(Enum):
@@ -48,30 +48,30 @@ def drop(tensor: int) -> Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class TensorRange:
     """A tensor in memory while `span.first <= i < span.end`, i counting actions."""
 
     tensor: int
     span: Lifespan
 
 
-def stays(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[Stay]:
+def stays(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[TensorRange]:
     """Every stay of every tensor, inputs and residents from action 0 on, in order of their starts.
 
     Raises KeyError for a drop of what is not in memory, ValueError for a second copy of what is.
     """
     since = dict.fromkeys((*_inputs(graph), *residents), 0)
-    found: list[Stay] = []
+    found: list[TensorRange] = []
     for i, action in enumerate(actions):
         if action.verb is Verb.DROP:
-            found.append(Stay(action.what, Lifespan(since.pop(action.what), i + 1)))
+            found.append(TensorRange(action.what, Lifespan(since.pop(action.what), i + 1)))
             continue
         brought = graph.ops[action.what].writes if action.verb is Verb.COMPUTE else ()
         for t in (action.what,) if action.verb is Verb.SWAP_IN else brought:
             if t in since:
                 raise ValueError(f"action {i} brings {graph.tensors[t].name}, which is in memory")
             since[t] = i
-    found += (Stay(t, Lifespan(first, len(actions) + 1)) for t, first in since.items())
+    found += (TensorRange(t, Lifespan(first, len(actions) + 1)) for t, first in since.items())
     return sorted(found, key=lambda s: (s.span.first, s.tensor))
 
 
@@ -103,7 +103,7 @@ def held_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[in
 class Placed:
     """Offsets for a sequence's stays (in their order) and for the scratch of each action that has some."""
 
-    stays: tuple[Stay, ...]
+    stays: tuple[TensorRange, ...]
     offsets: tuple[int, ...]
     scratch: dict[int, int]
     peak_bytes: int
@@ -159,7 +159,7 @@ def write(
 ) -> Plan:
     """Write a single-model plan: all of the memory is the partition."""
     starting = {(s.tensor, s.span.first): o for s, o in zip(placed.stays, placed.offsets, strict=True)}
-    writer = Writer(
+    writer = PlanWriter(
         graph,
         memory_bytes,
         0,

@@ -12,14 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
-from planner.simulate import COMPUTE, MOST_INFERENCES, NOTHING, SWAP_IN, Lanes, charge_stretches, empty_lanes, run
-from planner.streaming.memory import (
+from planner.simulate import (
+    COMPUTE,
+    MOST_INFERENCES,
+    NOTHING,
+    SWAP_IN,
+    LaneArrays,
+    charge_stretches,
+    empty_lanes,
+    run,
+)
+from planner.streaming.page_map import (
     NO_MORE,
     NOWHERE,
     Hole,
-    Memory,
+    PageMap,
     cover,
-    empty_memory,
+    empty_page_map,
     find_hole,
     find_room,
     put,
@@ -49,7 +58,7 @@ class Decisions(NamedTuple):
     hold: Flags
     """Per use of a streamed parameter, whether it stays until its next use."""
     fit: int
-    """Which hole to prefer: see `planner.streaming.memory.find_hole`."""
+    """Which hole to prefer: see `planner.streaming.page_map.find_hole`."""
 
 
 class Swaps(NamedTuple):
@@ -95,7 +104,7 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     ops, parameters = len(work.op_s), len(work.size)
     most = 2 * len(work.use_parameter) + parameters
     most_items = 2 * (most + parameters + len(work.busy)) + 4
-    memory = empty_memory(work.partition_pages, work.workspace_pages, parameters, most_items)
+    memory = empty_page_map(work.partition_pages, work.workspace_pages, parameters, most_items)
     swaps = Swaps(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64),
         np.zeros(1, np.int64),
@@ -157,7 +166,7 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
 
 
 @compiled
-def judge(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> tuple[float, float, int]:
+def evaluate(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> tuple[float, float, int]:
     """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
     swaps, latency_s = play(work, home, decisions)
     link_pages = work.size[swaps.parameter[: swaps.length[0]]].sum()
@@ -174,7 +183,7 @@ def judge(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> tupl
 
 
 @compiled
-def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> Lanes:
+def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> LaneArrays:
     """What `simulate.prepare` makes of the plan that these swaps become."""
     ops, count = len(work.op_s), swaps.length[0]
     lanes = empty_lanes(np.array([ops, count, 0]))
@@ -201,7 +210,7 @@ def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> Lanes:
 @compiled
 def _bring(
     work: Arrays,
-    memory: Memory,
+    memory: PageMap,
     swaps: Swaps,
     decisions: Decisions,
     hole: Hole,
@@ -233,7 +242,7 @@ def _bring(
 
 
 @compiled
-def _make_room(work: Arrays, memory: Memory, swaps: Swaps, home: Ints, op: int, touched: Ints) -> None:
+def _make_room(work: Arrays, memory: PageMap, swaps: Swaps, home: Ints, op: int, touched: Ints) -> None:
     """Give an op's parameters places that are certain to fit; those that lie elsewhere are brought anew.
 
     Residents go home and the others to the front of the window. If the window is too small for that, all go where
@@ -260,7 +269,7 @@ def _make_room(work: Arrays, memory: Memory, swaps: Swaps, home: Ints, op: int, 
 
 
 @compiled
-def _move(work: Arrays, memory: Memory, swaps: Swaps, parameter: int, page: int, touched: int, op: int) -> None:
+def _move(work: Arrays, memory: PageMap, swaps: Swaps, parameter: int, page: int, touched: int, op: int) -> None:
     """Bring a parameter to a page, once its former place (if any) has been read for the last time."""
     behind = touched
     if work.size[parameter] > 0:

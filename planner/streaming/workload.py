@@ -11,7 +11,7 @@ from planner.errors import InvalidPlan
 from planner.layout.feasible import PAGE_BYTES, Footprint, pages
 from planner.plan import Address, Placement
 from planner.profile import Profile
-from planner.streaming.memory import NO_MORE, NOWHERE
+from planner.streaming.page_map import NO_MORE, NOWHERE
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -121,7 +121,7 @@ class Workload:
         return Workload(footprint, profile, parameters, arrays)
 
     def address(self, page: int) -> Address:
-        """Where a page of `planner.streaming.memory` lies."""
+        """Where a page of `planner.streaming.page_map` lies."""
         if page <= self.arrays.partition_pages:  # at the border itself there are empty parameters at most
             return Address("partition", page * PAGE_BYTES)
         offset = (page - self.arrays.partition_pages - 1) * PAGE_BYTES

@@ -17,7 +17,7 @@ import runtime.cpu.backend
 from planner.check import live_bytes, peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.plan import Compute, Drop, Plan, SwapIn
-from planner.sizing.deployment import Deployment, Entry
+from planner.sizing.deployment import Deployment, DeploymentEntry
 from runtime.binding.program import Program
 from runtime.cpu.arena import Arena
 from runtime.cpu.executor import Frame
@@ -45,7 +45,7 @@ class Deployed:
     servables: dict[str, ProgramServable]
     extents: dict[str, Extent]
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> DeploymentEntry:
         (entry,) = (e for e in self.deployment.entries if e.name == name)
         return entry
 

@@ -13,8 +13,8 @@ from planner.check import check
 from planner.errors import InvalidPlan
 from planner.graph import Graph, Op, Tensor
 from planner.papers.swapadvisor.allocations import Allocation, Space, raised, shrink
-from planner.papers.swapadvisor.genetic import SERIAL, Candidate, Genetic
-from planner.papers.swapadvisor.pool_lanes import judge, write
+from planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
+from planner.papers.swapadvisor.pool_lanes import evaluate, write
 from planner.papers.swapadvisor.pools import object_bytes, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import (
     cross_schedules,
@@ -60,7 +60,7 @@ def test_costs_are_those_of_the_written_plan(seed: int) -> None:
     allocation = random_allocation(space, rng)
     pool = pool_of(sizes, allocation.classes, allocation.counts)
     threshold, double_pass = rng.choice((0.0, 1.0, 3.0)), rng.random() < 0.8
-    cost = judge(uses, order, pool, threshold, np.inf, double_pass)
+    cost = evaluate(uses, order, pool, threshold, np.inf, double_pass)
     if cost == UNFIT:  # another last op may need more than the one that `least` goes by
         assert order[-1] != len(order) - 1
         return
@@ -70,7 +70,7 @@ def test_costs_are_those_of_the_written_plan(seed: int) -> None:
     assert timeline.latency_s == pytest.approx(cost.latency_s)
     assert timeline.period_s == pytest.approx(cost.period_s)
     assert timeline.link_bytes == cost.link_bytes
-    lower = judge(uses, order, pool, threshold, cost.latency_s / 2 - 1, double_pass)
+    lower = evaluate(uses, order, pool, threshold, cost.latency_s / 2 - 1, double_pass)
     assert (lower.latency_s, lower.period_s, lower.link_bytes) == (cost.latency_s, np.inf, cost.link_bytes)
 
 
@@ -87,7 +87,7 @@ def test_too_few_objects_for_an_op_are_unfit(seed: int) -> None:
     scarce = rng.choice(np.flatnonzero(space.least(allocation.classes)).tolist())
     counts[scarce] = space.least(allocation.classes)[scarce] - 1
     pool = pool_of(sizes, allocation.classes, counts)
-    assert judge(uses, np.arange(len(graph.ops)), pool, 1.0, np.inf) == UNFIT
+    assert evaluate(uses, np.arange(len(graph.ops)), pool, 1.0, np.inf) == UNFIT
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -109,7 +109,7 @@ def test_the_first_pass_swaps_in_no_more_than_it_must(reads: list[int], objects:
 
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1]), np.array([objects]))
-    cost = judge(uses, np.arange(len(ops)), pool, 0.0, 0.0, double_pass=False)
+    cost = evaluate(uses, np.arange(len(ops)), pool, 0.0, 0.0, double_pass=False)
     assert cost.link_bytes == PAGE * fewest(0, frozenset())
 
 
@@ -278,12 +278,12 @@ def problem_of(memory_bytes: int) -> Problem:
     return Problem(graph, profile_of(graph), memory_bytes)
 
 
-def evolve(searcher: Genetic, generations: int) -> list[list[Candidate]]:
+def evolve(searcher: Genetic, generations: int) -> list[list[Chromosome]]:
     asked = []
     for _ in range(generations + 2):
         candidates = list(searcher.ask())
         asked.append(candidates)
-        searcher.tell(candidates, [searcher.judge(c, 0.0) for c in candidates])
+        searcher.tell(candidates, [searcher.evaluate(c, 0.0) for c in candidates])
     return asked
 
 
@@ -311,7 +311,7 @@ def test_the_first_generation_has_pools_that_fit_where_any_restricted_one_does()
     for memory, fits in ((least, True), (least - 1, False)):
         searcher = Genetic(problem_of(memory), 1, population=12)
         asked = evolve(searcher, 0)
-        found = [searcher.judge(c, 0.0) != UNFIT for c in asked[1]]
+        found = [searcher.evaluate(c, 0.0) != UNFIT for c in asked[1]]
         assert any(found) == fits
     assert least - 1 >= least_bytes(graph)
     plan = search(problem_of(least - 1), "genetic", limit=Limit(evaluations=40))
@@ -355,7 +355,7 @@ def test_the_population_keeps_its_size_and_those_that_fit() -> None:
 def test_a_plan_has_its_ops_in_the_order_of_its_chromosome() -> None:
     searcher = Genetic(roomy(), 3, population=12)
     for candidate in evolve(searcher, 0)[1]:
-        if searcher.judge(candidate, 0.0) != UNFIT:
+        if searcher.evaluate(candidate, 0.0) != UNFIT:
             plan = searcher.write(candidate)
             check(searcher.problem.graph, searcher.problem.profile, plan)
             assert tuple(s.op for s in plan.steps if isinstance(s, Compute)) == candidate.order

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from planner.layout.feasible import Footprint
-from planner.layout.liveness import Lifespan, lifespans, needed_bytes, peak_activation_bytes
 from planner.layout.placement import Block, most_live_bytes, place, place_activations
+from planner.lifetimes import Lifespan, lifespans, needed_bytes, peak_activation_bytes
 from tests.planner.graphs import PAGE, chain, random_graph
 
 

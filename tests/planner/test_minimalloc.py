@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.minimalloc import HEIGHT, guillotine
 from planner.errors import FormatError
-from planner.layout.liveness import Lifespan
 from planner.layout.minimalloc import Problem, Score, read, score, write
 from planner.layout.placement import Block, Layout, most_live_bytes, place
+from planner.lifetimes import Lifespan
 
 # The example of MiniMalloc's README, which fits in 12.
 EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"

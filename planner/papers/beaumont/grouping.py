@@ -25,9 +25,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.layout.liveness import Lifespan, lifespans
 from planner.layout.placement import SCRATCH_ALIGNMENT
-from planner.papers.beaumont.layers import Chain
+from planner.lifetimes import Lifespan, lifespans
+from planner.papers.beaumont.layers import LayerChain
 from planner.profile import Link, Profile
 from planner.sequence.gaps import Gap, Gaps
 
@@ -40,7 +40,7 @@ SMALL_SHARE: Final = 0.02
 class Grouped:
     """A graph's chain. `saved[i]` are the tensors of x_i."""
 
-    chain: Chain
+    chain: LayerChain
     saved: tuple[tuple[int, ...], ...]
 
 
@@ -96,7 +96,7 @@ def grouped(gaps: Gaps, profile: Profile, turn: int, ends: Sequence[int]) -> Gro
     if last:  # x_0 may be gone by then
         y[0] = max(min(float(behind[0]), backward_most[0] - x[0]), 0.0)
     op_s = np.array(profile.op_seconds)
-    chain = Chain(
+    chain = LayerChain(
         np.bincount(forward, op_s[:turn], last).tolist(),
         np.bincount(backward, op_s[turn:], last).tolist(),
         x,

@@ -22,7 +22,7 @@ from planner.graph import Graph
 from planner.layout.placement import SCRATCH_ALIGNMENT
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Cost, Problem
-from planner.search.by_plan import ByPlan
+from planner.search.searcher import PlanSearcher
 from planner.sequence.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
 from planner.sequence.serial import least_bytes, require, serial
 
@@ -33,13 +33,13 @@ FITTING: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class OnDemandCandidate:
     """Decisions for a share of the memory; without one, everything leaves after each op."""
 
     share: float | None
 
 
-class OnDemand(ByPlan[Candidate]):
+class OnDemand(PlanSearcher[OnDemandCandidate]):
     """Asks for the decisions at the largest shares of the memory whose tensors can be placed.
 
     Without `prefetch` no copy starts before the op that it is for is next: what the baseline's first iteration does.
@@ -57,17 +57,17 @@ class OnDemand(ByPlan[Candidate]):
         self._asked = False
         self._plan = cache(self._make)
 
-    def ask(self) -> Sequence[Candidate]:
+    def ask(self) -> Sequence[OnDemandCandidate]:
         if self._asked:
             return ()
         self._asked = True
-        fitting = (c for c in map(Candidate, SHARES) if self._plan(c) is not None)
-        return [*islice(fitting, FITTING), Candidate(None)]
+        fitting = (c for c in map(OnDemandCandidate, SHARES) if self._plan(c) is not None)
+        return [*islice(fitting, FITTING), OnDemandCandidate(None)]
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[OnDemandCandidate], costs: Sequence[Cost]) -> None:
         """Nothing to learn: the candidates do not build on one another."""
 
-    def _make(self, candidate: Candidate) -> Plan | None:
+    def _make(self, candidate: OnDemandCandidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
         actions, residents = serial(graph), frozenset[int]()
         if candidate.share is not None:
@@ -87,7 +87,7 @@ def passive(problem: Problem, seed: int) -> OnDemand:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Eviction:
     """A tensor is swapped out where its host copy is out of date, and dropped where it is not to stay."""
 
     tensor: int
@@ -101,12 +101,12 @@ class Leave:
 class Turn:
     """What happens right before an op, or behind the last one: first tensors leave, then others are fetched."""
 
-    leaves: tuple[Leave, ...]
+    leaves: tuple[Eviction, ...]
     fetches: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class LruDecisions:
     """The decisions of one iteration: a turn per op, and one behind the last."""
 
     room_bytes: int
@@ -116,7 +116,7 @@ class Course:
     """Weights in memory at the end, but none that was there at the start and was pressed out before its first use."""
 
 
-def steady(graph: Graph, room_bytes: int) -> Course:
+def steady(graph: Graph, room_bytes: int) -> LruDecisions:
     """The decisions of an iteration that starts with weights that it ends with.
 
     The first pass starts without any. What is there at its end starts the second; a weight that is pressed out before
@@ -130,19 +130,19 @@ def steady(graph: Graph, room_bytes: int) -> Course:
         residents &= course.kept
 
 
-def least_recently_used(graph: Graph, room_bytes: int, residents: frozenset[int]) -> Course:
+def least_recently_used(graph: Graph, room_bytes: int, residents: frozenset[int]) -> LruDecisions:
     """Run the ops in order; when there is no room for the next, what was used the longest time ago leaves.
 
     A use is the position of the op, equals leave in order of their ids. Residents were last used an iteration ago,
     inputs just before the first op. What nothing needs any more leaves at once.
     """
-    memory = _Memory(graph, room_bytes, residents)
+    memory = _LruMemory(graph, room_bytes, residents)
     turns = [memory.turn(k) for k in range(len(graph.ops))]
     kept = memory.kept()
-    return Course(room_bytes, residents, (*turns, memory.end()), kept)
+    return LruDecisions(room_bytes, residents, (*turns, memory.end()), kept)
 
 
-def on_demand(graph: Graph, course: Course) -> list[Action]:
+def on_demand(graph: Graph, course: LruDecisions) -> list[Action]:
     """The decisions as they were made: everything for an op happens right before it."""
     actions: list[Action] = []
     for k, turn in enumerate(course.turns):
@@ -152,13 +152,13 @@ def on_demand(graph: Graph, course: Course) -> list[Action]:
     return actions
 
 
-def prefetched(graph: Graph, course: Course) -> list[Action]:
+def prefetched(graph: Graph, course: LruDecisions) -> list[Action]:
     """The same decisions, carried out as early as they can be.
 
     What leaves does so right after its last use; swap-ins, in the order of demand, as soon as there is room for them
     until they are needed.
     """
-    leaves: list[list[Leave]] = [[] for _ in course.turns]
+    leaves: list[list[Eviction]] = [[] for _ in course.turns]
     for turn in course.turns:
         for leave in turn.leaves:
             leaves[leave.used + 1].append(leave)
@@ -177,10 +177,10 @@ def prefetched(graph: Graph, course: Course) -> list[Action]:
             fetches[at].append(t)
             earliest = at
     moved = [Turn(tuple(a), tuple(b)) for a, b in zip(leaves, fetches, strict=True)]
-    return on_demand(graph, Course(course.room_bytes, course.residents, tuple(moved), course.kept))
+    return on_demand(graph, LruDecisions(course.room_bytes, course.residents, tuple(moved), course.kept))
 
 
-class _Memory:
+class _LruMemory:
     """What is in memory during one iteration, least recently used first."""
 
     def __init__(self, graph: Graph, room_bytes: int, residents: Collection[int]) -> None:
@@ -193,7 +193,7 @@ class _Memory:
         self._unsaved = {t for t in self._used if graph.tensors[t].kind != "parameter"}
         self._pressed_out: set[int] = set()
         self._free = room_bytes - sum(self._nbytes[t] for t in self._used)
-        self._leaving: list[Leave] = []
+        self._leaving: list[Eviction] = []
         self._evict(())
         self._leaving += [self._leave(t) for t in inputs if t not in self._last]
 
@@ -224,7 +224,7 @@ class _Memory:
                 if t not in self._graph.outputs or self._graph.tensors[t].kind == "parameter":
                     self._leaving.append(self._leave(t))
                 elif t in self._unsaved:
-                    self._leaving.append(Leave(t, self._used[t], save=True, stays=True))
+                    self._leaving.append(Eviction(t, self._used[t], save=True, stays=True))
         return Turn(tuple(self._leaving), ())
 
     def _evict(self, needed: Collection[int]) -> None:
@@ -236,11 +236,11 @@ class _Memory:
                     self._pressed_out.add(t)
                 self._leaving.append(self._leave(t))
 
-    def _leave(self, t: int) -> Leave:
+    def _leave(self, t: int) -> Eviction:
         used = self._used.pop(t)
         needed = self._is_weight(t) or used < self._last.get(t, -1)
         self._free += self._nbytes[t]
-        leave = Leave(t, used, save=needed and t in self._unsaved)
+        leave = Eviction(t, used, save=needed and t in self._unsaved)
         self._unsaved.discard(t)
         return leave
 
@@ -248,12 +248,12 @@ class _Memory:
         return self._graph.tensors[t].kind in ("parameter", "state")
 
 
-def _leave(leave: Leave) -> list[Action]:
+def _leave(leave: Eviction) -> list[Action]:
     actions = [swap_out(leave.tensor)] if leave.save else []
     return actions if leave.stays else [*actions, drop(leave.tensor)]
 
 
-def _held_bytes(graph: Graph, course: Course, leaves: Sequence[Sequence[Leave]]) -> list[int]:
+def _held_bytes(graph: Graph, course: LruDecisions, leaves: Sequence[Sequence[Eviction]]) -> list[int]:
     """Bytes in memory during each op when tensors leave at these turns."""
     nbytes = _sizes(graph)
     now = sum(nbytes[t] for t, what in enumerate(graph.tensors) if what.kind == "input" or t in course.residents)

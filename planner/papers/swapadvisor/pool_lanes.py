@@ -11,20 +11,20 @@ from numpy.typing import NDArray
 
 from planner.compiled import compiled
 from planner.graph import Graph
-from planner.papers.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SCRATCH, Log
+from planner.papers.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SCRATCH, SwapLog
 from planner.papers.swapadvisor.pool_swaps import plan_swaps
-from planner.papers.swapadvisor.pools import VALUE, Pool, Uses
+from planner.papers.swapadvisor.pools import VALUE, MemoryPool, OpUses
 from planner.plan import Plan
 from planner.problem import UNFIT, Cost
 from planner.profile import Profile
-from planner.sequence.writer import Writer
+from planner.sequence.plan_writer import PlanWriter
 from planner.simulate import (
     COMPUTE,
     MOST_INFERENCES,
     NOTHING,
     SWAP_IN,
     SWAP_OUT,
-    Lanes,
+    LaneArrays,
     charge_stretches,
     empty_lanes,
     run,
@@ -33,17 +33,19 @@ from planner.simulate import (
 Ints = NDArray[np.int64]
 
 
-def judge(uses: Uses, order: Ints, pool: Pool, threshold: float, good_s: float, double_pass: bool = True) -> Cost:
+def evaluate(
+    uses: OpUses, order: Ints, pool: MemoryPool, threshold: float, good_s: float, double_pass: bool = True
+) -> Cost:
     """Plan the swaps and simulate them; the period only if the latency is at most `good_s`."""
-    fits, latency_s, period_s, link_bytes = _judge(
+    fits, latency_s, period_s, link_bytes = _evaluate(
         uses, order, pool.class_of_size, pool.counts, threshold, good_s, double_pass
     )
     return Cost(latency_s, period_s, link_bytes) if fits else UNFIT
 
 
 @compiled
-def _judge(
-    uses: Uses,
+def _evaluate(
+    uses: OpUses,
     order: Ints,
     class_of_size: Ints,
     counts: Ints,
@@ -65,7 +67,7 @@ def _judge(
 
 
 @compiled
-def _line_up(uses: Uses, log: Log, start: Ints, objects: int) -> tuple[Lanes, int]:
+def _line_up(uses: OpUses, log: SwapLog, start: Ints, objects: int) -> tuple[LaneArrays, int]:
     """What `simulate.prepare` makes of the plan that this log becomes, and the bytes that are copied."""
     length, link_bytes = np.zeros(3, np.int64), 0
     for entry in log.entries[: log.length[0]]:
@@ -120,7 +122,7 @@ def _line_up(uses: Uses, log: Log, start: Ints, objects: int) -> tuple[Lanes, in
 
 
 @compiled
-def _run_with(lanes: Lanes, t: int, k: int, arrived: Ints, used: Ints, place: Ints, last: Ints) -> None:
+def _run_with(lanes: LaneArrays, t: int, k: int, arrived: Ints, used: Ints, place: Ints, last: Ints) -> None:
     """The op at position k uses a tensor."""
     _wait(lanes, COMPUTE, k, SWAP_IN, arrived[t])
     used[t] = k
@@ -129,7 +131,7 @@ def _run_with(lanes: Lanes, t: int, k: int, arrived: Ints, used: Ints, place: In
 
 
 @compiled
-def _carry(uses: Uses, log: Log, start: Ints, lanes: Lanes, arrived: Ints) -> None:
+def _carry(uses: OpUses, log: SwapLog, start: Ints, lanes: LaneArrays, arrived: Ints) -> None:
     """Ops that read initial residents wait for the previous inference to have restored them."""
     k = 0
     for entry in log.entries[: log.length[0]]:
@@ -142,7 +144,7 @@ def _carry(uses: Uses, log: Log, start: Ints, lanes: Lanes, arrived: Ints) -> No
 
 
 @compiled
-def _wait(lanes: Lanes, lane: int, i: int, other: int, earlier: int) -> None:
+def _wait(lanes: LaneArrays, lane: int, i: int, other: int, earlier: int) -> None:
     lanes.wait[lane, i, other] = max(lanes.wait[lane, i, other], earlier)
 
 
@@ -150,9 +152,9 @@ def write(
     graph: Graph,
     profile: Profile,
     memory_bytes: int,
-    uses: Uses,
+    uses: OpUses,
     order: Ints,
-    pool: Pool,
+    pool: MemoryPool,
     threshold: float,
     double_pass: bool = True,
 ) -> Plan:
@@ -160,7 +162,7 @@ def write(
     fits, log, start = plan_swaps(uses, order, pool.class_of_size, pool.counts, threshold, double_pass)
     assert fits
     offsets = pool.offsets.tolist()
-    writer = Writer(graph, memory_bytes, 0, *_at_start(graph, uses, offsets, start))
+    writer = PlanWriter(graph, memory_bytes, 0, *_at_start(graph, uses, offsets, start))
     results: dict[int, int] = {}
     scratch: int | None = None
     last = int(order[-1])
@@ -184,7 +186,7 @@ def write(
 
 
 def _at_start(
-    graph: Graph, uses: Uses, offsets: Sequence[int], start: Ints
+    graph: Graph, uses: OpUses, offsets: Sequence[int], start: Ints
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Offsets of the inputs and the initial residents. What has no bytes is always in memory."""
     inputs: dict[int, int] = {}

@@ -13,7 +13,7 @@ from typing import Final
 
 from planner.graph import Graph, TensorKind
 from planner.layout.placement import SCRATCH_ALIGNMENT
-from planner.papers.tensile.channel import Span
+from planner.papers.tensile.channel import TransferSpan
 from planner.profile import Link, Profile
 
 NS_PER_S: Final = 10**9
@@ -31,7 +31,7 @@ class Job:
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class OpRun:
     """One execution of an op: an access to every tensor that the op reads or writes."""
 
     op: int
@@ -42,21 +42,21 @@ class Run:
 
 
 @dataclass(eq=False, slots=True)
-class Gap:
+class AccessGap:
     """Time between two accesses of a tensor, in which it need not be in memory.
 
     An input's first gap begins with its arrival. A weight's last one goes across the iteration's end, from its last
     access to the first of the next iteration; it comes back before that one, or before this iteration ends.
     """
 
-    before: Run | None
-    after: Run
+    before: OpRun | None
+    after: OpRun
     across: bool
     version: int
     """How often the tensor was written or changed before."""
-    back: Span | None = None
+    back: TransferSpan | None = None
     """The swap-in that ends the absence."""
-    rerun: Run | None = None
+    rerun: OpRun | None = None
     """The recomputation that ends the absence."""
 
     @property
@@ -86,13 +86,13 @@ class Track:
     kind: TensorKind
     stays: bool
     """Whether it must be in memory at the end of the iteration."""
-    accesses: list[Run] = field(default_factory=list)
-    changes: list[Run] = field(default_factory=list)
+    accesses: list[OpRun] = field(default_factory=list)
+    changes: list[OpRun] = field(default_factory=list)
     """Those of the accesses that write it or change it in place."""
-    gaps: list[Gap] = field(default_factory=list)
-    outs: dict[int, Span] = field(default_factory=dict)
+    gaps: list[AccessGap] = field(default_factory=list)
+    outs: dict[int, TransferSpan] = field(default_factory=dict)
     """Swap-outs by version."""
-    extra: list[Run] = field(default_factory=list)
+    extra: list[OpRun] = field(default_factory=list)
     """Recomputations that write it although nobody asks for it any more."""
 
     @property
@@ -109,7 +109,7 @@ class Track:
         """Whether it is ever absent between two accesses."""
         return not all(gap.kept for gap in self.gaps)
 
-    def needs_out(self, gap: Gap) -> bool:
+    def needs_out(self, gap: AccessGap) -> bool:
         """Whether the host store has no copy for this gap but one that is swapped out.
 
         A parameter always has one, state until it is changed: but a resident was changed in iterations before.
@@ -122,14 +122,14 @@ class Track:
         """Divide the time between accesses, forgetting all fates."""
         self.gaps = []
         changes = 0
-        before: Run | None = None
+        before: OpRun | None = None
         for run in self.accesses:
             if before is not None or self.kind == "input":
-                self.gaps.append(Gap(before, run, False, changes))
+                self.gaps.append(AccessGap(before, run, False, changes))
             changes += run in self.changes
             before = run
         if self.is_weight and self.accesses:
-            self.gaps.append(Gap(before, self.accesses[0], True, changes))
+            self.gaps.append(AccessGap(before, self.accesses[0], True, changes))
 
 
 class Axis:
@@ -169,7 +169,7 @@ class Axis:
     def accessed(self) -> int:
         return sum(bool(t.accesses) for t in self.tracks.values())
 
-    def scratch_bytes(self, run: Run) -> int:
+    def scratch_bytes(self, run: OpRun) -> int:
         return _aligned(self.graph.ops[run.op].scratch_bytes, SCRATCH_ALIGNMENT)
 
     def in_ns(self, track: Track) -> int:
@@ -178,20 +178,20 @@ class Axis:
     def out_ns(self, track: Track) -> int:
         return _transfer_ns(self.job.profile.swap_out, self.graph.tensors[track.tensor].nbytes)
 
-    def end_of(self, run: Run | None) -> int:
+    def end_of(self, run: OpRun | None) -> int:
         """When an access has ended; the arrival, if None."""
         return self.start_ns if run is None else run.end_ns
 
-    def spans(self) -> Iterator[tuple[Span, bool]]:
+    def spans(self) -> Iterator[tuple[TransferSpan, bool]]:
         """All transfers, and whether each is a swap-in."""
         for track in self.tracks.values():
             yield from ((span, False) for span in track.outs.values())
             yield from ((gap.back, True) for gap in track.gaps if gap.back is not None)
 
-    def insert(self, op: int, before: Run) -> Run:
-        """Run an op again right before a run. All that starts with that run or later is put off."""
+    def insert(self, op: int, before: OpRun) -> OpRun:
+        """OpRun an op again right before a run. All that starts with that run or later is put off."""
         at_ns, added_ns = before.start_ns, _op_ns(self.job.profile.op_seconds[op])
-        again = Run(op, at_ns, at_ns + added_ns, again=True)
+        again = OpRun(op, at_ns, at_ns + added_ns, again=True)
         for run in self.runs:
             if run.start_ns >= at_ns:
                 run.start_ns, run.end_ns = run.start_ns + added_ns, run.end_ns + added_ns
@@ -202,17 +202,17 @@ class Axis:
         insort(self.runs, again, key=lambda r: r.start_ns)
         return again
 
-    def gone_ns(self, track: Track, gap: Gap) -> int:
+    def gone_ns(self, track: Track, gap: AccessGap) -> int:
         """When the tensor has left, in a gap with a swap or a recomputation."""
         gone = self.end_of(gap.before)
         return max(gone, track.outs[gap.version].end_ns) if track.needs_out(gap) and gap.rerun is None else gone
 
-    def stays(self, track: Track) -> Iterator[Span]:
+    def stays(self, track: Track) -> Iterator[TransferSpan]:
         """When the tensor is in memory."""
-        yield from (Span(run.start_ns, run.end_ns) for run in track.extra)
+        yield from (TransferSpan(run.start_ns, run.end_ns) for run in track.extra)
         if not track.accesses:
             if track.kind == "input":
-                yield Span(self.start_ns - 1, self.end_ns if track.stays else self.start_ns)
+                yield TransferSpan(self.start_ns - 1, self.end_ns if track.stays else self.start_ns)
             return
         since, until = track.accesses[0].start_ns, track.accesses[-1].end_ns
         if track.kind == "input" or track.is_weight:
@@ -223,9 +223,9 @@ class Axis:
             since, until = track.gaps[-1].returns_ns, self.gone_ns(track, track.gaps[-1])
         for gap in track.gaps:
             if not gap.kept and (not gap.across or gap.early):
-                yield Span(since, self.gone_ns(track, gap))
+                yield TransferSpan(since, self.gone_ns(track, gap))
                 since = gap.returns_ns
-        yield Span(since, until)
+        yield TransferSpan(since, until)
 
     def _track(self, t: int) -> Track:
         tensor = self.graph.tensors[t]
@@ -233,9 +233,9 @@ class Axis:
         return Track(t, _aligned(tensor.nbytes, tensor.alignment), tensor.kind, stays)
 
 
-def _one_after_another(op_seconds: Sequence[float], start_ns: int) -> Iterator[Run]:
+def _one_after_another(op_seconds: Sequence[float], start_ns: int) -> Iterator[OpRun]:
     for k, op_s in enumerate(op_seconds):
-        yield Run(k, start_ns, start_ns + _op_ns(op_s))
+        yield OpRun(k, start_ns, start_ns + _op_ns(op_s))
         start_ns += _op_ns(op_s)
 
 
@@ -247,8 +247,8 @@ def _transfer_ns(link: Link, nbytes: int) -> int:
     return max(math.ceil(link.seconds(nbytes) * NS_PER_S), 1)
 
 
-def put_off(span: Span, at_ns: int, added_ns: int) -> Span:
-    return Span(span.start_ns + added_ns, span.end_ns + added_ns) if span.start_ns >= at_ns else span
+def put_off(span: TransferSpan, at_ns: int, added_ns: int) -> TransferSpan:
+    return TransferSpan(span.start_ns + added_ns, span.end_ns + added_ns) if span.start_ns >= at_ns else span
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.papers.tensile.job import Axis, Run, Track
+from planner.papers.tensile.job import Axis, OpRun, Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Peak:
     nbytes: int
     tensors: tuple[tuple[int, int], ...]
     """(job, tensor) of what is in memory then, largest first."""
-    last_access: tuple[Run | None, ...]
+    last_access: tuple[OpRun | None, ...]
     """Of each job, the last op that read something and had ended."""
     time_ns: int
 
 
-class Footprint:
+class MemoryUsage:
     """The memory in use over time: for every tensor of every job, when it is there. Outside of its iteration, a job
     has no memory."""
 
@@ -91,6 +91,6 @@ class Footprint:
         )
 
 
-def _last_access(axis: Axis, time_ns: int) -> Run | None:
+def _last_access(axis: Axis, time_ns: int) -> OpRun | None:
     ended = bisect_right(axis.runs, time_ns, key=lambda run: run.end_ns)
     return next((run for run in reversed(axis.runs[:ended]) if axis.graph.ops[run.op].reads), None)

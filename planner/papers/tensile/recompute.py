@@ -5,7 +5,7 @@ otherwise are recomputed, and only from tensors that are never released, so that
 """
 
 from planner.papers.tensile.channel import Channel
-from planner.papers.tensile.job import Axis, Gap, Track, put_off
+from planner.papers.tensile.job import AccessGap, Axis, Track, put_off
 from planner.papers.tensile.peak import Peak
 from planner.papers.tensile.system import System, gap_at
 
@@ -16,7 +16,7 @@ def recompute_best(system: System, peak: Peak) -> bool:
     The recomputation must not need as much memory as the peak, and the transfers that it puts off must not meet
     those of other jobs.
     """
-    found: list[tuple[float, int, Track, Gap]] = []
+    found: list[tuple[float, int, Track, AccessGap]] = []
     for j, tensor in peak.tensors:
         axis = system.axes[j]
         track = axis.tracks[tensor]
@@ -31,7 +31,7 @@ def recompute_best(system: System, peak: Peak) -> bool:
     return False
 
 
-def _repeatable(axis: Axis, track: Track, gap: Gap) -> bool:
+def _repeatable(axis: Axis, track: Track, gap: AccessGap) -> bool:
     """Whether the op can run again right before the access behind the gap."""
     if track.kind != "activation" or track.released:
         return False
@@ -50,11 +50,11 @@ def _gone(track: Track, at_ns: int) -> bool:
     return not track.stays and track.accesses[-1].end_ns <= at_ns
 
 
-def _fits(system: System, job: int, track: Track, gap: Gap, peak_bytes: int) -> bool:
+def _fits(system: System, job: int, track: Track, gap: AccessGap, peak_bytes: int) -> bool:
     axis = system.axes[job]
     run = track.changes[0]
     others = sum(axis.tracks[t].nbytes for t in axis.graph.ops[run.op].writes if t != track.tensor)
-    held = system.footprint.held_through(gap.after.start_ns)
+    held = system.usage.held_through(gap.after.start_ns)
     if held + others + axis.scratch_bytes(run) >= peak_bytes:
         return False
     if len(system.axes) == 1:
@@ -69,7 +69,7 @@ def _fits(system: System, job: int, track: Track, gap: Gap, peak_bytes: int) -> 
     return all(Channel(span for span, swap_in in shifted if swap_in is way).disjoint() for way in (True, False))
 
 
-def _recompute(system: System, axis: Axis, track: Track, gap: Gap) -> None:
+def _recompute(system: System, axis: Axis, track: Track, gap: AccessGap) -> None:
     op = track.changes[0].op
     gap.rerun = axis.insert(op, gap.after)
     for t in axis.graph.ops[op].reads:

@@ -23,7 +23,7 @@ def schedule(jobs: Sequence[Job], memory_bytes: int = 0, *, duplex: bool = False
     system = System(jobs, duplex)
     swapping, peaks = True, list[int]()
     while True:
-        peak = system.footprint.peak()
+        peak = system.usage.peak()
         peaks.append(peak.nbytes)
         stuck = len(peaks) > PATIENCE and peaks[-4] - peaks[-1] < LEAST_GAIN * peaks[-4]
         if peak.nbytes <= memory_bytes or stuck:

@@ -18,7 +18,7 @@ from planner.papers.tensile.passive import press_out
 from planner.papers.tensile.schedule import schedule
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.by_plan import ByPlan
+from planner.search.searcher import PlanSearcher
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import fit
 from planner.sequence.sequence import lay_out, write
@@ -35,7 +35,7 @@ BEST: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ScheduleOptions:
     """What a schedule is made with."""
 
     share: float
@@ -56,16 +56,16 @@ WAYS: Final = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ScheduleCandidate:
     """A schedule and how it is carried out; without one, everything leaves after each op."""
 
-    schedule: Schedule | None
+    schedule: ScheduleOptions | None
     timed: bool = True
     """Whether transfers stand where the schedule's times put them. Otherwise the schedule only says what leaves between
     which uses, and transfers are as early as memory allows: where not all of them are hidden, that is better."""
 
 
-class Interval(ByPlan[Candidate]):
+class Tensile(PlanSearcher[ScheduleCandidate]):
     """Judges schedules for several maximum swapping rates and shares of the memory."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -79,29 +79,32 @@ class Interval(ByPlan[Candidate]):
         self._gaps = Gaps(problem.graph)
         self._axis = cache(self._scheduled)
         self._plan = cache(self._make)
-        self._latency_s: dict[Candidate, float] = {}
+        self._latency_s: dict[ScheduleCandidate, float] = {}
         self._steps = self._search()
 
-    def ask(self) -> Sequence[Candidate]:
+    def ask(self) -> Sequence[ScheduleCandidate]:
         return next(self._steps, ())
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[ScheduleCandidate], costs: Sequence[Cost]) -> None:
         self._latency_s |= {c: cost.latency_s for c, cost in zip(candidates, costs, strict=False)}
 
-    def _search(self) -> Iterator[Sequence[Candidate]]:
+    def _search(self) -> Iterator[Sequence[ScheduleCandidate]]:
         """The paper's way in the largest shares that can be placed; then other ways in the best of these."""
-        fitting = (c for share in SHARES if self._plan(c := Candidate(Schedule(share))) is not None)
-        first = next(fitting, Candidate(None))
+        fitting = (c for share in SHARES if self._plan(c := ScheduleCandidate(ScheduleOptions(share))) is not None)
+        first = next(fitting, ScheduleCandidate(None))
         yield (first,)
-        untimed = [Candidate(Schedule(share), timed=False) for share in UNTIMED]
+        untimed = [ScheduleCandidate(ScheduleOptions(share), timed=False) for share in UNTIMED]
         others = [*islice(fitting, FITTING - 1), *untimed]
-        yield [c for c in (*others, Candidate(None)) if c != first]
+        yield [c for c in (*others, ScheduleCandidate(None)) if c != first]
         best = sorted((c for c in self._latency_s if c.schedule is not None), key=lambda c: self._latency_s[c])
         yield [
-            replace(c, schedule=Schedule(c.schedule.share, *way)) for c in best[:BEST] for way in WAYS if c.schedule
+            replace(c, schedule=ScheduleOptions(c.schedule.share, *way))
+            for c in best[:BEST]
+            for way in WAYS
+            if c.schedule
         ]
 
-    def _make(self, candidate: Candidate) -> Plan | None:
+    def _make(self, candidate: ScheduleCandidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
         actions, residents = serial(graph), frozenset[int]()
         if candidate.schedule is not None:
@@ -114,7 +117,7 @@ class Interval(ByPlan[Candidate]):
             return None
         return write(graph, self.problem.profile, memory_bytes, actions, residents, placed)
 
-    def _scheduled(self, how: Schedule) -> Axis:
+    def _scheduled(self, how: ScheduleOptions) -> Axis:
         job = Job(self.problem.graph, self.problem.profile, how.most_swapped)
         room_bytes = max(int(self.problem.memory_bytes * how.share), least_bytes(self.problem.graph))
         system = schedule([job], room_bytes, duplex=how.duplex, thorough=how.thorough)

@@ -12,8 +12,8 @@ the share of a job's own tensors (line 30 compares it with their number, the tex
 forbid a single job its second swap).
 """
 
-from planner.papers.tensile.channel import Span
-from planner.papers.tensile.job import Axis, Gap, Track
+from planner.papers.tensile.channel import TransferSpan
+from planner.papers.tensile.job import AccessGap, Axis, Track
 from planner.papers.tensile.peak import Peak
 from planner.papers.tensile.system import System, gap_at
 
@@ -34,18 +34,18 @@ def swap_largest(system: System, peak: Peak, thorough: bool = True) -> bool:
         if gap is not None and allowed and _swap(system, axis, track, gap, peak.time_ns):
             if thorough:
                 _swap_rest(system, axis, track)
-            system.footprint.update(j, track)
+            system.usage.update(j, track)
             return True
         system.refused.add((j, tensor, peak.time_ns))
     return False
 
 
-def _is_limited(track: Track, gap: Gap) -> bool:
+def _is_limited(track: Track, gap: AccessGap) -> bool:
     """Whether the swap counts: what the optimizing phase updates is swapped at any rate (lines 26-27)."""
     return not (gap.across and gap.version > 0) and all(g.back is None for g in track.gaps)
 
 
-def _swap(system: System, axis: Axis, track: Track, gap: Gap, peak_ns: int) -> bool:
+def _swap(system: System, axis: Axis, track: Track, gap: AccessGap, peak_ns: int) -> bool:
     ahead = gap.across and peak_ns < gap.after.start_ns  # the peak comes before the first access
     out = None
     if track.needs_out(gap):
@@ -70,9 +70,9 @@ def _swap(system: System, axis: Axis, track: Track, gap: Gap, peak_ns: int) -> b
     return True
 
 
-def _swap_out(system: System, axis: Axis, track: Track, gap: Gap, gone_by_ns: int) -> Span | None:
+def _swap_out(system: System, axis: Axis, track: Track, gap: AccessGap, gone_by_ns: int) -> TransferSpan | None:
     changed = track.changes[gap.version - 1] if gap.version else None
-    accesses = [Span(r.start_ns, r.end_ns) for r in track.accesses]
+    accesses = [TransferSpan(r.start_ns, r.end_ns) for r in track.accesses]
     return system.outbound.earliest(axis.out_ns(track), axis.end_of(changed), gone_by_ns, accesses)
 
 

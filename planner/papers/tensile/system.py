@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from planner.papers.tensile.channel import Channel, Span
-from planner.papers.tensile.job import Axis, Gap, Job, Track
-from planner.papers.tensile.peak import Footprint
+from planner.papers.tensile.channel import Channel, TransferSpan
+from planner.papers.tensile.job import AccessGap, Axis, Job, Track
+from planner.papers.tensile.peak import MemoryUsage
 
 
 class System:
@@ -12,13 +12,13 @@ class System:
 
     def __init__(self, jobs: Sequence[Job], duplex: bool = False) -> None:
         self.axes = [Axis(job) for job in jobs]
-        self.footprint = Footprint(self.axes)
+        self.usage = MemoryUsage(self.axes)
         self.inbound = Channel()
         self.outbound = Channel() if duplex else self.inbound
         self.refused: set[tuple[int, int, int]] = set()
         """(job, tensor, time of a peak) of swaps that found no room on the link: it has no more of it later."""
 
-    def put(self, track: Track, gap: Gap, out: Span | None, back: Span) -> None:
+    def put(self, track: Track, gap: AccessGap, out: TransferSpan | None, back: TransferSpan) -> None:
         """End a gap with a swap-in, and add a swap-out where the host store lacks a copy."""
         if out is not None:
             track.outs[gap.version] = out
@@ -30,7 +30,7 @@ class System:
 
     def put_off(self) -> None:
         """Look at all times again after a run was inserted."""
-        self.footprint.rebuild()
+        self.usage.rebuild()
         spans = [span for axis in self.axes for span in axis.spans()]
         one = self.inbound is self.outbound
         self.inbound = Channel(span for span, swap_in in spans if swap_in or one)
@@ -38,7 +38,7 @@ class System:
         self.refused.clear()
 
 
-def gap_at(axis: Axis, track: Track, time_ns: int) -> Gap | None:
+def gap_at(axis: Axis, track: Track, time_ns: int) -> AccessGap | None:
     """The gap around a moment, if the tensor is in memory all through it and may leave."""
     for gap in track.gaps:
         after, before = time_ns < gap.after.start_ns, time_ns >= axis.end_of(gap.before)

@@ -14,7 +14,7 @@ from planner.profile import Profile
 from planner.sequence.sequence import Action, Verb
 
 
-def by_the_clock(
+def delay_drops(
     graph: Graph, profile: Profile, actions: Sequence[Action], residents: Collection[int], memory_bytes: int
 ) -> list[Action]:
     """The sequence with drops behind the ops during which their swap-outs end, as far as memory allows.
@@ -22,10 +22,10 @@ def by_the_clock(
     What was swapped out comes back no sooner than all on its way out is gone, and nothing that is swapped in makes an
     op wait for a swap-out, unless the op that needs it is next. Times are those of lanes without slowdowns.
     """
-    return _Replay(graph, profile, residents, memory_bytes).replayed(actions)
+    return _DelayedDrops(graph, profile, residents, memory_bytes).replayed(actions)
 
 
-class _Replay:
+class _DelayedDrops:
     def __init__(self, graph: Graph, profile: Profile, residents: Collection[int], memory_bytes: int) -> None:
         self._graph, self._profile, self._memory_bytes = graph, profile, memory_bytes
         self._nbytes = [_aligned(t.nbytes, t.alignment) for t in graph.tensors]

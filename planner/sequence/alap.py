@@ -81,7 +81,7 @@ class Tables(NamedTuple):
     """Actions that a sequence may have."""
 
 
-class Late(NamedTuple):
+class AlapSequence(NamedTuple):
     """A sequence, and the bytes in memory during each action; empty if it were too long."""
 
     verb: Ints
@@ -162,7 +162,7 @@ def residents(t: Tables, fates: Codes) -> Bools:
 
 
 @compiled
-def late(t: Tables, fates: Codes) -> Late:
+def alap(t: Tables, fates: Codes) -> AlapSequence:
     """The sequence of these fates."""
     start, ids, behind, last_use, stays, kind = t.start, t.ids, t.behind, t.last_use, t.stays, t.kind
     here, saved, kept = _at_the_start(t, fates)
@@ -177,7 +177,7 @@ def late(t: Tables, fates: Codes) -> Late:
             if repeats:
                 length = _repeat(t, fates, here, saved, forgotten, p, mark, verb, what, length)
                 if length > t.most:
-                    return Late(verb[:0], what[:0], what[:0])
+                    return AlapSequence(verb[:0], what[:0], what[:0])
             for n in range(start[NEEDED, p], start[NEEDED, p + 1]):
                 if not here[ids[n]]:
                     here[ids[n]] = True
@@ -214,7 +214,7 @@ def late(t: Tables, fates: Codes) -> Late:
     for n in range(len(t.stored)):
         if fates[t.wrapping[n]] == RESTORE and not kept[t.stored[n]]:
             verb[length], what[length], length = SWAP_IN, t.stored[n], length + 1
-    return Late(verb[:length], what[:length], _held(t, fates, verb[:length], what[:length]))
+    return AlapSequence(verb[:length], what[:length], _held(t, fates, verb[:length], what[:length]))
 
 
 @compiled

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
-from planner.papers.tensile.channel import Channel, Span
+from planner.papers.tensile.channel import Channel, TransferSpan
 from planner.papers.tensile.job import NS_PER_S, Axis, Job
 from planner.papers.tensile.order import actions_of, fates_of
 from planner.papers.tensile.passive import press_out
-from planner.papers.tensile.peak import Footprint
+from planner.papers.tensile.peak import MemoryUsage
 from planner.papers.tensile.schedule import schedule
-from planner.papers.tensile.searcher import Candidate, Interval, Schedule
+from planner.papers.tensile.searcher import ScheduleCandidate, ScheduleOptions, Tensile
 from planner.papers.tensile.system import System
 from planner.papers.tensile.update import corrected, outdated
 from planner.plan import Compute
@@ -88,9 +88,9 @@ def plan_of(system: System, job: int = 0) -> None:
 def test_link_gives_the_earliest_and_the_latest_room() -> None:
     """0  1  2  3  4  5  6  7  8  9 10
     taken      ####        ####           avoided: [1, 2)"""
-    channel = Channel([Span(6, 8), Span(2, 4)])
+    channel = Channel([TransferSpan(6, 8), TransferSpan(2, 4)])
     assert channel.earliest(2, 0, 10) == (0, 2)
-    assert channel.earliest(2, 0, 10, [Span(1, 2)]) == (4, 6)
+    assert channel.earliest(2, 0, 10, [TransferSpan(1, 2)]) == (4, 6)
     assert channel.earliest(3, 0, 10) is None
     assert channel.earliest(3, 0, 11) == (8, 11)
     assert channel.earliest(2, 3, 6) == (4, 6)
@@ -98,10 +98,10 @@ def test_link_gives_the_earliest_and_the_latest_room() -> None:
     assert channel.latest(2, 0, 9) == (4, 6)
     assert channel.latest(2, 5, 9) is None
     assert channel.latest(2, 0, 5) == (0, 2)
-    channel.free(Span(6, 8))
+    channel.free(TransferSpan(6, 8))
     assert channel.latest(2, 5, 9) == (7, 9)
     assert channel.disjoint()
-    assert not Channel([Span(0, 3), Span(2, 4)]).disjoint()
+    assert not Channel([TransferSpan(0, 3), TransferSpan(2, 4)]).disjoint()
 
 
 def test_peak_is_where_most_is_alive() -> None:
@@ -109,7 +109,7 @@ def test_peak_is_where_most_is_alive() -> None:
 
     seconds: 0 start | 1 op0 | 2 op1 | 3 op2: writes A3 | 4 op3: reads A3 | ...
     """
-    peak = Footprint([Axis(Job(valley(), profile_of(valley())))]).peak()
+    peak = MemoryUsage([Axis(Job(valley(), profile_of(valley())))]).peak()
     assert peak.nbytes == 8 * PAGE
     assert peak.time_ns == 3 * S
     assert peak.tensors == ((0, BIG), (0, 5), (0, 4))
@@ -122,9 +122,9 @@ def test_large_tensor_at_the_peak_goes_out_as_early_and_comes_back_as_late_as_po
     graph = valley(2)
     system = schedule([Job(graph, profile_of(graph))], 5 * PAGE)
     track = system.axes[0].tracks[BIG]
-    assert track.outs == {1: Span(1 * S, 3 * S)}
-    assert [gap.back for gap in track.gaps] == [Span(5 * S, 7 * S)]
-    assert system.footprint.peak().nbytes == 4 * PAGE
+    assert track.outs == {1: TransferSpan(1 * S, 3 * S)}
+    assert [gap.back for gap in track.gaps] == [TransferSpan(5 * S, 7 * S)]
+    assert system.usage.peak().nbytes == 4 * PAGE
     actions, _ = actions_of(system.axes[0])
     computes = [i for i, a in enumerate(actions) if a.verb is Verb.COMPUTE]
     assert computes[0] < actions.index(swap_out(BIG)) < computes[1]
@@ -143,8 +143,8 @@ def test_swap_that_would_delay_an_op_is_not_scheduled() -> None:
 def test_scheduling_stops_in_the_memory_that_is_enough() -> None:
     graph = training()
     job = Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))
-    before = schedule([job], 10**9).footprint.peak().nbytes
-    peaks = [schedule([job], memory).footprint.peak().nbytes for memory in range(0, before + PAGE, PAGE)]
+    before = schedule([job], 10**9).usage.peak().nbytes
+    peaks = [schedule([job], memory).usage.peak().nbytes for memory in range(0, before + PAGE, PAGE)]
     assert max(peaks) == before
     assert min(peaks) < before // 2
     assert all(
@@ -172,7 +172,7 @@ def test_constant_weights_leave_without_a_transfer() -> None:
     system = schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))])
     assert all(not track.outs for track in system.axes[0].tracks.values() if track.kind == "parameter")
     assert sum(track.resident for track in system.axes[0].tracks.values()) == 1  # W0 is needed at once
-    assert system.footprint.peak().nbytes == 10 * PAGE
+    assert system.usage.peak().nbytes == 10 * PAGE
 
 
 def test_hidden_schedule_costs_no_time() -> None:
@@ -205,12 +205,12 @@ def test_what_saves_most_per_second_is_computed_again() -> None:
     graph, profile = recomputable()
     system = schedule([Job(graph, profile)], 9 * PAGE)
     assert [run.op for run in system.axes[0].runs] == [0, 1, 2, 3, 4, 0, 5]
-    assert system.footprint.peak().nbytes == 9 * PAGE
+    assert system.usage.peak().nbytes == 9 * PAGE
     plan_of(system)
     graph, profile = recomputable(10.0)
     system = schedule([Job(graph, profile)], 10 * PAGE)
     assert [run.op for run in system.axes[0].runs] == [0, 1, 2, 3, 4, 1, 5]
-    assert system.footprint.peak().nbytes == 10 * PAGE
+    assert system.usage.peak().nbytes == 10 * PAGE
     plan_of(system)
 
 
@@ -225,9 +225,9 @@ def test_recomputation_uses_nothing_that_was_released() -> None:
 @given(seeds, st.booleans(), st.booleans())
 def test_schedules_become_plans_that_hold_what_was_counted(seed: int, duplex: bool, thorough: bool) -> None:
     job, memory = some_job(seed)
-    bare = Footprint([Axis(job)]).peak().nbytes
+    bare = MemoryUsage([Axis(job)]).peak().nbytes
     system = schedule([job], memory, duplex=duplex, thorough=thorough)
-    scheduled = system.footprint.peak().nbytes
+    scheduled = system.usage.peak().nbytes
     assert scheduled <= bare
     actions, residents = actions_of(system.axes[0])
     assert peak_bytes(job.graph, actions, residents) <= scheduled
@@ -235,8 +235,8 @@ def test_schedules_become_plans_that_hold_what_was_counted(seed: int, duplex: bo
     assert system.axes[0].swapped <= limit(system.axes[0])
     plan_of(system)
     press_out(system, memory)
-    assert system.footprint.peak().nbytes <= max(memory, scheduled)
-    assert system.footprint.peak().nbytes <= memory
+    assert system.usage.peak().nbytes <= max(memory, scheduled)
+    assert system.usage.peak().nbytes <= memory
     plan_of(system)
 
 
@@ -288,8 +288,8 @@ def test_footprint_is_what_a_count_from_scratch_finds(seed: int) -> None:
             if s.start_ns <= now < s.end_ns
         )
         held += sum(axis.scratch_bytes(run) for run in axis.runs if run.start_ns <= now < run.end_ns)
-        assert system.footprint.held_bytes(now) == held
-        assert held <= system.footprint.peak().nbytes
+        assert system.usage.held_bytes(now) == held
+        assert held <= system.usage.peak().nbytes
 
 
 def test_maximum_swapping_rate_is_kept() -> None:
@@ -298,7 +298,7 @@ def test_maximum_swapping_rate_is_kept() -> None:
     for rate in (0.0, 0.2, 0.4, 1.0):
         system = schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE), rate)])
         assert system.axes[0].swapped <= rate * len(graph.tensors)
-        peaks.append(system.footprint.peak().nbytes)
+        peaks.append(system.usage.peak().nbytes)
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] > peaks[-1]
 
@@ -314,10 +314,10 @@ def two_jobs(first: float = 1.0, second: float = 1.0, second_starts_s: float = 2
 @pytest.mark.parametrize("memory", [0, 20 * PAGE, 30 * PAGE])
 def test_jobs_share_the_link_and_their_peak_falls(memory: int) -> None:
     jobs = two_jobs()
-    before = System(jobs).footprint.peak()
+    before = System(jobs).usage.peak()
     assert {j for j, _ in before.tensors} == {0, 1}
     system = schedule(jobs, memory)
-    assert system.footprint.peak().nbytes < 0.8 * before.nbytes
+    assert system.usage.peak().nbytes < 0.8 * before.nbytes
     assert all(axis.swapped for axis in system.axes) or memory
     assert transfers_are_apart(system, duplex=False)
     for job in range(2):
@@ -337,9 +337,9 @@ def test_any_jobs_can_be_scheduled_together(seed: int, count: int) -> None:
     for i in range(count):
         job, _ = some_job(seed + i)
         jobs.append(Job(job.graph, job.profile, job.most_swapped, rng.uniform(0.0, 5.0)))
-    bare = System(jobs).footprint.peak().nbytes
+    bare = System(jobs).usage.peak().nbytes
     system = schedule(jobs, bare // 2)
-    assert system.footprint.peak().nbytes <= bare
+    assert system.usage.peak().nbytes <= bare
     assert transfers_are_apart(system, duplex=False)
     for i, axis in enumerate(system.axes):
         assert axis.swapped <= limit(axis)
@@ -402,11 +402,11 @@ def test_fates_fit_where_the_schedule_does(seed: int) -> None:
 
 def test_search_begins_with_the_papers_own_way() -> None:
     graph, profile = recomputable()
-    searcher = Interval(Problem(graph, profile, 9 * PAGE), 0)
+    searcher = Tensile(Problem(graph, profile, 9 * PAGE), 0)
     (first,) = searcher.ask()
-    assert first == Candidate(Schedule(1.0), timed=True)
-    searcher.tell([first], [searcher.judge(first, 0.0)])
-    assert Candidate(Schedule(0.9), timed=False) in searcher.ask()
+    assert first == ScheduleCandidate(ScheduleOptions(1.0), timed=True)
+    searcher.tell([first], [searcher.evaluate(first, 0.0)])
+    assert ScheduleCandidate(ScheduleOptions(0.9), timed=False) in searcher.ask()
 
 
 def test_recomputing_plan_beats_one_that_can_only_swap() -> None:
