@@ -119,7 +119,6 @@ def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[LaneArrays, li
     residents = {p.tensor for p in plan.residents}
     if back := {tensor: position for tensor, position in restored.items() if tensor in residents}:
         lanes.carried[: len(reads)] = [max((back[i] for i in read if i in back), default=NOTHING) for read in reads]
-    charge_stretches(lanes, profile.stretch_s)
     return lanes, issued
 
 
@@ -143,28 +142,21 @@ def empty_lanes(length: Ints) -> LaneArrays:
 
 
 @compiled
-def charge_stretches(lanes: LaneArrays, stretch_s: float) -> None:
-    """Add to each op that begins a stretch, but for the first, what that costs. In place.
+def wait_for(lanes: LaneArrays, lane: int, i: int, other: int, earlier: int) -> None:
+    """Let step `i` of a lane wait for step `earlier` of another lane, or for none if that is NOTHING."""
+    lanes.wait[lane, i, other] = max(lanes.wait[lane, i, other], earlier)
 
-    An op begins one if it is the first to wait for a copy, or if a copy waits for the op before it.
-    """
-    if stretch_s == 0.0:
-        return
-    computes = lanes.length[COMPUTE]
-    begins = np.zeros(computes + 1, np.bool_)
-    for lane in (SWAP_IN, SWAP_OUT):
-        for i in range(lanes.length[lane]):
-            begins[lanes.wait[lane, i, COMPUTE] + 1] = True  # of those that wait for nothing, the first
-    swap_in = swap_out = carried = NOTHING
-    for i in range(computes):
-        wait = lanes.wait[COMPUTE, i]
-        if wait[SWAP_IN] > swap_in or wait[SWAP_OUT] > swap_out or lanes.carried[i] > carried:
-            begins[i] = True
-        swap_in, swap_out = max(swap_in, wait[SWAP_IN]), max(swap_out, wait[SWAP_OUT])
-        carried = max(carried, lanes.carried[i])
-    for i in range(1, computes):
-        if begins[i]:
-            lanes.work_s[COMPUTE, i] += stretch_s
+
+@compiled
+def latency_and_period(
+    lanes: LaneArrays, compute_slowdown: float, swap_slowdown: float, good_s: float
+) -> tuple[float, float]:
+    """Latency, and the period; that is infinite unless the latency is at most `good_s`."""
+    _, end, _ = run(lanes, compute_slowdown, swap_slowdown, 1)
+    latency_s = end[COMPUTE, lanes.length[COMPUTE] - 1]
+    if latency_s > good_s:
+        return latency_s, np.inf
+    return latency_s, run(lanes, compute_slowdown, swap_slowdown, MOST_INFERENCES)[2]
 
 
 def run_once(lanes: LaneArrays, profile: Profile) -> tuple[Floats, Floats]:

@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from planner.compiled import compiled
 from planner.simulate import (
     COMPUTE,
-    MOST_INFERENCES,
     NOTHING,
     SWAP_IN,
     LaneArrays,
-    charge_stretches,
     empty_lanes,
-    run,
+    latency_and_period,
 )
 from planner.streaming.page_map import (
     NO_MORE,
@@ -170,15 +168,11 @@ def evaluate(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> t
     """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
     swaps, latency_s = play(work, home, decisions)
     link_pages = work.size[swaps.parameter[: swaps.length[0]]].sum()
-    is_exact = work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0 and work.stretch_s == 0.0
+    is_exact = work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0
     if is_exact and latency_s > good_s:
         return latency_s, np.inf, link_pages
     lanes = _lanes(work, home, swaps)
-    _, end, _ = run(lanes, work.compute_slowdown, work.swap_slowdown, 1)
-    latency_s = end[COMPUTE, len(work.op_s) - 1]
-    if latency_s > good_s:
-        return latency_s, np.inf, link_pages
-    _, _, period_s = run(lanes, work.compute_slowdown, work.swap_slowdown, MOST_INFERENCES)
+    latency_s, period_s = latency_and_period(lanes, work.compute_slowdown, work.swap_slowdown, good_s)
     return latency_s, period_s, link_pages
 
 
@@ -203,7 +197,6 @@ def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> LaneArrays:
         for p in work.use_parameter[work.use_start[k] : work.use_start[k + 1]]:
             if home[p] >= 0:
                 lanes.carried[k] = max(lanes.carried[k], newest[p])
-    charge_stretches(lanes, work.stretch_s)
     return lanes
 
 

@@ -50,7 +50,6 @@ class Arrays(NamedTuple):
     """For each use, a page that leaves room for the op's other parameters, were memory empty."""
     compute_slowdown: float
     swap_slowdown: float
-    stretch_s: float
     reused: Ints
     """Uses behind which the same parameter is used again."""
     page_s: float
@@ -113,7 +112,6 @@ class Workload:
             use_split=_ints(page for op in split for page in op),
             compute_slowdown=profile.compute_slowdown,
             swap_slowdown=profile.swap_slowdown,
-            stretch_s=profile.stretch_s,
             reused=_ints(np.flatnonzero(_next_uses(uses, len(parameters)) < NO_MORE)),
             page_s=PAGE_BYTES / profile.swap_in.bandwidth_bytes_per_s,
             single=single,

@@ -25,7 +25,6 @@ from runtime.profiling.measuring import (
     measure_ops,
     measure_way_out,
 )
-from runtime.profiling.stretch_end import measure_stretch
 
 _METHOD = 2
 """Counted up with whatever is measured otherwise: what a cache has from before is measured anew."""
@@ -97,8 +96,7 @@ def measure(
             if not profiles:
                 copies = copies_of(lowered.manifest, store, arena, None)
                 slowdowns = measure_contention(program, lowered.examples(batch), executor, copies, cold, alone_s)
-                stretch_s = measure_stretch(lowered, program, store, executor, cold) if program.stretched else 0.0
-            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, way_out, *slowdowns, stretch_s)
+            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, way_out, *slowdowns)
     return profiles
 
 

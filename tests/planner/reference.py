@@ -1,9 +1,7 @@
 """A slow simulator with exact arithmetic, written without a look at the fast one: one object per step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 
 from planner.graph import Graph
 from planner.plan import Compute, Drop, Plan, SwapIn, lane_of
@@ -69,10 +67,7 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
                 if isinstance(other, SwapIn) and other.tensor in residents and other.tensor in touched
                 if before
             ]
-            seconds = Fraction(profile.op_seconds[step.op])
-            if _begins_a_stretch(graph, plan, i):
-                seconds += Fraction(profile.stretch_s)
-            jobs[i] = Job("compute", seconds, [*restored, *last_out])
+            jobs[i] = Job("compute", Fraction(profile.op_seconds[step.op]), [*restored, *last_out])
         else:
             link = profile.swap_in if isinstance(step, SwapIn) else profile.swap_out
             lane = lane_of(step)
@@ -80,39 +75,6 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
             jobs[i] = Job(lane, Fraction(link.seconds(graph.tensors[step.tensor].nbytes)), [*last_op, *last_out])
         jobs[i].waits += (jobs[j] for j in step.after)
     return list(jobs.values())
-
-
-def _begins_a_stretch(graph: Graph, plan: Plan, at: int) -> bool:
-    """Whether a compute step that is not the first newly waits for a copy, or a copy waits for the one before it."""
-    computes = [i for i, step in enumerate(plan.steps) if isinstance(step, Compute)]
-    earlier = computes[: computes.index(at)]
-    if not earlier:
-        return False
-    copies = [step for step in plan.steps if not isinstance(step, Compute | Drop)]
-    if any(max(set(copy.after) & set(computes), default=-1) == earlier[-1] for copy in copies):
-        return True
-    return any(
-        max(waits(at), default=-1) > max((j for i in earlier for j in waits(i)), default=-1)
-        for waits in (_copies(plan, "swap_in"), _copies(plan, "swap_out"), partial(_restoring, graph, plan))
-    )
-
-
-def _copies(plan: Plan, lane: str) -> Callable[[int], list[int]]:
-    def waits(at: int) -> list[int]:
-        step = plan.steps[at]
-        assert isinstance(step, Compute)
-        return [j for j in step.after if lane_of(plan.steps[j]) == lane]
-
-    return waits
-
-
-def _restoring(graph: Graph, plan: Plan, at: int) -> list[int]:
-    """The copies of the inference before that a compute step waits for."""
-    step, residents = plan.steps[at], {p.tensor for p in plan.residents}
-    assert isinstance(step, Compute)
-    touched = {*graph.ops[step.op].reads, *_overwritten(graph, plan, at)}
-    last = {s.tensor: j for j, s in enumerate(plan.steps) if isinstance(s, SwapIn)}
-    return [j for tensor, j in last.items() if tensor in residents and tensor in touched]
 
 
 def _overwritten(graph: Graph, plan: Plan, at: int) -> set[int]:

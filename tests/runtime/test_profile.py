@@ -64,11 +64,9 @@ def test_ops_are_measured_alone_and_as_they_are_served(
     assert any(traced for _, traced in ran)
     as_served = {stretched for stretched, traced in ran if not traced}
     if scripted:
-        assert as_served == {1, 5}, "whole, and cut before four of the five layers that may be waited for"
-        assert profile.stretch_s >= 0
+        assert as_served == {1}
     else:
         assert as_served == {0}
-        assert profile.stretch_s == 0
 
 
 def test_a_profile_of_one_way_is_not_taken_for_the_other(

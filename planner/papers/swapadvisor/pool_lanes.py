@@ -20,14 +20,13 @@ from planner.profile import Profile
 from planner.sequence.plan_writer import PlanWriter
 from planner.simulate import (
     COMPUTE,
-    MOST_INFERENCES,
     NOTHING,
     SWAP_IN,
     SWAP_OUT,
     LaneArrays,
-    charge_stretches,
     empty_lanes,
-    run,
+    latency_and_period,
+    wait_for,
 )
 
 Ints = NDArray[np.int64]
@@ -57,12 +56,7 @@ def _evaluate(
     if not fits:
         return False, np.inf, np.inf, 0
     lanes, link_bytes = _line_up(uses, log, start, counts.sum())
-    ops = len(order)
-    _, end, _ = run(lanes, uses.compute_slowdown, uses.swap_slowdown, 1)
-    latency_s = end[COMPUTE, ops - 1]
-    if latency_s > good_s:
-        return True, latency_s, np.inf, link_bytes
-    _, _, period_s = run(lanes, uses.compute_slowdown, uses.swap_slowdown, MOST_INFERENCES)
+    latency_s, period_s = latency_and_period(lanes, uses.compute_slowdown, uses.swap_slowdown, good_s)
     return True, latency_s, period_s, link_bytes
 
 
@@ -86,8 +80,8 @@ def _line_up(uses: OpUses, log: SwapLog, start: Ints, objects: int) -> tuple[Lan
         verb, t, o = entry.verb, entry.what, entry.where
         k, i, j = done[COMPUTE], done[SWAP_IN], done[SWAP_OUT]
         if verb in (RESULT, SCRATCH):
-            _wait(lanes, COMPUTE, k, SWAP_IN, last[o, SWAP_IN])
-            _wait(lanes, COMPUTE, k, SWAP_OUT, last[o, SWAP_OUT])
+            wait_for(lanes, COMPUTE, k, SWAP_IN, last[o, SWAP_IN])
+            wait_for(lanes, COMPUTE, k, SWAP_OUT, last[o, SWAP_OUT])
             last[o, COMPUTE] = k
             if verb == RESULT:
                 place[t], arrived[t] = o, NOTHING
@@ -97,19 +91,19 @@ def _line_up(uses: OpUses, log: SwapLog, start: Ints, objects: int) -> tuple[Lan
                 _run_with(lanes, uses.tensor[u], k, arrived, used, place, last)
             if k == length[COMPUTE] - 1:
                 for v in uses.outputs:
-                    _wait(lanes, COMPUTE, k, SWAP_IN, arrived[v])
+                    wait_for(lanes, COMPUTE, k, SWAP_IN, arrived[v])
             done[COMPUTE] += 1
         elif verb == IN:
             lanes.work_s[SWAP_IN, i] = uses.in_s[t]
-            _wait(lanes, SWAP_IN, i, COMPUTE, last[o, COMPUTE])
-            _wait(lanes, SWAP_IN, i, SWAP_OUT, max(last[o, SWAP_OUT], saved[t]))
+            wait_for(lanes, SWAP_IN, i, COMPUTE, last[o, COMPUTE])
+            wait_for(lanes, SWAP_IN, i, SWAP_OUT, max(last[o, SWAP_OUT], saved[t]))
             last[o, SWAP_IN] = i
             place[t], arrived[t], used[t] = o, i, NOTHING
             done[SWAP_IN] += 1
         elif verb == OUT:
             lanes.work_s[SWAP_OUT, j] = uses.out_s[t]
-            _wait(lanes, SWAP_OUT, j, COMPUTE, used[t])
-            _wait(lanes, SWAP_OUT, j, SWAP_IN, arrived[t])
+            wait_for(lanes, SWAP_OUT, j, COMPUTE, used[t])
+            wait_for(lanes, SWAP_OUT, j, SWAP_IN, arrived[t])
             if place[t] >= 0:
                 last[place[t], SWAP_OUT] = j
             saved[t] = j
@@ -117,14 +111,13 @@ def _line_up(uses: OpUses, log: SwapLog, start: Ints, objects: int) -> tuple[Lan
         elif verb == GONE:
             place[t] = NOTHING
     _carry(uses, log, start, lanes, arrived)
-    charge_stretches(lanes, uses.stretch_s)
     return lanes, link_bytes
 
 
 @compiled
 def _run_with(lanes: LaneArrays, t: int, k: int, arrived: Ints, used: Ints, place: Ints, last: Ints) -> None:
     """The op at position k uses a tensor."""
-    _wait(lanes, COMPUTE, k, SWAP_IN, arrived[t])
+    wait_for(lanes, COMPUTE, k, SWAP_IN, arrived[t])
     used[t] = k
     if place[t] >= 0:
         last[place[t], COMPUTE] = k
@@ -141,11 +134,6 @@ def _carry(uses: OpUses, log: SwapLog, start: Ints, lanes: LaneArrays, arrived: 
                 if start[t] >= 0 and uses.kind[t] != VALUE:
                     lanes.carried[k] = max(lanes.carried[k], arrived[t])
             k += 1
-
-
-@compiled
-def _wait(lanes: LaneArrays, lane: int, i: int, other: int, earlier: int) -> None:
-    lanes.wait[lane, i, other] = max(lanes.wait[lane, i, other], earlier)
 
 
 def write(

@@ -51,7 +51,6 @@ class OpUses(NamedTuple):
     outputs: Ints
     compute_slowdown: float
     swap_slowdown: float
-    stretch_s: float
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,6 @@ def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, Sizes]:
         outputs=_ints(i for i in dict.fromkeys(graph.outputs) if i in held),
         compute_slowdown=profile.compute_slowdown,
         swap_slowdown=profile.swap_slowdown,
-        stretch_s=profile.stretch_s,
     )
     return uses, _sizes(uses, order, [alignment[n] for n in order], sorted(held))
 
