@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
-from planner.graph import Graph
+from planner.graph import SCRATCH_ALIGNMENT, Graph
 from planner.layout.packing import improve
-from planner.lifetimes import Lifespan, lifespans
+from planner.lifetimes import Lifespan, lifespans, live_bytes
 
 Ints = NDArray[np.int64]
 ByteRange = tuple[int, int]
@@ -78,14 +78,8 @@ def layouts(blocks: Sequence[Block]) -> Iterator[Layout]:
 
 def most_live_bytes(blocks: Sequence[Block]) -> int:
     """Most bytes alive at once: a lower bound of every layout's peak."""
-    if not blocks:
-        return 0
-    change = np.zeros(max(b.again.end if b.again is not None else b.span.end for b in blocks) + 1, dtype=np.int64)
-    for block in blocks:
-        for span in (block.span, *((block.again,) if block.again is not None else ())):
-            change[span.first] += block.nbytes
-            change[span.end] -= block.nbytes
-    return int(np.cumsum(change).max())
+    pairs = [(span, b.nbytes) for b in blocks for span in (b.span, b.again) if span is not None]
+    return max(live_bytes(pairs, max((span.end for span, _ in pairs), default=0)), default=0)
 
 
 @dataclass(frozen=True)
@@ -105,9 +99,6 @@ class ActivationLayout:
     @property
     def peak_bytes(self) -> int:
         return max(self.tops, default=0)
-
-
-SCRATCH_ALIGNMENT = 256
 
 
 def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:

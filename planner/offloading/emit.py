@@ -50,7 +50,7 @@ class _Emitter:
         )
         self._starting = {
             (s.tensor, s.span.first): partition_bytes + offset
-            for s, offset in zip(zone.placed.stays, zone.placed.offsets, strict=True)
+            for s, offset in zip(zone.placed.ranges, zone.placed.offsets, strict=True)
         }
         initial = {p.tensor: p.address for p in residents}
         self._drops = parameter_drops(work, frozenset(initial), self._tensor, self._needed_by)

@@ -18,7 +18,7 @@ from planner.problem import Cost, Problem
 from planner.search.registry import maker
 from planner.search.searcher import AnySearcher
 from planner.sequence.gaps import Gaps
-from planner.sequence.serial import require
+from planner.sequence.serial import require_single_budget
 
 OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "particle_swarm", "dynprog")
 """Quick ones first."""
@@ -64,7 +64,7 @@ class Best:
                 self._names.append("offloading")
         if single and problem.residents is None:
             self._names += OTHERS
-            require(problem)
+            require_single_budget(problem, "best")
         self._told: Sequence[Cost] = ()
         self._asking = 0
         self._least_s = [math.inf] * len(self._names)

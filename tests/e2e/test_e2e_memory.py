@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.cpu.backend
-from planner.check import live_bytes, peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.plan import Compute, Drop, Plan, SwapIn
 from planner.sizing.deployment import Deployment, DeploymentEntry
@@ -30,6 +29,7 @@ from server.placement import loader
 from server.placement.partitions import Extent
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
+from tests.planner.reference import live_bytes, peak_bytes
 from tests.runtime.late import LateStore
 
 NON_PARAMETERS = ("input", "activation")

@@ -1,11 +1,15 @@
-"""A slow simulator with exact arithmetic, written without a look at the fast one: one object per step."""
+"""Slow references, written independently: a simulator with exact arithmetic, and counts of bytes in memory."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from planner.graph import Graph
-from planner.plan import Compute, Drop, Plan, SwapIn, lane_of
+from planner.graph import Graph, TensorKind
+from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut, lane_of
 from planner.profile import Profile
+from planner.sequence.sequence import Action, Verb
+
+ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "state", "input", "activation")
 
 
 @dataclass(eq=False)
@@ -93,4 +97,58 @@ def _overwritten(graph: Graph, plan: Plan, at: int) -> set[int]:
         meets = (a.region == home.region and a.offset < end and home.offset < a.offset + n for a, n in writes)
         if given_up and any(meets):
             found.add(t)
+    return found
+
+
+def live_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS) -> list[int]:
+    """Bytes of tensors in memory after each step, partition and workspace together. Assumes a checked plan."""
+    live = {p.tensor for p in (*plan.inputs, *plan.residents)}
+    counted = [t.nbytes if t.kind in kinds else 0 for t in graph.tensors]
+    total = sum(counted[i] for i in live)
+    after_step = []
+    for step in plan.steps:
+        match step:
+            case Compute():
+                total += sum(counted[i] for i in graph.ops[step.op].writes)
+            case SwapIn():
+                total += counted[step.tensor]
+            case Drop():
+                total -= counted[step.tensor]
+            case SwapOut():
+                pass
+        after_step.append(total)
+    return after_step
+
+
+def peak_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS) -> int:
+    """Most bytes in memory at once, scratch included. Assumes a checked plan."""
+    held = {p.tensor for p in (*plan.inputs, *plan.residents)}
+    peak = sum(graph.tensors[i].nbytes for i in held if graph.tensors[i].kind in kinds)
+    for step, total in zip(plan.steps, live_bytes(graph, plan, kinds), strict=True):
+        scratch = graph.ops[step.op].scratch_bytes if isinstance(step, Compute) else 0
+        peak = max(peak, total + scratch)
+    return peak
+
+
+def sequence_peak_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> int:
+    """Most bytes in memory at once, scratch included, fragmentation not."""
+    return max(sequence_held_bytes(graph, actions, residents), default=0)
+
+
+def sequence_held_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[int]:
+    """Bytes in memory during each action, scratch included."""
+    size = [t.nbytes for t in graph.tensors]
+    held = sum(size[t] for t in (*graph.inputs, *residents))
+    found = []
+    for action in actions:
+        scratch = 0
+        match action.verb:
+            case Verb.COMPUTE:
+                held += sum(size[t] for t in graph.ops[action.what].writes)
+                scratch = graph.ops[action.what].scratch_bytes
+            case Verb.SWAP_IN:
+                held += size[action.what]
+        found.append(held + scratch)
+        if action.verb is Verb.DROP:
+            held -= size[action.what]
     return found

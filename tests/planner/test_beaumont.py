@@ -23,10 +23,11 @@ from planner.search.driver import search
 from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gaps
 from planner.sequence.no_wait import no_wait
-from planner.sequence.sequence import lay_out, peak_bytes, write
+from planner.sequence.sequence import lay_out, write
 from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+from tests.planner.reference import sequence_peak_bytes
 
 State = tuple[int, int, tuple[int, ...]]
 
@@ -401,7 +402,7 @@ def test_sequences_by_the_clock_are_safe() -> None:
         decided = no_wait(gaps, 10**9, fates)
         if decided is None:
             continue
-        memory = int(peak_bytes(graph, *decided) * rng.uniform(1, 2)) + 3 * PAGE
+        memory = int(sequence_peak_bytes(graph, *decided) * rng.uniform(1, 2)) + 3 * PAGE
         decided = no_wait(gaps, memory, fates)
         assert decided is not None
         actions = delay_drops(graph, profile, *decided, memory)

@@ -27,8 +27,7 @@ from planner.plan import Compute, SwapIn, SwapOut
 from planner.problem import UNFIT, Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
-from planner.sequence.sequence import write as write_sequence
-from planner.sequence.serial import lay_out_serial, least_bytes, serial
+from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
@@ -64,7 +63,7 @@ def test_costs_are_those_of_the_written_plan(seed: int) -> None:
     if cost == UNFIT:  # another last op may need more than the one that `least` goes by
         assert order[-1] != len(order) - 1
         return
-    plan = write(graph, profile, pool.nbytes, uses, order, pool, threshold, double_pass)
+    plan = write(Problem(graph, profile, pool.nbytes), uses, order, pool, threshold, double_pass)
     check(graph, profile, plan)
     timeline = simulate(graph, plan, profile)
     assert timeline.latency_s == pytest.approx(cost.latency_s)
@@ -123,7 +122,7 @@ def test_the_double_pass_keeps_what_belady_keeps() -> None:
     profile = profile_of(graph)
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1]), np.array([5]))
-    plan = write(graph, profile, 5 * PAGE, uses, np.arange(6), pool, 1.0)
+    plan = write(Problem(graph, profile, 5 * PAGE), uses, np.arange(6), pool, 1.0)
     check(graph, profile, plan)
     assert [p.tensor for p in plan.residents] == [0, 1]
     assert [s.tensor for s in plan.steps if isinstance(s, SwapIn)] == [2, 3, 4, 5]
@@ -140,7 +139,7 @@ def test_the_threshold_prefers_what_was_used_long_ago() -> None:
     pool = pool_of(sizes, np.array([1]), np.array([2]))
     swapped = []
     for threshold in (0.0, 1.0):
-        plan = write(graph, profile, 2 * PAGE, uses, np.arange(5), pool, threshold, double_pass=False)
+        plan = write(Problem(graph, profile, 2 * PAGE), uses, np.arange(5), pool, threshold, double_pass=False)
         check(graph, profile, plan)
         swapped.append([s.tensor for s in plan.steps if isinstance(s, SwapIn)])
     assert swapped == [[0, 1, 2, 1], [0, 1, 2, 0, 1]]
@@ -187,7 +186,7 @@ def test_a_change_in_place_stays_between_the_ops_around_it() -> None:
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1, 1]), np.array([3]))
     for order in map(np.array, itertools.permutations(range(3))):
-        plan = write(graph, profile, pool.nbytes, uses, order, pool, 1.0)
+        plan = write(Problem(graph, profile, pool.nbytes), uses, order, pool, 1.0)
         if is_schedule(order, rule):
             check(graph, profile, plan)
         else:
@@ -261,16 +260,6 @@ def test_the_leanest_cls_needs_least_memory(seed: int) -> None:
         return int(space.least(cls) @ object_bytes(sizes, cls))
 
     assert needed(tuple(space.leanest.tolist())) == min(map(needed, valid_classes(len(sizes.nbytes))))
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(seed=seeds)
-def test_the_serial_plan_is_laid_out_in_the_least_memory(seed: int) -> None:
-    graph, profile, _ = random_case(seed)
-    actions = serial(graph)
-    placed = lay_out_serial(graph, actions)
-    assert placed.peak_bytes <= least_bytes(graph)
-    check(graph, profile, write_sequence(graph, profile, least_bytes(graph), actions, (), placed))
 
 
 def problem_of(memory_bytes: int) -> Problem:

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 from msgspec.structs import replace
 
-from planner.check import check, peak_bytes
+from planner.check import check
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.graph import Graph
 from planner.layout.feasible import Footprint
@@ -20,6 +20,7 @@ from planner.search.driver import search
 from planner.sizing.deployment import ModelDemand, deploy
 from planner.sizing.fitting import Room, fit, least_bytes, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph, unet
+from tests.planner.reference import peak_bytes
 
 NON_PARAMETERS = ("input", "activation")
 

@@ -23,7 +23,7 @@ from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search.driver import search
-from planner.sequence.sequence import Verb, compute, drop, peak_bytes, swap_in, swap_out
+from planner.sequence.sequence import Verb, compute, drop, swap_in, swap_out
 from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import (
@@ -35,6 +35,7 @@ from tests.planner.graphs import (
     random_profile,
     random_training_graph,
 )
+from tests.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
 
@@ -159,7 +160,7 @@ def test_decisions_fit_and_hold_from_one_iteration_to_the_next(seed: int) -> Non
     graph, course = problem.graph, steady(problem.graph, problem.memory_bytes)
     demand, early = on_demand(graph, course), prefetched(graph, course)
     for actions in (demand, early):
-        assert peak_bytes(graph, actions, course.residents) <= problem.memory_bytes
+        assert sequence_peak_bytes(graph, actions, course.residents) <= problem.memory_bytes
     assert least_recently_used(graph, problem.memory_bytes, course.residents) == course
     assert course.residents <= course.kept
     assert sorted(demand, key=repr) == sorted(early, key=repr)

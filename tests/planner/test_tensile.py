@@ -24,10 +24,11 @@ from planner.profile import Profile
 from planner.search.driver import search
 from planner.sequence.gaps import Fate, Gaps
 from planner.sequence.no_wait import no_wait
-from planner.sequence.sequence import Verb, lay_out, peak_bytes, swap_in, swap_out, write
+from planner.sequence.sequence import Verb, lay_out, swap_in, swap_out, write
 from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+from tests.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
 S = NS_PER_S
@@ -230,7 +231,7 @@ def test_schedules_become_plans_that_hold_what_was_counted(seed: int, duplex: bo
     scheduled = system.usage.peak().nbytes
     assert scheduled <= bare
     actions, residents = actions_of(system.axes[0])
-    assert peak_bytes(job.graph, actions, residents) <= scheduled
+    assert sequence_peak_bytes(job.graph, actions, residents) <= scheduled
     assert transfers_are_apart(system, duplex)
     assert system.axes[0].swapped <= limit(system.axes[0])
     plan_of(system)

@@ -60,7 +60,7 @@ def travelling_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
     bare = without_parameters(graph)
     actions = _travels(bare, keep)
     placed = lay_out(bare, actions, ())
-    at = {(s.tensor, s.span.first): o for s, o in zip(placed.stays, placed.offsets, strict=True)}
+    at = {(s.tensor, s.span.first): o for s, o in zip(placed.ranges, placed.offsets, strict=True)}
     partition = sum(graph.tensors[i].nbytes for i in graph.parameters)
     starts = accumulate((graph.tensors[i].nbytes for i in graph.parameters), initial=0)
     inputs = {i: partition + at[i, 0] for i, t in enumerate(graph.tensors) if t.kind == "input"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from planner.check import check, live_bytes
+from planner.check import check
 from planner.graph import Graph
 from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
 from runtime.binding.program import Program
@@ -23,6 +23,7 @@ from runtime.lowering.lower import Lowered, lower
 from runtime.memory import Place, StoreKind
 from runtime.profiling.profile import measure, resident_plan
 from runtime.recording import Recording
+from tests.planner.reference import live_bytes
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.plans import travelling_plan

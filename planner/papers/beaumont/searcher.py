@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Final
 
-from planner.errors import UnsupportedProblem
 from planner.papers.beaumont.dynprog import optima
-from planner.papers.beaumont.layers import LayerChain
 from planner.papers.beaumont.offload import greedy
 from planner.papers.beaumont.offload_choices import BEST, Choice, Chooser, Keep, Offload
 from planner.papers.beaumont.prefetching import Line, best, eager
@@ -23,7 +21,7 @@ from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import fit, lean, no_wait
 from planner.sequence.sequence import lay_out, write
-from planner.sequence.serial import require, serial
+from planner.sequence.serial import require_single_budget, serial_plan
 from planner.simulate import simulate
 
 SHARES: Final = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
@@ -44,11 +42,7 @@ class _ChainSearcher(PlanSearcher[Candidate]):
     """Judges the choices for each share of the memory; what needs the least memory comes last."""
 
     def __init__(self, name: str, problem: Problem, offload: Offload, keep: Keep) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                f"{name} plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+        require_single_budget(problem, name)
         self.problem = problem
         self.evaluations = len(SHARES) * (BEST + 4) + 2
         self._gaps = Gaps(problem.graph)
@@ -87,9 +81,7 @@ class _ChainSearcher(PlanSearcher[Candidate]):
             return min(fitting, key=lambda p: simulate(graph, p, problem.profile).latency_s, default=None)
         if candidate == LEAN:
             return fit(problem, self._gaps, lean(self._gaps))
-        actions = serial(graph)
-        placed = lay_out(graph, actions, (), problem.memory_bytes)
-        return write(graph, problem.profile, problem.memory_bytes, actions, (), placed)
+        return serial_plan(self.problem)
 
     def _with_delayed_drops(self, choice: Choice) -> Plan | None:
         """A plan in which what is swapped out stays until others need its bytes.
@@ -127,10 +119,6 @@ class DynProg(_ChainSearcher):
 
     def __init__(self, problem: Problem, seed: int) -> None:
         super().__init__("dynprog", problem, optima, _best_by_windows)
-
-
-def _greedy_alone(chain: LayerChain, memory_bytes: float) -> list[Sequence[bool]]:
-    return [greedy(chain, memory_bytes)]
 
 
 def _eager_by_windows(line: Line) -> list[Sequence[bool]]:

@@ -24,7 +24,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from planner.compiled import compiled
-from planner.errors import UnsupportedProblem
 from planner.papers.home.cost import evaluate, seconds
 from planner.plan import Plan
 from planner.problem import Cost, Problem
@@ -32,8 +31,7 @@ from planner.search.searcher import PlanSearcher
 from planner.sequence.alap import FATES, KEEP, SWAP, Codes, Ints, Tables, alap, tables
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import FAR, fit
-from planner.sequence.sequence import lay_out, write
-from planner.sequence.serial import require, serial
+from planner.sequence.serial import require_single_budget, serial_plan
 
 PARTICLES: Final = 12
 ITERATIONS: Final = 8
@@ -73,11 +71,7 @@ class ParticleSwarm(PlanSearcher[Particle]):
     def __init__(
         self, problem: Problem, seed: int, *, particles: int = PARTICLES, iterations: int = ITERATIONS
     ) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                "particle_swarm plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+        require_single_budget(problem, "particle_swarm")
         self.problem = problem
         self.evaluations = particles * iterations + 2 * POLISHED
         self._particles = particles
@@ -101,13 +95,11 @@ class ParticleSwarm(PlanSearcher[Particle]):
 
     def _plan(self, candidate: Particle) -> Plan | None:
         """Where all is swapped, there is always a plan: at worst, the serial one."""
-        graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
         fates, nodes = [FATES[code] for code in candidate.fates], candidate.nodes
         plan = fit(self.problem, self._gaps, fates, PLACED, delayed=True, nodes=nodes)
         plan = plan or fit(self.problem, self._gaps, fates, nodes=nodes)
         if plan is None and candidate.fates == self._lean.tobytes():
-            actions = serial(graph)
-            plan = write(graph, profile, memory_bytes, actions, (), lay_out(graph, actions, (), memory_bytes))
+            plan = serial_plan(self.problem)
         return plan
 
     def _search(self) -> Iterator[Sequence[Particle]]:

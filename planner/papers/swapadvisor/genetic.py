@@ -20,15 +20,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.errors import UnsupportedProblem
 from planner.papers.swapadvisor import pool_lanes
 from planner.papers.swapadvisor.allocations import Allocation, Space
 from planner.papers.swapadvisor.pools import MemoryPool, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
 from planner.plan import Plan
 from planner.problem import UNFIT, Cost, Problem
-from planner.sequence.sequence import write as write_sequence
-from planner.sequence.serial import lay_out_serial, require, serial
+from planner.sequence.serial import require_single_budget, serial_plan
 from planner.simulate import simulate
 
 Ints = NDArray[np.int64]
@@ -82,11 +80,7 @@ class Genetic:
         allocations: bool = True,
         threshold: float = THRESHOLD,
     ) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                "genetic plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+        require_single_budget(problem, "genetic")
         self.problem = problem
         self.evaluations = 1 + population * (GENERATIONS + 1)
         self.population_costs: tuple[Cost, ...] = ()
@@ -119,14 +113,10 @@ class Genetic:
         return pool_lanes.evaluate(self._uses, np.array(candidate.order), pool, self._threshold, good_s)
 
     def write(self, candidate: Chromosome) -> Plan:
-        graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
         if candidate == SERIAL:
-            actions = serial(graph)
-            return write_sequence(graph, profile, memory_bytes, actions, (), lay_out_serial(graph, actions))
+            return serial_plan(self.problem)
         order = np.array(candidate.order)
-        return pool_lanes.write(
-            graph, profile, memory_bytes, self._uses, order, self._pool(candidate), self._threshold
-        )
+        return pool_lanes.write(self.problem, self._uses, order, self._pool(candidate), self._threshold)
 
     def _pool(self, candidate: Chromosome) -> MemoryPool:
         return pool_of(self._space.sizes, np.array(candidate.classes), np.array(candidate.counts))

@@ -17,14 +17,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from planner.errors import UnsupportedProblem
 from planner.graph import Graph
-from planner.layout.placement import SCRATCH_ALIGNMENT
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Cost, Problem
 from planner.search.searcher import PlanSearcher
 from planner.sequence.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
-from planner.sequence.serial import least_bytes, require, serial
+from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 
 SHARES: Final = (1.0, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the decisions assume to have; the rest is for fragmentation."""
@@ -46,11 +44,7 @@ class OnDemand(PlanSearcher[OnDemandCandidate]):
     """
 
     def __init__(self, problem: Problem, seed: int, prefetch: bool = True) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                "on_demand plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+        require_single_budget(problem, "on_demand")
         self.problem = problem
         self.prefetch = prefetch
         self.evaluations = FITTING + 1
@@ -69,15 +63,16 @@ class OnDemand(PlanSearcher[OnDemandCandidate]):
 
     def _make(self, candidate: OnDemandCandidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
-        actions, residents = serial(graph), frozenset[int]()
-        if candidate.share is not None:
-            room_bytes = max(int(memory_bytes * candidate.share), least_bytes(graph))
-            course = steady(graph, room_bytes)
-            actions, residents = (prefetched if self.prefetch else on_demand)(graph, course), course.residents
-        placed = lay_out(graph, actions, residents, memory_bytes)
+        if candidate.share is None:
+            plan = serial_plan(self.problem)
+            return plan if self.prefetch else _in_turn(plan)
+        room_bytes = max(int(memory_bytes * candidate.share), least_bytes(graph))
+        course = steady(graph, room_bytes)
+        actions = (prefetched if self.prefetch else on_demand)(graph, course)
+        placed = lay_out(graph, actions, course.residents, memory_bytes)
         if placed.peak_bytes > memory_bytes:
             return None
-        plan = write(graph, self.problem.profile, memory_bytes, actions, residents, placed)
+        plan = write(graph, self.problem.profile, memory_bytes, actions, course.residents, placed)
         return plan if self.prefetch else _in_turn(plan)
 
 
@@ -164,7 +159,7 @@ def prefetched(graph: Graph, course: LruDecisions) -> list[Action]:
             leaves[leave.used + 1].append(leave)
     fetches: list[list[int]] = [[] for _ in course.turns]
     held = _held_bytes(graph, course, leaves)
-    nbytes = _sizes(graph)
+    nbytes = [t.aligned_bytes for t in graph.tensors]
     gone = dict.fromkeys(range(len(graph.tensors)), 0)
     earliest = 0
     for k, turn in enumerate(course.turns):
@@ -185,10 +180,10 @@ class _LruMemory:
 
     def __init__(self, graph: Graph, room_bytes: int, residents: Collection[int]) -> None:
         self._graph = graph
-        self._nbytes = _sizes(graph)
+        self._nbytes = [t.aligned_bytes for t in graph.tensors]
         self._last = _last_uses(graph)
         self._residents = residents
-        inputs = [t for t, what in enumerate(graph.tensors) if what.kind == "input"]
+        inputs = graph.inputs
         self._used = dict.fromkeys((*sorted(residents, key=lambda t: (self._last[t], t)), *inputs), -1)
         self._unsaved = {t for t in self._used if graph.tensors[t].kind != "parameter"}
         self._pressed_out: set[int] = set()
@@ -199,9 +194,9 @@ class _LruMemory:
 
     def turn(self, k: int) -> Turn:
         """Make room for op k and run it."""
-        op, needed = self._graph.ops[k], _needed_by(self._graph, k)
+        op, needed = self._graph.ops[k], self._graph.needed_by(k)
         missing = [t for t in needed if t not in self._used]
-        scratch = _scratch_bytes(self._graph, k)
+        scratch = self._graph.ops[k].aligned_scratch_bytes
         self._free -= scratch + sum(self._nbytes[t] for t in missing)
         self._evict(needed)
         self._free += scratch
@@ -245,7 +240,7 @@ class _LruMemory:
         return leave
 
     def _is_weight(self, t: int) -> bool:
-        return self._graph.tensors[t].kind in ("parameter", "state")
+        return self._graph.tensors[t].is_weight
 
 
 def _leave(leave: Eviction) -> list[Action]:
@@ -255,13 +250,13 @@ def _leave(leave: Eviction) -> list[Action]:
 
 def _held_bytes(graph: Graph, course: LruDecisions, leaves: Sequence[Sequence[Eviction]]) -> list[int]:
     """Bytes in memory during each op when tensors leave at these turns."""
-    nbytes = _sizes(graph)
-    now = sum(nbytes[t] for t, what in enumerate(graph.tensors) if what.kind == "input" or t in course.residents)
+    nbytes = [t.aligned_bytes for t in graph.tensors]
+    now = sum(nbytes[t] for t in (*graph.inputs, *course.residents))
     held = []
     for k, op in enumerate(graph.ops):
         now -= sum(nbytes[x.tensor] for x in leaves[k] if not x.stays)
         now += sum(nbytes[t] for t in (*course.turns[k].fetches, *op.writes))
-        held.append(now + _scratch_bytes(graph, k))
+        held.append(now + op.aligned_scratch_bytes)
     return held
 
 
@@ -278,22 +273,7 @@ def _in_turn(plan: Plan) -> Plan:
     return replace(plan, steps=tuple(steps))
 
 
-def _needed_by(graph: Graph, k: int) -> list[int]:
-    """Tensors that op k needs at once; all outputs are there when the last op ends."""
-    outputs = graph.outputs if k == len(graph.ops) - 1 else ()
-    return list(dict.fromkeys((*graph.ops[k].reads, *graph.ops[k].writes, *outputs)))
-
-
 def _last_uses(graph: Graph) -> dict[int, int]:
     """The last op that touches a tensor; behind the last op for what must be there then."""
-    last = {t: k for k in range(len(graph.ops)) for t in _needed_by(graph, k)}
+    last = {t: k for k in range(len(graph.ops)) for t in graph.needed_by(k)}
     return last | {t: len(graph.ops) for t in graph.outputs if graph.tensors[t].kind in ("input", "activation")}
-
-
-def _sizes(graph: Graph) -> list[int]:
-    """Bytes of each tensor, rounded up to its alignment."""
-    return [-(-t.nbytes // t.alignment) * t.alignment for t in graph.tensors]
-
-
-def _scratch_bytes(graph: Graph, k: int) -> int:
-    return -(-graph.ops[k].scratch_bytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT

@@ -15,8 +15,7 @@ from planner.papers.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SC
 from planner.papers.swapadvisor.pool_swaps import plan_swaps
 from planner.papers.swapadvisor.pools import VALUE, MemoryPool, OpUses
 from planner.plan import Plan
-from planner.problem import UNFIT, Cost
-from planner.profile import Profile
+from planner.problem import UNFIT, Cost, Problem
 from planner.sequence.plan_writer import PlanWriter
 from planner.simulate import (
     COMPUTE,
@@ -137,9 +136,7 @@ def _carry(uses: OpUses, log: SwapLog, start: Ints, lanes: LaneArrays, arrived: 
 
 
 def write(
-    graph: Graph,
-    profile: Profile,
-    memory_bytes: int,
+    problem: Problem,
     uses: OpUses,
     order: Ints,
     pool: MemoryPool,
@@ -149,8 +146,9 @@ def write(
     """The plan of an order that can run in this pool."""
     fits, log, start = plan_swaps(uses, order, pool.class_of_size, pool.counts, threshold, double_pass)
     assert fits
+    graph = problem.graph
     offsets = pool.offsets.tolist()
-    writer = PlanWriter(graph, memory_bytes, 0, *_at_start(graph, uses, offsets, start))
+    writer = PlanWriter(graph, problem.memory_bytes, 0, *_at_start(graph, uses, offsets, start))
     results: dict[int, int] = {}
     scratch: int | None = None
     last = int(order[-1])
@@ -170,7 +168,7 @@ def write(
             writer.swap_out(what, behind_uses=True)
         else:
             writer.drop(what)
-    return writer.plan(profile.fingerprint)
+    return writer.plan(problem.profile.fingerprint)
 
 
 def _at_start(

@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph import Graph
-from planner.layout.placement import SCRATCH_ALIGNMENT
+from planner.graph import SCRATCH_ALIGNMENT, Graph
 from planner.profile import Profile
 
 Floats = NDArray[np.float64]

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Final
 
 from planner.graph import Graph, TensorKind
-from planner.layout.placement import SCRATCH_ALIGNMENT
 from planner.papers.tensile.channel import TransferSpan
 from planner.profile import Link, Profile
 
@@ -170,7 +169,7 @@ class Axis:
         return sum(bool(t.accesses) for t in self.tracks.values())
 
     def scratch_bytes(self, run: OpRun) -> int:
-        return _aligned(self.graph.ops[run.op].scratch_bytes, SCRATCH_ALIGNMENT)
+        return self.graph.ops[run.op].aligned_scratch_bytes
 
     def in_ns(self, track: Track) -> int:
         return _transfer_ns(self.job.profile.swap_in, self.graph.tensors[track.tensor].nbytes)
@@ -230,7 +229,7 @@ class Axis:
     def _track(self, t: int) -> Track:
         tensor = self.graph.tensors[t]
         stays = t in self.graph.outputs and tensor.kind != "parameter"
-        return Track(t, _aligned(tensor.nbytes, tensor.alignment), tensor.kind, stays)
+        return Track(t, tensor.aligned_bytes, tensor.kind, stays)
 
 
 def _one_after_another(op_seconds: Sequence[float], start_ns: int) -> Iterator[OpRun]:
@@ -249,7 +248,3 @@ def _transfer_ns(link: Link, nbytes: int) -> int:
 
 def put_off(span: TransferSpan, at_ns: int, added_ns: int) -> TransferSpan:
     return TransferSpan(span.start_ns + added_ns, span.end_ns + added_ns) if span.start_ns >= at_ns else span
-
-
-def _aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment

@@ -11,7 +11,6 @@ from functools import cache
 from itertools import islice
 from typing import Final
 
-from planner.errors import UnsupportedProblem
 from planner.papers.tensile.job import Axis, Job
 from planner.papers.tensile.order import actions_of, fates_of
 from planner.papers.tensile.passive import press_out
@@ -22,7 +21,7 @@ from planner.search.searcher import PlanSearcher
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import fit
 from planner.sequence.sequence import lay_out, write
-from planner.sequence.serial import least_bytes, require, serial
+from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 
 SHARES: Final = (1.0, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the schedule assumes to have; the rest is for fragmentation."""
@@ -69,11 +68,7 @@ class Tensile(PlanSearcher[ScheduleCandidate]):
     """Judges schedules for several maximum swapping rates and shares of the memory."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                "interval plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+        require_single_budget(problem, "interval")
         self.problem = problem
         self.evaluations = FITTING + len(UNTIMED) + 1 + BEST * len(WAYS)
         self._gaps = Gaps(problem.graph)
@@ -106,12 +101,12 @@ class Tensile(PlanSearcher[ScheduleCandidate]):
 
     def _make(self, candidate: ScheduleCandidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
-        actions, residents = serial(graph), frozenset[int]()
-        if candidate.schedule is not None:
-            axis = self._axis(candidate.schedule)
-            if not candidate.timed:
-                return fit(self.problem, self._gaps, fates_of(axis, self._gaps))
-            actions, residents = actions_of(axis)
+        if candidate.schedule is None:
+            return serial_plan(self.problem)
+        axis = self._axis(candidate.schedule)
+        if not candidate.timed:
+            return fit(self.problem, self._gaps, fates_of(axis, self._gaps))
+        actions, residents = actions_of(axis)
         placed = lay_out(graph, actions, residents, memory_bytes)
         if placed.peak_bytes > memory_bytes:
             return None
