@@ -10,10 +10,10 @@ import pytest
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
 from planner.papers.beaumont import dynprog as module
-from planner.papers.beaumont.dynprog import dynprog, incumbents
+from planner.papers.beaumont.dynprog import Offloaded, incumbents, optima
 from planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers, turn, virtual_layers
 from planner.papers.beaumont.layers import LayerChain
-from planner.papers.beaumont.offload import bound, fractions, greedy, relaxed_s, whole
+from planner.papers.beaumont.offload import greedy, relaxed_s, whole
 from planner.papers.beaumont.offload_choices import Choice
 from planner.papers.beaumont.prefetching import Line, best, eager, latency_s
 from planner.papers.beaumont.searcher import DynProg, Greedy
@@ -30,6 +30,29 @@ from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_p
 from tests.planner.reference import sequence_peak_bytes
 
 State = tuple[int, int, tuple[int, ...]]
+
+
+def dynprog(chain: LayerChain, memory_bytes: float, grid_bytes: float) -> Offloaded | None:
+    """The choice of DYNPROG that offloads least."""
+    found = optima(chain, memory_bytes, grid_bytes)
+    return found[0] if found else None
+
+
+def fractions(chain: LayerChain, memory_bytes: float) -> tuple[float, ...]:
+    """Theorem 2: bytes to offload where parts can be, just M_peak - M_GPU, the first first."""
+    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
+    found = []
+    for x in chain.x_bytes[: chain.layers]:
+        found.append(min(x, excess))
+        excess -= found[-1]
+    return tuple(found)
+
+
+def bound(chain: LayerChain, memory_bytes: float) -> float:
+    """Proposition 3: seconds that no schedule beats."""
+    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
+    copies = excess / chain.offload_bytes_per_s + excess / chain.prefetch_bytes_per_s
+    return max(chain.compute_s, copies)
 
 
 class Clock:

@@ -17,8 +17,9 @@ from planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
 from planner.papers.swapadvisor.pool_lanes import evaluate, write
 from planner.papers.swapadvisor.pools import object_bytes, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import (
+    Ints,
+    Precedence,
     cross_schedules,
-    is_schedule,
     mutate_schedule,
     precedence,
     random_schedule,
@@ -192,6 +193,18 @@ def test_a_change_in_place_stays_between_the_ops_around_it() -> None:
         else:
             with pytest.raises(InvalidPlan, match="changed in place"):
                 check(graph, profile, plan)
+
+
+def is_schedule(order: Ints, rule: Precedence) -> bool:
+    """Whether every op is there once, and behind all that must come before it."""
+    if sorted(order.tolist()) != list(range(len(rule.before))):
+        return False
+    position = np.argsort(order)
+    return all(
+        position[k] < position[j]
+        for k in range(len(order))
+        for j in rule.after[rule.start[k] : rule.start[k + 1]].tolist()
+    )
 
 
 def valid_classes(length: int) -> list[tuple[int, ...]]:

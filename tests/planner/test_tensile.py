@@ -1,6 +1,7 @@
 """TENSILE's schedules: the peak is found and lowered, transfers never meet, plans hold what the schedule says."""
 
 import random
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -9,15 +10,12 @@ from hypothesis import strategies as st
 
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
+from planner.papers.tensile.axis import NS_PER_S, Axis
 from planner.papers.tensile.channel import Channel, TransferSpan
-from planner.papers.tensile.job import NS_PER_S, Axis, Job
 from planner.papers.tensile.order import actions_of, fates_of
-from planner.papers.tensile.passive import press_out
 from planner.papers.tensile.peak import MemoryUsage
-from planner.papers.tensile.schedule import schedule
+from planner.papers.tensile.schedule import TensileSchedule
 from planner.papers.tensile.searcher import ScheduleCandidate, ScheduleOptions, Tensile
-from planner.papers.tensile.system import System
-from planner.papers.tensile.update import corrected, outdated
 from planner.plan import Compute
 from planner.problem import Problem
 from planner.profile import Profile
@@ -70,20 +68,41 @@ def training(layers: int = 4, weight_pages: int = 4) -> Graph:
     return graph
 
 
-def some_job(seed: int) -> tuple[Job, int]:
+@dataclass(frozen=True)
+class Case:
+    graph: Graph
+    profile: Profile
+    most_swapped: float
+    memory: int
+
+    def scheduled(self, *, duplex: bool = False, thorough: bool = True) -> TensileSchedule:
+        schedule = TensileSchedule(self.graph, self.profile, self.most_swapped, duplex=duplex, thorough=thorough)
+        schedule.lower(self.memory)
+        return schedule
+
+
+def some_case(seed: int) -> Case:
     rng = random.Random(seed)
     graph = random_training_graph(rng) if rng.random() < 0.6 else random_graph(rng)
     room = sum(t.nbytes for t in graph.tensors)
     memory = least_bytes(graph) + rng.choice((0, PAGE, 3 * PAGE, room // 4, room // 2))
-    return Job(graph, random_profile(rng, graph), rng.choice((1.0, 1.0, 0.5, 0.2))), memory
+    return Case(graph, random_profile(rng, graph), rng.choice((1.0, 1.0, 0.5, 0.2)), memory)
 
 
-def plan_of(system: System, job: int = 0) -> None:
+def scheduled(graph: Graph, profile: Profile, memory: int = 0, most_swapped: float = 1.0) -> TensileSchedule:
+    return Case(graph, profile, most_swapped, memory).scheduled()
+
+
+def plan_of(schedule: TensileSchedule) -> None:
     """Write and check the plan of a schedule, in as much memory as its layout takes."""
-    axis = system.axes[job]
+    axis = schedule.axis
     actions, residents = actions_of(axis)
     placed = lay_out(axis.graph, actions, residents)
-    check(axis.graph, None, write(axis.graph, axis.job.profile, placed.peak_bytes, actions, residents, placed))
+    check(axis.graph, None, write(axis.graph, axis.profile, placed.peak_bytes, actions, residents, placed))
+
+
+def swapped(axis: Axis) -> int:
+    return sum(any(g.back is not None for g in t.gaps) for t in axis.tracks.values())
 
 
 def test_link_gives_the_earliest_and_the_latest_room() -> None:
@@ -99,10 +118,8 @@ def test_link_gives_the_earliest_and_the_latest_room() -> None:
     assert channel.latest(2, 0, 9) == (4, 6)
     assert channel.latest(2, 5, 9) is None
     assert channel.latest(2, 0, 5) == (0, 2)
-    channel.free(TransferSpan(6, 8))
+    channel.release(TransferSpan(6, 8))
     assert channel.latest(2, 5, 9) == (7, 9)
-    assert channel.disjoint()
-    assert not Channel([TransferSpan(0, 3), TransferSpan(2, 4)]).disjoint()
 
 
 def test_peak_is_where_most_is_alive() -> None:
@@ -110,23 +127,21 @@ def test_peak_is_where_most_is_alive() -> None:
 
     seconds: 0 start | 1 op0 | 2 op1 | 3 op2: writes A3 | 4 op3: reads A3 | ...
     """
-    peak = MemoryUsage([Axis(Job(valley(), profile_of(valley())))]).peak()
+    peak = MemoryUsage(Axis(valley(), profile_of(valley()))).peak()
     assert peak.nbytes == 8 * PAGE
     assert peak.time_ns == 3 * S
-    assert peak.tensors == ((0, BIG), (0, 5), (0, 4))
-    assert peak.last_access[0] is not None
-    assert peak.last_access[0].op == 2
+    assert peak.tensors == (BIG, 5, 4)
 
 
 def test_large_tensor_at_the_peak_goes_out_as_early_and_comes_back_as_late_as_possible() -> None:
     """big: out in seconds 1 to 3, right after its op and gone at the peak; in from 5 to 7, right before `end`."""
     graph = valley(2)
-    system = schedule([Job(graph, profile_of(graph))], 5 * PAGE)
-    track = system.axes[0].tracks[BIG]
+    system = scheduled(graph, profile_of(graph), 5 * PAGE)
+    track = system.axis.tracks[BIG]
     assert track.outs == {1: TransferSpan(1 * S, 3 * S)}
     assert [gap.back for gap in track.gaps] == [TransferSpan(5 * S, 7 * S)]
     assert system.usage.peak().nbytes == 4 * PAGE
-    actions, _ = actions_of(system.axes[0])
+    actions, _ = actions_of(system.axis)
     computes = [i for i, a in enumerate(actions) if a.verb is Verb.COMPUTE]
     assert computes[0] < actions.index(swap_out(BIG)) < computes[1]
     assert computes[4] < actions.index(swap_in(BIG)) < computes[5]
@@ -135,17 +150,17 @@ def test_large_tensor_at_the_peak_goes_out_as_early_and_comes_back_as_late_as_po
 def test_swap_that_would_delay_an_op_is_not_scheduled() -> None:
     """Four pages take four seconds: out by second 5, behind the peak at second 3."""
     graph = valley(4)
-    system = schedule([Job(graph, profile_of(graph))])
-    assert not system.axes[0].tracks[BIG].released
-    fast = schedule([Job(graph, profile_of(graph, bandwidth=2.0 * PAGE))])
-    assert fast.axes[0].tracks[BIG].released
+    system = scheduled(graph, profile_of(graph))
+    assert not system.axis.tracks[BIG].released
+    fast = scheduled(graph, profile_of(graph, bandwidth=2.0 * PAGE))
+    assert fast.axis.tracks[BIG].released
 
 
 def test_scheduling_stops_in_the_memory_that_is_enough() -> None:
     graph = training()
-    job = Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))
-    before = schedule([job], 10**9).usage.peak().nbytes
-    peaks = [schedule([job], memory).usage.peak().nbytes for memory in range(0, before + PAGE, PAGE)]
+    profile = profile_of(graph, bandwidth=8.0 * PAGE)
+    before = scheduled(graph, profile, 10**9).usage.peak().nbytes
+    peaks = [scheduled(graph, profile, memory).usage.peak().nbytes for memory in range(0, before + PAGE, PAGE)]
     assert max(peaks) == before
     assert min(peaks) < before // 2
     assert all(
@@ -157,8 +172,8 @@ def test_updated_weights_are_swapped_across_the_iteration() -> None:
     """W3 is changed first and used last of all in the next iteration: it leaves after its update, and returns before
     its layer."""
     graph = training()
-    system = schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))])
-    axis, track = system.axes[0], system.axes[0].tracks[3]
+    system = scheduled(graph, profile_of(graph, bandwidth=8.0 * PAGE))
+    axis, track = system.axis, system.axis.tracks[3]
     update = next(run for run in axis.runs if graph.ops[run.op].name == "update3")
     assert not track.resident
     assert track.outs[1].start_ns >= update.end_ns
@@ -170,17 +185,17 @@ def test_updated_weights_are_swapped_across_the_iteration() -> None:
 
 def test_constant_weights_leave_without_a_transfer() -> None:
     graph = chain([4 * PAGE] * 8)
-    system = schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))])
-    assert all(not track.outs for track in system.axes[0].tracks.values() if track.kind == "parameter")
-    assert sum(track.resident for track in system.axes[0].tracks.values()) == 1  # W0 is needed at once
+    system = scheduled(graph, profile_of(graph, bandwidth=8.0 * PAGE))
+    assert all(not track.outs for track in system.axis.tracks.values() if track.kind == "parameter")
+    assert sum(track.resident for track in system.axis.tracks.values()) == 1  # W0 is needed at once
     assert system.usage.peak().nbytes == 10 * PAGE
 
 
 def test_hidden_schedule_costs_no_time() -> None:
     graph = training()
     profile = profile_of(graph, bandwidth=8.0 * PAGE)
-    system = schedule([Job(graph, profile)])
-    actions, residents = actions_of(system.axes[0])
+    system = scheduled(graph, profile)
+    actions, residents = actions_of(system.axis)
     placed = lay_out(graph, actions, residents)
     plan = write(graph, profile, placed.peak_bytes, actions, residents, placed)
     assert simulate(graph, plan, profile).latency_s == pytest.approx(profile.compute_s)
@@ -204,13 +219,13 @@ def recomputable(op_s: float = 1.0) -> tuple[Graph, Profile]:
 def test_what_saves_most_per_second_is_computed_again() -> None:
     """A saves two pages, B one. With f ten times as slow, B is better; but then A must stay for B's op."""
     graph, profile = recomputable()
-    system = schedule([Job(graph, profile)], 9 * PAGE)
-    assert [run.op for run in system.axes[0].runs] == [0, 1, 2, 3, 4, 0, 5]
+    system = scheduled(graph, profile, 9 * PAGE)
+    assert [run.op for run in system.axis.runs] == [0, 1, 2, 3, 4, 0, 5]
     assert system.usage.peak().nbytes == 9 * PAGE
     plan_of(system)
     graph, profile = recomputable(10.0)
-    system = schedule([Job(graph, profile)], 10 * PAGE)
-    assert [run.op for run in system.axes[0].runs] == [0, 1, 2, 3, 4, 1, 5]
+    system = scheduled(graph, profile, 10 * PAGE)
+    assert [run.op for run in system.axis.runs] == [0, 1, 2, 3, 4, 1, 5]
     assert system.usage.peak().nbytes == 10 * PAGE
     plan_of(system)
 
@@ -218,51 +233,26 @@ def test_what_saves_most_per_second_is_computed_again() -> None:
 def test_recomputation_uses_nothing_that_was_released() -> None:
     """Once A is computed again, B cannot be: its op reads A, which is not there."""
     graph, profile = recomputable()
-    system = schedule([Job(graph, profile)])
-    assert [run.op for run in system.axes[0].runs] == [0, 1, 2, 3, 4, 0, 5]
+    system = scheduled(graph, profile)
+    assert [run.op for run in system.axis.runs] == [0, 1, 2, 3, 4, 0, 5]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(seeds, st.booleans(), st.booleans())
 def test_schedules_become_plans_that_hold_what_was_counted(seed: int, duplex: bool, thorough: bool) -> None:
-    job, memory = some_job(seed)
-    bare = MemoryUsage([Axis(job)]).peak().nbytes
-    system = schedule([job], memory, duplex=duplex, thorough=thorough)
-    scheduled = system.usage.peak().nbytes
-    assert scheduled <= bare
-    actions, residents = actions_of(system.axes[0])
-    assert sequence_peak_bytes(job.graph, actions, residents) <= scheduled
-    assert transfers_are_apart(system, duplex)
-    assert system.axes[0].swapped <= limit(system.axes[0])
-    plan_of(system)
-    press_out(system, memory)
-    assert system.usage.peak().nbytes <= max(memory, scheduled)
-    assert system.usage.peak().nbytes <= memory
-    plan_of(system)
-
-
-def transfers_are_apart(system: System, duplex: bool) -> bool:
-    spans = [(span, way) for axis in system.axes for span, way in axis.spans()]
-    lanes = (
-        [[s for s, way in spans if way], [s for s, way in spans if not way]] if duplex else [[s for s, _ in spans]]
-    )
-    return all(a.end_ns <= b.start_ns for lane in lanes for a, b in pairwise(sorted(lane)))
-
-
-def limit(axis: Axis) -> float:
-    """Updated weights do not count."""
+    """Transfers do not meet. A swap-out follows what made its version, meets no access, and is over when the tensor
+    leaves; a swap-in is over when the tensor is needed, and it was out in between."""
+    case = some_case(seed)
+    bare = MemoryUsage(Axis(case.graph, case.profile)).peak().nbytes
+    system = case.scheduled(duplex=duplex, thorough=thorough)
+    axis, peak = system.axis, system.usage.peak().nbytes
+    assert peak <= bare
+    actions, residents = actions_of(axis)
+    assert sequence_peak_bytes(case.graph, actions, residents) <= peak
+    assert transfers_are_apart(axis, duplex)
     updated = sum(track.kind == "state" and track.released for track in axis.tracks.values())
-    return axis.job.most_swapped * axis.accessed + updated
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(seeds)
-def test_transfers_keep_away_from_accesses(seed: int) -> None:
-    """A swap-out follows what made its version, meets no access, and is over when the tensor leaves; a swap-in is over
-    when the tensor is needed, and it was out in between."""
-    job, memory = some_job(seed)
-    system = schedule([job], memory)
-    axis = system.axes[0]
+    accessed = sum(bool(track.accesses) for track in axis.tracks.values())
+    assert swapped(axis) <= case.most_swapped * accessed + updated, "updated weights do not count"
     for track in axis.tracks.values():
         for version, out in track.outs.items():
             assert out.start_ns >= axis.end_of(track.changes[version - 1] if version else None)
@@ -271,112 +261,38 @@ def test_transfers_keep_away_from_accesses(seed: int) -> None:
             if gap.back is not None:
                 assert gap.back.end_ns <= (axis.end_ns if gap.early else gap.after.start_ns)
                 assert (gap.across and not gap.early) or axis.gone_ns(track, gap) < gap.back.start_ns
+    plan_of(system)
+    system.press_out(case.memory)
+    assert system.usage.peak().nbytes <= case.memory
+    plan_of(system)
+    gaps = Gaps(case.graph)
+    fates = fates_of(axis, gaps)
+    if Fate.RECOMPUTE not in fates:  # their inputs may be brought back in another way
+        assert no_wait(gaps, case.memory, fates) is not None
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(seeds)
-def test_footprint_is_what_a_count_from_scratch_finds(seed: int) -> None:
-    """At any moment of a schedule: the tensors whose accesses, swaps and releases say that they are there."""
-    job, memory = some_job(seed)
-    system = schedule([job], memory)
-    axis, rng = system.axes[0], random.Random(seed)
-    moments = [s for track in axis.tracks.values() for stay in axis.stays(track) for s in stay]
-    for now in rng.sample(moments, min(len(moments), 20)):
-        held = sum(
-            track.nbytes
-            for track in axis.tracks.values()
-            for s in axis.stays(track)
-            if s.start_ns <= now < s.end_ns
-        )
-        held += sum(axis.scratch_bytes(run) for run in axis.runs if run.start_ns <= now < run.end_ns)
-        assert system.usage.held_bytes(now) == held
-        assert held <= system.usage.peak().nbytes
+def transfers_are_apart(axis: Axis, duplex: bool) -> bool:
+    ways = (True, False) if duplex else (None,)
+    lanes = [[span for span, swap_in in axis.spans() if way is None or swap_in == way] for way in ways]
+    return all(a.end_ns <= b.start_ns for lane in lanes for a, b in pairwise(sorted(lane)))
 
 
 def test_maximum_swapping_rate_is_kept() -> None:
     graph = chain([4 * PAGE] * 8)
     peaks = []
     for rate in (0.0, 0.2, 0.4, 1.0):
-        system = schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE), rate)])
-        assert system.axes[0].swapped <= rate * len(graph.tensors)
+        system = scheduled(graph, profile_of(graph, bandwidth=8.0 * PAGE), most_swapped=rate)
+        assert swapped(system.axis) <= rate * len(graph.tensors)
         peaks.append(system.usage.peak().nbytes)
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] > peaks[-1]
-
-
-def two_jobs(first: float = 1.0, second: float = 1.0, second_starts_s: float = 2.5) -> list[Job]:
-    graphs = training(5), chain([4 * PAGE] * 8)
-    return [
-        Job(graphs[0], profile_of(graphs[0], bandwidth=8.0 * PAGE), first),
-        Job(graphs[1], profile_of(graphs[1], bandwidth=8.0 * PAGE), second, second_starts_s),
-    ]
-
-
-@pytest.mark.parametrize("memory", [0, 20 * PAGE, 30 * PAGE])
-def test_jobs_share_the_link_and_their_peak_falls(memory: int) -> None:
-    jobs = two_jobs()
-    before = System(jobs).usage.peak()
-    assert {j for j, _ in before.tensors} == {0, 1}
-    system = schedule(jobs, memory)
-    assert system.usage.peak().nbytes < 0.8 * before.nbytes
-    assert all(axis.swapped for axis in system.axes) or memory
-    assert transfers_are_apart(system, duplex=False)
-    for job in range(2):
-        plan_of(system, job)
-
-
-def test_job_of_high_priority_swaps_less() -> None:
-    even, favoured = schedule(two_jobs()), schedule(two_jobs(second=0.1))
-    assert favoured.axes[1].swapped <= 0.1 * favoured.axes[1].accessed < even.axes[1].swapped
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(seeds, st.integers(2, 4))
-def test_any_jobs_can_be_scheduled_together(seed: int, count: int) -> None:
-    rng = random.Random(seed)
-    jobs = []
-    for i in range(count):
-        job, _ = some_job(seed + i)
-        jobs.append(Job(job.graph, job.profile, job.most_swapped, rng.uniform(0.0, 5.0)))
-    bare = System(jobs).usage.peak().nbytes
-    system = schedule(jobs, bare // 2)
-    assert system.usage.peak().nbytes <= bare
-    assert transfers_are_apart(system, duplex=False)
-    for i, axis in enumerate(system.axes):
-        assert axis.swapped <= limit(axis)
-        plan_of(system, i)
-
-
-def test_recomputation_that_would_push_a_transfer_into_another_jobs_is_refused() -> None:
-    """f runs again before k and puts off all that follows. Alone that is fine. Beside a job whose transfer comes right
-    behind one of this job's, it is not."""
-    graph, profile = recomputable()
-    assert any(run.again for run in schedule([Job(graph, profile)]).axes[0].runs)
-    for start_s in range(12):
-        other = valley(2)
-        jobs = [Job(graph, profile), Job(other, profile_of(other), 1.0, float(start_s))]
-        system = schedule(jobs)
-        assert transfers_are_apart(system, duplex=False)
-
-
-def test_schedule_is_outdated_when_the_latencies_have_drifted() -> None:
-    planned = (1.0, 2.0, 3.0)
-    newest: tuple[float, ...] = planned
-    rounds = 0
-    while not outdated(planned, newest, threshold=0.2):
-        newest = corrected(newest, (2.0, 2.0, 5.0), weight=0.25)
-        rounds += 1
-    assert rounds == 2  # 6 s, then 6.75 s, then 7.3125 s
-    assert newest == pytest.approx((1.4375, 2.0, 3.875))
-    assert not outdated(planned, planned, threshold=0.0)
-    assert outdated(planned, (1.0, 1.0, 2.0), threshold=0.2)
 
 
 def test_fates_are_what_the_schedule_says_between_uses() -> None:
     """A is computed again; of the chain's weights, all but the first come back in the next iteration."""
     graph, profile = recomputable()
     gaps = Gaps(graph)
-    fates = fates_of(schedule([Job(graph, profile)], 9 * PAGE).axes[0], gaps)
+    fates = fates_of(scheduled(graph, profile, 9 * PAGE).axis, gaps)
     assert {g.tensor: f for g, f in zip(gaps.all, fates, strict=True)} == {
         0: Fate.KEEP,
         1: Fate.RECOMPUTE,
@@ -384,21 +300,8 @@ def test_fates_are_what_the_schedule_says_between_uses() -> None:
     }
     graph = chain([4 * PAGE] * 8)
     gaps = Gaps(graph)
-    fates = fates_of(schedule([Job(graph, profile_of(graph, bandwidth=8.0 * PAGE))]).axes[0], gaps)
+    fates = fates_of(scheduled(graph, profile_of(graph, bandwidth=8.0 * PAGE)).axis, gaps)
     assert fates == [Fate.RESTORE] + [Fate.SWAP] * 7
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(seeds)
-def test_fates_fit_where_the_schedule_does(seed: int) -> None:
-    """Recomputed tensors apart, whose inputs may be brought back in another way."""
-    job, memory = some_job(seed)
-    system = schedule([job], memory)
-    press_out(system, memory)
-    gaps = Gaps(job.graph)
-    fates = fates_of(system.axes[0], gaps)
-    if Fate.RECOMPUTE not in fates:
-        assert no_wait(gaps, memory, fates) is not None
 
 
 def test_search_begins_with_the_papers_own_way() -> None:

@@ -57,12 +57,6 @@ class _Grid(NamedTuple):
     unit_in_s: float
 
 
-def dynprog(chain: LayerChain, memory_bytes: float, grid_bytes: float | None = None) -> Offloaded | None:
-    """The activations to offload; None if there is not enough memory even when all are."""
-    found = optima(chain, memory_bytes, grid_bytes)
-    return found[0] if found else None
-
-
 def optima(chain: LayerChain, memory_bytes: float, grid_bytes: float | None = None) -> list[Offloaded]:
     """Of the choices that were judged best, the one that offloads least, and the one that offloads most.
 

@@ -27,23 +27,6 @@ def greedy(chain: LayerChain, memory_bytes: float) -> tuple[bool, ...]:
     return tuple(b < excess for b, _ in zip(before, range(chain.layers), strict=False))
 
 
-def fractions(chain: LayerChain, memory_bytes: float) -> tuple[float, ...]:
-    """Bytes to offload of each activation where parts can be (Theorem 2): just M_peak - M_GPU, the first first."""
-    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
-    found = []
-    for x in chain.x_bytes[: chain.layers]:
-        found.append(min(x, excess))
-        excess -= found[-1]
-    return tuple(found)
-
-
-def bound(chain: LayerChain, memory_bytes: float) -> float:
-    """Proposition 3: seconds that no schedule beats."""
-    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
-    copies = excess / chain.offload_bytes_per_s + excess / chain.prefetch_bytes_per_s
-    return max(chain.compute_s, copies)
-
-
 def whole(chain: LayerChain, offloaded: Sequence[bool]) -> tuple[float, ...]:
     """Bytes offloaded of each activation when those chosen are offloaded entirely."""
     return tuple(x * out for x, out in zip(chain.x_bytes[: chain.layers], offloaded, strict=True))

@@ -15,10 +15,8 @@ from functools import cache
 from itertools import islice
 from typing import Final
 
-from msgspec.structs import replace
-
 from planner.graph import Graph
-from planner.plan import Compute, Plan, SwapIn, SwapOut
+from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.search.searcher import PlanSearcher
 from planner.sequence.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
@@ -38,15 +36,11 @@ class OnDemandCandidate:
 
 
 class OnDemand(PlanSearcher[OnDemandCandidate]):
-    """Asks for the decisions at the largest shares of the memory whose tensors can be placed.
+    """Evaluates the decisions at the largest shares of the memory whose tensors can be placed."""
 
-    Without `prefetch` no copy starts before the op that it is for is next: what the baseline's first iteration does.
-    """
-
-    def __init__(self, problem: Problem, seed: int, prefetch: bool = True) -> None:
+    def __init__(self, problem: Problem, seed: int) -> None:
         require_single_budget(problem, "on_demand")
         self.problem = problem
-        self.prefetch = prefetch
         self.evaluations = FITTING + 1
         self._asked = False
         self._plan = cache(self._make)
@@ -64,21 +58,14 @@ class OnDemand(PlanSearcher[OnDemandCandidate]):
     def _make(self, candidate: OnDemandCandidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
         if candidate.share is None:
-            plan = serial_plan(self.problem)
-            return plan if self.prefetch else _in_turn(plan)
+            return serial_plan(self.problem)
         room_bytes = max(int(memory_bytes * candidate.share), least_bytes(graph))
         course = steady(graph, room_bytes)
-        actions = (prefetched if self.prefetch else on_demand)(graph, course)
+        actions = prefetched(graph, course)
         placed = lay_out(graph, actions, course.residents, memory_bytes)
         if placed.peak_bytes > memory_bytes:
             return None
-        plan = write(graph, self.problem.profile, memory_bytes, actions, course.residents, placed)
-        return plan if self.prefetch else _in_turn(plan)
-
-
-def passive(problem: Problem, seed: int) -> OnDemand:
-    """The search without prefetching: every swap-in is issued only when its op is next, every eviction too."""
-    return OnDemand(problem, seed, prefetch=False)
+        return write(graph, self.problem.profile, memory_bytes, actions, course.residents, placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,19 +245,6 @@ def _held_bytes(graph: Graph, course: LruDecisions, leaves: Sequence[Sequence[Ev
         now += sum(nbytes[t] for t in (*course.turns[k].fetches, *op.writes))
         held.append(now + op.aligned_scratch_bytes)
     return held
-
-
-def _in_turn(plan: Plan) -> Plan:
-    """Let no copy start before the op that stands in front of it has ended."""
-    steps = list(plan.steps)
-    op: int | None = None
-    for i, step in enumerate(steps):
-        match step:
-            case Compute():
-                op = i
-            case SwapIn() | SwapOut() if op is not None:
-                steps[i] = replace(step, after=tuple(sorted({*step.after, op})))
-    return replace(plan, steps=tuple(steps))
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:

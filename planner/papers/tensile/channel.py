@@ -1,6 +1,6 @@
-"""The link over time: which stretches are taken by transfers, and where another one fits.
+"""The link over time: when transfers occupy it, and where another transfer fits.
 
-TENSILE, section IV-C: transfers occupy the channel exclusively, so one tensor is swapped at a time, over all jobs.
+TENSILE, section IV-C: a transfer occupies the channel exclusively, so one tensor is swapped at a time.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class TransferSpan(NamedTuple):
-    """Nanoseconds [start, end). An empty span is a transfer that the executor waits for, outside of the time axis."""
+    """Nanoseconds [start, end). An empty span is a transfer that computation waits for; it is not on the time axis."""
 
     start_ns: int
     end_ns: int
@@ -25,17 +25,14 @@ class Channel:
         if span.start_ns < span.end_ns:
             insort(self._spans, span)
 
-    def free(self, span: TransferSpan) -> None:
+    def release(self, span: TransferSpan) -> None:
         if span.start_ns < span.end_ns:
             del self._spans[bisect_left(self._spans, span)]
-
-    def disjoint(self) -> bool:
-        return all(a.end_ns <= b.start_ns for a, b in zip(self._spans, self._spans[1:], strict=False))
 
     def earliest(
         self, work_ns: int, low_ns: int, high_ns: int, avoid: Sequence[TransferSpan] = ()
     ) -> TransferSpan | None:
-        """The earliest stretch of this length in [low, high) that is free and meets nothing in `avoid`."""
+        """Return the earliest free span of this length in [low, high) that overlaps nothing in `avoid`."""
         start = low_ns
         for taken in _merged(self._from(low_ns), avoid):
             if start + work_ns > high_ns or taken.start_ns >= start + work_ns:
@@ -44,7 +41,7 @@ class Channel:
         return TransferSpan(start, start + work_ns) if start + work_ns <= high_ns else None
 
     def latest(self, work_ns: int, low_ns: int, high_ns: int) -> TransferSpan | None:
-        """The latest free stretch of this length in [low, high)."""
+        """Return the latest free span of this length in [low, high)."""
         end = high_ns
         for i in range(bisect_right(self._spans, (high_ns, 0)) - 1, -1, -1):
             taken = self._spans[i]

@@ -1,8 +1,7 @@
-"""TENSILE: transfers at times that are free on the link, for the tensors at the memory's peak.
+"""The searcher `interval`: TENSILE's schedules for several shares of the memory and swapping rates.
 
-Section IV of the paper, for one job in a fixed memory; see planner.papers.tensile.
-What the paper's executor does when a
-schedule does not fit (it waits for swaps) is decided here too, so that there is a plan in every memory.
+What the paper's executor does when a schedule does not fit (it waits for swaps) is part of the plan here, so that
+every memory from the least on has a plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +10,9 @@ from functools import cache
 from itertools import islice
 from typing import Final
 
-from planner.papers.tensile.job import Axis, Job
+from planner.papers.tensile.axis import Axis
 from planner.papers.tensile.order import actions_of, fates_of
-from planner.papers.tensile.passive import press_out
-from planner.papers.tensile.schedule import schedule
+from planner.papers.tensile.schedule import TensileSchedule
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.search.searcher import PlanSearcher
@@ -35,7 +33,7 @@ BEST: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """What a schedule is made with."""
+    """Parameters of one schedule."""
 
     share: float
     most_swapped: float = 1.0
@@ -56,12 +54,12 @@ WAYS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCandidate:
-    """A schedule and how it is carried out; without one, everything leaves after each op."""
+    """A schedule and how it becomes a plan; without a schedule, the serial plan."""
 
     schedule: ScheduleOptions | None
     timed: bool = True
-    """Whether transfers stand where the schedule's times put them. Otherwise the schedule only says what leaves between
-    which uses, and transfers are as early as memory allows: where not all of them are hidden, that is better."""
+    """Whether transfers keep the schedule's times. Otherwise only its fates count, and transfers start as early as
+    memory allows, which is better where not all of them are hidden."""
 
 
 class Tensile(PlanSearcher[ScheduleCandidate]):
@@ -113,8 +111,10 @@ class Tensile(PlanSearcher[ScheduleCandidate]):
         return write(graph, self.problem.profile, memory_bytes, actions, residents, placed)
 
     def _scheduled(self, how: ScheduleOptions) -> Axis:
-        job = Job(self.problem.graph, self.problem.profile, how.most_swapped)
         room_bytes = max(int(self.problem.memory_bytes * how.share), least_bytes(self.problem.graph))
-        system = schedule([job], room_bytes, duplex=how.duplex, thorough=how.thorough)
-        press_out(system, room_bytes)
-        return system.axes[0]
+        schedule = TensileSchedule(
+            self.problem.graph, self.problem.profile, how.most_swapped, duplex=how.duplex, thorough=how.thorough
+        )
+        schedule.lower(room_bytes)
+        schedule.press_out(room_bytes)
+        return schedule.axis

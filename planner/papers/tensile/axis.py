@@ -1,4 +1,4 @@
-"""A job on its time axis: when each op runs, when each tensor is accessed, and what is done with it in between.
+"""The time axis of one iteration: when each op runs and each tensor is accessed, and what happens in between.
 
 TENSILE, section III: a workload is the sequence of tensor accesses in the order of the ops, each as long as its op.
 Times are whole nanoseconds, so that what ends where something else begins does so exactly.
@@ -18,17 +18,6 @@ from planner.profile import Link, Profile
 NS_PER_S: Final = 10**9
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A graph, what its ops and transfers cost, and when its iteration starts beside those of other jobs."""
-
-    graph: Graph
-    profile: Profile
-    most_swapped: float = 1.0
-    """Share of its tensors that may be swapped: the max swapping rate. A lower one is a higher priority."""
-    start_s: float = 0.0
-
-
 @dataclass(eq=False, slots=True)
 class OpRun:
     """One execution of an op: an access to every tensor that the op reads or writes."""
@@ -42,10 +31,10 @@ class OpRun:
 
 @dataclass(eq=False, slots=True)
 class AccessGap:
-    """Time between two accesses of a tensor, in which it need not be in memory.
+    """Time between two accesses of a tensor, during which it need not be in memory.
 
-    An input's first gap begins with its arrival. A weight's last one goes across the iteration's end, from its last
-    access to the first of the next iteration; it comes back before that one, or before this iteration ends.
+    An input's first gap begins with its arrival. A weight's last gap spans the iteration's end, from its last access
+    to its first in the next iteration; the weight returns before that access, or before this iteration ends.
     """
 
     before: OpRun | None
@@ -64,7 +53,7 @@ class AccessGap:
 
     @property
     def early(self) -> bool:
-        """Whether a gap across the iteration's end is over before that end."""
+        """Whether a gap that spans the iteration's end is over before that end."""
         return self.across and self.back is not None and self.back.start_ns >= self.after.end_ns
 
     @property
@@ -78,7 +67,7 @@ class AccessGap:
 
 @dataclass(eq=False, slots=True)
 class Track:
-    """One tensor in one job: its accesses in order of time, and its gaps."""
+    """One tensor: its accesses in order of time, and its gaps."""
 
     tensor: int
     nbytes: int
@@ -92,7 +81,7 @@ class Track:
     outs: dict[int, TransferSpan] = field(default_factory=dict)
     """Swap-outs by version."""
     extra: list[OpRun] = field(default_factory=list)
-    """Recomputations that write it although nobody asks for it any more."""
+    """Recomputations that write it although no later op reads it."""
 
     @property
     def is_weight(self) -> bool:
@@ -109,9 +98,9 @@ class Track:
         return not all(gap.kept for gap in self.gaps)
 
     def needs_out(self, gap: AccessGap) -> bool:
-        """Whether the host store has no copy for this gap but one that is swapped out.
+        """Whether the tensor must be swapped out for this gap, because the host store has no current copy.
 
-        A parameter always has one, state until it is changed: but a resident was changed in iterations before.
+        A parameter always has a copy, state until it is changed; resident state was changed in earlier iterations.
         """
         if self.kind == "parameter":
             return False
@@ -132,13 +121,12 @@ class Track:
 
 
 class Axis:
-    """One iteration of a job. The arrival of its inputs takes the nanosecond before the first op."""
+    """One iteration, from 0 on. The inputs arrive in the nanosecond before the first op."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.graph = job.graph
-        self.start_ns = round(job.start_s * NS_PER_S)
-        self.runs = list(_one_after_another(job.profile.op_seconds, self.start_ns))
+    def __init__(self, graph: Graph, profile: Profile) -> None:
+        self.graph = graph
+        self.profile = profile
+        self.runs = list(_back_to_back(profile.op_seconds))
         self.tracks = {t: self._track(t) for t in range(len(self.graph.tensors))}
         last = len(self.runs) - 1
         for k, (op, run) in enumerate(zip(self.graph.ops, self.runs, strict=True)):
@@ -152,34 +140,30 @@ class Axis:
 
     @property
     def end_ns(self) -> int:
-        return self.runs[-1].end_ns if self.runs else self.start_ns
+        return self.runs[-1].end_ns if self.runs else 0
 
     @cached_property
     def changed(self) -> frozenset[int]:
         """Tensors that some op changes in place."""
         return frozenset(t for op in self.graph.ops for t in op.mutates)
 
-    @property
-    def swapped(self) -> int:
-        """Number of tensors with a swap."""
-        return sum(any(g.back is not None for g in t.gaps) for t in self.tracks.values())
-
-    @property
-    def accessed(self) -> int:
-        return sum(bool(t.accesses) for t in self.tracks.values())
+    def may_swap_one_more(self, most_swapped: float) -> bool:
+        """Whether the share of the accessed tensors that are swapped stays within the maximum swapping rate."""
+        swapped = sum(any(g.back is not None for g in t.gaps) for t in self.tracks.values())
+        return swapped + 1 <= most_swapped * sum(bool(t.accesses) for t in self.tracks.values())
 
     def scratch_bytes(self, run: OpRun) -> int:
         return self.graph.ops[run.op].aligned_scratch_bytes
 
     def in_ns(self, track: Track) -> int:
-        return _transfer_ns(self.job.profile.swap_in, self.graph.tensors[track.tensor].nbytes)
+        return _transfer_ns(self.profile.swap_in, self.graph.tensors[track.tensor].nbytes)
 
     def out_ns(self, track: Track) -> int:
-        return _transfer_ns(self.job.profile.swap_out, self.graph.tensors[track.tensor].nbytes)
+        return _transfer_ns(self.profile.swap_out, self.graph.tensors[track.tensor].nbytes)
 
     def end_of(self, run: OpRun | None) -> int:
         """When an access has ended; the arrival, if None."""
-        return self.start_ns if run is None else run.end_ns
+        return 0 if run is None else run.end_ns
 
     def spans(self) -> Iterator[tuple[TransferSpan, bool]]:
         """All transfers, and whether each is a swap-in."""
@@ -189,15 +173,15 @@ class Axis:
 
     def insert(self, op: int, before: OpRun) -> OpRun:
         """OpRun an op again right before a run. All that starts with that run or later is put off."""
-        at_ns, added_ns = before.start_ns, _op_ns(self.job.profile.op_seconds[op])
+        at_ns, added_ns = before.start_ns, _op_ns(self.profile.op_seconds[op])
         again = OpRun(op, at_ns, at_ns + added_ns, again=True)
         for run in self.runs:
             if run.start_ns >= at_ns:
                 run.start_ns, run.end_ns = run.start_ns + added_ns, run.end_ns + added_ns
         for track in self.tracks.values():
-            track.outs = {v: put_off(span, at_ns, added_ns) for v, span in track.outs.items()}
+            track.outs = {v: _put_off(span, at_ns, added_ns) for v, span in track.outs.items()}
             for gap in track.gaps:
-                gap.back = None if gap.back is None else put_off(gap.back, at_ns, added_ns)
+                gap.back = None if gap.back is None else _put_off(gap.back, at_ns, added_ns)
         insort(self.runs, again, key=lambda r: r.start_ns)
         return again
 
@@ -211,11 +195,11 @@ class Axis:
         yield from (TransferSpan(run.start_ns, run.end_ns) for run in track.extra)
         if not track.accesses:
             if track.kind == "input":
-                yield TransferSpan(self.start_ns - 1, self.end_ns if track.stays else self.start_ns)
+                yield TransferSpan(-1, self.end_ns if track.stays else 0)
             return
         since, until = track.accesses[0].start_ns, track.accesses[-1].end_ns
         if track.kind == "input" or track.is_weight:
-            since = self.start_ns - 1
+            since = -1
         if track.stays or track.is_weight:
             until = self.end_ns
         if track.is_weight and not track.resident:
@@ -232,7 +216,8 @@ class Axis:
         return Track(t, tensor.aligned_bytes, tensor.kind, stays)
 
 
-def _one_after_another(op_seconds: Sequence[float], start_ns: int) -> Iterator[OpRun]:
+def _back_to_back(op_seconds: Sequence[float]) -> Iterator[OpRun]:
+    start_ns = 0
     for k, op_s in enumerate(op_seconds):
         yield OpRun(k, start_ns, start_ns + _op_ns(op_s))
         start_ns += _op_ns(op_s)
@@ -246,5 +231,5 @@ def _transfer_ns(link: Link, nbytes: int) -> int:
     return max(math.ceil(link.seconds(nbytes) * NS_PER_S), 1)
 
 
-def put_off(span: TransferSpan, at_ns: int, added_ns: int) -> TransferSpan:
+def _put_off(span: TransferSpan, at_ns: int, added_ns: int) -> TransferSpan:
     return TransferSpan(span.start_ns + added_ns, span.end_ns + added_ns) if span.start_ns >= at_ns else span
