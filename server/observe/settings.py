@@ -1,4 +1,4 @@
-"""What clients may change while the server runs: which requests are traced, and what is logged."""
+"""Trace and log settings, which clients may change while the server runs."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ _log = logging.getLogger("cohabit.trace")
 
 _MOST = 2**31 - 1
 _UNLIMITED = -1
-"""On the wire, a trace_count without a limit."""
+"""`trace_count` on the wire for no limit."""
 
 
 class TraceSettings(msgspec.Struct, frozen=True):
     level: TraceLevel = "OFF"
     rate: int = 1000
-    """Every how many requests one is traced."""
+    """One of so many requests is traced."""
     count: int | None = None
-    """How many requests are still to be traced; None for no limit."""
+    """Most requests to trace; None for no limit."""
     log_frequency: int = 0
-    """After how many traces they are written; 0 for when there are many, or the server ends."""
+    """Traces after which the file is written; 0 leaves that to the server."""
 
     def to_wire(self, file: str = "") -> dict[str, str | list[str]]:
-        """All values are strings, as in Triton."""
+        """Return Triton's form, in which all values are strings."""
         return {
             "trace_file": file,
             "trace_level": [self.level],
@@ -44,7 +44,7 @@ class LogSettings(msgspec.Struct, frozen=True):
     warning: bool = True
     error: bool = True
     verbose_level: int = 0
-    """Above 0, details are logged as well."""
+    """Above 0, debug messages are logged."""
     times: LogTimes = "default"
 
     def to_wire(self) -> dict[str, bool | int | str]:
@@ -59,7 +59,7 @@ class LogSettings(msgspec.Struct, frozen=True):
 
 
 class TraceControl:
-    """The trace settings of the server and its models, and who is traced by them. Event loop's thread only."""
+    """The trace settings of the server and its models, and which requests they select. Event loop's thread only."""
 
     def __init__(self, file: str = "", defaults: TraceSettings | None = None) -> None:
         self.file = file
@@ -71,16 +71,16 @@ class TraceControl:
 
     @property
     def on(self) -> bool:
-        """Whether any request may have to be traced."""
+        """Whether requests of any model may be traced."""
         levels = [settings.get("level", self._server.level) for settings in self._models.values()]
         return any(level != "OFF" for level in (self._server.level, *levels))
 
     def settings(self, model: str | None = None) -> TraceSettings:
-        """What holds for a model: its own settings, the server's where it has none."""
+        """Return a model's settings; the server's apply to those that it has not set."""
         return msgspec.structs.replace(self._server, **self._models.get(model or "", {}))
 
     def to_wire(self, model: str | None = None) -> dict[str, str | list[str]]:
-        """What holds for a model, or for the server."""
+        """Return the settings of a model, or of the server, in Triton's form."""
         return self.settings(model).to_wire(self.file)
 
     def update(self, changes: Mapping[str, Any], model: str | None = None) -> None:
@@ -96,12 +96,10 @@ class TraceControl:
         if "count" in read:
             self._left.clear()
         if self.on and not self.file:
-            _log.warning(
-                "requests are to be traced, and there is no file for it; start the server with --trace-file"
-            )
+            _log.warning("tracing is on without a file to write to; start the server with --trace-file")
 
     def wanted(self, model: str) -> bool:
-        """Say whether this request is one to trace, and count it."""
+        """Count a request, and say whether it is traced."""
         settings = self.settings(model)
         if settings.level == "OFF":
             return False

@@ -15,11 +15,9 @@ from planner.check import check
 from planner.errors import UnsupportedProblem
 from planner.search import registry
 from server.cli import main
-from server.config.sizes import FixedSize, ShareOfWeights
 from server.errors import RepositoryError
 from server.models.repository import find
 from server.tools import flags
-from server.tools.flags import MemoryBudget
 from server.tools.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
 from server.tools.progress import SearchProgress
 from tests.planner.graphs import PAGE, chain, profile_of
@@ -81,6 +79,8 @@ def test_an_infeasible_budget_is_named_and_the_others_are_planned(capsys: pytest
         "chain-b1-100pct-on_demand.plan.json",
         "chain-b1-28KiB-on_demand.plan.json",
     ]
+    assert main(["plan", *PAIR, "--memory", "4KiB"]) == 2
+    assert capsys.readouterr().out == "", "nothing feasible leaves no table"
 
 
 def test_an_interrupt_keeps_the_best_plan_so_far(
@@ -97,21 +97,12 @@ def test_an_interrupt_keeps_the_best_plan_so_far(
     assert "the best plans so far are kept" in capsys.readouterr().err
 
 
-def test_nothing_feasible_leaves_no_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *PAIR, "--memory", "4KiB"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "20.0 KiB" in shown.err
-
-
-def test_papers_searchers_plan_one_budget() -> None:
+def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
     path = planned("--seed", "3")
     assert path.name == "chain-b1-28KiB-on_demand-seed3.plan.json"
     plan = planner.plan.decode(path.read_bytes())
     assert (plan.partition_bytes, plan.workspace_bytes) == (28 << 10, 0)
-
-
-def test_single_plans_one_budget_with_the_searchers_of_serving_too() -> None:
+    path.unlink()
     path = planned("--search", "best", "--evaluations", "2", "--single")
     assert path.name == "chain-b1-28KiB-best-single.plan.json"
     assert planner.plan.decode(path.read_bytes()).workspace_bytes == 0
@@ -290,13 +281,6 @@ def test_models_are_found_by_their_folder_or_file(folder: Path) -> None:
         find(folder / "models")
     with pytest.raises(RepositoryError, match="is no model"):
         find(folder)
-
-
-def test_shares_are_of_the_parameters() -> None:
-    from server.tools.instances import Instance
-
-    assert Instance(GRAPH, PROFILE).bytes_of(MemoryBudget("50%", ShareOfWeights(0.5))) == 7 * PAGE // 2
-    assert Instance(GRAPH, PROFILE).bytes_of(MemoryBudget("1KiB", FixedSize(1024))) == 1024
 
 
 def test_progress_line_says_how_good_the_best_plan_is() -> None:
