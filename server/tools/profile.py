@@ -19,9 +19,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         measured = instances(options, progress.doing)
     first = measured[0]
     out.print(f"{first.graph.name} on {first.profile.device}")
-    table = make_table(
-        "batch", "resident", "swap in", "swap out", "ops during copies", "copies during ops", "per stretch"
-    )
+    table = make_table("batch", "resident", "swap in", "swap out", "ops during copies", "copies during ops")
     for instance in measured:
         profile = instance.profile
         table.add_row(
@@ -31,7 +29,6 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             _link(profile.swap_out),
             f"{profile.compute_slowdown:.2f}x as long",
             f"{profile.swap_slowdown:.2f}x as long",
-            f"{profile.stretch_s * 1e6:.0f} us" if profile.stretch_s else "-",
         )
     out.print(table)
     graph, seconds = first.graph, first.profile.op_seconds
