@@ -1,4 +1,4 @@
-"""The command line: `cohabit serve`, the commands that plan, and those that ask a running server."""
+"""The command line: `cohabit serve`, the commands that plan, and those that query a running server."""
 
 import argparse
 import asyncio
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 _WIDE = 150
-"""Columns where there is no terminal that says how many it has."""
+"""Columns of output that is not a terminal."""
 
 _SWITCH_INTERVAL_S = 2e-5
 """How long a busy thread may keep the engine's from Python: copies and ops take turns many times per inference."""
@@ -47,10 +47,10 @@ _EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for an impossible command line."""
+    """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for a wrong command line."""
     code = _run(argv)
     if argv is None and any(thread.daemon and thread.is_alive() for thread in threading.enumerate()):
-        # A load cut short, or a device that hangs: its thread cannot be ended and must not outlive us.
+        # A thread of an interrupted load or a hung device cannot be ended; do not wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -69,7 +69,7 @@ def _run(argv: Sequence[str] | None) -> int:
         errors.print("cohabit: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough; what is left of it must not fail again when Python exits.
+        # The reader closed our output; flushing the rest at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 

@@ -62,7 +62,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE,...",
         help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its parameters",
     )
-    parser.add_argument("--search", default="best", choices=SEARCHERS, help="(default: %(default)s)")
+    parser.add_argument(
+        "--search",
+        default="best",
+        choices=SEARCHERS,
+        help="how to search; best and streaming are those of serving, the others are published methods (default: %(default)s)",
+    )
     _add_effort(parser, None)
     parser.add_argument(
         "--output",
@@ -145,7 +150,11 @@ def _add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None
         "--evaluations", type=_type(integer(1, 10**9 - 1)), metavar="N", help="most candidates to evaluate"
     )
     group.add_argument(
-        "--seed", type=_type(integer(0, 10**9 - 1)), default=0, metavar="N", help="(default: %(default)s)"
+        "--seed",
+        type=_type(integer(0, 10**9 - 1)),
+        default=0,
+        metavar="N",
+        help="seed of the search (default: %(default)s)",
     )
     group.add_argument(
         "--workers",

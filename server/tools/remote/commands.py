@@ -139,5 +139,5 @@ COMMANDS = (
     RemoteCommand("load", "load models into a running server", _load, _add_models),
     RemoteCommand("unload", "unload models from a running server", _unload, _add_models),
     RemoteCommand("stats", "print request statistics of a running server's models", _stats, _add_model),
-    RemoteCommand("top", "show the load of a running server, refreshed", _top, _add_interval),
+    RemoteCommand("top", "watch the request rates, latencies and memory of a running server", _top, _add_interval),
 )
