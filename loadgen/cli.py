@@ -23,6 +23,8 @@ _T = TypeVar("_T")
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 DEFAULT_MODELS = 16
 DEFAULT_MEMORY = "25%"
+WIDTH = 120
+"""Columns of output that is not a terminal."""
 
 _EPILOG = """commands:
   loadgen prepare REPO      write a repository of models (prepare --list shows them)
@@ -64,7 +66,8 @@ def _run(argv: Sequence[str]) -> int:
 
     from loadgen.report import print_report
 
-    print_report(report, Console())
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    print_report(report, Console(width=None if is_sized else WIDTH))
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return 0 if report.all_answered else EXIT_FAILED
