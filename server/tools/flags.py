@@ -66,7 +66,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--search",
         default="best",
         choices=SEARCHERS,
-        help="how to search; best and streaming are those of serving, the others are published methods (default: %(default)s)",
+        help="how to search; best and streaming are those of serving, the others are published methods"
+        " (default: %(default)s)",
     )
     _add_effort(parser, None)
     parser.add_argument(
