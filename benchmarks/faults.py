@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import torch
 import tritonclient.http
-from loadgen.server import running_server, server_command
+from loadgen.server_process import running_server, server_command
 from rich.console import Console
 from rich.progress import track
 from tritonclient.http import InferenceServerClient
