@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from google.protobuf import json_format
@@ -16,7 +16,7 @@ from server.grpc.codec import decode_request, encode_response, parameters_of, pa
 from server.grpc.errors import internal_error, message_of
 from server.grpc.handlers import metadata_of
 from server.protocol import descriptions
-from server.protocol.request_trace import HEADER
+from server.protocol.request_trace import HEADER, RequestTrace
 from server.protocol.shared_memory import CudaRequest, SystemRequest
 from server.protocol.threads import call
 
@@ -124,10 +124,8 @@ class InferenceCalls:
 
     async def model_infer(self, request: bytes, context: Any) -> Any:
         traceparent = metadata_of(context, HEADER)
-        if traceparent is None and not self._plane.tracer.follows_all:
-            return await self._infer(request, context.time_remaining())
-        with self._plane.tracer.request(traceparent) as trace:
-            if traceparent is not None:
+        with self._tracing(traceparent) as trace:
+            if traceparent is not None and trace is not None:
                 await context.send_initial_metadata(((HEADER, trace.context.header),))
             return await self._infer(request, context.time_remaining())
 
@@ -162,20 +160,19 @@ class InferenceCalls:
 
     async def _answer(self, request: bytes, traceparent: str | None) -> Any:
         """Answer one request of a stream, with an error message if it fails."""
-        if traceparent is None and not self._plane.tracer.follows_all:
-            return await self._answer_untraced(request)
-        with self._plane.tracer.request(traceparent):
-            return await self._answer_untraced(request)
-
-    async def _answer_untraced(self, request: bytes) -> Any:
-        try:
-            response = await self._infer(request, None)
-        except RequestError as error:
-            return _failed(message_of(error), request)
-        except Exception:
-            return _failed(internal_error("ModelStreamInfer"), request)
+        with self._tracing(traceparent):
+            try:
+                response = await self._infer(request, None)
+            except RequestError as error:
+                return _failed(message_of(error), request)
+            except Exception:
+                return _failed(internal_error("ModelStreamInfer"), request)
         response.parameters[_FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response)
+
+    def _tracing(self, traceparent: str | None) -> AbstractContextManager[RequestTrace | None]:
+        tracer = self._plane.tracer
+        return tracer.request(traceparent) if traceparent is not None or tracer.traces_all else nullcontext()
 
     async def _infer(self, data: bytes, left_s: float | None) -> Any:
         """Answer a request; `left_s` is the time to the call's own deadline."""

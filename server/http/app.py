@@ -78,7 +78,9 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except RequestError as error:
         response = response_of(error)
     except web.HTTPException as error:
-        allow: dict[str, str] | None = {hdrs.ALLOW: error.headers[hdrs.ALLOW]} if hdrs.ALLOW in error.headers else None
+        allow: dict[str, str] | None = (
+            {hdrs.ALLOW: error.headers[hdrs.ALLOW]} if hdrs.ALLOW in error.headers else None
+        )
         response = error_response(error.status, error.reason, allow)
     except web.RequestPayloadError as error:
         response = error_response(400, f"the request body could not be read: {error}")
@@ -86,8 +88,10 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         incident = uuid.uuid4().hex[:12]
         _log.exception("internal error", extra={"fields": {"incident": incident, "path": request.path}})
         response = error_response(500, f"internal error {incident}; the server's log has the details")
-    if hdrs.EXPECT in request.headers and not request.content.is_eof():
-        response.force_close()  # the client may or may not send the body after this answer
+    expecting = hdrs.EXPECT in request.headers and not request.content.is_eof()
+    if expecting or hdrs.TRANSFER_ENCODING in request.headers:
+        # The client may or may not send the body now; and aiohttp 3.14 takes trailers for the next request's headers.
+        response.force_close()
     return response
 
 
@@ -97,7 +101,7 @@ def _traced(tracer: Tracer) -> Middleware:
     @web.middleware
     async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
         traceparent = request.headers.get(HEADER)
-        if traceparent is None and not tracer.follows_all:
+        if traceparent is None and not tracer.traces_all:
             return await _answered(request, handler)
         with tracer.request(traceparent) as trace:
             response = await _answered(request, handler)

@@ -3,12 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from server_fakes import Running
+
+
+class Listening(Protocol):
+    """A server's addresses, with their ports."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def grpc(self) -> str: ...
+
 
 PROTOCOLS = ("http", "grpc")
 
@@ -52,7 +61,7 @@ class Client:
         }
 
 
-def connect(server: Running, protocol: str) -> Client:
+def connect(server: Listening, protocol: str) -> Client:
     if protocol == "http":
         return Client(protocol, triton_http, triton_http.InferenceServerClient(server.address))
     return Client(protocol, triton_grpc, triton_grpc.InferenceServerClient(server.grpc))

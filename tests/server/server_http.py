@@ -4,11 +4,23 @@ import http.client
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from server_fakes import Running
+from typing import Any, Protocol
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+class Listening(Protocol):
+    """A server's ports, whatever is behind them."""
+
+    @property
+    def address(self) -> str:
+        """Host and port of HTTP."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """HTTP's."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Answer:
 
 
 def ask(
-    server: Running,
+    server: Listening,
     method: str,
     path: str,
     body: bytes | Iterable[bytes] | None = None,
@@ -46,13 +58,13 @@ def ask(
 
 
 def infer(
-    server: Running, model: str, body: bytes | Mapping[str, Any], headers: Mapping[str, str] | None = None
+    server: Listening, model: str, body: bytes | Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Answer:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return ask(server, "POST", f"/v2/models/{model}/infer", raw, headers)
 
 
-def infer_binary(server: Running, model: str, header: Mapping[str, Any], binary: bytes) -> Answer:
+def infer_binary(server: Listening, model: str, header: Mapping[str, Any], binary: bytes) -> Answer:
     raw = json.dumps(header).encode()
     return infer(server, model, raw + binary, {HEADER_LENGTH: str(len(raw))})
 
