@@ -17,7 +17,7 @@ from server.grpc.errors import internal_error, message_of
 from server.grpc.handlers import metadata_of
 from server.protocol import descriptions
 from server.protocol.request_trace import HEADER, RequestTrace
-from server.protocol.shared_memory import CudaRequest, SystemRequest
+from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 from server.protocol.threads import call
 
 _QUICK_BYTES = 64 << 10
@@ -74,7 +74,7 @@ class InferenceCalls:
 
     async def system_shared_memory_status(self, request: Any, context: Any) -> Any:
         response = pb.SystemSharedMemoryStatusResponse()
-        for region in self._plane.regions.system(request.name or None):
+        for region in self._plane.regions.listed(request.name or None):
             status = response.regions[region.name]
             status.name, status.key = region.name, region.key
             status.offset, status.byte_size = region.offset, region.nbytes
@@ -82,27 +82,21 @@ class InferenceCalls:
 
     async def system_shared_memory_register(self, request: Any, context: Any) -> Any:
         region = SystemRequest(request.name, request.key, request.offset, request.byte_size)
-        self._plane.regions.register_system(region)
+        self._plane.regions.register(region)
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def system_shared_memory_unregister(self, request: Any, context: Any) -> Any:
-        self._plane.regions.unregister("system", request.name or None)
+        self._plane.regions.unregister(request.name or None)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def cuda_shared_memory_status(self, request: Any, context: Any) -> Any:
-        response = pb.CudaSharedMemoryStatusResponse()
-        for region in self._plane.regions.cuda(request.name or None):
-            status = response.regions[region.name]
-            status.name, status.device_id, status.byte_size = region.name, region.device, region.nbytes
-        return response
+        require_no_cuda(request.name or None)
+        return pb.CudaSharedMemoryStatusResponse()
 
     async def cuda_shared_memory_register(self, request: Any, context: Any) -> Any:
-        region = CudaRequest(request.name, request.raw_handle, request.device_id, request.byte_size)
-        self._plane.regions.register_cuda(region)
-        return pb.CudaSharedMemoryRegisterResponse()
+        refuse_cuda(request.name)
 
     async def cuda_shared_memory_unregister(self, request: Any, context: Any) -> Any:
-        self._plane.regions.unregister("cuda", request.name or None)
         return pb.CudaSharedMemoryUnregisterResponse()
 
     async def trace_setting(self, request: Any, context: Any) -> Any:

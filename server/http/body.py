@@ -107,11 +107,12 @@ async def _receive(content: StreamReader, body: _Buffer) -> None:
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     try:
-        async with asyncio.timeout(PATIENCE_S) as timeout:
+        async with asyncio.timeout(None if content.is_eof() else PATIENCE_S) as timeout:
             while not content.at_eof():
                 chunk, _ = await content.readchunk()
                 body.append(chunk)
-                timeout.reschedule(started_s + PATIENCE_S + body.nbytes / LEAST_BYTES_PER_S)
+                if not content.is_eof():
+                    timeout.reschedule(started_s + PATIENCE_S + body.nbytes / LEAST_BYTES_PER_S)
     except TimeoutError as error:
         raise ClientTooSlow(body.nbytes, loop.time() - started_s) from error
 

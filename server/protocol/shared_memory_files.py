@@ -12,11 +12,11 @@ from server.protocol.shared_memory import SystemRequest
 _FOLDER = Path("/dev/shm")
 _KEY = re.compile(r"/?([^/\0]{1,250})")
 _NOT_OURS = ("sem.", "triton_python_backend_shm_region_")
-"""Semaphores, and what other servers keep there for themselves."""
+"""Semaphores, and regions that belong to other servers."""
 
 
 class FileRegion:
-    """A range of a file that a client has put into /dev/shm."""
+    """A range of a file in /dev/shm that belongs to a client."""
 
     def __init__(self, request: SystemRequest, descriptor: int) -> None:
         self.name = request.name
@@ -52,7 +52,7 @@ class FileRegion:
 
 
 def open_region(request: SystemRequest) -> FileRegion:
-    """Open a key as shm_open would. Raises InvalidRequest for a key or range that is not there."""
+    """Open a key as shm_open does. Raises InvalidRequest for a key or range that does not exist."""
     match = _KEY.fullmatch(request.key)
     if match is None or match[1] in (".", "..") or match[1].startswith(_NOT_OURS):
         raise InvalidRequest(

@@ -197,10 +197,10 @@ def test_descriptors_are_given_back(key: str) -> None:
     regions = Regions(open_region)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(50):
-        regions.register_system(SystemRequest("region", key, 0, 64))
-        regions.unregister("system", "region")
+        regions.register(SystemRequest("region", key, 0, 64))
+        regions.unregister("region")
         with pytest.raises(InvalidRequest):
-            regions.register_system(SystemRequest("region", key, 0, 65))
+            regions.register(SystemRequest("region", key, 0, 65))
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(RegionNotFound):
         regions.window("region", 0, 1)
@@ -239,7 +239,6 @@ def test_cuda_shared_memory_is_refused_without_cuda(server: Ports) -> None:
     answer = ask(server, "POST", path, body)
     assert answer.status == 400
     assert "GPUs not supported" in answer.error
-    assert "is not base64" in ask(server, "POST", path, body.replace(b"AAAA", b"*", 1)).error
     assert ask(server, "GET", "/v2/cudasharedmemory/status").json == []
     assert ask(server, "POST", "/v2/cudasharedmemory/region/r/unregister").status == 200
     client = connect(server, "grpc")
