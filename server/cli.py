@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -25,16 +24,12 @@ from server.tools.remote.commands import add_flags as add_remote_flags
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from server.models.repository import ModelSource
-    from server.serve import Load, Loaded, OnProgress, Server
+    from server.serve import OnProgress, Server
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 _WIDE = 150
 """Columns where there is no terminal that says how many it has."""
-
-_SWITCH_INTERVAL_S = 2e-5
-"""How long a busy thread may keep the engine's from Python: copies and ops take turns many times per inference."""
 
 _PROGRESS_LINE_S = 1.5
 
@@ -115,40 +110,29 @@ def _stdout() -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=None if terminal else _WIDE)
 
 
-async def serve_until_stopped(config: ServeConfig, load: "Load", console: Console) -> int:
+async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
     """Listen, load, and serve until SIGTERM or SIGINT; returns the exit status."""
-    from server.models.repository import scan
     from server.serve import Server
 
-    models = scan(config.repository, may_be_empty=config.model_control != "none")
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = Server(config)
-    rereading: set[asyncio.Task[None]] = set()
-
-    def reread() -> None:
-        task = asyncio.create_task(server.reread_tokens())
-        rereading.add(task)
-        task.add_done_callback(rereading.discard)
-
     if config.token_files or config.control_token_files:
-        loop.add_signal_handler(signal.SIGHUP, reread)
+        loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(server.reread_tokens()))
     clean = False
     try:
         await server.start()
         _announce(server)
         with console.status("loading") as status:
-            loading = asyncio.create_task(
-                server.load(models, load, lambda model, stage: status.update(Text(f"{model}: {stage}")))
-            )
+            loading = asyncio.create_task(server.load(_shown_by(status, console)))
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             _report(server, loading.result(), console)
             await stopped
-            console.print("stopping: answering what is in flight")
+            console.print("stopping: answering the requests in flight")
         else:
             loading.cancel()
     finally:
@@ -157,12 +141,12 @@ async def serve_until_stopped(config: ServeConfig, load: "Load", console: Consol
 
 
 def _shown_by(status: "Status", console: Console) -> "OnProgress":
-    """Show the newest stage on a terminal; elsewhere write a line each few seconds."""
+    """Show the newest stage on a terminal; elsewhere write a line every few seconds."""
     written_s = time.monotonic()
 
     def show(model: str, stage: str) -> None:
         nonlocal written_s
-        status.update(f"{model}: {stage}")
+        status.update(Text(f"{model}: {stage}"))
         if not console.is_terminal and time.monotonic() - written_s > _PROGRESS_LINE_S:
             written_s = time.monotonic()
             console.print(f"loading: {model}: {stage}", markup=False, soft_wrap=True)
@@ -171,28 +155,14 @@ def _shown_by(status: "Status", console: Console) -> "OnProgress":
 
 
 def _serve(config: ServeConfig, console: Console) -> int:
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # other processes are spawned, never forked
     import uvloop
 
     from server.log import configure_logging
 
     configure_logging(config.log_format)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve_until_stopped(config, _load, console))
-
-
-def _load(sources: "Sequence[ModelSource]", config: ServeConfig, on_progress: "OnProgress") -> "Loaded":
-    """Called in the loading thread, so that the seconds that torch takes to import do not delay listening.
-
-    What is there then stays: the garbage collector, which stops every thread, need not look at it again and again.
-    Of the objects that torch makes by its import alone, each look takes a third of a second.
-    """
-    from server.placement.loader import load
-
-    loaded = load(sources, config, on_progress)
-    gc.collect()
-    gc.freeze()
-    return loaded
+        return runner.run(serve_until_stopped(config, console))
 
 
 def _announce(server: "Server") -> None:
@@ -201,10 +171,11 @@ def _announce(server: "Server") -> None:
     print(f"grpc: {server.grpc_address or 'off'}", flush=True)
 
 
-def _report(server: "Server", loaded: "Loaded", console: Console) -> None:
-    if loaded.memory_map:
-        console.print(loaded.memory_map, markup=False, soft_wrap=True)
-    count, total = len(loaded.servables), len(list(server.registry))
+def _report(server: "Server", memory_map: str, console: Console) -> None:
+    if memory_map:
+        console.print(memory_map, markup=False, soft_wrap=True)
+    entries = list(server.client.catalog)
+    count, total = sum(entry.info is not None for entry in entries), len(entries)
     console.print(f"ready: {count} of {total} models at {server.http_url}", soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""The engine put together: it loads a repository onto one device and executes requests, in whatever process it lives."""
+"""The engine put together: it loads a repository onto one device and executes requests, in any process."""
 
 import asyncio
 import gc
@@ -70,7 +70,9 @@ class LoadCancelled(BaseException):
     """Raised by `on_progress` when the engine stops while it loads; no `except Exception` catches it."""
 
 
-def load_repository(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> LoadedRepository:
+def load_repository(
+    sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress
+) -> LoadedRepository:
     """Load models, importing torch only now: the seconds that takes must not delay what comes before.
 
     What exists then stays, so the garbage collector need not visit it: each visit of torch's own objects would halt

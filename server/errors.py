@@ -261,4 +261,8 @@ def _family(error: type[CohabitError]) -> Iterator[type[CohabitError]]:
         yield from _family(child)
 
 
-_BY_NAME = {error.__name__: error for error in _family(CohabitError) if error.__module__ in (__name__, CohabitError.__module__)}
+_BY_NAME = {
+    error.__name__: error
+    for error in _family(CohabitError)
+    if error.__module__ in (__name__, CohabitError.__module__)
+}

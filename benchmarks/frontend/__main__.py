@@ -25,8 +25,8 @@ _PROTOCOLS = ("http", "grpc")
 _CLIENTS = (1, 16)
 _EXPLAINED = """Closed-loop clients run in one process, servers in others, all on the same CPUs and started at once.
 Each figure is the median of several rounds, in which the servers take turns. "p50 - compute" is what the server adds to
-an inference: the median latency without the mean of `compute_infer` in the server's own statistics. "p50 - bare" is what
-it adds to its library: the bare handlers of aiohttp and grpc.aio read the request and answer constants.
+an inference: the median latency without the mean of `compute_infer` in the server's own statistics. "p50 - bare" is
+what it adds to its library: the bare handlers of aiohttp and grpc.aio read the request and answer constants.
 """
 _NOT_FOUND = "tritonserver not found: pass --tritonserver PATH (the wheel nvidia-pytriton has one)"
 

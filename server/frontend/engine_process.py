@@ -104,7 +104,9 @@ class EngineProcess:
     again as soon as the next process has loaded its models.
     """
 
-    def __init__(self, memory: RequestMemory, strict_readiness: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, memory: RequestMemory, strict_readiness: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.catalog = Catalog(strict_readiness)
         self.restarts = 0
         self._memory = memory
@@ -162,9 +164,13 @@ class EngineProcess:
 
     def died(self, reason: str) -> None:
         """The engine's process has ended: requests that it was executing are tried once more, the others wait."""
+        if self._channel is not None:
+            self._channel.close()
         self._channel, self._started = None, False
         if self._start is not None and not self._start.done():
-            self._start.set_exception(EngineUnavailable(f"the engine's process ended while it loaded: {reason}", _RETRY_S))
+            self._start.set_exception(
+                EngineUnavailable(f"the engine's process ended while it loaded: {reason}", _RETRY_S)
+            )
         for id_ in list(self._orders):
             self._orders.pop(id_).set_exception(LoadFailed("", f"the engine's process ended: {reason}; try again"))
         self._traced.clear()
@@ -350,11 +356,10 @@ class EngineProcess:
     def _update(self, entry: ModelEntry) -> None:
         """Take a model's new state. While a new process loads, models that were served before stay described."""
         old = self.catalog.get(entry.name)
+        was_ready = old is not None and old.state is ModelState.READY
         reloading = self._was_started and not self._started
-        if reloading and entry.state in (ModelState.LOADING, ModelState.ABSENT):
-            if old is not None and old.state is ModelState.READY:
-                return
-        self.catalog.update(entry)
+        if not (reloading and was_ready and entry.state in (ModelState.LOADING, ModelState.ABSENT)):
+            self.catalog.update(entry)
 
     def _has_started(self, memory_map: str) -> None:
         self._started = self._was_started = True

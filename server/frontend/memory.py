@@ -72,7 +72,9 @@ class RequestMemory:
         self._free.release(offset, size)
         self._used_bytes -= size
         if self._used_bytes == 0 and self._highest > PAGE_BYTES + _KEPT_BYTES:
-            self.map.madvise(mmap.MADV_REMOVE, PAGE_BYTES, -(-self._highest // PAGE_BYTES) * PAGE_BYTES - PAGE_BYTES)
+            self.map.madvise(
+                mmap.MADV_REMOVE, PAGE_BYTES, -(-self._highest // PAGE_BYTES) * PAGE_BYTES - PAGE_BYTES
+            )
             self._highest = PAGE_BYTES
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -81,7 +83,7 @@ class RequestMemory:
     def offset_of(self, array: Array) -> int | None:
         """Return where an array lies in the pool; None if it lies elsewhere, or not in one piece."""
         offset: int = array.__array_interface__["data"][0] - self._base
-        inside = PAGE_BYTES <= offset and offset + array.nbytes <= self.nbytes
+        inside = offset >= PAGE_BYTES and offset + array.nbytes <= self.nbytes
         return offset if inside and array.flags.c_contiguous else None
 
     def array(self, offset: int, dtype: str | np.dtype[np.void], shape: tuple[int, ...]) -> Array:

@@ -10,9 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from server.errors import CohabitError
+from planner.errors import CohabitError
 from server.frontend.engine_process import EngineProcess
 
 _log = logging.getLogger("cohabit.supervisor")
@@ -21,6 +22,7 @@ _POLL_S = 0.25
 _STALLED_S = 1.0
 """If this process did not run itself for so long, it cannot tell whether the engine did."""
 _STOP_S = 5.0
+_LAST_ANSWERS_S = 0.5
 _QUICK_DEATH_S = 10.0
 """An engine that dies so soon after its start makes the next one wait."""
 _LONGEST_PAUSE_S = 30.0
@@ -63,17 +65,15 @@ class Supervisor:
         """Start the engine and have it load its models; returns the memory map. Raises what that failed with."""
         self._listener.bind(str(self.path))
         self._listener.listen(64)
-        started = asyncio.create_task(self._launch(on_progress))
         self._tasks.append(asyncio.create_task(self._watch_hangs()))
-        died = asyncio.create_task(self._died())
-        await asyncio.wait({started, died}, return_when=asyncio.FIRST_COMPLETED)
+        started, died = await self._launch(on_progress)
         if not started.done():
-            self._client.died(await died)
+            self._client.died(died.result())
         memory_map = await started
         self._tasks.append(asyncio.create_task(self._restart_for_ever(died)))
         return memory_map
 
-    async def stop(self) -> bool:
+    async def close(self) -> bool:
         """End the engine's process; False if it had to be killed."""
         self._stopping = True
         for task in self._tasks:
@@ -92,22 +92,26 @@ class Supervisor:
         shutil.rmtree(self._folder, ignore_errors=True)
         return clean
 
-    async def _launch(self, on_progress: Callable[[str, str], None]) -> str:
-        """Start a process, connect to it, and wait until it has loaded its models."""
+    async def _launch(self, on_progress: Callable[[str, str], None]) -> tuple[asyncio.Task[str], asyncio.Task[str]]:
+        """Start a process; returns its loading and its death, one of which has happened."""
         descriptor = self._listener.fileno()
         self._killed_for = None
-        self._process = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *self._command, str(descriptor), pass_fds=(descriptor,), stdin=asyncio.subprocess.DEVNULL
         )
+        self._process = process
         await self._client.connect(self.path)
-        return await self._client.start(self._config, on_progress)
+        loaded = asyncio.create_task(self._client.start(self._config, on_progress))
+        died = asyncio.create_task(self._died(process))
+        await asyncio.wait({loaded, died}, return_when=asyncio.FIRST_COMPLETED)
+        return loaded, died
 
-    async def _died(self) -> str:
-        """Wait until the process has ended; returns how."""
-        while self._process is None:
-            await asyncio.sleep(0)
-        code = await self._process.wait()
-        await self._client.wait_closed()
+    async def _died(self, process: asyncio.subprocess.Process) -> str:
+        """Wait until a process has ended and its last messages were read; returns how it ended."""
+        code = await process.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_ANSWERS_S):
+                await self._client.wait_closed()
         if self._killed_for is not None:
             return self._killed_for
         return f"it ended with status {code}" if code >= 0 else f"it was ended by {signal.Signals(-code).name}"
@@ -125,14 +129,11 @@ class Supervisor:
                     self._client.give_up(f"the engine cannot be started again: {reason}")
                 await asyncio.sleep(min(2.0 ** (failures - 2), _LONGEST_PAUSE_S))
             began_s = time.monotonic()
-            launched = asyncio.create_task(self._launch(lambda model, stage: None))
-            self._process = None
-            died = asyncio.create_task(self._died())
-            await asyncio.wait({launched, died}, return_when=asyncio.FIRST_COMPLETED)
+            loaded, died = await self._launch(lambda model, stage: None)
             started_s = time.monotonic()
-            if not launched.done():
-                launched.cancel()
-            elif (error := launched.exception()) is None:
+            if not loaded.done():
+                loaded.cancel()
+            elif (error := loaded.exception()) is None:
                 fields = {"seconds": round(started_s - began_s, 3), "pid": self.pid}
                 _log.warning("the engine was started again", extra={"fields": fields})
             elif isinstance(error, CohabitError):

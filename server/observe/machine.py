@@ -14,9 +14,7 @@ from server.protocol.model import DeviceUse
 class Machine:
     """Reads what is asked for. May be called by any thread."""
 
-    def __init__(
-        self, access: Access, gpus: Callable[[], tuple[Gpu, ...]] = open_gpus
-    ) -> None:
+    def __init__(self, access: Access, gpus: Callable[[], tuple[Gpu, ...]] = open_gpus) -> None:
         self._access = access
         self._open_gpus = gpus
         self._gpus: tuple[Gpu, ...] | None = None

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.protocol.catalog import ModelEntry
-from server.protocol.model import GraphCapture
-from server.protocol.statistics import ModelReport, ModelStatistics
 from server.observe.prometheus import Family, Kind, Sample, Value
+from server.protocol.catalog import ModelEntry
+from server.protocol.statistics import ModelReport, ModelStatistics
 
 Read = Callable[["View"], Iterable[Sample]]
 
@@ -185,7 +184,9 @@ _METRICS = (
         "cohabit_captured",
         "gauge",
         "Whether an execution is launched as one graph, where the device has graphs",
-        lambda view: [({"batch": str(b)}, float(c.refused is None)) for b, c in sorted(view.report.captures.items())],
+        lambda view: [
+            ({"batch": str(b)}, float(c.refused is None)) for b, c in sorted(view.report.captures.items())
+        ],
     ),
     _Metric(
         "cohabit_graph_bytes",

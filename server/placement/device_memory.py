@@ -152,7 +152,9 @@ class DeviceMemory:
         info = describe(lowered, prepared.source.version, most)
         runner = self.executors[lane] if self.shared is None else self.shared
         servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
-        self.placed_models[owner] = placed = PlacedModel(owner, prepared, plans, servable, lane, self.shared is not None)
+        self.placed_models[owner] = placed = PlacedModel(
+            owner, prepared, plans, servable, lane, self.shared is not None
+        )
         return placed
 
     def resident_load(self, programs: Programs, lane: int, then: Callable[[], None] = lambda: None) -> ResidentLoad:

@@ -16,8 +16,8 @@ from server.errors import RequestError
 from server.models.cache import Plans
 from server.models.prepared import Prepared
 from server.models.preparing import Workshop, is_better
-from server.placement.device_memory import DeviceMemory, Programs, PlacedModel
-from server.placement.moves import Vacate, vacate_all, moves, packed
+from server.placement.device_memory import DeviceMemory, PlacedModel, Programs
+from server.placement.moves import Vacate, moves, packed, vacate_all
 from server.placement.partitions import Extent
 
 _log = logging.getLogger("cohabit.placement")
@@ -198,7 +198,11 @@ class Placement:
         }
 
     async def _bound(
-        self, placed_models: list[PlacedModel], wanted: Mapping[str, Extent], plans: Mapping[str, Plans], workspace: int
+        self,
+        placed_models: list[PlacedModel],
+        wanted: Mapping[str, Extent],
+        plans: Mapping[str, Plans],
+        workspace: int,
     ) -> dict[str, Programs]:
         """Programs at the places where models are wanted; what could be refused is refused before anybody moves."""
         return {
@@ -291,7 +295,11 @@ class Placement:
         room = Room(plan.workspace_bytes, plan.partition_bytes)
         plans = await asyncio.to_thread(self.workshop.best_plans, placed.prepared, room)
         async with self._places:
-            if placed.plans is not begun or placed.owner not in self.memory.placed_models or not is_better(plans, begun):
+            if (
+                placed.plans is not begun
+                or placed.owner not in self.memory.placed_models
+                or not is_better(plans, begun)
+            ):
                 return
             extent = self.memory.partitions.held[placed.owner]
             programs = await asyncio.to_thread(

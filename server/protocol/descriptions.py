@@ -5,8 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from server.protocol.catalog import ModelEntry
-from server.protocol.statistics import ModelReport, ModelStatistics, Total
 from server.protocol.model import ModelInfo, TensorSpec
+from server.protocol.statistics import ModelReport, ModelStatistics, Total
 
 _EXTENSIONS = (
     "classification",
@@ -67,7 +67,9 @@ def statistics(entries: Iterable[ModelEntry], reports: Mapping[str, ModelReport]
     """Describe the models' counters; a model that the engine has not reported yet has counted nothing."""
     return {
         "model_stats": [
-            _model_statistics(e.name, str(e.version), r.statistics if (r := reports.get(e.name)) else ModelStatistics())
+            _model_statistics(
+                e.name, str(e.version), r.statistics if (r := reports.get(e.name)) else ModelStatistics()
+            )
             for e in entries
         ]
     }

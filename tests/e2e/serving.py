@@ -23,7 +23,8 @@ from tritonclient.utils import np_to_triton_dtype
 
 from server.config.config import ServeConfig
 from server.config.sizes import parse_memory
-from server.models.repository import scan
+from server.engine_host import OnProgress
+from server.models.repository import ModelSource
 from server.placement.loader import Loaded, load
 from server.serve import Server
 
@@ -108,14 +109,20 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(600)
 
     async def make() -> Server:
-        return Server(config)
+        return Server(config, load=load_here)
+
+    loaded: list[Loaded] = []
+
+    def load_here(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> Loaded:
+        loaded.append(load(sources, config, on_progress))
+        return loaded[0]
 
     server: Server = on_loop(make())
     try:
         on_loop(server.start())
-        loaded = on_loop(server.load(scan(repository), load, lambda *stage: stages.append(stage)))
+        on_loop(server.load(lambda *stage: stages.append(stage)))
         http_address, metrics_url = (url.removeprefix("http://") for url in (server.http_url, server.metrics_url))
-        yield Running(http_address, metrics_url.removesuffix("/metrics"), loaded, stages)
+        yield Running(http_address, metrics_url.removesuffix("/metrics"), loaded[0], stages)
     finally:
         stopped = on_loop(server.stop())
         on_loop(loop.shutdown_default_executor())

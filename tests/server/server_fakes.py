@@ -1,6 +1,7 @@
 """Servables made of numpy functions, and a server around them in a thread of its own."""
 
 import asyncio
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,23 +13,12 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from runtime.captures import Capture
-from runtime.recording import Follow
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
+from server.engine.execution import Execution, Servable
 from server.errors import InvalidRequest
-from server.models.repository import ModelSource
-from server.protocol.model import (
-    Array,
-    DeviceUse,
-    Execution,
-    Footprint,
-    Inputs,
-    ModelInfo,
-    Readiness,
-    Servable,
-    TensorSpec,
-)
+from server.protocol.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, TensorSpec
+from server.scheduling.estimates import Readiness
 from server.serve import Server
 
 Function = Callable[..., dict[str, Array]]
@@ -41,23 +31,15 @@ class FakeServable:
     calls: list[int] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     """Batches that were announced to come next."""
-    expected_late: list[int] = field(default_factory=list)
-    """The same, while what is before them was being executed."""
-
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
     readiness: Readiness = field(default_factory=Readiness)
     lost: str | None = None
-    only_computes: bool = False
-    prefetches: bool = True
-    captures: Mapping[int, Capture] = field(default_factory=lambda: {1: Capture(1, 4096, None)})
+    captures: Mapping[int, GraphCapture] = field(default_factory=lambda: {1: GraphCapture(1, 4096, None)})
 
     def expect(self, batch: int, followed: bool = False) -> None:
         self.expected.append(batch)
 
-    def expect_behind(self, batch: int, followed: bool = False) -> None:
-        self.expected_late.append(batch)
-
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: object = None) -> Execution:
         self.calls.append(rows)
         started_s = time.monotonic()
         outputs = self.function(**(requests[0] if len(requests) == 1 else joined(requests)))
@@ -138,10 +120,10 @@ def standard_models() -> list[FakeServable]:
 class FakeLoaded:
     servables: Mapping[str, Servable]
     failures: Mapping[str, str] = field(default_factory=dict)
-    footprints: Mapping[str, Footprint] = field(default_factory=dict)
+    footprints: Mapping[str, ModelFootprint] = field(default_factory=dict)
     memory_map: str = ""
-    housing: None = None
-    tenants: Mapping[str, Any] = field(default_factory=dict)
+    placement: None = None
+    placed_models: Mapping[str, Any] = field(default_factory=dict)
     closed: bool = False
 
     def use(self) -> DeviceUse:
@@ -163,10 +145,14 @@ def config(**changes: object) -> ServeConfig:
     return ServeConfig(**(defaults | changes))  # type: ignore[arg-type]
 
 
-def sources(loaded: FakeLoaded) -> list[ModelSource]:
+def write_repository(folder: Path, loaded: FakeLoaded) -> None:
+    """Make the folders of a repository whose programs are empty files."""
     versions = {name: servable.info.version for name, servable in loaded.servables.items()}
     versions |= dict.fromkeys(loaded.failures, 1)
-    return [ModelSource(name, version, Path("nowhere")) for name, version in versions.items()]
+    for name, version in versions.items():
+        program = folder / name / str(version) / "model.pt2"
+        program.parent.mkdir(parents=True)
+        program.touch()
 
 
 @dataclass
@@ -199,15 +185,18 @@ def running(loaded: FakeLoaded, **changes: object) -> Iterator[Running]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def start() -> Server:
-        server = Server(config(**changes))
+    async def start(repository: Path) -> Server:
+        server = Server(config(**({"repository": repository} | changes)), load=lambda *_: loaded)
         await server.start()
-        await server.load(sources(loaded), lambda *_: loaded, lambda *_: None)
+        await server.load()
         return server
 
     handle: Running | None = None
+    folder = tempfile.TemporaryDirectory()
+    write_repository(Path(folder.name), loaded)
     try:
-        handle = Running(asyncio.run_coroutine_threadsafe(start(), loop).result(20), loop)
+        server = asyncio.run_coroutine_threadsafe(start(Path(folder.name)), loop).result(20)
+        handle = Running(server, loop)
         yield handle
     finally:
         if handle is not None:
@@ -216,6 +205,7 @@ def running(loaded: FakeLoaded, **changes: object) -> Iterator[Running]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(20)
         loop.close()
+        folder.cleanup()
 
 
 def serving(*servables: FakeServable) -> FakeLoaded:

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from server.engine.lanes import Lanes
+from server.engine.statistics import ModelStatistics
 from server_fakes import FakeLoaded, FakeServable, Gate, config, identity, running
 from server_http import infer, x
 
 from server.config.config import ServeConfig
-from server.engine.lanes import Lanes
-from server.engine.statistics import ModelStatistics
 from server.errors import DeviceLost, ExecutionFailed, ModelNotFound, QueueFull, ShuttingDown
 from server.models.prepared import threads_of
 from server.observe.spans import header_events
 from server.placement.lane_choice import assign_lanes
-from server.placement.moves import Vacate, Move, vacate_all
+from server.placement.moves import Move, Vacate, vacate_all
 from server.placement.partitions import Extent, Partitions
 from server.protocol.model import Array, Execution, Footprint
 from server.protocol.request import InferRequest

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from planner.sizing.fitting import Room
-from server.placement.moves import Vacate, Move, moves, packed
+from server.placement.moves import Move, Vacate, moves, packed
 from server.placement.partitions import Extent, Partitions
 
 
