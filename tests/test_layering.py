@@ -19,11 +19,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server": (
         {"server", "runtime", "planner.sizing.deployment", "planner.sizing.fitting", "planner.library"} | LEAVES,
         {
-            "httptools",
+            "aiohttp",
             "uvloop",
             "grpc",
             "grpc_health",
-            "ngh2",
+            "grpc_reflection",
             "google",
             "tritonclient",
             "msgspec",
@@ -69,8 +69,8 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "lifecycle": {"engine", "memory", "models"},
         "metrics": {"engine", "models"},
         "operate": {"metrics"},
-        "http": {"metrics", "operate", "protocol"},
-        "grpc": {"operate", "protocol"},
+        "http": {"frontend", "observe", "protocol"},
+        "grpc": {"frontend", "observe", "protocol"},
         "tools": {"config", "models"},
     },
     "planner": {

@@ -87,6 +87,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         incident = uuid.uuid4().hex[:12]
         _log.exception("internal error", extra={"fields": {"incident": incident, "path": request.path}})
         response = error_response(500, f"internal error {incident}; the server's log has the details")
+    response.headers[hdrs.SERVER] = "cohabit"
     expecting = hdrs.EXPECT in request.headers and not request.content.is_eof()
     if expecting or hdrs.TRANSFER_ENCODING in request.headers:
         # The client may or may not send the body now; and aiohttp 3.14 takes trailers for the next request's headers.
