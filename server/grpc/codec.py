@@ -8,13 +8,12 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 
 from server.errors import InvalidRequest, RequestError
-from server.protocol import strings
-from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
-from server.protocol.matching import check_size, fit, window_of
+from server.protocol.datatypes import BINARY_ONLY, DTYPES
+from server.protocol.matching import fit, window_of
 from server.protocol.model import Array, ModelInfo
 from server.protocol.request import InferRequest, InferResponse
 from server.protocol.shared_memory import Regions
-from server.protocol.tensors import from_binary, to_binary
+from server.protocol.tensors import check_size, from_binary, from_window, to_binary
 from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
 
 _CONTENTS: Mapping[str, str] = {
@@ -29,7 +28,6 @@ _CONTENTS: Mapping[str, str] = {
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
-    BYTES: "bytes_contents",
 }
 _MOST_TENSORS = 4096
 _EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
@@ -118,8 +116,7 @@ class _Contents:
         if window is not None:
             if typed is not None:
                 raise InvalidRequest(f"input '{body.name}' is in shared memory, and must not have contents as well")
-            check_size(body, window.nbytes)
-            return from_binary(window.read(), body.name, body.datatype, body.shape)
+            return from_window(window, body.name, body.datatype, body.shape)
         if typed is not None:
             return _from_typed(typed, body)
         return from_binary(self._next(body), body.name, body.datatype, body.shape)
@@ -148,10 +145,8 @@ def _from_typed(contents: Any, body: InputBody) -> Array:
             f"input '{body.name}' is {body.datatype}, whose values go into {field}, not {others[0]}"
         )
     values = getattr(contents, field)
-    if body.datatype == BYTES:
-        return strings.shaped(list(values), body.name, body.shape)
     dtype = DTYPES[body.datatype]
-    check_size(body, len(values) * dtype.itemsize)
+    check_size(len(values) * dtype.itemsize, body.name, body.datatype, body.shape)
     array = np.empty(len(values), dtype)
     for start in range(0, len(values), _CHUNK):
         array[start : start + _CHUNK] = _narrowed(values[start : start + _CHUNK], body)

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from server.errors import InvalidRequest, RequestError
-from server.protocol.datatypes import BYTES, DTYPES
-from server.protocol.matching import check_size, fit, unsigned, window_of
+from server.protocol.datatypes import DTYPES
+from server.protocol.matching import fit, unsigned, window_of
 from server.protocol.model import Array, ModelInfo
 from server.protocol.request import InferRequest, InferResponse, OutputTensor
 from server.protocol.shared_memory import Regions
-from server.protocol.tensors import from_binary, from_json, to_binary, to_json
+from server.protocol.tensors import from_binary, from_json, from_window, to_binary, to_json
 from server.protocol.wire import (
     NO_DATA,
     InputBody,
@@ -120,8 +120,7 @@ class _Tail:
                 f" {'two' if has_data or window or size is not None else 'none'}"
             )
         if window is not None:
-            check_size(body, window.nbytes)
-            return from_binary(window.read(), body.name, body.datatype, body.shape)
+            return from_window(window, body.name, body.datatype, body.shape)
         if size is not None:
             return from_binary(self._next(body, size), body.name, body.datatype, body.shape)
         return from_json(body.data, body.name, body.datatype, body.shape)
@@ -184,8 +183,6 @@ def _raw_request(body: memoryview, info: ModelInfo, regions: Regions) -> InferRe
             f" '{info.name}' has {len(info.inputs)}"
         )
     (tensor,) = info.inputs
-    if tensor.datatype == BYTES:
-        raise InvalidRequest(f"raw binary input '{tensor.name}' is BYTES, whose shape cannot be deduced")
     shape = info.wire_shape(tensor)
     item_bytes = math.prod(d for d in shape if d >= 0) * DTYPES[tensor.datatype].itemsize
     free = sum(d < 0 for d in shape)

@@ -1,4 +1,4 @@
-"""KServe v2's inference messages, typed. Tensor data stays raw until the tensor's type is known."""
+"""KServe v2's inference messages as msgspec structs. Tensor data stays raw until its datatype is known."""
 
 from typing import Annotated
 
@@ -10,11 +10,11 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Parameters = dict[str, bool | Int64 | float | str]
 
 NO_DATA = Raw(b"")
-"""A tensor's values where a message has none: the very object, which the decoder puts there."""
+"""The values of a tensor without `data`; compared by identity."""
 
 
 class InputBody(msgspec.Struct):
-    """A tensor that the client sends. `data` is `NO_DATA` where the values are elsewhere."""
+    """A tensor that the client sends. `data` is `NO_DATA` where the values are not in the JSON."""
 
     name: str
     datatype: str
