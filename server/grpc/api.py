@@ -16,6 +16,7 @@ from server.grpc.codec import decode_request, encode_response, parameters_of, pa
 from server.grpc.errors import internal_error, message_of
 from server.grpc.handlers import metadata_of
 from server.protocol import descriptions
+from server.protocol.matching import errors_of
 from server.protocol.request_trace import HEADER, RequestTrace
 from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 from server.protocol.threads import call
@@ -180,11 +181,8 @@ class InferenceCalls:
                 request = replace(request, timeout_s=left_s)
             response = await self._plane.infer(request, info, lease)
             large = sum(output.array.nbytes for output in response.outputs) > _QUICK_TENSOR_BYTES
-            try:
+            with errors_of(response.id):
                 return await call(large, encode_response, response)
-            except RequestError as error:
-                error.of_request(response.id)
-                raise
 
 
 def _failed(text: str, request: bytes) -> Any:

@@ -7,9 +7,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 
-from server.errors import InvalidRequest, RequestError
+from server.errors import InvalidRequest
 from server.protocol.datatypes import BINARY_ONLY, DTYPES
-from server.protocol.matching import fit, window_of
+from server.protocol.matching import errors_of, fit, window_of
 from server.protocol.model import Array, ModelInfo
 from server.protocol.request import InferRequest, InferResponse
 from server.protocol.shared_memory import Regions
@@ -48,7 +48,7 @@ def parse_request(data: bytes) -> Any:
 
 def decode_request(message: Any, info: ModelInfo, regions: Regions) -> InferRequest:
     """Turn a ModelInferRequest into tensors that fit the model. Raises RequestError, with the client's id in front."""
-    try:
+    with errors_of(message.id):
         request = RequestBody(
             inputs=[
                 InputBody(t.name, t.datatype, list(t.shape), parameters=parameters_of(t.parameters))
@@ -60,9 +60,6 @@ def decode_request(message: Any, info: ModelInfo, regions: Regions) -> InferRequ
         )
         request.parameters.pop(_EMPTY_FINAL_RESPONSE, None)  # each request has one response, which is final
         return fit(request, info, regions, _Contents(message, info, regions).read, binary=True)
-    except RequestError as error:
-        error.of_request(message.id)
-        raise
 
 
 def encode_response(response: InferResponse) -> Any:

@@ -7,22 +7,15 @@ from typing import Any
 
 import msgspec
 
-from server.errors import InvalidRequest, RequestError
+from server.errors import InvalidRequest
+from server.http.answers import parse_json
 from server.protocol.datatypes import DTYPES
-from server.protocol.matching import fit, unsigned, window_of
+from server.protocol.matching import errors_of, fit, unsigned, window_of
 from server.protocol.model import Array, ModelInfo
 from server.protocol.request import InferRequest, InferResponse, OutputTensor
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_binary, from_json, from_window, to_binary, to_json
-from server.protocol.wire import (
-    NO_DATA,
-    InputBody,
-    OutputBody,
-    RequestBody,
-    ResponseBody,
-    encoder,
-    request_decoder,
-)
+from server.protocol.wire import NO_DATA, InputBody, OutputBody, RequestBody, ResponseBody
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EXPLAINED_BYTES = 1 << 20
@@ -60,12 +53,9 @@ def decode_request(body: memoryview, header_length: int | None, info: ModelInfo,
     json_length = len(body) if header_length is None else header_length
     message = _parse(body[:json_length])
     tail = _Tail(body[json_length:], regions)
-    try:
+    with errors_of(message.id):
         request = fit(message, info, regions, tail.read)
         tail.check_end(info)
-    except RequestError as error:
-        error.of_request(message.id)
-        raise
     return request
 
 
@@ -81,7 +71,7 @@ def encode_response(response: InferResponse) -> EncodedResponse:
         elif binary is not None:
             tail.append(binary)
     body = ResponseBody(response.model, str(response.version), described, response.id or msgspec.UNSET)
-    header = encoder.encode(body)
+    header = msgspec.json.encode(body)
     return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
 
 
@@ -145,18 +135,14 @@ class _Tail:
 
 def _parse(header: memoryview) -> RequestBody:
     try:
-        return request_decoder.decode(header)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the request's JSON has the wrong form: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest("failed to parse the request JSON: it is nested too deeply") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return parse_json(header, RequestBody)
+    except InvalidRequest as error:
         culprit = _input_with_constant(header)
-        if culprit is not None:
-            raise InvalidRequest(
-                f"data of input '{culprit}' has NaN or Infinity, which JSON cannot express; send it as binary"
-            ) from error
-        raise InvalidRequest(f"failed to parse the request JSON: {error}") from error
+        if culprit is None:
+            raise
+        raise InvalidRequest(
+            f"data of input '{culprit}' has NaN or Infinity, which JSON cannot express; send it as binary"
+        ) from error
 
 
 def _input_with_constant(header: memoryview) -> str | None:

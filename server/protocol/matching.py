@@ -1,8 +1,9 @@
 """Checks of a request against its model, for every protocol: names, datatypes, shapes, batch, outputs, parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from server.errors import InvalidRequest, Unsupported
+from server.errors import InvalidRequest, RequestError, Unsupported
 from server.protocol.datatypes import BINARY_ONLY, BYTES
 from server.protocol.model import Array, ModelInfo, TensorSpec
 from server.protocol.request import InferRequest, RequestedOutput
@@ -11,6 +12,16 @@ from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
 
 Read = Callable[[InputBody], Array]
 """Returns the values of an input whose name, datatype and shape fit the model. Raises InvalidRequest."""
+
+
+@contextmanager
+def errors_of(request_id: str | None) -> Iterator[None]:
+    """Put the client's id in front of the message of every RequestError that is raised."""
+    try:
+        yield
+    except RequestError as error:
+        error.of_request(request_id)
+        raise
 
 
 def fit(message: RequestBody, info: ModelInfo, regions: Regions, read: Read, binary: bool = False) -> InferRequest:

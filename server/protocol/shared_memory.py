@@ -14,7 +14,7 @@ MOST_REGIONS = 1024
 _QUICK_BYTES = 4 << 20
 
 
-class Region(Protocol):
+class ClientRegion(Protocol):
     """A registered region. It stays usable after it was unregistered."""
 
     @property
@@ -42,7 +42,7 @@ class Region(Protocol):
 class Window:
     """Bytes of a region for a tensor, within the region as it was registered."""
 
-    region: Region
+    region: ClientRegion
     offset: int
     nbytes: int
 
@@ -67,10 +67,10 @@ class SystemRequest:
     nbytes: int
 
 
-OpenSystem = Callable[[SystemRequest], Region]
+OpenSystem = Callable[[SystemRequest], ClientRegion]
 
 
-def no_system(request: SystemRequest) -> Region:
+def no_system(request: SystemRequest) -> ClientRegion:
     """Refuse: the operator does not let clients name memory of this machine."""
     raise Unsupported(
         f"failed to register shared memory region '{request.name}': client shared memory is off; it is on where the"
@@ -97,7 +97,7 @@ class Regions:
 
     def __init__(self, open_system: OpenSystem = no_system) -> None:
         self._open_system = open_system
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[str, ClientRegion] = {}
 
     @property
     def refused(self) -> frozenset[str]:
@@ -131,7 +131,7 @@ class Regions:
         else:
             self._regions.pop(name, None)
 
-    def listed(self, name: str | None = None) -> list[Region]:
+    def listed(self, name: str | None = None) -> list[ClientRegion]:
         """Return one region, or all. Raises RegionNotFound."""
         if name is None:
             return list(self._regions.values())

@@ -50,7 +50,3 @@ class ResponseBody(msgspec.Struct, omit_defaults=True):
     model_version: str
     outputs: list[OutputBody]
     id: str | UnsetType = UNSET
-
-
-request_decoder = msgspec.json.Decoder(RequestBody)
-encoder = msgspec.json.Encoder()
