@@ -7,6 +7,7 @@ from typing import Protocol
 from aiohttp import StreamReader, hdrs, web
 
 from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
+from server.protocol.threads import call
 
 PATIENCE_S = 30.0
 LEAST_BYTES_PER_S = 4096
@@ -126,7 +127,7 @@ async def _inflate(data: memoryview, encoding: str, body: _Buffer) -> None:
             start += len(piece)
             inflated = b""
             while piece or len(inflated) == _INFLATED_BYTES:
-                inflated = await asyncio.to_thread(inflater.decompress, piece, _INFLATED_BYTES)
+                inflated = await call(True, inflater.decompress, piece, _INFLATED_BYTES)
                 body.append(inflated)
                 piece = inflater.unconsumed_tail
     except zlib.error as error:

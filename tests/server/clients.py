@@ -3,21 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-
-
-class Listening(Protocol):
-    """A server's addresses, with their ports."""
-
-    @property
-    def address(self) -> str: ...
-    @property
-    def grpc(self) -> str: ...
-
+from server_http import Listening
 
 PROTOCOLS = ("http", "grpc")
 

@@ -10,17 +10,14 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
 class Listening(Protocol):
-    """A server's ports, whatever is behind them."""
+    """A server's addresses: host and port of HTTP, the port alone, and host and port of gRPC."""
 
     @property
-    def address(self) -> str:
-        """Host and port of HTTP."""
-        ...
-
+    def address(self) -> str: ...
     @property
-    def port(self) -> int:
-        """HTTP's."""
-        ...
+    def port(self) -> int: ...
+    @property
+    def grpc(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tritonclient.grpc import service_pb2 as pb
 
 from server.grpc import handlers
+from server.grpc import server as server_module
 from server.observe.access import Access, Permission
 
 SERVICE = "/inference.GRPCInferenceService"
@@ -141,6 +142,19 @@ def test_a_stream_has_64_requests_under_way() -> None:
         assert len(list(answers)) == asked
 
 
+def test_calls_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_MOST_CALLS", 1)
+    gate = Gate()
+    with running(identity("one", gate=gate)) as server, grpc.insecure_channel(server.grpc) as channel:
+        call = channel.unary_unary(INFER)
+        first = call.future(request("one", 4), timeout=20)
+        assert gate.entered.acquire(timeout=20)
+        code, text = refused(lambda: call(request("one", 4), timeout=20))
+        assert (code, text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
+        gate.open()
+        assert first.result(20)
+
+
 def test_a_server_that_stops_answers_what_is_under_way() -> None:
     gate = Gate()
     with running(identity("one", gate=gate)) as server, grpc.insecure_channel(server.grpc) as channel:
@@ -157,7 +171,7 @@ def test_large_messages_come_whole(call: str) -> None:
     message = request("wide", columns)
     limits = [("grpc.max_receive_message_length", -1)]
     with (
-        running(identity("wide", shape=(columns,)), max_body_bytes=16 << 20) as server,
+        running(identity("wide", shape=(columns,)), max_body_bytes=16 << 20, queue_bytes=128 << 20) as server,
         grpc.insecure_channel(server.grpc, limits) as channel,
     ):
         if call == INFER:
