@@ -4,7 +4,7 @@ import torch
 
 from runtime.backend import Backend
 from runtime.cpu.backend import CpuBackend
-from runtime.cpu.scripted import unavailable
+from runtime.cpu.segments import unavailable
 from runtime.errors import DeviceError
 
 

@@ -31,7 +31,6 @@ def _batches(subjects: list[Instance]) -> Table:
         "swap out",
         "ops beside copies",
         "copies beside ops",
-        "per stretch",
         box=SIMPLE_HEAD,
     )
     for subject in subjects:
@@ -43,7 +42,6 @@ def _batches(subjects: list[Instance]) -> Table:
             _link(profile.swap_out),
             f"{profile.compute_slowdown:.2f}x as long",
             f"{profile.swap_slowdown:.2f}x as long",
-            f"{profile.stretch_s * 1e6:.0f} us" if profile.stretch_s else "-",
         )
     return table
 

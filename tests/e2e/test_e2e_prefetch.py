@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from runtime.cpu.store import StoreKind
+from runtime.host.store import StoreKind
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, serving
 

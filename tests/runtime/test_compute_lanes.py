@@ -15,11 +15,11 @@ from planner.plan import Plan
 from runtime.backend import Executor
 from runtime.binding.program import Bases, Program
 from runtime.cpu.backend import CpuBackend
-from runtime.cpu.store import LimitedStore, Links, RamStore, open_store
 from runtime.cuda.backend import CudaBackend
 from runtime.errors import DeviceError, DeviceLost
+from runtime.host.store import LimitedStore, Links, RamStore, open_store
 from runtime.lowering.lower import Lowered
-from runtime.memory import Source
+from runtime.memory import HostStore
 from runtime.profiling.profile import resident_plan
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, Bench, cpu, opened
 from tests.runtime.cuda_fake import FakeDriver
@@ -38,7 +38,7 @@ def bench(request: pytest.FixtureRequest, wide: Lowered) -> Iterator[Bench]:
         yield bench
 
 
-def placed(bench: Bench, plan: Plan, lane: int, store: Source[Any] | None = None) -> Program:
+def placed(bench: Bench, plan: Plan, lane: int, store: HostStore[Any] | None = None) -> Program:
     """A model of its own on a lane, with its residents there."""
     lowered = replace(bench.lowered, name=f"model {lane}")
     roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)

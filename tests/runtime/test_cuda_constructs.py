@@ -75,9 +75,11 @@ def test_every_construct_equals_eager_and_has_the_same_bits_at_every_budget(
             store,
         )
         backend.executor.load(program)
-        assert (program.ready.whole is None) == (program.ready.refused is not None)
-        if program.ready.refused is not None and not program.staged:
-            assert "the test says so" in program.ready.refused or NOT_CAPTURED[name] in program.ready.refused
+        assert (program.admission.whole is None) == (program.admission.refused is not None)
+        if program.admission.refused is not None and not program.staged:
+            assert (
+                "the test says so" in program.admission.refused or NOT_CAPTURED[name] in program.admission.refused
+            )
         for _ in range(3):
             copies = [inputs[p.name].clone() for p in lowered.inputs]
             results = backend.executor.run(program, copies).outputs

@@ -99,4 +99,4 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered) -> None:
         expected = models.Wide(4, 264).eval()(*lowered.examples(2))
     backend.executor.load(program)
     assert torch.equal(backend.executor.run(program, lowered.examples(2)).outputs[0], expected)
-    assert program.ready.whole is not None
+    assert program.admission.whole is not None

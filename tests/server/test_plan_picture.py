@@ -18,9 +18,9 @@ from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search.driver import search
+from planner.sequence.plan_writer import PlanWriter
 from planner.sequence.sequence import lay_out, write
 from planner.sequence.serial import least_bytes, serial
-from planner.sequence.writer import Writer
 from server.tools.page import page
 from server.tools.picture import Picture, base_of, held, nice_ticks, peak_bytes, picture, shortened
 from server.tools.terminal import draw
@@ -212,7 +212,7 @@ def long_plan(count: int) -> tuple[Graph, Profile, Plan]:
     tensors += [Tensor(f"activation_{i}", 1000, "activation" if i else "input") for i in range(count + 1)]
     ops = [Op(f"linear_{i}", "aten.linear", (i, count + i), (count + i + 1,), 64) for i in range(count)]
     graph = Graph("long", 1, "", tuple(tensors), tuple(ops), (2 * count,))
-    writer = Writer(graph, 4 * PAGE, 0, {count: 2 * PAGE}, {})
+    writer = PlanWriter(graph, 4 * PAGE, 0, {count: 2 * PAGE}, {})
     for i in range(count):
         writer.swap_in(i, i % 2 * PAGE)
         writer.compute(i, (2 * PAGE + (i + 1) % 3 * 1024,), 3 * PAGE)
