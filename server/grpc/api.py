@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from server.errors import InvalidRequest, RequestError, Unsupported
 from server.frontend.dataplane import DataPlane
+from server.frontend.threads import call
 from server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
 from server.grpc.errors import internal_error, message_of
 from server.grpc.handlers import metadata_of
@@ -19,7 +20,6 @@ from server.protocol import descriptions
 from server.protocol.matching import errors_of
 from server.protocol.request_trace import HEADER, RequestTrace
 from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
-from server.protocol.threads import call
 
 _QUICK_BYTES = 64 << 10
 """The event loop converts typed contents up to this size; threads do the rest."""

@@ -5,6 +5,7 @@ import asyncio
 from aiohttp import hdrs, web
 
 from server.frontend.dataplane import DataPlane
+from server.frontend.threads import call
 from server.http import generate
 from server.http.answers import JSON, json_response, model_of
 from server.http.body import read_body
@@ -15,7 +16,6 @@ from server.protocol import descriptions
 from server.protocol.matching import errors_of
 from server.protocol.model_config import config_as_json
 from server.protocol.request import InferResponse
-from server.protocol.threads import call
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from aiohttp import StreamReader, hdrs, web
 
 from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
-from server.protocol.threads import call
+from server.frontend.threads import call
 
 PATIENCE_S = 30.0
 LEAST_BYTES_PER_S = 4096

@@ -10,12 +10,21 @@ import msgspec
 from server.errors import InvalidRequest
 from server.http.answers import parse_json
 from server.protocol.datatypes import DTYPES
-from server.protocol.matching import errors_of, fit, unsigned, window_of
+from server.protocol.matching import (
+    NO_DATA,
+    InputBody,
+    OutputBody,
+    RequestBody,
+    ResponseBody,
+    errors_of,
+    fit,
+    unsigned,
+    window_of,
+)
 from server.protocol.model import Array, ModelInfo
 from server.protocol.request import InferRequest, InferResponse, OutputTensor
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_binary, from_json, from_window, to_binary, to_json
-from server.protocol.wire import NO_DATA, InputBody, OutputBody, RequestBody, ResponseBody
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EXPLAINED_BYTES = 1 << 20

@@ -10,8 +10,8 @@ from server.errors import Unsupported
 from server.frontend.dataplane import DataPlane
 from server.http.answers import json_response, read_json
 from server.protocol import descriptions
+from server.protocol.matching import Parameters
 from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
-from server.protocol.wire import Parameters
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 

@@ -12,10 +12,10 @@ from aiohttp import web
 
 from server.errors import ConfigError
 from server.frontend.dataplane import DataPlane
+from server.frontend.listening import TlsFiles, open_sockets, url_of
 from server.http.app import make_app, make_metrics_app
 from server.http.errors import error_response
 from server.observe.access import OPEN, Access
-from server.protocol.listening import TlsFiles, open_sockets, url_of
 
 KEEP_ALIVE_S = 75.0
 _READ_AHEAD_BYTES = 256 << 10

@@ -26,8 +26,7 @@ from server.protocol.catalog import Catalog, ModelEntry, ModelState
 from server.protocol.execution import ExecutionTiming, InferResult
 from server.protocol.model import Array, ModelInfo, TensorSpec
 from server.protocol.request import InferRequest
-from server.protocol.shared_memory import Regions, no_system
-from server.protocol.shared_memory_files import open_region
+from server.protocol.shared_memory import Regions, no_system, open_region
 from server.protocol.statistics import EngineReport, ModelReport, ModelStatistics
 
 MIB = 1 << 20

@@ -10,9 +10,9 @@ from fake_engine import Gate, Ports, identity, running
 from server_http import ask, infer, x
 
 from server.errors import ConfigError
+from server.frontend import listening
 from server.http import body as body_module
 from server.http.server import MetricsServer
-from server.protocol import listening
 
 KIB, MIB = 1 << 10, 1 << 20
 INFER = json.dumps({"inputs": [x()]}).encode()

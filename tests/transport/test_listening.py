@@ -12,8 +12,8 @@ from fake_engine import Ports, identity, running
 from tritonclient.grpc.service_pb2 import ServerLiveResponse
 
 from server.errors import ConfigError
+from server.frontend.listening import TlsFiles, address_of, without_covered
 from server.http.server import MetricsServer
-from server.protocol.listening import TlsFiles, address_of, without_covered
 
 LIVE = ServerLiveResponse(live=True).SerializeToString()
 

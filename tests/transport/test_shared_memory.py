@@ -15,8 +15,7 @@ from server_http import ask, infer, x
 from tritonclient.utils import InferenceServerException
 
 from server.errors import InvalidRequest, RegionNotFound
-from server.protocol.shared_memory import Regions, SystemRequest
-from server.protocol.shared_memory_files import open_region
+from server.protocol.shared_memory import Regions, SystemRequest, open_region
 
 A = np.arange(4, dtype=np.float32).reshape(1, 4)
 B = np.full((1, 4), 0.5, np.float32)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from server.protocol.threads import call
+from server.frontend.threads import call
 
 
 async def test_a_cancelled_caller_waits_for_its_thread() -> None:
