@@ -19,8 +19,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 from server.errors import ConfigError, PermissionMissing, Unauthenticated
-from server.http import openapi
-from server.http.app import routes
+from server.http.endpoints import endpoints
+from server.http.openapi import document as openapi_document
 from server.observe.access import OPEN, Permission, open_access
 from server.serve import Server
 
@@ -124,17 +124,18 @@ def test_the_openapi_document_says_what_needs_a_token(guarded: Running) -> None:
             assert ("403" in operation["responses"]) == (with_token == 403), path
 
 
-def test_the_openapi_document_of_an_open_server_asks_for_nothing() -> None:
-    document = openapi.document("0")
+def test_the_openapi_document_of_an_open_server_asks_for_nothing(guarded: Running) -> None:
+    document = openapi_document("0", endpoints(guarded.server.plane, 1))
     assert "securitySchemes" not in document["components"]
     assert not any("security" in op for methods in document["paths"].values() for op in methods.values())
 
 
 def test_no_route_is_left_without_a_guard(guarded: Running) -> None:
-    for method, pattern, _ in routes(guarded.server.plane, 1):
-        path = re.sub(r"\{\w+(:[^{}]+)?\}", "1", pattern.replace("{order:(un)?load}", "load"))
-        answer = ask(guarded, method, path, b"")
-        assert answer.status == (200 if path.startswith("/v2/health/") else 401), path
+    for endpoint in endpoints(guarded.server.plane, 1):
+        for pattern in endpoint.paths:
+            path = re.sub(r"\{\w+(:[^{}]+)?\}", "1", pattern.replace("{order:(un)?load}", "load"))
+            answer = ask(guarded, endpoint.method, path, b"")
+            assert answer.status == (200 if path.startswith("/v2/health/") else 401), path
 
 
 def test_no_grpc_call_is_left_without_a_guard(guarded: Running) -> None:

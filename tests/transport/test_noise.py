@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from server_fakes import Running, identity, running, serving
+from fake_engine import Ports, identity, running
 from server_http import HEADER_LENGTH, ask, infer
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
@@ -34,8 +34,8 @@ ACCEPTED = {200, 400, 404, 413, 501, 503}
 
 
 @pytest.fixture(scope="module")
-def own() -> Iterator[Running]:
-    with running(serving(identity("one", "FP32")), max_body_bytes=1 << 20) as handle:
+def own() -> Iterator[Ports]:
+    with running(identity("one")) as handle:
         yield handle
 
 
@@ -94,7 +94,7 @@ def grpc_message(raw: bool) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def test_json_with_binary_tensors(own: Running) -> None:
+def test_json_with_binary_tensors(own: Ports) -> None:
     generator = random.Random(5)
     body, length = http_body()
     for _ in range(ROUNDS):
@@ -104,7 +104,7 @@ def test_json_with_binary_tensors(own: Running) -> None:
 
 
 @pytest.mark.parametrize("path", ["infer", "generate", "trace/setting"])
-def test_json(own: Running, path: str) -> None:
+def test_json(own: Ports, path: str) -> None:
     generator = random.Random(6)
     bodies = {
         "infer": json_body(),
@@ -119,7 +119,7 @@ def test_json(own: Running, path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/v2/logging", "/v2/repository/index", "/v2/systemsharedmemory/region/r/register"]
 )
-def test_small_json(own: Running, path: str) -> None:
+def test_small_json(own: Ports, path: str) -> None:
     generator = random.Random(7)
     body = (
         b'{"log_info": true, "ready": true, "key": "/none", "offset": 0, "byte_size": 16, "log_verbose_level": 0}'
@@ -129,7 +129,7 @@ def test_small_json(own: Running, path: str) -> None:
         assert answer.status in ACCEPTED, answer.body
 
 
-def test_raw_http(own: Running) -> None:
+def test_raw_http(own: Ports) -> None:
     """Bytes that are hardly HTTP any more: answered or closed, and never waited for."""
     generator = random.Random(8)
     body = json_body()
@@ -158,7 +158,7 @@ def outcome(call: Any, request: bytes) -> grpc.StatusCode:
 
 
 @pytest.mark.parametrize("raw", [True, False], ids=["raw", "typed"])
-def test_grpc_messages(own: Running, raw: bool) -> None:
+def test_grpc_messages(own: Ports, raw: bool) -> None:
     generator = random.Random(9)
     data = grpc_message(raw)
     with grpc.insecure_channel(own.grpc) as channel:
@@ -169,7 +169,7 @@ def test_grpc_messages(own: Running, raw: bool) -> None:
 
 
 @pytest.mark.parametrize("call", ["ModelConfig", "RepositoryIndex", "SystemSharedMemoryRegister", "TraceSetting"])
-def test_other_grpc_calls(own: Running, call: str) -> None:
+def test_other_grpc_calls(own: Ports, call: str) -> None:
     generator = random.Random(10)
     with grpc.insecure_channel(own.grpc) as channel:
         method = channel.unary_unary(f"/inference.GRPCInferenceService/{call}")
@@ -177,7 +177,7 @@ def test_other_grpc_calls(own: Running, call: str) -> None:
             assert outcome(method, mutated(b"\x0a\x03one\x12\x01\x31\x18\x04", generator)) in FORESEEN
 
 
-def test_a_stream_of_noise_stays_open(own: Running) -> None:
+def test_a_stream_of_noise_stays_open(own: Ports) -> None:
     generator = random.Random(11)
     good = grpc_message(raw=True)
     noise = [mutated(good, generator) for _ in range(ROUNDS // 4)]

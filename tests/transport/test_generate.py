@@ -4,17 +4,17 @@ import json
 from typing import Any
 
 import pytest
-from server_fakes import Running
+from fake_engine import Ports
 from server_http import Answer, ask
 
 
-def generate(server: Running, model: str, body: Any, stream: bool = False) -> Answer:
+def generate(server: Ports, model: str, body: Any, stream: bool = False) -> Answer:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return ask(server, "POST", f"/v2/models/{model}/generate{'_stream' if stream else ''}", raw)
 
 
 @pytest.mark.parametrize("value", [[1, 2, 3, 4], [[1, 2, 3, 4]]], ids=["sample", "batch"])
-def test_inputs_by_name(server: Running, value: Any) -> None:
+def test_inputs_by_name(server: Ports, value: Any) -> None:
     answer = generate(server, "adder", {"id": "seven", "a": value, "b": [1, 1, 1, 1]})
     assert answer.json == {
         "id": "seven",
@@ -25,13 +25,13 @@ def test_inputs_by_name(server: Running, value: Any) -> None:
     }
 
 
-def test_a_batch_and_a_model_without_one(server: Running) -> None:
+def test_a_batch_and_a_model_without_one(server: Ports) -> None:
     two = [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert generate(server, "id_fp64", {"x": two}).json["y"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert generate(server, "fixed", {"x": [[1, 2, 3], [4, 5, 6]]}).json["y"] == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_stream_of_one_event(server: Running) -> None:
+def test_a_stream_of_one_event(server: Ports) -> None:
     answer = generate(server, "id_fp64", {"x": [1, 2, 3, 4]}, stream=True)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     event = answer.body.decode().removeprefix("data: ")
@@ -59,10 +59,10 @@ def test_a_stream_of_one_event(server: Running) -> None:
     ],
     ids=str,
 )
-def test_bad_requests(server: Running, model: str, body: Any, status: int, part: str) -> None:
+def test_bad_requests(server: Ports, model: str, body: Any, status: int, part: str) -> None:
     answer = generate(server, model, body)
     assert (answer.status, part in answer.error) == (status, True), answer.error
 
 
-def test_parameters_of_any_name_are_taken(server: Running) -> None:
+def test_parameters_of_any_name_are_taken(server: Ports) -> None:
     assert generate(server, "id_fp64", {"x": [1, 2, 3, 4], "temperature": 0.5, "stop": "x"}).status == 200

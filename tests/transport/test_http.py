@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_fakes import Running
+from fake_engine import Ports
 from server_http import HEADER_LENGTH, Answer, ask, binary_x, infer, infer_binary, x
 
 
@@ -19,24 +19,24 @@ def split(answer: Answer) -> tuple[Any, bytes]:
 
 
 @pytest.mark.parametrize("path", ["/v2", "/v2/"])
-def test_server_metadata(server: Running, path: str) -> None:
+def test_server_metadata(server: Ports, path: str) -> None:
     assert ask(server, "GET", path).json["name"] == "cohabit"
 
 
-def test_health_answers_are_json(server: Running) -> None:
+def test_health_answers_are_json(server: Ports) -> None:
     assert ask(server, "GET", "/v2/health/live").json == {"live": True}
     assert ask(server, "GET", "/v2/health/ready").json == {"ready": True}
     assert ask(server, "GET", "/v2/models/adder/versions/3/ready").json == {"name": "adder", "ready": True}
 
 
-def test_index_can_be_cut_to_what_is_ready(server: Running) -> None:
+def test_index_can_be_cut_to_what_is_ready(server: Ports) -> None:
     every = ask(server, "POST", "/v2/repository/index").json
     ready = ask(server, "POST", "/v2/repository/index", b'{"ready": true}').json
     assert {entry["name"] for entry in every} - {entry["name"] for entry in ready} == {"damaged"}
 
 
 @pytest.mark.parametrize("data", [[1, 2, 3, 4, 5, 6, 7, 8], [[1, 2, 3, 4], [5, 6, 7, 8]]], ids=["flat", "nested"])
-def test_json_in_both_forms(server: Running, data: Any) -> None:
+def test_json_in_both_forms(server: Ports, data: Any) -> None:
     answer = infer(server, "id_fp64", {"id": "é", "inputs": [x(data, datatype="FP64", shape=[2, 4])]})
     assert answer.headers["content-type"].startswith("application/json")
     assert answer.json == {
@@ -47,19 +47,19 @@ def test_json_in_both_forms(server: Running, data: Any) -> None:
     }
 
 
-def test_model_without_batch(server: Running) -> None:
+def test_model_without_batch(server: Ports) -> None:
     answer = infer(server, "fixed", {"inputs": [x([[1, 2, 3], [4, 5, 6]], datatype="INT32", shape=[2, 3])]})
     assert answer.json["outputs"][0]["data"] == [2, 4, 6, 8, 10, 12]
 
 
-def test_raw_binary_request_is_answered_in_binary(server: Running) -> None:
+def test_raw_binary_request_is_answered_in_binary(server: Ports) -> None:
     values = np.arange(12, dtype=np.float64).reshape(3, 4)
     header, binary = split(infer(server, "id_fp64", values.tobytes(), {HEADER_LENGTH: "0"}))
     assert header["outputs"][0]["shape"] == [3, 4]
     np.testing.assert_array_equal(np.frombuffer(binary), values.ravel())
 
 
-def test_bf16_travels_as_bits(server: Running) -> None:
+def test_bf16_travels_as_bits(server: Ports) -> None:
     bits = np.array([0x3F80, 0xC020, 0x7FC0, 0x0001], np.uint16).tobytes()
     wanted = {"inputs": [binary_x(8, datatype="BF16")], "parameters": {"binary_data_output": True}}
     header, binary = split(infer_binary(server, "id_bf16", wanted, bits))
@@ -67,7 +67,7 @@ def test_bf16_travels_as_bits(server: Running) -> None:
     assert binary == bits
 
 
-def test_outputs_mix_json_and_binary_in_the_models_order(server: Running) -> None:
+def test_outputs_mix_json_and_binary_in_the_models_order(server: Ports) -> None:
     outputs = [{"name": "diff", "parameters": {"binary_data": True}}, {"name": "sum"}]
     header, binary = split(infer(server, "adder", {"inputs": [x(name="a"), x(name="b")], "outputs": outputs}))
     assert [o["name"] for o in header["outputs"]] == ["sum", "diff"]
@@ -76,18 +76,18 @@ def test_outputs_mix_json_and_binary_in_the_models_order(server: Running) -> Non
     assert binary == bytes(16)
 
 
-def test_one_output_of_two(server: Running) -> None:
+def test_one_output_of_two(server: Ports) -> None:
     answer = infer(server, "adder", {"inputs": [x(name="a"), x(name="b")], "outputs": [{"name": "diff"}]})
     assert [o["name"] for o in answer.json["outputs"]] == ["diff"]
 
 
-def test_infinities_stand_bare_in_json(server: Running) -> None:
+def test_infinities_stand_bare_in_json(server: Ports) -> None:
     values = np.array([np.nan, np.inf, -np.inf, 0.5]).tobytes()
     answer = infer_binary(server, "id_fp64", {"inputs": [binary_x(32, datatype="FP64")]}, values)
     assert b"[NaN, Infinity, -Infinity, 0.5]" in answer.body
 
 
-def test_harmless_parameters_are_accepted(server: Running) -> None:
+def test_harmless_parameters_are_accepted(server: Ports) -> None:
     parameters = {"priority": 3, "timeout": 10**12, "sequence_id": 0, "note": "x", "weight": 0.5}
     answer = infer(server, "id_fp64", {"inputs": [x(datatype="FP64")], "parameters": parameters, "extra": [{}]})
     assert answer.status == 200
@@ -95,7 +95,7 @@ def test_harmless_parameters_are_accepted(server: Running) -> None:
     assert infer(server, "id_fp64", {"inputs": [x(datatype="FP64")], "outputs": none}).status == 200
 
 
-def test_the_largest_integers_survive_json(server: Running) -> None:
+def test_the_largest_integers_survive_json(server: Ports) -> None:
     values = [2**64 - 1, 2**63, 0, 1]
     answer = infer(server, "id_uint64", {"inputs": [x(values, datatype="UINT64")]})
     assert answer.json["outputs"][0]["data"] == values
@@ -115,9 +115,7 @@ def test_the_largest_integers_survive_json(server: Running) -> None:
         ("", None),
     ],
 )
-def test_answers_are_compressed_where_the_client_chose_it(
-    server: Running, accept: str, encoding: str | None
-) -> None:
+def test_answers_are_compressed_where_the_client_chose_it(server: Ports, accept: str, encoding: str | None) -> None:
     body = {"inputs": [x([0] * 4096, shape=[1, 4096])]}
     answer = infer(server, "wide", body, {"Accept-Encoding": accept})
     assert answer.headers.get("content-encoding") == encoding
@@ -125,7 +123,7 @@ def test_answers_are_compressed_where_the_client_chose_it(
     assert json.loads(undo(answer.body))["outputs"][0]["data"] == [0.0] * 4096
 
 
-def test_small_answers_are_not_compressed(server: Running) -> None:
+def test_small_answers_are_not_compressed(server: Ports) -> None:
     answer = infer(
         server, "fixed", {"inputs": [x([0] * 6, datatype="INT32", shape=[2, 3])]}, {"Accept-Encoding": "gzip"}
     )
@@ -133,7 +131,7 @@ def test_small_answers_are_not_compressed(server: Running) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity"])
-def test_compressed_requests(server: Running, encoding: str) -> None:
+def test_compressed_requests(server: Ports, encoding: str) -> None:
     header = json.dumps({"inputs": [binary_x(32, datatype="FP64")]}).encode()
     body = header + np.ones(4).tobytes()
     compress = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}[encoding]

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from server.errors import InvalidRequest, RequestError, Unsupported
 from server.http.codec import decode_request, encode_response, parse_header_length
+from server.protocol import json_numbers
 from server.protocol.datatypes import BINARY_ONLY, DTYPES
 from server.protocol.model import Array, ModelInfo, TensorSpec
 from server.protocol.request import InferRequest, respond
@@ -200,3 +201,36 @@ def test_odd_json_is_the_clients_error(data: st.DataObject) -> None:
         message[spot] = odd
     text = json.dumps(message).encode()
     survives(text + bytes(24), len(text))
+
+
+LONG = np.linspace(-1, 1, 96_000)
+
+
+@pytest.mark.parametrize("shape", [(96_000,), (3, 32_000), (1, 96_000), (20, 30, 160), (96_000, 1)])
+def test_long_arrays_are_read_as_short_ones_are(shape: tuple[int, ...]) -> None:
+    array = LONG.reshape(shape)
+    for text in (json_numbers.encode(array), str(array.tolist()).encode()):
+        assert len(text) > 1 << 20
+        np.testing.assert_array_equal(json_numbers.decode(memoryview(text), "x", "FP64", shape), array)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-1] + b", 5]", "more values than the 96000"),
+        (lambda text: text.replace(b"-1.0, ", b"", 1), "has 95999 values"),
+        (lambda text: text[:-40] + text[-40:].replace(b", ", b"], [", 1), "not nested like its shape"),
+        (lambda text: text.replace(b", ", b", true, ", 1), "does not fit FP64"),
+        (lambda text: text[:-30] + b"," + text[-30:], "does not fit FP64"),
+        (lambda text: b"[[" + b" " * 70_000 + text[2:], "a value of over 65536 characters"),
+    ],
+)
+def test_long_arrays_that_are_wrong(change: Any, message: str) -> None:
+    text = change(str(LONG.reshape(3, 32_000).tolist()).encode())
+    with pytest.raises(InvalidRequest, match=message):
+        json_numbers.decode(memoryview(text), "x", "FP64", (3, 32_000))
+
+
+def test_infinities_in_long_arrays() -> None:
+    values = json.loads(json_numbers.encode(np.where(LONG > 0, np.inf, LONG)))
+    assert values == [np.inf if value > 0 else value for value in LONG]

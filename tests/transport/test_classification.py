@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from clients import PROTOCOLS, connect
+from fake_engine import Ports
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from server_fakes import Running
 from server_http import infer, x
 
 from server.protocol.classification import classify
@@ -62,7 +62,7 @@ def test_nothing_has_no_classes() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_clients_ask_for_classes(server: Running, protocol: str) -> None:
+def test_clients_ask_for_classes(server: Ports, protocol: str) -> None:
     client = connect(server, protocol)
     with client.raw:
         array = np.array([[3, 1, 4, 1], [9, 2, 6, 5]], np.float64)
@@ -79,7 +79,7 @@ def test_clients_ask_for_classes(server: Running, protocol: str) -> None:
         assert texts(result.as_numpy("y")) == ["1.000000:0", "1.000000:1", "1.000000:2", "1.000000:3"]
 
 
-def test_classes_as_json(server: Running) -> None:
+def test_classes_as_json(server: Ports) -> None:
     outputs = [{"name": "y", "parameters": {"classification": 2}}]
     answer = infer(server, "id_fp64", {"inputs": [x(datatype="FP64")], "outputs": outputs})
     assert answer.json["outputs"] == [

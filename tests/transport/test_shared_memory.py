@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import tritonclient.utils.shared_memory as shm
 from clients import PROTOCOLS, Client, connect
-from server_fakes import FakeServable, Gate, Running, identity, running, serving
+from fake_engine import Gate, Ports, identity, running
 from server_http import ask, infer, x
 from tritonclient.utils import InferenceServerException
 
 from server.errors import InvalidRequest, RegionNotFound
-from server.protocol.shared_memory import Regions, SystemRequest
-from server.protocol.shared_memory_files import open_region
+from server.protocol.shared_memory import Regions, SystemRequest, open_region
 
 A = np.arange(4, dtype=np.float32).reshape(1, 4)
 B = np.full((1, 4), 0.5, np.float32)
@@ -24,7 +23,7 @@ SHM = Path("/dev/shm")
 
 
 @pytest.fixture(params=PROTOCOLS)
-def client(server: Running, request: pytest.FixtureRequest) -> Iterator[Client]:
+def client(server: Ports, request: pytest.FixtureRequest) -> Iterator[Client]:
     client = connect(server, request.param)
     with client.raw:
         client.raw.unregister_system_shared_memory()
@@ -177,7 +176,7 @@ def test_a_region_that_shrinks_is_an_error_and_not_the_servers_end(client: Clien
 
 def test_a_region_may_be_unregistered_while_in_use(key: str) -> None:
     gate = Gate()
-    with running(serving(FakeServable(identity("gated", "FP32").info, gate))) as server:
+    with running(identity("gated", gate=gate)) as server:
         client = connect(server, "http")
         client.raw.register_system_shared_memory("region", key, 64)
         call = client.raw.async_infer(
@@ -185,9 +184,9 @@ def test_a_region_may_be_unregistered_while_in_use(key: str) -> None:
             [client.input_in("region", "x", [1, 4], "FP32", 16)],
             outputs=[client.output_in("region", "y", 16, 32)],
         )
-        assert gate.entered.wait(10)
+        assert gate.entered.acquire(timeout=20)
         assert ask(server, "POST", "/v2/systemsharedmemory/region/region/unregister").status == 200
-        gate.open.set()
+        gate.open()
         call.get_result()
         np.testing.assert_array_equal(floats(key)[8:12], A.ravel())
         client.raw.close()
@@ -197,17 +196,17 @@ def test_descriptors_are_given_back(key: str) -> None:
     regions = Regions(open_region)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(50):
-        regions.register_system(SystemRequest("region", key, 0, 64))
-        regions.unregister("system", "region")
+        regions.register(SystemRequest("region", key, 0, 64))
+        regions.unregister("region")
         with pytest.raises(InvalidRequest):
-            regions.register_system(SystemRequest("region", key, 0, 65))
+            regions.register(SystemRequest("region", key, 0, 65))
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(RegionNotFound):
         regions.window("region", 0, 1)
 
 
 @pytest.mark.parametrize("other", [{"classification": 2}, {"binary_data": True}], ids=str)
-def test_an_output_goes_one_way(server: Running, key: str, other: dict[str, Any]) -> None:
+def test_an_output_goes_one_way(server: Ports, key: str, other: dict[str, Any]) -> None:
     shared = {"shared_memory_region": "only", "shared_memory_byte_size": 16}
     registration = json.dumps({"key": key, "byte_size": 64}).encode()
     assert ask(server, "POST", "/v2/systemsharedmemory/region/only/register", registration).status == 200
@@ -223,7 +222,7 @@ def test_an_output_goes_one_way(server: Running, key: str, other: dict[str, Any]
 
 
 def test_it_is_off_where_others_can_ask(key: str) -> None:
-    with running(serving(identity("one", "FP32")), client_shm="off") as server:
+    with running(identity("one"), client_shm=False) as server:
         for protocol in PROTOCOLS:
             client = connect(server, protocol)
             with pytest.raises(InferenceServerException, match="client shared memory is off") as caught:
@@ -233,13 +232,12 @@ def test_it_is_off_where_others_can_ask(key: str) -> None:
             client.raw.close()
 
 
-def test_cuda_shared_memory_is_refused_without_cuda(server: Running) -> None:
+def test_cuda_shared_memory_is_refused_without_cuda(server: Ports) -> None:
     path = "/v2/cudasharedmemory/region/r/register"
     body = b'{"raw_handle": {"b64": "' + b"A" * 88 + b'"}, "device_id": 0, "byte_size": 16}'
     answer = ask(server, "POST", path, body)
     assert answer.status == 400
     assert "GPUs not supported" in answer.error
-    assert "is not base64" in ask(server, "POST", path, body.replace(b"AAAA", b"*", 1)).error
     assert ask(server, "GET", "/v2/cudasharedmemory/status").json == []
     assert ask(server, "POST", "/v2/cudasharedmemory/region/r/unregister").status == 200
     client = connect(server, "grpc")

@@ -11,7 +11,7 @@ import grpc
 
 from server.errors import ConfigError
 
-_UNREAD_S = 75.0
+UNREAD_S = 75.0
 """How long a client may leave its answers unread, or its connection dead, before the kernel ends it."""
 
 
@@ -88,7 +88,7 @@ def url_of(scheme: str, host: str, port: int) -> str:
 
 def _set_options(sock: socket.socket, family: int, reuse_port: bool) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_UNREAD_S * 1e3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_S * 1e3))
     if reuse_port:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     if family == socket.AF_INET6:

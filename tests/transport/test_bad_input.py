@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_fakes import Running
+from fake_engine import Ports
 from server_http import HEADER_LENGTH, Answer, ask, binary_x, infer, infer_binary, x
 
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _still_serves(server: Running) -> Iterator[None]:
+def _still_serves(server: Ports) -> Iterator[None]:
     yield
     assert infer(server, "id_int32", {"inputs": [x(datatype="INT32")]}).status == 200
 
@@ -86,30 +86,30 @@ BAD_INPUTS: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_is_refused(server: Running, case: str) -> None:
+def test_bad_input_is_refused(server: Ports, case: str) -> None:
     model, inputs, parts = BAD_INPUTS[case]
     refused(infer(server, model, {"inputs": inputs}), 400, *parts)
 
 
-def test_input_without_any_data(server: Running) -> None:
+def test_input_without_any_data(server: Ports) -> None:
     bare = {"name": "x", "datatype": "FP64", "shape": [1, 4]}
     refused(infer(server, "id_fp64", {"inputs": [bare]}), 400, "Input must set only one of", "'x' sets none")
 
 
-def test_input_with_data_twice(server: Running) -> None:
+def test_input_with_data_twice(server: Ports) -> None:
     both = x(datatype="FP64", parameters={"binary_data_size": 32})
     refused(infer_binary(server, "id_fp64", {"inputs": [both]}, bytes(32)), 400, "'x' sets two")
 
 
 @pytest.mark.parametrize("number", [b"1e400", b"-1e400", b"9" * 400, b"1e99999999999"])
-def test_number_beyond_all_doubles_names_the_input(server: Running, number: bytes) -> None:
+def test_number_beyond_all_doubles_names_the_input(server: Ports, number: bytes) -> None:
     body = b'{"inputs":[{"name":"x","datatype":"FP64","shape":[1,4],"data":[' + number + b",0,0,0]}]}"
     refused(infer(server, "id_fp64", body), 400, "input 'x' does not fit FP64", "out of range")
 
 
 @pytest.mark.parametrize("model", ["id_int64", "id_uint64"])
 @pytest.mark.parametrize("digits", [30, 4299, 4301, 20000])
-def test_integer_of_many_digits(server: Running, model: str, digits: int) -> None:
+def test_integer_of_many_digits(server: Ports, model: str, digits: int) -> None:
     datatype = model.removeprefix("id_").upper()
     template = '{"inputs":[{"name":"x","datatype":"DATATYPE","shape":[1,4],"data":[NUMBER,0,0,0]}]}'
     body = template.replace("DATATYPE", datatype).replace("NUMBER", "9" * digits)
@@ -145,16 +145,16 @@ def test_integer_of_many_digits(server: Running, model: str, digits: int) -> Non
     ],
     ids=lambda body: repr(body[:40]),
 )
-def test_malformed_json_is_the_clients_error(server: Running, body: bytes) -> None:
+def test_malformed_json_is_the_clients_error(server: Ports, body: bytes) -> None:
     refused(infer(server, "id_fp64", body), 400, "request")
 
 
-def test_empty_body(server: Running) -> None:
+def test_empty_body(server: Ports) -> None:
     refused(infer(server, "id_fp64", b""), 400, "'id_fp64' has an empty body")
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", "0x10", "", "٣", "9" * 30, "1 2"])
-def test_header_length_that_is_no_number(server: Running, length: str) -> None:
+def test_header_length_that_is_no_number(server: Ports, length: str) -> None:
     answer = infer(
         server, "id_fp64", {"inputs": [x(datatype="FP64")]}, {HEADER_LENGTH: length.encode().decode("latin-1")}
     )
@@ -162,31 +162,31 @@ def test_header_length_that_is_no_number(server: Running, length: str) -> None:
 
 
 @pytest.mark.parametrize("length", ["1000", "999999999999999999"])
-def test_header_length_beyond_the_body(server: Running, length: str) -> None:
+def test_header_length_beyond_the_body(server: Ports, length: str) -> None:
     answer = infer(server, "id_fp64", {"inputs": [x(datatype="FP64")]}, {HEADER_LENGTH: length})
     refused(answer, 400, f"Inference-Header-Content-Length is {length}", "bytes")
 
 
-def test_header_length_that_cuts_the_json(server: Running) -> None:
+def test_header_length_that_cuts_the_json(server: Ports) -> None:
     refused(infer(server, "id_fp64", {"inputs": [x(datatype="FP64")]}, {HEADER_LENGTH: "10"}), 400, "parse")
 
 
-def test_byte_count_against_the_shape(server: Running) -> None:
+def test_byte_count_against_the_shape(server: Ports) -> None:
     answer = infer_binary(server, "id_fp64", {"inputs": [binary_x(24, datatype="FP64")]}, bytes(24))
     refused(answer, 400, "input byte size mismatch for input 'x'", "takes 32 bytes, got 24")
 
 
-def test_truncated_binary_section(server: Running) -> None:
+def test_truncated_binary_section(server: Ports) -> None:
     answer = infer_binary(server, "id_fp64", {"inputs": [binary_x(32, datatype="FP64")]}, bytes(31))
     refused(answer, 400, "binary_data_size 32, but only 31 bytes")
 
 
-def test_surplus_binary_bytes(server: Running) -> None:
+def test_surplus_binary_bytes(server: Ports) -> None:
     answer = infer_binary(server, "id_fp64", {"inputs": [binary_x(32, datatype="FP64")]}, bytes(33))
     refused(answer, 400, "unexpected additional input data for model 'id_fp64'", "1 bytes")
 
 
-def test_binary_bytes_without_binary_inputs(server: Running) -> None:
+def test_binary_bytes_without_binary_inputs(server: Ports) -> None:
     refused(infer_binary(server, "id_fp64", {"inputs": [x(datatype="FP64")]}, b"abc"), 400, "additional input data")
 
 
@@ -200,12 +200,12 @@ def test_binary_bytes_without_binary_inputs(server: Running) -> None:
         ([{"name": "y", "parameters": {"shared_memory_region": "r"}}], 400, "'shared_memory_byte_size' is missing"),
     ],
 )
-def test_bad_outputs(server: Running, outputs: list[dict[str, Any]], status: int, part: str) -> None:
+def test_bad_outputs(server: Ports, outputs: list[dict[str, Any]], status: int, part: str) -> None:
     refused(infer(server, "id_fp64", {"inputs": [x(datatype="FP64")], "outputs": outputs}), status, part)
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-def test_half_precision_has_no_json_form(server: Running, datatype: str) -> None:
+def test_half_precision_has_no_json_form(server: Ports, datatype: str) -> None:
     answer = infer_binary(server, f"id_{datatype.lower()}", {"inputs": [binary_x(8, datatype=datatype)]}, bytes(8))
     refused(answer, 400, f"sending {datatype} data via JSON is not supported", "'y'")
 
@@ -225,45 +225,45 @@ def test_half_precision_has_no_json_form(server: Running, datatype: str) -> None
     ],
     ids=str,
 )
-def test_bad_parameters(server: Running, parameters: dict[str, Any]) -> None:
+def test_bad_parameters(server: Ports, parameters: dict[str, Any]) -> None:
     answer = infer(server, "id_fp64", {"inputs": [x(datatype="FP64")], "parameters": parameters})
     refused(answer, 400, "param")
 
 
-def test_errors_carry_the_requests_id(server: Running) -> None:
+def test_errors_carry_the_requests_id(server: Ports) -> None:
     refused(infer(server, "id_fp64", {"id": "seven", "inputs": [x()]}), 400, "[request id: seven] inference input")
 
 
-def test_raw_request_that_fits_no_batch(server: Running) -> None:
+def test_raw_request_that_fits_no_batch(server: Ports) -> None:
     refused(infer(server, "id_fp64", bytes(33), {HEADER_LENGTH: "0"}), 400, "raw binary input 'x' of 33 bytes")
     refused(infer(server, "id_fp64", bytes(32 * 9), {HEADER_LENGTH: "0"}), 400, "must be <= 8")
     refused(infer(server, "fixed", bytes(23), {HEADER_LENGTH: "0"}), 400, "takes 24 bytes, got 23")
     refused(infer(server, "adder", bytes(32), {HEADER_LENGTH: "0"}), 400, "one input", "has 2")
 
 
-def test_body_over_the_limit(server: Running) -> None:
+def test_body_over_the_limit(server: Ports) -> None:
     refused(infer(server, "id_fp64", bytes(MIB + 1)), 413, "1048577 bytes", "limit of 1048576 bytes", "--max-body")
 
 
-def test_chunked_body_over_the_limit(server: Running) -> None:
+def test_chunked_body_over_the_limit(server: Ports) -> None:
     chunks = (bytes(1 << 16) for _ in range(40))
     answer = ask(server, "POST", "/v2/models/id_fp64/infer", chunks)
     refused(answer, 413, "limit of 1048576 bytes")
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_bomb_is_not_inflated(server: Running, encoding: str) -> None:
+def test_bomb_is_not_inflated(server: Ports, encoding: str) -> None:
     compress = gzip.compress if encoding == "gzip" else zlib.compress
     answer = infer(server, "id_fp64", compress(bytes(200 * MIB)), {"Content-Encoding": encoding})
     refused(answer, 413, "inflated request body", "limit")
 
 
 @pytest.mark.parametrize("body", [b"not compressed", gzip.compress(b"x" * 999)[:-5], gzip.compress(b"x") + b"tail"])
-def test_corrupt_compression(server: Running, body: bytes) -> None:
+def test_corrupt_compression(server: Ports, body: bytes) -> None:
     refused(infer(server, "id_fp64", body, {"Content-Encoding": "gzip"}), 400, "not gzip")
 
 
-def test_unknown_compression(server: Running) -> None:
+def test_unknown_compression(server: Ports) -> None:
     answer = infer(server, "id_fp64", b"x", {"Content-Encoding": "br"})
     refused(answer, 501, "unknown Content-Encoding 'br'")
     assert answer.headers["accept-encoding"] == "gzip, deflate"
@@ -290,7 +290,7 @@ def test_unknown_compression(server: Running) -> None:
         ("GET", "/v2/models/damaged/ready", 400, "Model version not ready"),
     ],
 )
-def test_paths_and_methods(server: Running, method: str, path: str, status: int, part: str) -> None:
+def test_paths_and_methods(server: Ports, method: str, path: str, status: int, part: str) -> None:
     answer = ask(server, method, path)
     assert answer.status == status
     if method != "HEAD":
@@ -298,10 +298,10 @@ def test_paths_and_methods(server: Running, method: str, path: str, status: int,
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"ready": 1}', b"[" * 9999])
-def test_bad_index_body(server: Running, body: bytes) -> None:
+def test_bad_index_body(server: Ports, body: bytes) -> None:
     refused(ask(server, "POST", "/v2/repository/index", body), 400, "parse")
 
 
-def test_errors_are_never_compressed(server: Running) -> None:
+def test_errors_are_never_compressed(server: Ports) -> None:
     body = json.dumps({"inputs": [x(name="q" * 5000)]}).encode()
     refused(infer(server, "id_fp64", body, {"Accept-Encoding": "gzip"}), 400, "unexpected inference input")
