@@ -17,6 +17,7 @@ from runtime.recording import Follow
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
 from server.engine.execution import Execution, Servable
+from server.engine_host import Engine
 from server.errors import InvalidRequest
 from server.protocol.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, TensorSpec
 from server.scheduling.estimates import Readiness
@@ -175,6 +176,16 @@ class Running:
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
+
+    @property
+    def metrics_port(self) -> int:
+        return int(self.server.metrics_url.removesuffix("/metrics").rpartition(":")[2])
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which runs in the server's process."""
+        assert self.server._local is not None
+        return self.server._local
 
     def stop(self) -> bool:
         return asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop).result(20)
