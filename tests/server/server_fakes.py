@@ -53,6 +53,14 @@ def joined(requests: Sequence[Inputs]) -> Inputs:
     return {name: np.concatenate([inputs[name] for inputs in requests]) for name in requests[0]}
 
 
+def eventually(condition: Callable[[], bool], patience_s: float = 60.0) -> None:
+    """Wait for something that will happen; fail if it does not."""
+    deadline_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never happened"
+        time.sleep(0.005)
+
+
 class Gate:
     """A model's execution that waits until the test lets it go."""
 
@@ -159,10 +167,11 @@ def write_repository(folder: Path, loaded: FakeLoaded) -> None:
 
 @dataclass
 class Running:
-    """A server in another thread. `call` runs a coroutine function there."""
+    """A server, and its engine, in another thread."""
 
     server: Server
     loop: asyncio.AbstractEventLoop
+    _stopped: bool | None = None
 
     @property
     def address(self) -> str:
@@ -188,7 +197,10 @@ class Running:
         return self.server._local
 
     def stop(self) -> bool:
-        return asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop).result(20)
+        """Stop the server; a second call returns what the first one did."""
+        if self._stopped is None:
+            self._stopped = asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop).result(20)
+        return self._stopped
 
 
 @contextmanager

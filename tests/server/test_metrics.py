@@ -1,27 +1,24 @@
-"""Prometheus metrics under the names that dashboards know, read by Prometheus' own parser."""
+"""The metrics page: Triton's names where Triton has one, and what the numbers mean."""
 
 import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from metrics_client import FakeNvml, MetricsPort, Samples, machine_samples, parsed, scrape
 from msgspec import structs
-from prometheus_client.parser import text_string_to_metric_families
-from server_fakes import FakeServable, Gate, Running, identity, running, serving
+from server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
 from server_http import ask, infer, x
 
 from runtime.recording import Follow
-from server.engine.histogram import SECONDS, Histogram
-from server.observe.access import OPEN
+from server.engine.execution import Execution
 from server.observe.gpus import Gpu
-from server.observe.machine import Machine
 from server.observe.prometheus import Family, written
-from server.protocol.model import DeviceUse, Execution, Inputs
+from server.protocol.histogram import SECONDS, Histogram
+from server.protocol.model import DeviceUse, Inputs
 
 TRITONS = {
     "nv_inference_request_success",
@@ -59,44 +56,14 @@ OURS = {
     "cohabit_memory_bytes",
     "cohabit_lane_busy_seconds",
     "cohabit_refused_calls",
+    "cohabit_engine_restarts",
     *(f"cohabit_{what}_seconds_{part}" for what in ("queue", "compute") for part in ("bucket", "sum", "count")),
 }
 
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
-
-@dataclass(frozen=True)
-class MetricsAddress:
-    """What the request helpers need of a server."""
-
-    port: int
-
-
-def metrics_address(server: Running) -> MetricsAddress:
-    return MetricsAddress(int(server.server.metrics_url.removesuffix("/metrics").rpartition(":")[2]))
-
-
-def parsed(text: str) -> Samples:
-    """Samples by name and labels. The parser appends `_total` to the names of counters, which have none here."""
-    return {
-        (
-            s.name.removesuffix("_total") if family.type == "counter" else s.name,
-            tuple(sorted(s.labels.items())),
-        ): s.value
-        for family in text_string_to_metric_families(text)
-        for s in family.samples
-    }
-
-
-def scrape(server: Running) -> Samples:
-    answer = ask(metrics_address(server), "GET", "/metrics")  # type: ignore[arg-type]
-    assert answer.status == 200
-    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    return parsed(answer.body.decode())
-
-
-def value(server: Running, name: str, **labels: str) -> float:
-    return scrape(server)[name, tuple(sorted({"model": "adder", "version": "3", **labels}.items()))]
+def of(samples: Samples, name: str, **labels: str) -> float:
+    """The value of one of a model's metrics; of the model `adder`, unless another one is named."""
+    return samples[name, tuple(sorted({"model": "adder", "version": "3", **labels}.items()))]
 
 
 def test_every_metric_is_there(server: Running) -> None:
@@ -105,7 +72,7 @@ def test_every_metric_is_there(server: Running) -> None:
 
 
 def test_every_metric_says_what_it_is_before_its_samples(server: Running) -> None:
-    text = ask(metrics_address(server), "GET", "/metrics").body.decode()  # type: ignore[arg-type]
+    text = ask(MetricsPort(server), "GET", "/metrics").body.decode()
     known: set[str] = set()
     for line in text.splitlines():
         if line.startswith("# TYPE"):
@@ -116,123 +83,79 @@ def test_every_metric_says_what_it_is_before_its_samples(server: Running) -> Non
             assert name in known or stem in known, line
 
 
-def test_counters_follow_inferences(server: Running) -> None:
-    def counters() -> list[float]:
-        names = ("nv_inference_request_success", "nv_inference_count", "nv_inference_exec_count")
-        more = ("cohabit_swapped_bytes", "cohabit_stall_seconds", "cohabit_compute_seconds_count")
-        return [value(server, name) for name in (*names, *more)]
-
-    before = counters()
+def test_counters_histograms_and_sums_agree(server: Running) -> None:
+    names = ("nv_inference_request_success", "nv_inference_count", "nv_inference_exec_count")
+    names += ("cohabit_swapped_bytes", "cohabit_stall_seconds", "cohabit_compute_seconds_count")
+    before = scrape(server)
     pair = [x([0] * 8, name=name, shape=[2, 4]) for name in "ab"]
     assert infer(server, "adder", {"inputs": pair}).status == 200
-    assert [after - b for after, b in zip(counters(), before, strict=True)] == [1, 2, 1, 1000, 0.25, 1]
-
-
-def test_histograms_and_sums_agree(server: Running) -> None:
-    pair = [x([0] * 4, name=name) for name in "ab"]
-    assert infer(server, "adder", {"inputs": pair}).status == 200
     samples = scrape(server)
-    identity_labels = {"model": "adder", "version": "3"}
-
-    def of(name: str, **labels: str) -> float:
-        return samples[name, tuple(sorted((identity_labels | labels).items()))]
-
-    answered = of("nv_inference_request_success")
-    assert of("cohabit_queue_seconds_bucket", le="+Inf") == of("cohabit_queue_seconds_count") == answered
-    assert of("nv_inference_first_response_histogram_ms_count") == answered
-    assert math.isclose(
-        of("cohabit_queue_seconds_sum") * 1e6, of("nv_inference_queue_duration_us"), abs_tol=answered
-    )
-    latency_us = of("nv_inference_first_response_histogram_ms_sum") * 1e3
-    assert math.isclose(latency_us, of("nv_inference_request_duration_us"), abs_tol=answered)
+    assert [of(samples, name) - of(before, name) for name in names] == [1, 2, 1, 1000, 0.25, 1]
+    answered = of(samples, "nv_inference_request_success")
+    assert of(samples, "cohabit_queue_seconds_bucket", le="+Inf") == answered
+    assert of(samples, "cohabit_queue_seconds_count") == answered
+    assert of(samples, "nv_inference_first_response_histogram_ms_count") == answered
+    queued_us = of(samples, "nv_inference_queue_duration_us")
+    assert math.isclose(of(samples, "cohabit_queue_seconds_sum") * 1e6, queued_us, abs_tol=answered)
+    latency_us = of(samples, "nv_inference_first_response_histogram_ms_sum") * 1e3
+    assert math.isclose(latency_us, of(samples, "nv_inference_request_duration_us"), abs_tol=answered)
 
 
 def test_failures_are_counted_by_reason(server: Running) -> None:
-    broken = {"model": "broken", "version": "1"}
-    before = value(server, "nv_inference_request_failure", reason="BACKEND", **broken)
+    def failures() -> dict[str, float]:
+        samples, reasons = scrape(server), ("BACKEND", "REJECTED", "CANCELED", "OTHER")
+        name, labels = "nv_inference_request_failure", {"model": "broken", "version": "1"}
+        return {reason: of(samples, name, reason=reason, **labels) for reason in reasons}
+
+    before = failures()
     assert infer(server, "broken", {"inputs": [x()]}).status == 500
-    assert value(server, "nv_inference_request_failure", reason="BACKEND", **broken) == before + 1
-    for reason in ("REJECTED", "CANCELED", "OTHER"):
-        assert value(server, "nv_inference_request_failure", reason=reason) == 0
+    assert failures() == before | {"BACKEND": before["BACKEND"] + 1}
 
 
 def test_refusals_are_counted_by_reason() -> None:
     gate = Gate()
-    slow = identity("slow", "FP32")
-    slow.function = gate
+    slow = FakeServable(identity("slow", "FP32").info, gate)
     with running(serving(slow), queue_limit=1) as own, ThreadPoolExecutor() as clients:
-        running_one = clients.submit(infer, own, "slow", {"inputs": [x()]})
+        first = clients.submit(infer, own, "slow", {"inputs": [x()]})
         assert gate.entered.wait(20)
         hopeless = infer(own, "slow", {"inputs": [x()], "parameters": {"timeout": 1}})
         waiting = clients.submit(infer, own, "slow", {"inputs": [x()]})
         labels = {"model": "slow", "version": "1"}
-        while value(own, "nv_inference_pending_request_count", **labels) < 1:
-            time.sleep(0.01)
+        eventually(lambda: of(scrape(own), "nv_inference_pending_request_count", **labels) == 1)
         surplus = infer(own, "slow", {"inputs": [x()]})
         gate.open.set()
-        statuses = [running_one.result().status, waiting.result().status, hopeless.status, surplus.status]
+        statuses = [first.result().status, waiting.result().status, hopeless.status, surplus.status]
         assert statuses == [200, 200, 503, 503]
         reasons = ("deadline", "queue_full", "rate_limited", "draining", "device_lost")
-        counts = [value(own, "cohabit_rejected_requests", reason=reason, **labels) for reason in reasons]
+        samples = scrape(own)
+        counts = [of(samples, "cohabit_rejected_requests", reason=reason, **labels) for reason in reasons]
         assert counts == [1, 1, 0, 0, 0]
 
 
 def test_footprints_are_gauges(server: Running) -> None:
-    assert value(server, "cohabit_partition_bytes") == 100
-    assert value(server, "cohabit_parameter_bytes") == 400
-    assert value(server, "cohabit_resident_bytes") == 80
-    assert value(server, "cohabit_resident_share") == 0.2
-    assert value(server, "cohabit_predicted_seconds", batch="2") == 0.75
-    assert value(server, "cohabit_bound_seconds", batch="2") == 0.6
-    assert value(server, "cohabit_plan_gap", batch="2") == pytest.approx(0.25)
-    assert value(server, "nv_inference_pending_request_count") == 0
-
-
-def test_device_memory_and_lanes(server: Running) -> None:
     samples = scrape(server)
-    uses = {"workspace": 100, "partitions": 700, "free": 224}
-    for use, nbytes in uses.items():
+    assert of(samples, "cohabit_partition_bytes") == 100
+    assert of(samples, "cohabit_parameter_bytes") == 400
+    assert of(samples, "cohabit_resident_bytes") == 80
+    assert of(samples, "cohabit_resident_share") == 0.2
+    assert of(samples, "cohabit_predicted_seconds", batch="2") == 0.75
+    assert of(samples, "cohabit_bound_seconds", batch="2") == 0.6
+    assert of(samples, "cohabit_plan_gap", batch="2") == pytest.approx(0.25)
+    assert of(samples, "nv_inference_pending_request_count") == 0
+
+
+def test_the_device_the_models_and_the_machine_are_described(server: Running) -> None:
+    samples = scrape(server)
+    for use, nbytes in {"workspace": 100, "partitions": 700, "free": 224}.items():
         assert samples["cohabit_memory_bytes", (("use", use),)] == nbytes
     assert samples["cohabit_lane_busy_seconds", (("lane", "swap_in"),)] == 1.5
-    assert samples["cohabit_lane_busy_seconds", (("lane", "compute"),)] >= 0
-
-
-def test_a_model_that_failed_to_load_is_seen_not_to_be_ready(server: Running) -> None:
-    samples = scrape(server)
+    computed_s = samples["cohabit_lane_busy_seconds", (("lane", "compute"),)]
+    assert computed_s == server.engine.report().device.lane_busy_s["compute"]
+    assert samples["cohabit_engine_restarts", ()] == 0
     assert samples["cohabit_model_ready", (("model", "adder"),)] == 1
     assert samples["cohabit_model_ready", (("model", "damaged"),)] == 0
-
-
-def test_the_machine_is_measured(server: Running) -> None:
-    samples = scrape(server)
     assert 0 <= samples["nv_cpu_utilization", ()] <= 1
     assert 0 < samples["nv_cpu_memory_used_bytes", ()] < samples["nv_cpu_memory_total_bytes", ()]
-
-
-class FakeNvml(SimpleNamespace):
-    """One GPU that does not tell its power limit."""
-
-    class NVMLError(Exception):
-        pass
-
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:  # noqa: N802
-        return SimpleNamespace(gpu=35)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:  # noqa: N802
-        return SimpleNamespace(total=80 << 30, used=8 << 30)
-
-    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int:  # noqa: N802
-        return 250_500
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:  # noqa: N802
-        raise self.NVMLError("not supported")
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:  # noqa: N802
-        return 12_000
-
-
-def machine_samples(use: DeviceUse, gpus: tuple[Gpu, ...] = ()) -> Samples:
-    return parsed(written(Machine(lambda: use, OPEN, lambda: gpus).families()).decode())
 
 
 def test_gpus_tell_what_they_can_in_tritons_units() -> None:
@@ -255,14 +178,9 @@ def test_pinned_memory_is_told_where_there_is_some() -> None:
     assert samples["nv_pinned_memory_pool_used_bytes", ()] == 40
 
 
-@pytest.fixture
-def durations() -> list[float]:
-    generator = np.random.default_rng(7)
-    return list(10 ** generator.uniform(-5, 1.5, 500)) + list(SECONDS)
-
-
-def test_histograms_count_as_numpy_does(durations: list[float]) -> None:
-    histogram = Histogram()
+def test_histograms_count_as_numpy_does() -> None:
+    durations = list(10 ** np.random.default_rng(7).uniform(-5, 1.5, 500)) + list(SECONDS)
+    histogram = Histogram.of(SECONDS)
     for seconds in durations:
         histogram.add(seconds)
     counted = dict(histogram.cumulative())
@@ -279,39 +197,28 @@ def test_labels_are_escaped() -> None:
 
 
 class HandingOut(FakeServable):
-    """Takes a while to hand its outputs out."""
+    """Takes a while to convert its outputs."""
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
         execution = super().execute(requests, rows, follow)
-        time.sleep(0.05)
-        return structs.replace(execution, output_s=0.05)
+        time.sleep(0.01)
+        return structs.replace(execution, output_s=0.01)
 
 
-def test_parts_of_executions_are_measured_by_batch_size() -> None:
+def test_stages_are_measured_and_add_up_over_requests_and_batch_sizes() -> None:
     with running(serving(HandingOut(identity("one", "FP32").info, lambda x: {"y": x}))) as server:
         for rows in (1, 2, 2):
             assert infer(server, "one", {"inputs": [x([0] * 4 * rows, shape=[rows, 4])]}).status == 200
-        stats = ask(server, "GET", "/v2/models/one/stats").json["model_stats"][0]
-    by_size = {batch["batch_size"]: batch for batch in stats["batch_stats"]}
-    parts = ("compute_input", "compute_infer", "compute_output")
-    assert {size: [batch[part]["count"] for part in parts] for size, batch in by_size.items()} == {
+        (model,) = ask(server, "GET", "/v2/models/one/stats").json["model_stats"]
+        us = scrape(server)["nv_inference_compute_output_duration_us", (("model", "one"), ("version", "1"))]
+    stats, by_size = model["inference_stats"], {batch["batch_size"]: batch for batch in model["batch_stats"]}
+    stages = ("compute_input", "compute_infer", "compute_output")
+    assert {size: [batch[stage]["count"] for stage in stages] for size, batch in by_size.items()} == {
         1: [1, 1, 1],
         2: [2, 2, 2],
     }
-    assert by_size[2]["compute_output"]["ns"] >= 2 * 50_000_000
-    for part in parts:  # one request each time, so that both count the same
-        assert sum(batch[part]["ns"] for batch in by_size.values()) == stats["inference_stats"][part]["ns"]
-
-
-def test_parts_of_a_request_are_measured_and_add_up() -> None:
-    with running(serving(HandingOut(identity("one", "FP32").info, lambda x: {"y": x}))) as server:
-        for _ in range(2):
-            assert infer(server, "one", {"inputs": [x()]}).status == 200
-        stats = ask(server, "GET", "/v2/models/one/stats").json["model_stats"][0]["inference_stats"]
-        assert stats["compute_output"]["count"] == 2
-        assert stats["compute_output"]["ns"] >= 2 * 50_000_000
-        assert stats["compute_input"]["ns"] < 50_000_000, "outputs are no part of it"
-        parts = ("queue", "compute_input", "compute_infer", "compute_output")
-        assert sum(stats[part]["ns"] for part in parts) == pytest.approx(stats["success"]["ns"], abs=16)
-        us = scrape(server)["nv_inference_compute_output_duration_us", (("model", "one"), ("version", "1"))]
-        assert us == stats["compute_output"]["ns"] // 1000
+    for stage in stages:  # one request per execution, so that both count the same
+        assert sum(batch[stage]["ns"] for batch in by_size.values()) == pytest.approx(stats[stage]["ns"], abs=16)
+    assert by_size[2]["compute_output"]["ns"] >= 2 * 10_000_000
+    assert sum(stats[stage]["ns"] for stage in ("queue", *stages)) == pytest.approx(stats["success"]["ns"], abs=16)
+    assert us == stats["compute_output"]["ns"] // 1000
