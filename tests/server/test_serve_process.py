@@ -1,120 +1,116 @@
-"""The server as a process: what it prints, what a client sees while it loads, and how it ends."""
+"""The command as a process: what it prints, what clients see while it loads, and how it ends."""
 
 import gc
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import pytest
-from server_fakes import config, identity, serving
+from server_fakes import config, eventually, identity, serving
 from server_http import ask, infer, x
 
-from server import cli
 from server.cli import main
+from server.engine_host import load_repository
 
 PROGRAM = Path(__file__).with_name("drain_program.py")
 ROOT = Path(__file__).parents[2]
 
 
-class Address:
-    """What the request helpers need of a server."""
+PORTS = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "0")
 
-    def __init__(self, stdout: IO[str]) -> None:
-        http, metrics = stdout.readline().strip(), stdout.readline().strip()
-        assert http.startswith("http: http://127.0.0.1:")
-        assert metrics.startswith("metrics: http://127.0.0.1:")
-        assert metrics.endswith("/metrics")
-        self.port = int(http.rpartition(":")[2])
+
+@dataclass
+class Process:
+    """`drain_program.py`, whose model `gated` waits for the file `go`."""
+
+    popen: subprocess.Popen[str]
+    folder: Path
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def is_ready(self) -> bool:
+        return ask(self, "GET", "/v2/health/ready").status == 200
+
+    def ends_with(self, number: signal.Signals) -> int:
+        """Send a signal, and return the exit status."""
+        self.popen.send_signal(number)
+        return self.popen.wait(60)
 
 
 @contextmanager
-def process(
-    repository: Path, loading_steps: int = 0, *token_files: Path
-) -> Iterator[tuple[subprocess.Popen[str], Address]]:
-    (repository / "sleepy" / "1").mkdir(parents=True)
-    (repository / "sleepy" / "1" / "model.pt2").touch()
-    command = [sys.executable, "-W", "error", str(PROGRAM), str(repository), str(loading_steps)]
+def process(folder: Path, waits: str, *token_files: Path) -> Iterator[Process]:
+    version = folder / "models" / "gated" / "1"
+    version.mkdir(parents=True)
+    (version / "model.pt2").touch()
+    command = [sys.executable, "-W", "error", str(PROGRAM), str(folder / "models"), str(folder), waits]
     command += map(str, token_files)
     environment = {"PYTHONPATH": f"{ROOT}:{PROGRAM.parent}", "PATH": "/usr/bin"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as started:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as popen:
         try:
-            assert started.stdout is not None
-            yield started, Address(started.stdout)
+            assert popen.stdout is not None
+            http, metrics, grpc = (popen.stdout.readline().strip() for _ in range(3))
+            assert http.startswith("http: http://127.0.0.1:")
+            assert metrics.startswith("metrics: http://127.0.0.1:")
+            assert metrics.endswith("/metrics")
+            assert grpc.startswith("grpc: 127.0.0.1:")
+            yield Process(popen, folder, int(http.rpartition(":")[2]))
         finally:
-            started.kill()
-
-
-def until_ready(address: Address) -> None:
-    deadline = time.monotonic() + 20
-    while ask(address, "GET", "/v2/health/ready").status != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+            popen.kill()
 
 
 def test_sigterm_answers_what_is_in_flight_and_exits_with_0(tmp_path: Path) -> None:
-    with process(tmp_path) as (server, address), ThreadPoolExecutor(2) as clients:
-        until_ready(address)
-        body = {"inputs": [x([0.6, 0, 0, 0])]}
-        in_flight = clients.submit(infer, address, "sleepy", body)
-        time.sleep(0.2)
-        server.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-        refused = infer(address, "sleepy", body)
+    with process(tmp_path, "model") as server, ThreadPoolExecutor(2) as clients:
+        eventually(server.is_ready)
+        body = {"inputs": [x()]}
+        in_flight = clients.submit(infer, server, "gated", body)
+        eventually((tmp_path / "executing").exists)
+        server.popen.send_signal(signal.SIGTERM)
+        eventually(lambda: not server.is_ready())
+        refused = infer(server, "gated", body)
         assert refused.status == 503
         assert "stopping" in refused.error
+        (tmp_path / "go").touch()
         assert in_flight.result().status == 200
-        assert server.wait(10) == 0
+        assert server.popen.wait(60) == 0
 
 
-def test_sigint_ends_an_idle_server_at_once(tmp_path: Path) -> None:
-    with process(tmp_path) as (server, address):
-        until_ready(address)
-        server.send_signal(signal.SIGINT)
-        assert server.wait(5) == 0
-
-
-def test_sighup_exchanges_the_tokens(tmp_path: Path) -> None:
+def test_sighup_exchanges_the_tokens_and_sigint_ends_the_server(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("the-old-token-0123456789")
-    repository = tmp_path / "repository"
-    with process(repository, 0, tokens) as (server, address):
-        until_ready(address)
+    with process(tmp_path, "nothing", tokens) as server:
+        eventually(server.is_ready)
 
         def status(token: str) -> int:
-            return ask(address, "GET", "/v2", headers={"Authorization": f"Bearer {token}"}).status
+            return ask(server, "GET", "/v2", headers={"Authorization": f"Bearer {token}"}).status
 
         assert status("the-old-token-0123456789") == 200
         tokens.write_text("the-new-token-0123456789")
-        server.send_signal(signal.SIGHUP)
-        deadline = time.monotonic() + 4  # sooner than the files are looked at
-        while status("the-new-token-0123456789") != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        server.popen.send_signal(signal.SIGHUP)
+        eventually(lambda: status("the-new-token-0123456789") == 200)
         assert status("the-old-token-0123456789") == 401
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+        assert server.ends_with(signal.SIGINT) == 0
 
 
-def test_server_listens_while_it_loads(tmp_path: Path) -> None:
-    with process(tmp_path, loading_steps=10_000) as (server, address):
-        assert ask(address, "GET", "/v2/health/live").status == 200
-        assert ask(address, "GET", "/v2/health/ready").status == 400
-        assert ask(address, "GET", "/v2/models/sleepy/ready").status == 400
-        (entry,) = ask(address, "POST", "/v2/repository/index").json
+def test_the_server_listens_while_it_loads_and_can_be_stopped_then(tmp_path: Path) -> None:
+    with process(tmp_path, "loading") as server:
+        eventually(lambda: ask(server, "POST", "/v2/repository/index").json != [])
+        (entry,) = ask(server, "POST", "/v2/repository/index").json
         assert entry["state"] == "LOADING"
-        early = infer(address, "sleepy", {"inputs": [x()]})
+        assert ask(server, "GET", "/v2/health/live").status == 200
+        assert ask(server, "GET", "/v2/health/ready").status == 400
+        assert ask(server, "GET", "/v2/models/gated/ready").status == 400
+        early = infer(server, "gated", {"inputs": [x()]})
         assert early.status == 503
-        assert "model 'sleepy' is not ready: it is still loading" in early.error
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(5) == 0
+        assert "model 'gated' is not ready: it is still loading" in early.error
+        assert server.ends_with(signal.SIGTERM) == 0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +132,7 @@ def test_server_listens_while_it_loads(tmp_path: Path) -> None:
         (["--memory", "1GiB", "--exit-timeout-secs", "nan"], "--exit-timeout-secs: 'nan'"),
         (["--memory", "1GiB", "--max-body", "-1"], "--max-body"),
         (["--memory", "1GiB", "--queue-limit", "0"], "--queue-limit: '0'"),
-        (["--memory", "1GiB"], "model repository nowhere does not exist"),
+        (["--memory", "1GiB", "--engine", "in-process", *PORTS], "model repository nowhere does not exist"),
     ],
 )
 def test_impossible_values_stop_the_start(
@@ -158,13 +154,11 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in capsys.readouterr().out
 
 
-def test_what_is_there_after_loading_is_never_looked_at_by_the_garbage_collector_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_garbage_collector_never_visits_what_exists_after_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = serving(identity("one", "FP32"))
     monkeypatch.setattr("server.placement.loader.load", lambda *_: loaded)
     try:
-        assert cli._load([], config(), lambda *_: None) is loaded
+        assert load_repository([], config(), lambda *_: None) is loaded
         assert gc.get_freeze_count() > len(gc.get_objects())
     finally:
         gc.unfreeze()
