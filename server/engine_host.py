@@ -1,4 +1,4 @@
-"""The engine put together: it loads a repository onto one device and executes requests, in whatever process it lives."""
+"""The engine put together: it loads a repository onto one device and executes requests, in any process."""
 
 import asyncio
 import gc

@@ -1,7 +1,7 @@
 """The engine's process: it listens for front ends on a Unix socket and executes what they send.
 
-Started by the supervisor as `python -m server.engine_process DESCRIPTOR`, with an inherited listening socket. It ends with
-the front end that supervises it.
+Started by the supervisor as `python -m server.engine_process DESCRIPTOR`, with an inherited listening socket. It ends
+with the front end that supervises it.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -100,7 +101,7 @@ class FrontendConnection:
             case Infer():
                 task = asyncio.create_task(self._infer(message))
                 self._requests[message.id] = task
-                task.add_done_callback(lambda _: self._requests.pop(message.id, None))
+                task.add_done_callback(partial(self._ended, message))
             case Cancel():
                 if (request := self._requests.get(message.id)) is not None:
                     request.cancel()
@@ -117,11 +118,17 @@ class FrontendConnection:
             answer = Inferred(message.id, self._written(message, result), result.timing)
         except CohabitError as error:
             self.channel.send(Failed(message.id, to_wire(error)))
-        except asyncio.CancelledError:
-            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model, "cancelled"))))
-            raise
         else:
             self.channel.send(answer)
+
+    def _ended(self, message: Infer, task: asyncio.Task[None]) -> None:
+        """Answer a request that was cancelled, perhaps before its task began: its memory is kept until then."""
+        del self._requests[message.id]
+        if task.cancelled():
+            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model, "it was cancelled"))))
+        elif (error := task.exception()) is not None:
+            _log.error("a request has failed", exc_info=error)
+            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model, str(error)))))
 
     def _request(self, message: Infer) -> InferRequest:
         shared = self._shared
@@ -307,13 +314,14 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main() -> None:
+def main(make_engine: Callable[..., Engine] = Engine) -> None:
+    """Run the engine until the supervisor ends it. `make_engine` has the signature of `Engine`."""
     faulthandler.enable()
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when the engine ends
     listener = socket.socket(fileno=int(sys.argv[1]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(EngineService(listener).run())
+        runner.run(EngineService(listener, make_engine).run())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a load that was cut short, or a kernel that hangs, has threads that cannot be ended

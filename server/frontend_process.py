@@ -1,4 +1,4 @@
-"""One of several front ends: it accepts requests on the ports that all front ends share, for an engine that another started.
+"""One of several front ends (`--frontends`): it shares the ports and the engine of the one that started it.
 
 Started as `python -m server.frontend_process ENGINE_SOCKET`, with an encoded `ServeConfig` on standard input.
 """

@@ -57,7 +57,7 @@ class Servable(Protocol):
 
         Every request has every input. Their rows are concatenated along the first dimension and add up to `rows`;
         without a batch (`max_batch_size` is 0) there is one request, and `rows` is 1. Inputs are little-endian, may be
-        unaligned, are never written to, and valid until the call returns. BF16 arrays are uint16 here and in the outputs.
+        unaligned, must not be written to, and are valid until the call returns. BF16 arrays are uint16, outputs too.
 
         Raises InvalidRequest for values that the model cannot take. Any other exception fails this request alone.
         """

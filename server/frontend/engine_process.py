@@ -356,11 +356,10 @@ class EngineProcess:
     def _update(self, entry: ModelEntry) -> None:
         """Take a model's new state. While a new process loads, models that were served before stay described."""
         old = self.catalog.get(entry.name)
+        was_ready = old is not None and old.state is ModelState.READY
         reloading = self._was_started and not self._started
-        if reloading and entry.state in (ModelState.LOADING, ModelState.ABSENT):
-            if old is not None and old.state is ModelState.READY:
-                return
-        self.catalog.update(entry)
+        if not (reloading and was_ready and entry.state in (ModelState.LOADING, ModelState.ABSENT)):
+            self.catalog.update(entry)
 
     def _has_started(self, memory_map: str) -> None:
         self._started = self._was_started = True

@@ -92,9 +92,7 @@ class Supervisor:
         shutil.rmtree(self._folder, ignore_errors=True)
         return clean
 
-    async def _launch(
-        self, on_progress: Callable[[str, str], None]
-    ) -> tuple[asyncio.Task[str], asyncio.Task[str]]:
+    async def _launch(self, on_progress: Callable[[str, str], None]) -> tuple[asyncio.Task[str], asyncio.Task[str]]:
         """Start a process; returns its loading and its death, one of which has happened."""
         descriptor = self._listener.fileno()
         self._killed_for = None

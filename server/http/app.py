@@ -78,7 +78,9 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except RequestError as error:
         response = response_of(error)
     except web.HTTPException as error:
-        allow: dict[str, str] | None = {hdrs.ALLOW: error.headers[hdrs.ALLOW]} if hdrs.ALLOW in error.headers else None
+        allow: dict[str, str] | None = (
+            {hdrs.ALLOW: error.headers[hdrs.ALLOW]} if hdrs.ALLOW in error.headers else None
+        )
         response = error_response(error.status, error.reason, allow)
     except web.RequestPayloadError as error:
         response = error_response(400, f"the request body could not be read: {error}")

@@ -1,7 +1,7 @@
 """The messages between a front end and the engine's process.
 
-They are sent over a Unix socket, each as four bytes of length (little-endian) and msgpack. Tensors are not part of them:
-they lie in the front end's shared memory, and messages hold their offsets.
+They are sent over a Unix socket, each as four bytes of length (little-endian) and msgpack. Tensors are not part of
+them: they lie in the front end's shared memory, and messages hold their offsets.
 """
 
 from typing import Any

@@ -9,7 +9,7 @@ from server.protocol.model import Array
 
 
 class ExecutionTiming(msgspec.Struct, frozen=True):
-    """When one request was executed, and what that cost. Times are those of `time.monotonic`, common to all processes."""
+    """When one request was executed, and its cost. Times are those of `time.monotonic`, common to all processes."""
 
     queued_s: float
     """When the request entered the scheduler's queue."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -21,9 +21,6 @@ from server.errors import InvalidRequest
 from server.protocol.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, TensorSpec
 from server.scheduling.estimates import Readiness
 from server.serve import Server
-
-if TYPE_CHECKING:
-    from runtime.recording import Follow
 
 Function = Callable[..., dict[str, Array]]
 
@@ -43,7 +40,7 @@ class FakeServable:
     def expect(self, batch: int, followed: bool = False) -> None:
         self.expected.append(batch)
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: "Follow | None" = None) -> Execution:
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: object = None) -> Execution:
         self.calls.append(rows)
         started_s = time.monotonic()
         outputs = self.function(**(requests[0] if len(requests) == 1 else joined(requests)))

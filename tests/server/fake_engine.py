@@ -1,0 +1,78 @@
+"""An engine whose models are numpy functions, as a process of its own: `python -m tests.server.fake_engine DESCRIPTOR`.
+
+Tests talk to it through files in the folder that `FAKE_ENGINE` names, because it lives in another process.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from server.config.config import ServeConfig
+from server.engine_host import Engine, OnProgress
+from server.engine_process import main
+from server.errors import InvalidRequest
+from server.models.repository import ModelSource
+from server.protocol.model import Array
+from tests.server.server_fakes import FakeLoaded, adder, identity, serving
+
+REFUSED, FAILS, HELD = 7.0, 8.0, 9.0
+"""Values of `x` that `double` cannot take, on which its kernel fails, and with which it waits for the gate."""
+
+
+def folder() -> Path:
+    return Path(os.environ["FAKE_ENGINE"])
+
+
+def entered() -> int:
+    """How many executions have come to the gate so far."""
+    return len(list(folder().glob("entered-*")))
+
+
+def open_gate() -> None:
+    (folder() / "open").touch()
+
+
+def break_starts() -> None:
+    """Let every engine that is started from now on end at once."""
+    (folder() / "broken").touch()
+
+
+def mend_starts() -> None:
+    (folder() / "broken").unlink()
+
+
+def double(x: Array) -> dict[str, Array]:
+    if x[0, 0] == REFUSED:
+        raise InvalidRequest("7 is outside of the table")
+    if x[0, 0] == FAILS:
+        raise RuntimeError("the kernel has failed")
+    if x[0, 0] == HELD:
+        (folder() / f"entered-{os.getpid()}-{time.monotonic_ns()}").touch()
+        while not (folder() / "open").exists():
+            time.sleep(0.002)
+    return {"y": np.asarray(x * 2)}
+
+
+def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> FakeLoaded:
+    if (folder() / "broken").exists():
+        sys.stderr.flush()
+        os._exit(3)
+    for source in sources:
+        on_progress(source.name, "made")
+    doubler, slow = identity("double", "FP32"), identity("slow", "FP32")
+    doubler.function = double
+    slow.seconds_by_batch = {1: 1e3}
+    return serving(doubler, slow, adder())
+
+
+def make(config: ServeConfig, **options: Any) -> Engine:
+    return Engine(config, load=load, **options)
+
+
+if __name__ == "__main__":
+    main(make)

@@ -1,0 +1,107 @@
+"""Engine clients without ports around them: the fake engine of `fake_engine`, in a process or in this one."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from server.config.config import ServeConfig, encode_config
+from server.frontend.engine_client import EngineClient
+from server.frontend.engine_process import EngineProcess
+from server.frontend.in_process import InProcessEngine
+from server.frontend.memory import Lease, RequestMemory
+from server.frontend.supervisor import Supervisor
+from server.protocol.catalog import Catalog
+from server.protocol.execution import InferResult
+from server.protocol.model import Array
+from server.protocol.request import InferRequest, RequestedOutput
+from tests.server import fake_engine
+from tests.server.server_fakes import adder, config, identity, serving, write_repository
+
+COMMAND = (sys.executable, "-m", "tests.server.fake_engine")
+MODELS = serving(identity("double", "FP32"), identity("slow", "FP32"), adder())
+
+
+@dataclass
+class FrontEnd:
+    """A client with its request memory. Outputs are copied before their lease is left."""
+
+    client: EngineClient
+    memory: RequestMemory
+    supervisor: Supervisor | None
+
+    def request(self, lease: Lease, model: str, timeout_s: float | None = None, **arrays: Array) -> InferRequest:
+        info = self.client.catalog.find(model).require()
+        inputs = {}
+        for name, array in arrays.items():
+            inputs[name] = np.ndarray(array.shape, array.dtype, lease.allocate(array.nbytes))
+            inputs[name][...] = array
+        outputs = tuple(RequestedOutput(tensor, binary=True) for tensor in info.outputs)
+        batch = len(next(iter(arrays.values())))
+        return InferRequest(model, info.version, inputs, batch, outputs, timeout_s=timeout_s)
+
+    async def infer(self, model: str, timeout_s: float | None = None, **arrays: Array) -> dict[str, Array]:
+        return dict((await self.result(model, timeout_s, **arrays)).outputs)
+
+    async def result(self, model: str, timeout_s: float | None = None, **arrays: Array) -> InferResult:
+        info = self.client.catalog.find(model).require()
+        with self.memory.lease() as lease:
+            result = await self.client.infer(self.request(lease, model, timeout_s, **arrays), info, lease)
+            return InferResult({name: array.copy() for name, array in result.outputs.items()}, result.timing)
+
+    async def all_released(self) -> None:
+        """Wait until every block of request memory was released; fails if one never is."""
+        async with asyncio.timeout(20):
+            while self.memory.used_bytes:  # noqa: ASYNC110 - it changes with the engine's messages
+                await asyncio.sleep(0.005)
+
+    async def double(self, *values: float, timeout_s: float | None = None) -> Array:
+        return (await self.infer("double", timeout_s, x=rows(*values)))["y"]
+
+
+def rows(*values: float) -> Array:
+    """One row of four elements for each value, which is the first of them."""
+    return np.array([[value, 0.5, -1.0, 3.0] for value in values], np.float32)
+
+
+async def until_entered(count: int = 1) -> None:
+    """Wait until so many executions have come to the fake engine's gate."""
+    while fake_engine.entered() < count:  # noqa: ASYNC110 - another process makes the files
+        await asyncio.sleep(0.005)
+
+
+def _config(folder: Path) -> ServeConfig:
+    repository = folder / "repository"
+    write_repository(repository, MODELS)
+    return config(repository=repository)
+
+
+@asynccontextmanager
+async def in_process(folder: Path) -> AsyncIterator[FrontEnd]:
+    catalog = Catalog()
+    engine = fake_engine.make(_config(folder), publish=catalog.update)
+    await engine.start()
+    memory = RequestMemory(1 << 20)
+    client = InProcessEngine(engine, catalog)
+    try:
+        yield FrontEnd(client, memory, None)
+    finally:
+        await client.close()
+        memory.close()
+
+
+@asynccontextmanager
+async def process(folder: Path, watchdog_s: float = 0.0) -> AsyncIterator[FrontEnd]:
+    memory = RequestMemory(1 << 20)
+    client = EngineProcess(memory)
+    supervisor = Supervisor(client, encode_config(_config(folder)), watchdog_s, COMMAND)
+    try:
+        await supervisor.start(lambda model, stage: None)
+        yield FrontEnd(client, memory, supervisor)
+    finally:
+        await supervisor.close()
+        memory.close()

@@ -1,0 +1,126 @@
+"""What every engine client promises, in a process of its own and in the front end's."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from server.errors import ControlOff, ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
+from server.protocol.catalog import ModelState
+from server.protocol.model import ModelInfo
+from tests.server import fake_engine, frontends
+from tests.server.frontends import FrontEnd, rows, until_entered
+
+
+@pytest.fixture(params=["process", "in_process"])
+async def front_end(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[FrontEnd]:
+    monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
+    async with getattr(frontends, request.param)(tmp_path) as made:
+        yield made
+        await made.all_released()
+
+
+async def test_requests_of_any_batch_size_are_answered_side_by_side(front_end: FrontEnd) -> None:
+    batches = [[float(100 * n + k) for k in range(1 + n % 8)] for n in range(40)]
+    answers = await asyncio.gather(*(front_end.double(*values) for values in batches))
+    for values, answer in zip(batches, answers, strict=True):
+        np.testing.assert_array_equal(answer, rows(*values) * 2)
+
+
+async def test_every_output_comes_by_its_name(front_end: FrontEnd) -> None:
+    outputs = await front_end.infer("adder", a=rows(1, 2), b=rows(3, 5))
+    np.testing.assert_array_equal(outputs["sum"], rows(1, 2) + rows(3, 5))
+    np.testing.assert_array_equal(outputs["diff"], rows(1, 2) - rows(3, 5))
+
+
+async def test_the_timing_says_what_the_execution_was(front_end: FrontEnd) -> None:
+    timing = (await front_end.result("double", x=rows(1, 2, 3))).timing
+    assert (timing.rows, timing.lane, timing.stall_s, timing.swapped_bytes) == (3, 0, 0.25, 1000)
+    assert timing.queued_s <= timing.started_s
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (fake_engine.REFUSED, InvalidRequest, "^7 is outside of the table$"),
+        (
+            fake_engine.FAILS,
+            ExecutionFailed,
+            "model 'double' failed to execute: RuntimeError: the kernel has failed",
+        ),
+    ],
+)
+async def test_a_failed_request_fails_alone_and_with_the_models_words(
+    front_end: FrontEnd, value: float, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        await front_end.double(value)
+    np.testing.assert_array_equal(await front_end.double(4), rows(4) * 2)
+
+
+async def test_a_model_that_is_not_there_is_an_error(front_end: FrontEnd) -> None:
+    info = front_end.client.catalog.find("double").require()
+    unknown = ModelInfo("unknown", 1, info.inputs, info.outputs, 8)
+    with front_end.memory.lease() as lease:
+        request = replace(front_end.request(lease, "double", x=rows(1)), model="unknown")
+        with pytest.raises(ModelNotFound):
+            await front_end.client.infer(request, unknown, lease)
+
+
+async def test_what_cannot_be_answered_in_time_is_refused_on_arrival(front_end: FrontEnd) -> None:
+    with pytest.raises(RequestTimedOut):
+        await front_end.infer("slow", 0.1, x=rows(1))
+
+
+async def test_a_cancelled_request_leaves_the_queue_and_gives_its_memory_back(front_end: FrontEnd) -> None:
+    held = asyncio.create_task(front_end.double(fake_engine.HELD))
+    await until_entered()
+    waiting = asyncio.create_task(front_end.double(1))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    fake_engine.open_gate()
+    np.testing.assert_array_equal(await held, rows(fake_engine.HELD) * 2)
+    report = await front_end.client.report()
+    assert report.models["double"].statistics.answered.count == 1
+
+
+async def test_a_client_that_leaves_during_the_execution_gives_its_memory_back_at_its_end(
+    front_end: FrontEnd,
+) -> None:
+    held = asyncio.create_task(front_end.double(fake_engine.HELD))
+    await until_entered()
+    held.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await held
+    fake_engine.open_gate()
+    np.testing.assert_array_equal(await front_end.double(5), rows(5) * 2)
+
+
+async def test_the_report_counts_requests_and_rejections(front_end: FrontEnd) -> None:
+    await front_end.double(1, 2)
+    front_end.client.count_rejection("double", "queue_full")
+    statistics = (await front_end.client.report()).models["double"].statistics
+    assert (statistics.answered.count, statistics.inference_count) == (1, 2)
+    assert statistics.rejections["queue_full"] == 1
+    assert statistics.batches[2].count == 1
+
+
+async def test_the_catalog_has_every_model(front_end: FrontEnd) -> None:
+    states = {entry.name: entry.state for entry in front_end.client.catalog}
+    assert states == dict.fromkeys(("adder", "double", "slow"), ModelState.READY)
+    assert front_end.client.unavailable is None
+    assert front_end.client.catalog.not_ready() is None
+
+
+async def test_orders_are_refused_where_models_are_loaded_at_the_start_only(front_end: FrontEnd) -> None:
+    with pytest.raises(ControlOff):
+        await front_end.client.load("double", None)
+    with pytest.raises(ControlOff):
+        await front_end.client.unload("double")

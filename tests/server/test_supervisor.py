@@ -1,0 +1,224 @@
+"""An engine that dies, hangs, or cannot be started: what becomes of the requests that it had."""
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server.errors import EngineFailed, EngineUnavailable, RequestTimedOut
+from server.frontend.engine_process import EngineProcess
+from server.frontend.memory import RequestMemory
+from server.protocol.catalog import ModelEntry, ModelState
+from server.protocol.engine_messages import EntryChanged
+from tests.server import fake_engine, frontends
+from tests.server.frontends import FrontEnd, rows, until_entered
+from tests.server.server_fakes import identity
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
+
+
+@pytest.fixture
+async def front_end(tmp_path: Path) -> AsyncIterator[FrontEnd]:
+    async with frontends.process(tmp_path) as made:
+        yield made
+        await made.all_released()
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[FrontEnd]:
+    async with frontends.process(tmp_path, watchdog_s=2.0) as made:
+        yield made
+        await made.all_released()
+
+
+def send(front_end: FrontEnd, number: signal.Signals) -> None:
+    assert front_end.supervisor is not None
+    assert front_end.supervisor.pid is not None
+    os.kill(front_end.supervisor.pid, number)
+
+
+async def until_restarted(front_end: FrontEnd, times: int = 1) -> None:
+    while front_end.client.restarts < times or front_end.client.unavailable:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+async def test_a_request_that_was_under_way_in_one_death_is_answered_by_the_next_engine(
+    front_end: FrontEnd, number: signal.Signals
+) -> None:
+    held = asyncio.create_task(front_end.double(fake_engine.HELD, 2))
+    await until_entered()
+    waiting = [asyncio.create_task(front_end.double(float(k + 20))) for k in range(5)]
+    await asyncio.sleep(0)
+    send(front_end, number)
+    await until_entered(2)
+    fake_engine.open_gate()
+    np.testing.assert_array_equal(await held, rows(fake_engine.HELD, 2) * 2)
+    for k, answer in enumerate(waiting):
+        np.testing.assert_array_equal(await answer, rows(float(k + 20)) * 2)
+    assert front_end.client.restarts == 1
+
+
+async def test_a_request_that_was_under_way_in_two_deaths_is_not_tried_again(front_end: FrontEnd) -> None:
+    held = asyncio.create_task(front_end.double(fake_engine.HELD))
+    await until_entered()
+    waiting = asyncio.create_task(front_end.double(3))
+    await asyncio.sleep(0)
+    send(front_end, signal.SIGKILL)
+    await until_entered(2)
+    send(front_end, signal.SIGKILL)
+    with pytest.raises(EngineFailed, match=r"died twice while it executed this request \(it was ended by SIGKILL"):
+        await held
+    np.testing.assert_array_equal(await waiting, rows(3) * 2)
+    assert front_end.client.restarts == 2
+
+
+async def test_an_engine_that_dies_idle_is_started_again(front_end: FrontEnd) -> None:
+    before = {entry.name: entry for entry in front_end.client.catalog}
+    send(front_end, signal.SIGKILL)
+    while front_end.client.restarts < 1:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    assert front_end.client.unavailable == "the engine is being restarted"
+    assert all(entry.info is not None for entry in front_end.client.catalog), "models stay described meanwhile"
+    np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
+    assert {entry.name: entry for entry in front_end.client.catalog} == before
+    assert front_end.client.unavailable is None
+
+
+async def test_a_stopped_engine_is_killed_and_started_again(watched: FrontEnd) -> None:
+    send(watched, signal.SIGSTOP)
+    np.testing.assert_array_equal(await watched.double(1), rows(1) * 2)
+    assert watched.client.restarts == 1
+
+
+async def test_an_execution_that_hangs_is_tried_once_more_and_then_given_up(watched: FrontEnd) -> None:
+    held = asyncio.create_task(watched.double(fake_engine.HELD))
+    await until_entered()
+    waiting = asyncio.create_task(watched.double(6))
+    with pytest.raises(EngineFailed, match=r"an execution of model 'double' takes longer than 2 s"):
+        await held
+    np.testing.assert_array_equal(await waiting, rows(6) * 2)
+    assert watched.client.restarts == 2
+
+
+async def test_requests_are_refused_when_the_engine_cannot_be_started_again(front_end: FrontEnd) -> None:
+    fake_engine.break_starts()
+    send(front_end, signal.SIGKILL)
+    with pytest.raises(EngineUnavailable, match="the engine cannot be started again: it ended with status 3"):
+        await front_end.double(1)
+    fake_engine.mend_starts()
+    await until_restarted(front_end)
+    np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
+
+
+async def test_an_engine_that_dies_while_it_loads_for_the_first_time_fails_the_start(tmp_path: Path) -> None:
+    fake_engine.break_starts()
+    with pytest.raises(EngineUnavailable, match="ended while it loaded: it ended with status 3"):
+        async with frontends.process(tmp_path):
+            raise AssertionError("the engine has started")
+
+
+async def test_a_deadline_counts_while_there_is_no_engine() -> None:
+    now_s = 100.0
+    memory = RequestMemory(1 << 16)
+    client = EngineProcess(memory, clock=lambda: now_s)
+    info = identity("double", "FP32").info
+    client._received(EntryChanged(ModelEntry("double", 1, ModelState.READY, info=info)))
+    front_end = FrontEnd(client, memory, None)
+    urgent = asyncio.create_task(front_end.double(1, timeout_s=2.0))
+    patient = asyncio.create_task(front_end.double(2))
+    await asyncio.sleep(0)
+    now_s = 101.9
+    client.shed()
+    assert not urgent.done()
+    now_s = 102.1
+    client.shed()
+    with pytest.raises(RequestTimedOut, match="cannot answer within 2000 ms"):
+        await urgent
+    client.give_up("it is broken")
+    with pytest.raises(EngineUnavailable, match="it is broken"):
+        await patient
+    assert memory.used_bytes == 0
+    memory.close()
+
+
+def test_only_an_execution_far_beyond_its_prediction_is_stuck() -> None:
+    memory = RequestMemory(1 << 16)
+    now_s = 100.0
+    client = EngineProcess(memory, clock=lambda: now_s)
+
+    async def ask() -> None:
+        nonlocal now_s
+        info = identity("double", "FP32").info
+        client._received(EntryChanged(ModelEntry("double", 1, ModelState.READY, info=info)))
+        task = asyncio.create_task(FrontEnd(client, memory, None).double(1))
+        await asyncio.sleep(0)
+        (pending,) = client._pending.values()
+        now_s = 1000.0
+        assert client.stuck(10.0) is None, "it waits"
+        pending.mark[0] = (1000.0, 2.0)
+        for time_s, stuck in ((1011.0, False), (1039.0, False), (1041.0, True)):
+            now_s = time_s
+            assert (client.stuck(10.0) is not None) == stuck
+        pending.mark[0] = (1000.0, 0.1)
+        for time_s, stuck in ((1009.0, False), (1011.0, True)):
+            now_s = time_s
+            assert (client.stuck(10.0) is not None) == stuck
+        assert client.stuck(math.inf) is None
+        client.give_up("over")
+        with pytest.raises(EngineUnavailable):
+            await task
+
+    asyncio.run(ask())
+    memory.close()
+
+
+async def test_nothing_is_left_of_an_engine_that_was_stopped(tmp_path: Path) -> None:
+    async with frontends.process(tmp_path) as made:
+        supervisor = made.supervisor
+        assert supervisor is not None
+        pid, path = supervisor.pid, supervisor.path
+        assert path.exists()
+    assert not path.exists()
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_front_end_loads_no_computing_library(tmp_path: Path) -> None:
+    """Everything that a front end with all its ports imports is there after its start."""
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from server.cli import main
+from server.config.config import ServeConfig
+from server.config.sizes import FixedSize
+from server.serve import Server
+
+async def start():
+    folder, ports = Path({str(tmp_path)!r}), dict(http_port=0, grpc_port=0, metrics_port=0)
+    config = ServeConfig(repository=folder, memory=FixedSize(1), **ports)
+    server = Server(config)
+    await server.start()
+    await server.plane.metrics()
+    await server.stop()
+
+asyncio.run(start())
+heavy = {{name.partition('.')[0] for name in sys.modules}}
+heavy &= {{'torch', 'numba', 'llvmlite', 'scipy', 'runtime', 'transformers'}}
+planner = {{name for name in sys.modules if name.startswith('planner.')}} - {{'planner.errors', 'planner.free_list'}}
+assert not heavy, heavy
+assert not planner, planner
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
