@@ -19,7 +19,7 @@ class Switchable(serve.Server):
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         for number, on in ((ON, True), (OFF, False)):
-            loop.add_signal_handler(number, self.prefetch, on)
+            loop.add_signal_handler(number, self.client.prefetch, on)
         await super().start()
 
 

@@ -107,6 +107,8 @@ class Engine:
         self._loaded: LoadedRepository | None = None
         self._poller: asyncio.Task[None] | None = None
         self._stopping = False
+        self.started = False
+        """Whether everything that was to be loaded at the start has been tried."""
 
     @property
     def lost(self) -> str | None:
@@ -141,6 +143,7 @@ class Engine:
             reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in failed)
             which = "no model" if nothing else "not every model"
             raise StartFailed(f"{which} of {config.repository} could be loaded: {reasons}")
+        self.started = True
         return loaded.memory_map
 
     async def infer(self, request: InferRequest) -> InferResult:

@@ -67,7 +67,7 @@ class DataPlane:
         """Return why the server is not ready, or None."""
         if self._draining:
             return "the server is shutting down"
-        reason = self._client.unavailable or self._client.catalog.not_ready()
+        reason = self._client.catalog.not_ready() or self._client.unavailable
         return None if reason is None else f"the server is not ready; {reason}"
 
     def is_ready(self, model: str, version: str | None) -> bool:
@@ -115,8 +115,10 @@ class DataPlane:
     async def metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         report = await self._report()
-        entries, machine, restarts = list(self._client.catalog), self._machine, self._client.restarts
-        return await asyncio.to_thread(metrics_page, entries, report, machine, restarts)
+        entries, used_bytes = list(self._client.catalog), self.memory.used_bytes
+        return await asyncio.to_thread(
+            metrics_page, entries, report, self._machine, self._client.restarts, used_bytes
+        )
 
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResponse:
         """Execute a request. Input arrays that are not in leased memory are copied there first.

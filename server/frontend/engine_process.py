@@ -131,7 +131,9 @@ class EngineProcess:
     def unavailable(self) -> str | None:
         if self._gave_up is not None:
             return self._gave_up
-        return "the engine is being restarted" if self._was_started and not self._started else None
+        if self._started:
+            return None
+        return "the engine is being restarted" if self._was_started else "the engine is starting"
 
     async def connect(self, path: Path) -> None:
         """Connect to the engine that listens, or will listen, at this path, and share the request memory with it."""

@@ -16,6 +16,9 @@ class LocalEngine(Protocol):
 
     @property
     def lost(self) -> str | None: ...
+
+    started: bool
+
     async def infer(self, request: InferRequest) -> InferResult: ...
     async def load(self, model: str, config: str | None) -> None: ...
     async def unload(self, model: str) -> None: ...
@@ -37,7 +40,9 @@ class InProcessEngine:
 
     @property
     def unavailable(self) -> str | None:
-        return None if self._engine.lost is None else f"the device is lost: {self._engine.lost}"
+        if self._engine.lost is not None:
+            return f"the device is lost: {self._engine.lost}"
+        return None if self._engine.started else "the engine is starting"
 
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
         lease.hold()

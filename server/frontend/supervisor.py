@@ -23,8 +23,6 @@ _STALLED_S = 1.0
 """If this process did not run itself for so long, it cannot tell whether the engine did."""
 _STOP_S = 5.0
 _LAST_ANSWERS_S = 0.5
-_QUICK_DEATH_S = 10.0
-"""An engine that dies so soon after its start makes the next one wait."""
 _LONGEST_PAUSE_S = 30.0
 _GIVE_UP_AFTER = 3
 """Starts that failed in a row, after which requests are refused instead of waiting."""
@@ -117,26 +115,27 @@ class Supervisor:
         return f"it ended with status {code}" if code >= 0 else f"it was ended by {signal.Signals(-code).name}"
 
     async def _restart_for_ever(self, died: asyncio.Task[str]) -> None:
-        failures, started_s = 0, time.monotonic()
+        failed_starts = 0
         while True:
             reason = await died
-            failures = failures + 1 if time.monotonic() - started_s < _QUICK_DEATH_S else 0
             self._client.restarts += 1
             self._client.died(reason)
             _log.error("the engine's process has died", extra={"fields": {"reason": reason}})
-            if failures:
-                if failures >= _GIVE_UP_AFTER:
+            if failed_starts:
+                if failed_starts >= _GIVE_UP_AFTER:
                     self._client.give_up(f"the engine cannot be started again: {reason}")
-                await asyncio.sleep(min(2.0 ** (failures - 2), _LONGEST_PAUSE_S))
+                await asyncio.sleep(min(2.0 ** (failed_starts - 2), _LONGEST_PAUSE_S))
             began_s = time.monotonic()
             loaded, died = await self._launch(lambda model, stage: None)
-            started_s = time.monotonic()
             if not loaded.done():
                 loaded.cancel()
+                failed_starts += 1
             elif (error := loaded.exception()) is None:
-                fields = {"seconds": round(started_s - began_s, 3), "pid": self.pid}
+                failed_starts = 0
+                fields = {"seconds": round(time.monotonic() - began_s, 3), "pid": self.pid}
                 _log.warning("the engine was started again", extra={"fields": fields})
             elif isinstance(error, CohabitError):
+                failed_starts += 1
                 _log.error("the engine could not be started again", extra={"fields": {"reason": str(error)}})
                 self._kill()
             else:

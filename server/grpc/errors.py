@@ -25,6 +25,7 @@ CODES: Mapping[type[errors.RequestError], StatusCode] = {
     errors.RequestTimedOut: StatusCode.DEADLINE_EXCEEDED,
     errors.ShuttingDown: StatusCode.UNAVAILABLE,
     errors.ExecutionFailed: StatusCode.INTERNAL,
+    errors.EngineFailed: StatusCode.INTERNAL,
     errors.DeviceLost: StatusCode.UNAVAILABLE,
     errors.ControlOff: StatusCode.UNAVAILABLE,
     errors.LoadFailed: StatusCode.INVALID_ARGUMENT,

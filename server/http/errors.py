@@ -23,6 +23,7 @@ STATUS: Mapping[type[errors.RequestError], int] = {
     errors.RequestTimedOut: 503,
     errors.ShuttingDown: 503,
     errors.ExecutionFailed: 500,
+    errors.EngineFailed: 500,
     errors.DeviceLost: 503,
     errors.ControlOff: 503,
     errors.LoadFailed: 400,

@@ -10,7 +10,7 @@ from server.protocol.statistics import EngineReport, ModelReport, ModelStatistic
 
 
 def metrics_page(
-    entries: Sequence[ModelEntry], report: EngineReport, machine: Machine | None, restarts: int
+    entries: Sequence[ModelEntry], report: EngineReport, machine: Machine | None, restarts: int, request_bytes: int
 ) -> bytes:
     """Write all metrics in Prometheus' text format. Any thread."""
     ready = [entry for entry in entries if entry.state is ModelState.READY]
@@ -19,5 +19,11 @@ def metrics_page(
     engine = Family(
         "cohabit_engine_restarts", "counter", "Times that the engine's process was started again", [({}, restarts)]
     )
+    requests = Family(
+        "cohabit_request_memory_bytes",
+        "gauge",
+        "Shared memory that requests take which are not answered yet",
+        [({}, request_bytes)],
+    )
     rest = () if machine is None else machine.families(report.device)
-    return written((*families_of(views, states), engine, *rest))
+    return written((*families_of(views, states), engine, requests, *rest))

@@ -1,0 +1,290 @@
+"""The engine's process is killed, crashed, stopped and hung at random moments under load: what becomes of the requests.
+
+Every request must be answered: with the very bits that were answered before the first fault, or with an error that says
+why. The front end must stay up, and keep neither memory, nor file descriptors, nor processes of engines that are gone.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import psutil
+import torch
+import tritonclient.http
+from rich.console import Console
+from rich.progress import track
+from tritonclient.http import InferenceServerClient
+
+from benchmarks.record import markdown_table, record
+from benchmarks.scrape import free_port, get
+from loadgen.client import address_of
+from loadgen.inputs import random_inputs
+from loadgen.preparation import prepare_visibly
+from loadgen.prepare import recipes
+from loadgen.serve import running_server, server_command
+
+MODELS, ENTRIES, MEMORY = 4, ("ranker", "minilm"), "40%"
+HANGING = "hanging"
+"""A model that computes for minutes if its first value says so."""
+HANG_FROM = 1e6
+REQUESTS_PER_MODEL = 4
+"""Different inputs, whose answers are known."""
+WATCHDOG_S = 2.0
+KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "hang")
+PATIENCE_S = 120.0
+ANSWERED, DIFFERENT, NO_ANSWER = "answered", "different bits", "no answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request whose answer is known."""
+
+    path: str
+    body: bytes
+    headers: dict[str, str]
+    answer: bytes
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the front end's process holds."""
+
+    descriptors: int
+    threads: int
+    rss_mib: float
+    processes: int
+    """Itself, the engine, and whatever was left of other engines."""
+
+    @classmethod
+    def of(cls, pid: int) -> "Usage":
+        process = psutil.Process(pid)
+        return cls(
+            process.num_fds(),
+            process.num_threads(),
+            process.memory_info().rss / 2**20,
+            1 + len(process.children(recursive=True)),
+        )
+
+
+@dataclass(slots=True)
+class Found:
+    """What became of the requests and of the engine."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    restart_s: list[float] = field(default_factory=list)
+
+
+class Hanging(torch.nn.Module):
+    """Doubles its input, or multiplies matrices for minutes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def compute_long(x: torch.Tensor) -> torch.Tensor:
+            y = torch.eye(1024)
+            for _ in range(400):
+                y = torch.mm(y, y)
+            return x + y[0, 0] * 0
+
+        def compute(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        chosen: torch.Tensor = torch.cond(x.reshape(-1)[0] > HANG_FROM, compute_long, compute, (x,))
+        return chosen
+
+
+def write_hanging(repository: Path) -> None:
+    path = repository / HANGING / "1" / "model.pt2"
+    if not path.exists():
+        path.parent.mkdir(parents=True)
+        program = torch.export.export(Hanging().eval(), (), kwargs={"x": torch.zeros(1, 64)})
+        torch.export.save(program, path)
+
+
+def questions(url: str, models: Sequence[str]) -> list[Question]:
+    """Draw requests, and ask for their answers."""
+    rng, asked = np.random.default_rng(0), []
+    with tritonclient.http.InferenceServerClient(address_of(url), network_timeout=PATIENCE_S) as client:
+        for model in models:
+            metadata = client.get_model_metadata(model)
+            for _ in range(REQUESTS_PER_MODEL):
+                inputs = random_inputs(metadata, 1, rng)
+                body, length = InferenceServerClient.generate_request_body(inputs)
+                answer = client.infer(model, inputs)
+                arrays = [answer.as_numpy(output["name"]) for output in metadata["outputs"]]
+                headers = {} if length is None else {"Inference-Header-Content-Length": str(length)}
+                known = b"".join(array.tobytes() for array in arrays)
+                asked.append(Question(f"{url}/v2/models/{model}/infer", body, headers, known))
+    return asked
+
+
+async def ask(session: aiohttp.ClientSession, question: Question, found: Found) -> None:
+    try:
+        async with session.post(question.path, data=question.body, headers=question.headers) as response:
+            body = await response.read()
+            if response.status == 200:
+                length = int(response.headers.get("Inference-Header-Content-Length", len(body)))
+                found.outcomes[ANSWERED if body[length:] == question.answer else DIFFERENT] += 1
+            else:
+                found.outcomes[f"error {response.status}"] += 1
+                found.errors[body.decode()[:160]] += 1
+    except (aiohttp.ClientError, TimeoutError) as error:
+        found.outcomes[NO_ANSWER] += 1
+        found.errors[type(error).__name__] += 1
+
+
+async def load(
+    session: aiohttp.ClientSession, asked: Sequence[Question], rate: float, found: Found, stop: asyncio.Event
+) -> None:
+    """Send requests at random times, whatever becomes of those before, until `stop`; wait for all answers."""
+    rng, tasks = random.Random(1), set[asyncio.Task[None]]()
+    while not stop.is_set():
+        await asyncio.sleep(rng.expovariate(rate))
+        task = asyncio.create_task(ask(session, rng.choice(asked), found))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await asyncio.gather(*tasks)
+
+
+async def until_ready(session: aiohttp.ClientSession, url: str) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        async with session.get(f"{url}/v2/health/ready") as response:
+            if response.status == 200:
+                return
+        await asyncio.sleep(0.02)
+    raise TimeoutError("the server did not get ready again")
+
+
+def engine_of(front_end: int) -> int | None:
+    for child in psutil.Process(front_end).children():
+        if "server.engine_process" in child.cmdline():
+            return child.pid
+    return None
+
+
+async def inject(
+    session: aiohttp.ClientSession, url: str, metrics_url: str, front_end: int, kind: str, found: Found
+) -> None:
+    """Do one thing to the engine, and wait until it serves again."""
+    before, engine = restarts(metrics_url), engine_of(front_end)
+    start_s = time.monotonic()
+    if kind == "hang":
+        x = np.full((1, 64), 2 * HANG_FROM, np.float32)
+        tensor = tritonclient.http.InferInput("x", [1, 64], "FP32")
+        tensor.set_data_from_numpy(x)
+        body, length = InferenceServerClient.generate_request_body([tensor])
+        headers = {"Inference-Header-Content-Length": str(length)}
+        await ask(session, Question(f"{url}/v2/models/{HANGING}/infer", body, headers, b""), found)
+    elif engine is not None:
+        os.kill(engine, getattr(signal, kind))
+    while restarts(metrics_url) == before:  # noqa: ASYNC110 - the other process says when
+        await asyncio.sleep(0.05)
+    await until_ready(session, url)
+    found.faults[kind] += 1
+    found.restart_s.append(time.monotonic() - start_s)
+
+
+def restarts(metrics_url: str) -> float:
+    return sample(metrics_url, "cohabit_engine_restarts")
+
+
+def sample(metrics_url: str, name: str) -> float:
+    lines = get(metrics_url).decode().splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+
+async def measured(options: argparse.Namespace, console: Console, models: Sequence[str]) -> list[str]:
+    port, rng, found = free_port(), random.Random(options.seed), Found()
+    command = server_command("cohabit", options.folder / "faults", MEMORY, None)
+    command += ["--cache", str(options.folder / "faults-cache"), "--metrics-port", str(port), "--grpc-port", "off"]
+    command += ["--watchdog", str(WATCHDOG_S), "--batch-sizes", "1"]  # the bits of a row may depend on its batch
+    metrics_url = f"http://127.0.0.1:{port}/metrics"
+    async with running_server(command, patience_s=900) as url:
+        (front_end,) = (p.pid for p in psutil.Process().children() if "serve" in p.cmdline())
+        asked = await asyncio.to_thread(questions, url, models)
+        async with aiohttp.ClientSession() as session:
+            await inject(session, url, metrics_url, front_end, "SIGKILL", found)
+        await asyncio.sleep(1.0)
+        before = Usage.of(front_end)
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            stop = asyncio.Event()
+            sender = asyncio.create_task(load(session, asked, options.rate, found, stop))
+            kinds = [KINDS[number % len(KINDS)] for number in range(options.faults)]
+            rng.shuffle(kinds)
+            for kind in track(kinds, "faults", console=console):
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
+                await inject(session, url, metrics_url, front_end, kind, found)
+            stop.set()
+            await sender
+        await asyncio.sleep(1.0)
+        after, left_bytes = Usage.of(front_end), sample(metrics_url, "cohabit_request_memory_bytes")
+    return _sections(found, before, after, left_bytes)
+
+
+def _sections(found: Found, before: Usage, after: Usage, left_bytes: float) -> list[str]:
+    seconds = np.array(found.restart_s)
+    rows = [[kind, str(count)] for kind, count in sorted(found.faults.items())]
+    outcomes = [[name, str(count)] for name, count in found.outcomes.most_common()]
+    errors = [[f"`{text}`", str(count)] for text, count in found.errors.most_common(8)]
+    names = (("file descriptors", "descriptors"), ("threads", "threads"), ("processes", "processes"))
+    usage = [[name, str(getattr(before, key)), str(getattr(after, key))] for name, key in names]
+    usage.append(["resident memory, MiB", f"{before.rss_mib:.1f}", f"{after.rss_mib:.1f}"])
+    usage.append(["request memory in use, bytes", "", f"{left_bytes:.0f}"])
+    holds = not (found.outcomes[DIFFERENT] or found.outcomes[NO_ANSWER] or left_bytes)
+    return [
+        markdown_table(["fault", "times"], rows),
+        f"From a fault until the server was ready again: median {np.median(seconds):.2f} s, longest"
+        f" {seconds.max():.2f} s (a hang takes two restarts and {2 * WATCHDOG_S:g} s of watchdog).\n",
+        markdown_table(["outcome of a request", "times"], outcomes),
+        markdown_table(["error", "times"], errors) if errors else "No request got an error.\n",
+        markdown_table(["front end", "after one fault, idle", "at the end, idle"], usage),
+        f"Every request was answered, with equal bits or an error: {'yes' if holds else 'NO'}.\n",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    repository = options.folder / "faults"
+    prepared = prepare_visibly(repository, recipes(MODELS, ENTRIES), force=False, console=console)
+    write_hanging(repository)
+    sections = asyncio.run(measured(options, console, [one.recipe.name for one in prepared]))
+    console.print("\n".join(sections), markup=False, soft_wrap=True)
+    if options.record:
+        intro = (
+            f"{MODELS} models ({' and '.join(ENTRIES)}) in {MEMORY} of their weights, and one that can be made to hang;"
+            f" {options.rate:g} requests/s arrive at random, over HTTP. Faults hit the engine's process at random"
+            f" moments, `--watchdog {WATCHDOG_S:g}`. Answers are compared with those before the first fault, bit by"
+            " bit. Server and clients share the CPUs.\n"
+        )
+        console.print(
+            f"wrote {record('faults', 'The engine dies under load', 'benchmarks.faults', [intro, *sections])}"
+        )
+    return 0 if sections[-1].endswith("yes.\n") else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    parser.add_argument("--faults", type=int, default=200, help="how many (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=40.0, help="requests per second (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults' order and moments")
+    parser.add_argument("--record", action="store_true", help="write docs/results/faults.md")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
