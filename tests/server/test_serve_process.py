@@ -101,11 +101,12 @@ def test_sighup_exchanges_the_tokens_and_sigint_ends_the_server(tmp_path: Path) 
 
 def test_the_server_listens_while_it_loads_and_can_be_stopped_then(tmp_path: Path) -> None:
     with process(tmp_path, "loading") as server:
+        assert ask(server, "GET", "/v2/health/live").status == 200
+        assert ask(server, "GET", "/v2/health/ready").status == 400
+        assert infer(server, "gated", {"inputs": [x()]}).status == 503, "whether the repository was read or not"
         eventually(lambda: ask(server, "POST", "/v2/repository/index").json != [])
         (entry,) = ask(server, "POST", "/v2/repository/index").json
         assert entry["state"] == "LOADING"
-        assert ask(server, "GET", "/v2/health/live").status == 200
-        assert ask(server, "GET", "/v2/health/ready").status == 400
         assert ask(server, "GET", "/v2/models/gated/ready").status == 400
         early = infer(server, "gated", {"inputs": [x()]})
         assert early.status == 503
