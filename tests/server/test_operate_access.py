@@ -12,9 +12,9 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from clients import PROTOCOLS, Client, connect
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from metrics_client import MetricsPort
 from server_fakes import Running, config, identity, running, serving
 from server_http import ask
-from test_server_metrics import metrics_address
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
@@ -177,11 +177,11 @@ def test_http_says_how_to_authenticate(guarded: Running) -> None:
 
 
 def test_metrics_need_a_token_unless_they_are_open(guarded: Running, tmp_path: Path) -> None:
-    assert ask(metrics_address(guarded), "GET", "/metrics").status == 401
-    assert ask(metrics_address(guarded), "GET", "/metrics", headers=headers(INFER)).status == 200
+    assert ask(MetricsPort(guarded), "GET", "/metrics").status == 401
+    assert ask(MetricsPort(guarded), "GET", "/metrics", headers=headers(INFER)).status == 200
     files = token_file(tmp_path, "t", INFER)
     with running(serving(identity("id", "FP32")), token_files=files, metrics_access="open") as opened:
-        assert ask(metrics_address(opened), "GET", "/metrics").status == 200
+        assert ask(MetricsPort(opened), "GET", "/metrics").status == 200
 
 
 def test_tokens_are_never_logged(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The device's lanes in the trace file: what a followed request's run did, and the next model's prefix beside it."""
+"""The device's lanes in the trace file: what they did for a traced request, and the prefetch for the next model."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from server_fakes import FakeServable, Gate, Running, identity, running, serving
-from server_http import ask, infer, x
+from server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
+from server_http import infer, x
 
 from planner.plan import Compute, SwapIn
 from runtime.backend import Result
@@ -62,7 +62,7 @@ def end(event: Event) -> float:
     return float(event["ts"] + event["dur"])
 
 
-def test_a_followed_request_shows_every_op_and_every_copy_of_its_run(bench: Bench, tmp_path: Path) -> None:
+def test_a_traced_request_shows_every_op_and_every_copy_of_its_run(bench: Bench, tmp_path: Path) -> None:
     plan = evicting_plan(bench.graph)
     model = servable(bench, bench.program(plan))
     with running(serving(model), trace_file=tmp_path / "t.json", trace_rate=1) as handle:  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def test_a_followed_request_shows_every_op_and_every_copy_of_its_run(bench: Benc
     assert lost_ms == pytest.approx(execution["args"]["stall_ms"])
 
 
-def test_a_copy_beside_an_op_overlaps_with_it(bench: Bench, tmp_path: Path) -> None:
+def test_a_copy_during_an_op_overlaps_with_it(bench: Bench, tmp_path: Path) -> None:
     """The second copy ends when the first op is done at the earliest, which begins when that copy has begun."""
     store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
     store.open.set()
@@ -114,7 +114,7 @@ def test_a_copy_beside_an_op_overlaps_with_it(bench: Bench, tmp_path: Path) -> N
     assert computing["ts"] < end(copying)
 
 
-def test_requests_that_are_not_followed_leave_nothing_of_the_lanes(bench: Bench, tmp_path: Path) -> None:
+def test_requests_that_are_not_sampled_leave_nothing_of_the_lanes(bench: Bench, tmp_path: Path) -> None:
     model = servable(bench, bench.program(evicting_plan(bench.graph)))
     with running(serving(model), trace_file=tmp_path / "t.json", trace_rate=3) as handle:  # type: ignore[arg-type]
         for _ in range(7):
@@ -127,7 +127,6 @@ class Patient:
     """The executor, but its last op waits until a store's copies have begun: they do so beside this inference."""
 
     lost = None
-    changes_threads = False
 
     def __init__(self, executor: CpuExecutor, store: GatedStore) -> None:
         self._executor, self._store = executor, store
@@ -135,8 +134,8 @@ class Patient:
     def expect(self, program: Program | None, *, followed: bool = False) -> None:
         self._executor.expect(program, followed=followed)
 
-    def expect_behind(self, program: Program, *, followed: bool = False) -> None:
-        self._executor.expect_behind(program, followed=followed)
+    def capture(self, program: Program) -> None:
+        return None
 
     def run(self, program: Program, inputs: Sequence[torch.Tensor], **options: Any) -> Result:
         last = program.computes[-1].step
@@ -149,9 +148,7 @@ class Patient:
         return self._executor.run(observed(program, wait), inputs, **options)
 
 
-def test_the_next_models_prefix_is_seen_to_begin_before_this_models_compute_ends(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_prefetch_for_the_next_model_begins_before_this_models_compute_ends(bench: Bench, tmp_path: Path) -> None:
     plan = prefix_plan(bench.graph)
     store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
     assert isinstance(bench.executor, CpuExecutor)
@@ -168,8 +165,7 @@ def test_the_next_models_prefix_is_seen_to_begin_before_this_models_compute_ends
         assert gate.entered.wait(WAIT_S)
         for model in ("a", "b"):
             answers.append(clients.submit(infer, handle, model, BODY))
-            while not handle.server._lanes.pending(model):
-                ask(handle, "GET", "/v2/health/live")
+            eventually(lambda model=model: handle.engine.report().models[model].pending == 1)  # type: ignore[misc]
         gate.open.set()
         assert [answer.result().status for answer in answers] == [200] * 3
         events = written(handle, bench, tmp_path / "t.json")
@@ -184,7 +180,7 @@ def test_the_next_models_prefix_is_seen_to_begin_before_this_models_compute_ends
     assert not any(e["args"]["ahead"] for e in track(events, SWAP_IN, "a"))
 
 
-def test_answers_are_the_same_whether_followed_or_not(bench: Bench, tmp_path: Path) -> None:
+def test_answers_are_the_same_whether_traced_or_not(bench: Bench, tmp_path: Path) -> None:
     model = servable(bench, bench.program(evicting_plan(bench.graph)))
     inputs = {"x": np.full((2, 384), 0.5, np.float32)}
     expected = model.execute([inputs], 2).outputs

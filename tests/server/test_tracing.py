@@ -1,4 +1,4 @@
-"""Requests that are followed: traceparent over both protocols, trace settings, spans in a file that Perfetto opens."""
+"""Traced requests: traceparent over both protocols, trace settings, and spans in a file that Perfetto opens."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from clients import PROTOCOLS, connect
-from server_fakes import FakeServable, Running, broken, identity, running, serving
+from server_fakes import FakeServable, Running, broken, eventually, identity, running, serving
 from server_http import ask, infer, x
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
@@ -55,12 +55,11 @@ def spans(events: list[dict[str, Any]]) -> dict[str, dict[str, tuple[float, floa
     return found
 
 
-def test_a_traced_request_is_spans_one_behind_the_other(traced: tuple[Running, Path]) -> None:
-    handle, path = traced
-    slow = handle.server.registry.find("id").require()
-    slow.function = lambda x: time.sleep(0.3) or {"y": x}  # type: ignore[attr-defined]
-    assert infer(handle, "id", {"inputs": [x()]}).status == 200
-    (request,) = spans(written(handle, path)).values()
+def test_a_traced_request_is_a_sequence_of_spans(tmp_path: Path) -> None:
+    slow = FakeServable(identity("id", "FP32").info, lambda x: time.sleep(0.3) or {"y": x})  # longer than its stall
+    with running(serving(slow), trace_file=tmp_path / "trace.json", trace_rate=1) as handle:
+        assert infer(handle, "id", {"inputs": [x()]}).status == 200
+        (request,) = spans(written(handle, tmp_path / "trace.json")).values()
     names = ["decode", "queue", "prepare", "swap stall", "compute", "encode"]
     assert list(request) == ["id", *names]
     for before, after in pairwise(names):
@@ -139,8 +138,7 @@ def test_log_frequency_writes_while_the_server_runs(traced: tuple[Running, Path]
     handle, path = traced
     assert ask(handle, "POST", "/v2/trace/setting", b'{"log_frequency": "1"}').status == 200
     assert infer(handle, "id", {"inputs": [x()]}).status == 200
-    while b"encode" not in path.read_bytes():
-        time.sleep(0.01)
+    eventually(lambda: b"encode" in path.read_bytes())
     assert json.loads(path.read_bytes() + b"]")  # not ended yet, which Perfetto does not mind
 
 
@@ -181,24 +179,27 @@ def test_requests_of_a_grpc_stream_are_traced_each(traced: tuple[Running, Path])
     assert {event["args"]["parent_id"] for event in begun} == {PARENT}
 
 
-def test_log_lines_of_a_followed_request_have_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_of_a_traced_request_have_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
     kept = logging.getLogger().handlers[:]
     try:
         configure_logging("json")
         with running(serving(*standard())) as own:
-            assert infer(own, "broken", {"inputs": [x()]}, {"traceparent": HEADER}).status == 500
             ask(own, "POST", "/v2/logging", b'{"log_verbose_level": 1}')
             assert infer(own, "id", {"inputs": [x()], "id": "r7"}, {"traceparent": HEADER}).status == 200
+            assert infer(own, "broken", {"inputs": [x()], "id": "r8"}, {"traceparent": HEADER}).status == 500
             ask(own, "POST", "/v2/logging", b'{"log_verbose_level": 0}')
     finally:
         logging.getLogger().handlers[:] = kept
     events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    by_name = {event["event"]: event for event in events}
-    assert by_name["execution failed"]["trace_id"] == TRACE
-    assert (by_name["request"]["trace_id"], by_name["request"]["request"]) == (TRACE, "r7")
+    answered, failed = [event for event in events if event["event"] == "request"]
+    assert {answered["trace_id"], failed["trace_id"]} == {TRACE}
+    assert (answered["request"], failed["request"]) == ("r7", "r8")
+    assert ("error" in answered, failed["error"]) == (False, "ExecutionFailed")
+    (failure,) = [event for event in events if event["event"] == "execution failed"]
+    assert (failure["model"], failure["request"]) == ("broken", "r8")
 
 
-def test_nothing_is_followed_where_nobody_asks() -> None:
+def test_a_request_without_traceparent_is_not_traced_without_a_file() -> None:
     seen = []
     model = identity("id", "FP32")
     with running(serving(model)) as own:
@@ -264,8 +265,7 @@ def test_what_comes_late_to_a_trace_that_is_written_is_written_at_once(tmp_path:
     file.write([{"ph": "X", "name": "with it"}], flush_every=2, late=True)
     file.write([{"ph": "X", "name": "another"}], flush_every=2)
     file.write([{"ph": "X", "name": "lanes"}], flush_every=2, late=True)
-    while b"lanes" not in (tmp_path / "t.json").read_bytes():
-        time.sleep(0.01)
+    eventually(lambda: b"lanes" in (tmp_path / "t.json").read_bytes())
     file.close()
     file.write([{"ph": "X", "name": "too late"}])
     events = json.loads((tmp_path / "t.json").read_text())

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
-from runtime.captures import Capture
 from server.errors import RepositoryError
 from server.models.repository import ModelSource, Unloadable, scan
-from server.protocol.model import ModelInfo, TensorSpec
+from server.protocol.model import GraphCapture, ModelInfo, TensorSpec
 from server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of
 
 INFO = ModelInfo("m", 1, (TensorSpec("x", "FP32", (3, 4)),), (TensorSpec("y", "INT64", ()),), max_batch_size=8)
@@ -217,7 +216,7 @@ def test_completed_config_is_tritons_json() -> None:
 
 
 def test_the_configuration_says_how_each_batch_is_issued() -> None:
-    captures = {1: Capture(2, 4096, None), 8: Capture(0, 0, "op item reads a number on the host")}
+    captures = {1: GraphCapture(2, 4096, None), 8: GraphCapture(0, 0, "op item reads a number on the host")}
     written = config_as_json(config_of(INFO, captures=captures))
     assert written["parameters"] == {
         "cohabit.execution.batch_1": {"string_value": "one graph; 2 of them take 4096 bytes"},

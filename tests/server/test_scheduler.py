@@ -1,27 +1,25 @@
-"""The scheduler alone, with a clock of the test's own."""
+"""The scheduler alone, on a clock that the tests set."""
 
 import random
 
-import numpy as np
 import pytest
 
 from server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
-from server.protocol.model import Readiness
 from server.protocol.request import InferRequest
+from server.scheduling.estimates import Readiness
 from server.scheduling.order import BYPASSES
 from server.scheduling.policy import LevelPolicy, Policy
 from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import PATIENCE_S, Scheduler, Work, anything
+from server.scheduling.scheduler import PATIENCE_S, Scheduler, Work
 
 SWAP_BOUND = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}
 COMPUTE_BOUND = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
 
 
 def request(
-    model: str = "m", timeout_s: float | None = None, batch: int = 1, priority: int | None = None, columns: int = 0
+    model: str = "m", timeout_s: float | None = None, batch: int = 1, priority: int | None = None
 ) -> InferRequest:
-    inputs = {"x": np.zeros((batch, columns), np.uint8)} if columns else {}
-    return InferRequest(model, 1, inputs, batch, (), timeout_s=timeout_s, priority=priority)
+    return InferRequest(model, 1, {}, batch, (), timeout_s=timeout_s, priority=priority)
 
 
 def scheduler_of(*models: str, queue_limit: int = 16, policy: Policy | None = None) -> Scheduler:
@@ -47,26 +45,14 @@ def batches_taken(scheduler: Scheduler, now_s: float = 0.0) -> list[list[int]]:
     return taken
 
 
-def test_empty_scheduler_has_nothing_to_do() -> None:
-    assert scheduler_of().next(0.0) is None
-
-
-def test_unknown_model_is_not_queued_for() -> None:
-    with pytest.raises(ModelNotFound):
-        scheduler_of("m").submit(0.0, request("other"))
-
-
 def test_oldest_request_of_all_models_runs_first() -> None:
     scheduler = scheduler_of(*"abc")
+    assert scheduler.next(0.0) is None
+    with pytest.raises(ModelNotFound):
+        scheduler.submit(0.0, request("unknown"))
     for now_s, model in enumerate("abacb"):
         scheduler.submit(float(now_s), request(model))
     assert served(scheduler) == list("abacb")
-
-
-def test_requests_of_one_instant_run_in_order_of_arrival() -> None:
-    scheduler = scheduler_of()
-    tickets = [scheduler.submit(0.0, request()) for _ in range(3)]
-    assert [scheduler.next(0.0) for _ in tickets] == [Work("m", (ticket,), 1) for ticket in tickets]
 
 
 def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
@@ -78,48 +64,28 @@ def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
     with pytest.raises(QueueFull, match=r"Exceeds maximum queue size: 2 requests wait for model 'a'") as refusal:
         scheduler.submit(0.0, request("a"))
     assert refusal.value.retry_after_s == pytest.approx(6.0)
-    with pytest.raises(QueueFull):
-        scheduler.require_room("a", 0.0)
-    scheduler.require_room("b", 0.0)
     scheduler.submit(0.0, request("b"))
     assert (scheduler.pending("a"), scheduler.pending("b"), len(scheduler)) == (2, 1, 3)
     scheduler.next(0.0)
     scheduler.submit(0.0, request("a"))
 
 
-def test_inputs_that_wait_are_bounded_in_bytes() -> None:
-    scheduler = Scheduler(16, queue_bytes=100)
-    scheduler.add("m")
-    first = scheduler.submit(0.0, request(columns=60))
-    with pytest.raises(QueueFull, match="over 100 bytes"):
-        scheduler.submit(0.0, request(columns=41))
-    scheduler.submit(0.0, request(columns=40))
-    assert scheduler.waiting_bytes == 100
-    scheduler.cancel(first)
-    assert scheduler.waiting_bytes == 40
-
-
-def test_cancelled_request_never_runs() -> None:
-    scheduler = scheduler_of()
+def test_cancelled_request_never_runs_and_makes_room() -> None:
+    scheduler = scheduler_of(queue_limit=2)
     kept, dropped = scheduler.submit(0.0, request()), scheduler.submit(0.0, request())
     assert scheduler.cancel(dropped)
     assert not scheduler.cancel(dropped)
+    assert scheduler.cancel(scheduler.submit(0.0, request()))
     assert scheduler.next(0.0) == Work("m", (kept,), 1)
     assert not scheduler.cancel(kept)
     assert scheduler.next(0.0) is None
 
 
-def test_cancelling_makes_room() -> None:
-    scheduler = scheduler_of(queue_limit=1)
-    scheduler.cancel(scheduler.submit(0.0, request()))
-    scheduler.submit(0.0, request())
-
-
 def test_clear_forgets_what_waited() -> None:
     scheduler = scheduler_of()
-    ticket = scheduler.submit(0.0, request(columns=9))
+    ticket = scheduler.submit(0.0, request())
     scheduler.clear()
-    assert (len(scheduler), scheduler.waiting_bytes, scheduler.next(0.0)) == (0, 0, None)
+    assert (len(scheduler), scheduler.next(0.0)) == (0, None)
     assert not scheduler.cancel(ticket)
 
 
@@ -451,7 +417,9 @@ def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() ->
     work = scheduler.next(1.0)
     assert work is not None
     assert work.model == "announced"
-    assert scheduler.next(2.0) == Work("older", (older,), 1)
+    work = scheduler.next(2.0)
+    assert work is not None
+    assert work.tickets == (older,)
 
 
 def test_model_whose_residents_are_on_their_way_back_lets_another_go_first() -> None:
@@ -475,10 +443,10 @@ def test_held_model_waits_and_keeps_its_requests() -> None:
 
 def test_removed_model_gives_its_requests_back() -> None:
     scheduler = scheduler_of("a", "b")
-    ticket = scheduler.submit(0.0, request("a", columns=5))
+    ticket = scheduler.submit(0.0, request("a"))
     scheduler.submit(0.0, request("b"))
     assert scheduler.remove("a") == [ticket]
-    assert (scheduler.pending("a"), scheduler.waiting_bytes, served(scheduler)) == (0, 0, ["b"])
+    assert (scheduler.pending("a"), served(scheduler)) == (0, ["b"])
 
 
 def test_work_of_a_removed_model_says_nothing_about_its_successor() -> None:
@@ -520,97 +488,3 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
             for ticket in work.tickets:
                 assert executions <= bound.pop(ticket)
             scheduler.finished(work, now_s, rng.random())
-
-
-def test_a_request_that_finds_nothing_waiting_need_not_queue() -> None:
-    scheduler = scheduler_of()
-    alone = request(batch=2)
-    work = scheduler.at_once(1.0, alone, anything)
-    assert work is not None
-    assert (work.model, work.rows, [ticket.request for ticket in work.tickets]) == ("m", 2, [alone])
-    assert len(scheduler) == 0
-    assert scheduler.next(1.0) is None
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Policy(batch_delay_s=0.1),
-        Policy(concurrency=8),
-        Policy(rate_per_s=100.0, burst=8),
-        Policy(default=LevelPolicy(timeout_s=5.0)),
-        Policy(default=LevelPolicy(limit=4)),
-        Policy(levels=2),
-    ],
-)
-def test_whoever_has_a_policy_queues(policy: Policy) -> None:
-    assert scheduler_of(policy=policy).at_once(0.0, request(), anything) is None
-
-
-def test_nobody_is_passed_whatever_they_wait_for() -> None:
-    scheduler = scheduler_of("m", "held")
-    scheduler.hold("held", True)
-    assert scheduler.at_once(0.0, request("held"), anything) is None
-    ticket = scheduler.submit(0.0, request("held"))
-    assert scheduler.at_once(0.0, request(), anything) is None
-    scheduler.cancel(ticket)
-    assert scheduler.at_once(0.0, request(), anything) is not None
-
-
-def test_a_request_with_a_timeout_queues_and_so_does_one_for_an_unknown_model() -> None:
-    scheduler = scheduler_of()
-    assert scheduler.at_once(0.0, request(timeout_s=10.0), anything) is None
-    assert scheduler.at_once(0.0, request("other"), anything) is None
-
-
-def test_what_does_not_suit_is_left_as_if_it_had_not_come() -> None:
-    scheduler = Scheduler(16)
-    scheduler.add("m", SWAP_BOUND)
-    asked = []
-
-    def unsuitable(work: Work, predicted_s: float) -> bool:
-        asked.append(predicted_s)
-        return False
-
-    assert scheduler.at_once(0.0, request(batch=3), unsuitable) is None
-    assert asked == [SWAP_BOUND[4]]
-    assert scheduler.submit(0.0, request()).number == 1
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_at_once_or_through_the_queue_all_that_comes_later_is_treated_the_same(seed: int) -> None:
-    """Two schedulers hear the same, but that lone requests of one of them pass the queue."""
-    random_ = random.Random(seed)
-    queued, direct = (Scheduler(4) for _ in range(2))
-    for scheduler in (queued, direct):
-        for model in "ab":
-            scheduler.add(model, SWAP_BOUND, most_rows=8, readiness=Readiness(0.1, 0.2))
-    now_s = 0.0
-    for _ in range(200):
-        now_s += random_.random()
-        lone = request(random_.choice("ab"), batch=random_.choice([1, 2, 5]))
-        queued.submit(now_s, lone)
-        expected, work = queued.next(now_s), direct.at_once(now_s, lone, anything)
-        assert expected is not None
-        assert work is not None
-        assert (work.model, work.rows) == (expected.model, expected.rows)
-        assert work.tickets[0].number == expected.tickets[0].number
-        assert work.tickets[0].arrived_s == expected.tickets[0].arrived_s
-        crowd = [request(random_.choice("ab"), timeout_s=random_.choice([None, 0.5, 2.0])) for _ in range(3)]
-        assert outcomes(queued, crowd, now_s) == outcomes(direct, crowd, now_s)
-        now_s += random_.random()
-        for scheduler, done in ((queued, expected), (direct, work)):
-            scheduler.finished(done, now_s, 1.5 * SWAP_BOUND[1])
-        assert batches_taken(queued, now_s) == batches_taken(direct, now_s)
-        assert [len(queued.shed(now_s)), len(queued)] == [len(direct.shed(now_s)), len(direct)]
-
-
-def outcomes(scheduler: Scheduler, crowd: list[InferRequest], now_s: float) -> list[str]:
-    """How each is received while something runs."""
-    heard = []
-    for each in crowd:
-        try:
-            heard.append(f"{scheduler.submit(now_s, each).due_s:.6f}")
-        except (QueueFull, RequestTimedOut) as error:
-            heard.append(str(error))
-    return heard

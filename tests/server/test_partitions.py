@@ -1,11 +1,11 @@
-"""Bytes of the arena: who gets them, and how models move while the others stay."""
+"""Which bytes of the arena belong to which model, and how models move while the others stay."""
 
 import random
 
 import pytest
 
 from planner.sizing.fitting import Room
-from server.placement.moves import Move, Vacate, moves, packed
+from server.placement.moves import Move, Vacate, moves, packed, vacate_all
 from server.placement.partitions import Extent, Partitions
 
 
@@ -39,16 +39,13 @@ def test_the_tightest_gap_that_will_do_is_used() -> None:
     assert partitions.free_bytes == 25
 
 
-def test_a_partition_of_nothing_takes_nothing() -> None:
-    partitions = Partitions(10, 10)
-    assert partitions.take("a", 0) is not None
-    assert partitions.free_bytes == 0
-
-
-def test_everything_is_free_again_when_the_last_one_has_left() -> None:
+def test_everything_is_free_again_when_the_last_model_has_left() -> None:
     partitions = Partitions(100, 40)
     partitions.take("a", 60)
+    assert partitions.take("empty", 0) is not None
+    assert partitions.free_bytes == 0
     partitions.release("a")
+    partitions.release("empty")
     assert (partitions.workspace_bytes, partitions.free_bytes) == (0, 100)
 
 
@@ -60,8 +57,21 @@ def test_rooms_are_what_is_free_beside_each_workspace() -> None:
     assert partitions.rooms([5, 30, 60]) == [Room(10, 40), Room(30, 20)]
 
 
+def test_each_lane_has_a_workspace_and_none_grows_while_models_use_it() -> None:
+    partitions = Partitions(100, lanes=2)
+    assert partitions.grow_workspace(20)
+    assert not partitions.grow_workspace(51), "twice as much is more than the arena"
+    assert partitions.workspaces == Extent(0, 40)
+    assert partitions.take("a", 30) == Extent(70, 30)
+    assert partitions.gaps() == [Extent(40, 30)]
+    assert [room.workspace_bytes for room in partitions.rooms([10, 20, 25])] == [20]
+    assert not partitions.grow_workspace(21), "the second lane's would begin elsewhere"
+    partitions.release("a")
+    assert partitions.grow_workspace(50)
+
+
 @pytest.mark.parametrize("seed", range(30))
-def test_bytes_never_have_two_holders(seed: int) -> None:
+def test_bytes_never_have_two_owners(seed: int) -> None:
     rng = random.Random(seed)
     partitions = Partitions(200, rng.randint(0, 40))
     for step in range(100):
@@ -95,7 +105,12 @@ def test_models_in_each_others_place_cannot_both_stay() -> None:
     assert [type(step) for step in steps] == [Vacate, Move, Move]
 
 
-def test_whoever_lies_where_the_workspace_grows_leaves_first() -> None:
+def test_where_all_workspaces_move_every_model_leaves_before_the_first_one_comes() -> None:
+    wanted = {"a": Extent(80, 20), "b": Extent(100, 0)}
+    assert vacate_all(wanted) == [Vacate("a"), Vacate("b"), Move("a", wanted["a"]), Move("b", wanted["b"])]
+
+
+def test_a_model_that_lies_where_the_workspace_grows_leaves_first() -> None:
     now = {"a": Extent(60, 40), "b": Extent(20, 30)}
     steps = moves(now, {"a": Extent(70, 30), "b": Extent(45, 25)}, 30)
     assert steps[0] == Vacate("b")
@@ -103,7 +118,7 @@ def test_whoever_lies_where_the_workspace_grows_leaves_first() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_moves_end_where_they_should_and_nobody_is_ever_overwritten(seed: int) -> None:
+def test_moves_end_where_they_should_and_overwrite_no_model(seed: int) -> None:
     rng = random.Random(seed)
 
     def places(names: list[str], workspace: int) -> dict[str, Extent]:

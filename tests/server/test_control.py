@@ -1,10 +1,8 @@
-"""Loading and unloading, and settings, as tritonclient asks for them; a fake does what is asked."""
+"""Loading, unloading, and settings of traces and logs, by tritonclient over both protocols."""
 
-import asyncio
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,23 +16,21 @@ from server.errors import LoadFailed, NotInRepository
 from server.observe.settings import TraceControl
 
 
-@dataclass
-class FakeControl:
-    """Writes down what it is asked, and knows two models."""
+class Orders:
+    """Stands for the engine's loading and unloading: notes the orders, and knows one model."""
 
-    mode: ControlMode = "explicit"
-    orders: list[tuple[Any, ...]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.given: list[tuple[str | None, ...]] = []
 
-    async def load(self, model: str, config: str | None = None) -> None:
-        await asyncio.sleep(0)
+    async def load(self, model: str, config: str | None) -> None:
         if model == "damaged":
             raise LoadFailed(model, "model.pt2 is truncated")
         if model != "one":
             raise NotInRepository(model)
-        self.orders.append(("load", model, config))
+        self.given.append(("load", model, config))
 
-    async def unload(self, model: str, dependents: bool = False) -> None:
-        self.orders.append(("unload", model, dependents))
+    async def unload(self, model: str) -> None:
+        self.given.append(("unload", model))
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +41,11 @@ def own() -> Iterator[Running]:
 
 
 @pytest.fixture
-def control(own: Running) -> FakeControl:
-    fake = FakeControl()
-    own.server.plane.control = fake
-    return fake
+def orders(own: Running, monkeypatch: pytest.MonkeyPatch) -> Orders:
+    orders = Orders()
+    monkeypatch.setattr(own.engine, "load", orders.load)
+    monkeypatch.setattr(own.engine, "unload", orders.unload)
+    return orders
 
 
 @pytest.fixture(params=PROTOCOLS)
@@ -58,19 +55,20 @@ def client(own: Running, request: pytest.FixtureRequest) -> Iterator[Client]:
         yield client
 
 
-def test_load_and_unload(client: Client, control: FakeControl) -> None:
+def test_load_and_unload(client: Client, orders: Orders) -> None:
     client.raw.load_model("one")
     client.raw.load_model("one", config='{"max_batch_size": 4}')
     client.raw.unload_model("one")
     client.raw.unload_model("one", unload_dependents=True)
-    assert control.orders == [
+    assert orders.given == [
         ("load", "one", None),
         ("load", "one", '{"max_batch_size": 4}'),
-        ("unload", "one", False),
-        ("unload", "one", True),
+        ("unload", "one"),
+        ("unload", "one"),
     ]
 
 
+@pytest.mark.usefixtures("orders")
 @pytest.mark.parametrize(
     ("model", "http", "grpc", "message"),
     [
@@ -78,35 +76,29 @@ def test_load_and_unload(client: Client, control: FakeControl) -> None:
         ("damaged", "400", "INVALID_ARGUMENT", "load failed for model 'damaged': model.pt2 is truncated"),
     ],
 )
-def test_failed_loads(client: Client, control: FakeControl, model: str, http: str, grpc: str, message: str) -> None:
+def test_failed_loads(client: Client, model: str, http: str, grpc: str, message: str) -> None:
     with pytest.raises(InferenceServerException, match=message) as caught:
         client.raw.load_model(model)
     assert client.status(caught.value) == {"http": http, "grpc": grpc}[client.protocol]
 
 
-def test_files_are_not_taken_from_requests(client: Client, control: FakeControl) -> None:
+def test_files_are_not_taken_from_requests(client: Client, orders: Orders) -> None:
     with pytest.raises(InferenceServerException, match="model files are not taken from requests") as caught:
         client.raw.load_model("one", config="{}", files={"file:1/model.pt2": b"abc"})
     assert client.status(caught.value) in ("501", "UNIMPLEMENTED")
-    assert control.orders == []
+    assert orders.given == []
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'{"parameters": 1}', b'{"parameters": {"config": 1}}', b"[" * 9999])
-def test_bad_orders(own: Running, control: FakeControl, body: bytes) -> None:
-    assert ask(own, "POST", "/v2/repository/models/one/load", body).status == 400
-    assert control.orders == []
-
-
-def test_other_parameters_of_orders_are_refused(own: Running, control: FakeControl) -> None:
+def test_malformed_orders_are_refused(own: Running, orders: Orders) -> None:
+    for body in (b"{", b"[]", b'{"parameters": 1}', b'{"parameters": {"config": 1}}', b"[" * 9999):
+        assert ask(own, "POST", "/v2/repository/models/one/load", body).status == 400
     answer = ask(own, "POST", "/v2/repository/models/one/load", b'{"parameters": {"configuration": "x"}}')
     assert (answer.status, answer.error) == (400, "unrecognized parameter for load request: 'configuration'")
     answer = ask(own, "POST", "/v2/repository/models/one/unload", b'{"parameters": {"unload_dependents": "yes"}}')
     assert answer.status == 400
-
-
-def test_there_is_one_repository(own: Running) -> None:
     for order in ("load", "unload"):
-        assert ask(own, "POST", f"/v2/repository/main/models/one/{order}").status == 501
+        assert ask(own, "POST", f"/v2/repository/main/models/one/{order}").status == 501, "there is one repository"
+    assert orders.given == []
 
 
 def test_trace_settings_of_the_server_and_of_models(client: Client) -> None:
