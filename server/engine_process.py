@@ -27,10 +27,10 @@ from server.config.config import decode_config
 from server.engine_host import Engine, LoadCancelled
 from server.errors import ExecutionFailed, StartFailed, to_wire
 from server.frontend.memory import HEARTBEAT, MARK, round_up
-from server.observe.settings import LogSettings
-from server.protocol.catalog import ModelEntry
-from server.protocol.channel import Channel
-from server.protocol.engine_messages import (
+from server.ipc.catalog import ModelEntry
+from server.ipc.channel import Channel
+from server.ipc.execution import DeviceSpan, InferResult, OnSpans
+from server.ipc.messages import (
     AskReport,
     Cancel,
     ChangeLog,
@@ -54,7 +54,7 @@ from server.protocol.engine_messages import (
     UnloadModel,
     decode_to_engine,
 )
-from server.protocol.execution import DeviceSpan, InferResult, OnSpans
+from server.observe.settings import LogSettings
 from server.protocol.request import InferRequest
 
 EXIT_DEVICE_LOST = 70

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from server.config.config import LogFormat
+from server.observe.request_trace import CURRENT
 from server.observe.settings import LogSettings
-from server.protocol.request_trace import CURRENT
 
 _ROOT = "cohabit"
 

@@ -16,9 +16,9 @@ from server.errors import (
     RequestTimedOut,
     ShuttingDown,
 )
-from server.protocol.execution import InferResult
+from server.ipc.execution import InferResult
+from server.ipc.statistics import FailureReason, ModelStatistics
 from server.protocol.request import InferRequest
-from server.protocol.statistics import FailureReason, ModelStatistics
 from server.scheduling.policy import Policy
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler

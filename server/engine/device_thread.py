@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from server.engine.execution import Execution, Servable
 from server.errors import ExecutionFailed, RequestError
-from server.protocol.execution import DeviceSpan, ExecutionTiming, InferResult, OnSpans
-from server.protocol.model import Inputs
+from server.ipc.execution import DeviceSpan, ExecutionTiming, InferResult, OnSpans
+from server.ipc.model import Inputs
+from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
-from server.protocol.statistics import ModelStatistics
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler, Work
 

@@ -22,11 +22,10 @@ from server.errors import (
     from_wire,
 )
 from server.frontend.memory import MARK, Lease, RequestMemory, round_up
-from server.observe.settings import LogSettings
-from server.protocol.catalog import Catalog, ModelEntry, ModelState
-from server.protocol.channel import Channel
-from server.protocol.datatypes import DTYPES
-from server.protocol.engine_messages import (
+from server.ipc.catalog import Catalog, ModelEntry, ModelState
+from server.ipc.channel import Channel
+from server.ipc.execution import InferResult, OnSpans
+from server.ipc.messages import (
     AskReport,
     Cancel,
     ChangeLog,
@@ -52,10 +51,11 @@ from server.protocol.engine_messages import (
     UnloadModel,
     decode_to_frontend,
 )
-from server.protocol.execution import InferResult, OnSpans
-from server.protocol.model import ModelInfo
+from server.ipc.model import ModelInfo
+from server.ipc.statistics import EngineReport
+from server.observe.settings import LogSettings
+from server.protocol.datatypes import DTYPES
 from server.protocol.request import InferRequest
-from server.protocol.statistics import EngineReport
 
 _log = logging.getLogger("cohabit.frontend")
 

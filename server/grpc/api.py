@@ -16,9 +16,9 @@ from server.frontend.threads import call
 from server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
 from server.grpc.errors import internal_error, message_of
 from server.grpc.handlers import metadata_of
+from server.observe.request_trace import HEADER, RequestTrace
 from server.protocol import descriptions
 from server.protocol.matching import errors_of
-from server.protocol.request_trace import HEADER, RequestTrace
 from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
 _QUICK_BYTES = 64 << 10

@@ -8,9 +8,9 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 
 from server.errors import InvalidRequest
+from server.ipc.model import Array, ModelInfo
 from server.protocol.datatypes import BINARY_ONLY, DTYPES
 from server.protocol.matching import InputBody, Parameters, RequestBody, WantedBody, errors_of, fit, window_of
-from server.protocol.model import Array, ModelInfo
 from server.protocol.request import InferRequest, InferResponse
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import check_size, from_binary, from_window, to_binary

@@ -15,9 +15,9 @@ from server.http.errors import error_response, response_of
 from server.http.openapi import document
 from server.observe.access import OPEN, Access, Permission
 from server.observe.prometheus import CONTENT_TYPE
+from server.observe.request_trace import HEADER
 from server.observe.tracing import Tracer
 from server.protocol.descriptions import product_version
-from server.protocol.request_trace import HEADER
 
 _log = logging.getLogger("cohabit.http")
 

@@ -9,6 +9,7 @@ import msgspec
 
 from server.errors import InvalidRequest
 from server.http.answers import parse_json
+from server.ipc.model import Array, ModelInfo
 from server.protocol.datatypes import DTYPES
 from server.protocol.matching import (
     NO_DATA,
@@ -21,7 +22,6 @@ from server.protocol.matching import (
     unsigned,
     window_of,
 )
-from server.protocol.model import Array, ModelInfo
 from server.protocol.request import InferRequest, InferResponse, OutputTensor
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_binary, from_json, from_window, to_binary, to_json

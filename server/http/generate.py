@@ -7,9 +7,9 @@ import msgspec
 
 from server.errors import InvalidRequest, Unsupported
 from server.http.answers import parse_json
+from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY
 from server.protocol.matching import InputBody, Parameters, RequestBody, errors_of, fit
-from server.protocol.model import Array, ModelInfo, TensorSpec
 from server.protocol.request import InferRequest, InferResponse
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_json, to_json

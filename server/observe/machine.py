@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
+from server.ipc.model import DeviceUse
 from server.observe.access import Access
 from server.observe.gpus import Gpu, open_gpus
 from server.observe.prometheus import Family, Kind, Sample
-from server.protocol.model import DeviceUse
 
 
 class Machine:

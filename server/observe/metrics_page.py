@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from server.ipc.catalog import ModelEntry, ModelState
+from server.ipc.statistics import EngineReport, ModelReport, ModelStatistics
 from server.observe.machine import Machine
 from server.observe.model_metrics import View, families_of
 from server.observe.prometheus import Family, written
-from server.protocol.catalog import ModelEntry, ModelState
-from server.protocol.statistics import EngineReport, ModelReport, ModelStatistics
 
 
 def metrics_page(

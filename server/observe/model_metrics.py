@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.ipc.catalog import ModelEntry
+from server.ipc.statistics import ModelReport, ModelStatistics
 from server.observe.prometheus import Family, Kind, Sample, Value
-from server.protocol.catalog import ModelEntry
-from server.protocol.statistics import ModelReport, ModelStatistics
 
 Read = Callable[["View"], Iterable[Sample]]
 

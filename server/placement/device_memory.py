@@ -11,12 +11,12 @@ from runtime.binding.program import Bases, Program
 from runtime.memory import DeviceArena
 from runtime.shared_region.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
+from server.ipc.model import DeviceUse, ModelFootprint, lane_name
 from server.models.cache import Plans
 from server.models.prepared import Prepared, say_what_is_done_otherwise
 from server.placement.lane_choice import least_busy
 from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
-from server.protocol.model import DeviceUse, ModelFootprint, lane_name
 
 Programs = dict[int, Program]
 

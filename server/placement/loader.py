@@ -10,6 +10,7 @@ from planner.sizing.deployment import Deployment, deploy
 from runtime.shared_region.sharing import SHARINGS
 from server.config.config import ServeConfig
 from server.engine.servable import ProgramServable
+from server.ipc.model import DeviceUse, ModelFootprint
 from server.models.prepared import (
     OnProgress,
     Prepared,
@@ -26,7 +27,6 @@ from server.placement.loading import ResidentLoad
 from server.placement.memory_map import draw
 from server.placement.partitions import Extent
 from server.placement.placement import Placement
-from server.protocol.model import DeviceUse, ModelFootprint
 
 _log = logging.getLogger("cohabit.loader")
 

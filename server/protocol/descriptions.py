@@ -4,9 +4,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from server.protocol.catalog import ModelEntry
-from server.protocol.model import ModelInfo, TensorSpec
-from server.protocol.statistics import ModelReport, ModelStatistics, Total
+from server.ipc.catalog import ModelEntry
+from server.ipc.model import ModelInfo, TensorSpec
+from server.ipc.statistics import ModelReport, ModelStatistics, Total
 
 _EXTENSIONS = (
     "classification",

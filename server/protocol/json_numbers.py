@@ -15,8 +15,8 @@ import numpy as np
 from msgspec import Meta
 
 from server.errors import InvalidRequest
+from server.ipc.model import Array
 from server.protocol.datatypes import DTYPES
-from server.protocol.model import Array
 
 _LARGEST_INT64 = 2**63 - 1
 _OPENING = re.compile(rb"[\s\[]*")

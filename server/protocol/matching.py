@@ -8,8 +8,8 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from server.errors import InvalidRequest, RequestError, Unsupported
+from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY, BYTES
-from server.protocol.model import Array, ModelInfo, TensorSpec
 from server.protocol.request import InferRequest, RequestedOutput
 from server.protocol.shared_memory import Regions, Window
 

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 
 from server.errors import InvalidRequest
+from server.ipc.model import Array
 from server.protocol import json_numbers
 from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
-from server.protocol.model import Array
 from server.protocol.shared_memory import Window
 
 _LENGTH = struct.Struct("<I")

@@ -19,10 +19,10 @@ from server.errors import (
     RequestTimedOut,
     ShuttingDown,
 )
-from server.protocol.execution import InferResult
-from server.protocol.model import Array
+from server.ipc.execution import InferResult
+from server.ipc.model import Array
+from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
-from server.protocol.statistics import ModelStatistics
 from server.scheduling.scheduler import Scheduler
 
 FASTER = {1: 1.0, 2: 1.1, 4: 1.2}

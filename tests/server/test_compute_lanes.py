@@ -15,12 +15,12 @@ from test_compute_lane import entered, gated, request
 
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import DeviceLost, ExecutionFailed, ModelNotFound, ShuttingDown
+from server.ipc.execution import InferResult
+from server.ipc.model import Array, ModelFootprint
+from server.ipc.statistics import ModelStatistics
 from server.models.prepared import threads_of
 from server.observe.spans import header_events
 from server.placement.lane_choice import assign_lanes
-from server.protocol.execution import InferResult
-from server.protocol.model import Array, ModelFootprint
-from server.protocol.statistics import ModelStatistics
 
 
 def meeting(*names: str) -> list[FakeServable]:

@@ -12,9 +12,9 @@ from server_fakes import FakeLoaded, Running, adder, identity, running, serving
 from server_http import infer, x
 
 from server.cli import main
+from server.ipc.histogram import SECONDS, Histogram
+from server.ipc.model import ModelFootprint
 from server.observe.prometheus import Family, written
-from server.protocol.histogram import SECONDS, Histogram
-from server.protocol.model import ModelFootprint
 from server.tools.remote import tables
 from server.tools.remote.client import RemoteServer
 from server.tools.remote.samples import Samples, parse

@@ -20,14 +20,14 @@ from server.frontend.dataplane import DataPlane
 from server.frontend.memory import Lease, RequestMemory
 from server.grpc.server import GrpcServer
 from server.http.server import HttpServer
+from server.ipc.catalog import Catalog, ModelEntry, ModelState
+from server.ipc.execution import ExecutionTiming, InferResult
+from server.ipc.model import Array, ModelInfo, TensorSpec
+from server.ipc.statistics import EngineReport, ModelReport, ModelStatistics
 from server.observe.access import OPEN, Access
 from server.observe.settings import LogSettings
-from server.protocol.catalog import Catalog, ModelEntry, ModelState
-from server.protocol.execution import ExecutionTiming, InferResult
-from server.protocol.model import Array, ModelInfo, TensorSpec
 from server.protocol.request import InferRequest
 from server.protocol.shared_memory import Regions, no_system, open_region
-from server.protocol.statistics import EngineReport, ModelReport, ModelStatistics
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from server_http import infer, x
 
+from server.ipc.model import TensorSpec
 from server.protocol.classification import classify
-from server.protocol.model import TensorSpec
 
 
 def texts(array: np.ndarray[Any, Any]) -> list[str]:

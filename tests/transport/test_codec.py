@@ -11,9 +11,9 @@ from hypothesis.extra import numpy as hnp
 
 from server.errors import InvalidRequest, RequestError, Unsupported
 from server.http.codec import decode_request, encode_response, parse_header_length
+from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol import json_numbers
 from server.protocol.datatypes import BINARY_ONLY, DTYPES
-from server.protocol.model import Array, ModelInfo, TensorSpec
 from server.protocol.request import InferRequest, respond
 from server.protocol.shared_memory import Regions
 

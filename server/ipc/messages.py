@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from server.errors import WireError
-from server.protocol.catalog import ModelEntry
-from server.protocol.execution import DeviceSpan, ExecutionTiming
-from server.protocol.statistics import EngineReport
+from server.ipc.catalog import ModelEntry
+from server.ipc.execution import DeviceSpan, ExecutionTiming
+from server.ipc.statistics import EngineReport
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):

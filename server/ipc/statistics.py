@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from server import errors
-from server.protocol.histogram import SECONDS, Histogram
-from server.protocol.model import DeviceUse, GraphCapture
+from server.ipc.histogram import SECONDS, Histogram
+from server.ipc.model import DeviceUse, GraphCapture
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
 

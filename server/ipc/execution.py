@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from server.protocol.model import Array
+from server.ipc.model import Array
 
 
 class ExecutionTiming(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from enum import Enum
 import msgspec
 
 from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
-from server.protocol.model import ModelFootprint, ModelInfo
+from server.ipc.model import ModelFootprint, ModelInfo
 
 _LARGEST_VERSION = 2**63 - 1
 
