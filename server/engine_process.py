@@ -28,7 +28,7 @@ from server.engine_host import Engine, LoadCancelled
 from server.errors import ExecutionFailed, StartFailed, to_wire
 from server.frontend.memory import HEARTBEAT, MARK, round_up
 from server.ipc.catalog import ModelEntry
-from server.ipc.channel import Channel
+from server.ipc.channel import MessageChannel
 from server.ipc.execution import DeviceSpan, InferResult, OnSpans
 from server.ipc.messages import (
     AskReport,
@@ -85,7 +85,7 @@ class FrontendConnection:
         self._heartbeat = np.ndarray((1,), HEARTBEAT, shared, 0)
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._orders: set[asyncio.Task[None]] = set()
-        self.channel: Channel[ToEngine] = Channel(decode_to_engine, self._received, self._closed)
+        self.channel: MessageChannel[ToEngine] = MessageChannel(decode_to_engine, self._received, self._closed)
 
     def beat(self) -> None:
         """Show the front end that the event loop runs."""

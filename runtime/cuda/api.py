@@ -24,7 +24,7 @@ Event: TypeAlias = Any
 """A place in a stream's work: the driver's own type."""
 
 
-class MemoryPool(Protocol):
+class AllocatorPool(Protocol):
     """A range of device memory: tensors made while it is in use come from its bytes only."""
 
     @property
@@ -133,7 +133,7 @@ class Driver(Protocol):
         """Pinned host memory as a device tensor: kernels read it through the link."""
         ...
 
-    def pool(self, memory: torch.Tensor, large_bytes: int) -> MemoryPool:
+    def pool(self, memory: torch.Tensor, large_bytes: int) -> AllocatorPool:
         """A pool of the given device bytes; so many of them in one piece, the rest in segments for small tensors.
 
         For tensors of the current stream. Pools may overlap: using two with the same bytes at a time corrupts data.

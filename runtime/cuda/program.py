@@ -11,7 +11,7 @@ from planner.plan import Plan
 from planner.profile import Profile
 from runtime.binding.cache import ProgramCache
 from runtime.binding.program import Bases, Program
-from runtime.cuda.api import CapturedGraph, Driver, Event, MemoryPool
+from runtime.cuda.api import AllocatorPool, CapturedGraph, Driver, Event
 from runtime.cuda.buffers import Buffers
 from runtime.cuda.issue import Perform
 from runtime.cuda.pool_range import pool_range
@@ -33,7 +33,7 @@ _RELOCATED = "its parameters lie elsewhere at every run"
 class AdmissionState:
     """What a program gets when it is admitted to the device, by the thread that owns the device."""
 
-    pool: MemoryPool | None = None
+    pool: AllocatorPool | None = None
     whole: CapturedGraph | None = None
     """The captured program that copies the prefix itself."""
     rest: CapturedGraph | None = None
@@ -72,7 +72,7 @@ class CudaProgram(Program):
         return self.draft.own_prefix
 
     @property
-    def pool(self) -> MemoryPool:
+    def pool(self) -> AllocatorPool:
         assert self.admission.pool is not None, "not admitted"
         return self.admission.pool
 

@@ -39,7 +39,7 @@ class Chore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PendingChore:
     """A chore, and the function that reports its end."""
 
     chore: Chore
@@ -80,7 +80,7 @@ class DeviceThread:
     ) -> None:
         self.changed = threading.Condition()
         self.scheduler = scheduler
-        self.orders: deque[Order] = deque()
+        self.orders: deque[PendingChore] = deque()
         self.stopped = False
         self.models: dict[tuple[str, int], LoadedModel] = {}
         """By name and generation."""
@@ -138,7 +138,7 @@ class DeviceThread:
             self._tell(self._listener.too_late, hopeless)
         return work
 
-    def _advance(self, order: Order) -> None:
+    def _advance(self, order: PendingChore) -> None:
         error: BaseException | None = None
         try:
             ended = order.chore.advance()

@@ -9,7 +9,7 @@ from server.ipc.messages import LENGTH_BYTES, encode
 M = TypeVar("M")
 
 
-class Channel(asyncio.Protocol, Generic[M]):
+class MessageChannel(asyncio.Protocol, Generic[M]):
     """Sends and receives messages in order. Belongs to the event loop's thread."""
 
     def __init__(

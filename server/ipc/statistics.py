@@ -21,7 +21,7 @@ REJECTIONS: Mapping[type[errors.RequestError], str] = {
     errors.RateLimited: "rate_limited",
     errors.RequestTimedOut: "deadline",
     errors.ShuttingDown: "draining",
-    errors.DeviceLost: "device_lost",
+    errors.DeviceUnavailable: "device_lost",
 }
 """Why a request is refused that could be answered at another time."""
 
@@ -157,7 +157,7 @@ class ModelStatistics(msgspec.Struct):
         self.failures["CANCELED"] += 1
 
 
-class ModelReport(msgspec.Struct):
+class ModelCounters(msgspec.Struct):
     """What the engine knows of one model that is READY."""
 
     statistics: ModelStatistics
@@ -172,7 +172,7 @@ class ModelReport(msgspec.Struct):
 class EngineReport(msgspec.Struct):
     """The engine's counters at one moment."""
 
-    models: dict[str, ModelReport] = {}
+    models: dict[str, ModelCounters] = {}
     device: DeviceUse = DeviceUse()
 
 

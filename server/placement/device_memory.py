@@ -66,7 +66,7 @@ def expected_load(prepared: Prepared, plans: Plans) -> float:
     return prepared.rate_per_s * seconds
 
 
-class DeviceMemory:
+class PartitionedMemory:
     """Binding is for any thread; chores are for the engine's, and bookkeeping for the event loop's."""
 
     def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int, lanes: int = 1) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from server.ipc.catalog import ModelEntry
 from server.ipc.model import ModelInfo, TensorSpec
-from server.ipc.statistics import ModelReport, ModelStatistics, Total
+from server.ipc.statistics import ModelCounters, ModelStatistics, Total
 
 _EXTENSIONS = (
     "classification",
@@ -63,7 +63,7 @@ def repository_index(entries: Iterable[ModelEntry]) -> list[dict[str, str]]:
     ]
 
 
-def statistics(entries: Iterable[ModelEntry], reports: Mapping[str, ModelReport]) -> dict[str, Any]:
+def statistics(entries: Iterable[ModelEntry], reports: Mapping[str, ModelCounters]) -> dict[str, Any]:
     """Describe the models' counters; a model that the engine has not reported yet has counted nothing."""
     return {
         "model_stats": [

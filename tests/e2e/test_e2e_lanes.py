@@ -14,7 +14,7 @@ from planner.profile import Link, Profile
 from runtime.binding.program import Program
 from runtime.cpu import backend as cpu
 from runtime.lowering.lower import Lowered
-from server.placement.device_memory import DeviceMemory
+from server.placement.device_memory import PartitionedMemory
 from tests.e2e.serving import Running, ask, refused_start, serving
 from tests.e2e.test_e2e_control import (
     Stacks,
@@ -64,7 +64,7 @@ def lanes_of(server: Running) -> dict[str, int]:
     return {placed.name: placed.lane for placed in server.loaded.placed_models.values()}
 
 
-def byte_ranges(memory: DeviceMemory) -> dict[str, set[tuple[int, int]]]:
+def byte_ranges(memory: PartitionedMemory) -> dict[str, set[tuple[int, int]]]:
     """Where each model's programs copy parameters to."""
     found: dict[str, set[tuple[int, int]]] = {}
     for placed in memory.placed_models.values():

@@ -23,7 +23,7 @@ from server.http.server import HttpServer
 from server.ipc.catalog import Catalog, ModelEntry, ModelState
 from server.ipc.execution import ExecutionTiming, InferResult
 from server.ipc.model import Array, ModelInfo, TensorSpec
-from server.ipc.statistics import EngineReport, ModelReport, ModelStatistics
+from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from server.observe.access import OPEN, Access
 from server.observe.settings import LogSettings
 from server.protocol.request import InferRequest
@@ -99,7 +99,7 @@ class FakeEngine:
     async def unload(self, model: str) -> None: ...
 
     async def report(self) -> EngineReport:
-        return EngineReport({name: ModelReport(statistics) for name, statistics in self._statistics.items()})
+        return EngineReport({name: ModelCounters(statistics) for name, statistics in self._statistics.items()})
 
     def count_rejection(self, model: str, reason: str) -> None: ...
 

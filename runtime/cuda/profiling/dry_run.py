@@ -12,7 +12,7 @@ import torch
 from planner.errors import format_bytes
 from planner.graph import Graph
 from planner.plan import Compute, Drop, Step, SwapIn
-from runtime.cuda.api import MemoryPool
+from runtime.cuda.api import AllocatorPool
 from runtime.cuda.issue import Streams
 from runtime.errors import MemoryExceeded
 
@@ -24,7 +24,7 @@ LEAST_LARGE_BYTES = 10 << 20
 MOST_SMALL_SEGMENTS = 64
 
 
-def fitting_pool(streams: Streams, graph: Graph, steps: Sequence[Step], memory: torch.Tensor) -> MemoryPool:
+def fitting_pool(streams: Streams, graph: Graph, steps: Sequence[Step], memory: torch.Tensor) -> AllocatorPool:
     """Return a pool of the given bytes in which a graph's tensors fit in the course of these steps.
 
     Raises MemoryExceeded if there is none.
@@ -41,7 +41,7 @@ def fitting_pool(streams: Streams, graph: Graph, steps: Sequence[Step], memory: 
     )
 
 
-def make_pool(streams: Streams, memory: torch.Tensor, small_segments: int) -> MemoryPool:
+def make_pool(streams: Streams, memory: torch.Tensor, small_segments: int) -> AllocatorPool:
     """Return a pool for the compute stream with so many segments for small tensors."""
     with streams.driver.on(streams.compute):
         return streams.driver.pool(memory, large_bytes(memory.nbytes, small_segments))
@@ -54,7 +54,7 @@ def large_bytes(nbytes: int, small_segments: int) -> int:
     return whole if whole >= LEAST_LARGE_BYTES else 0
 
 
-def fits(streams: Streams, graph: Graph, steps: Sequence[Step], pool: MemoryPool) -> bool:
+def fits(streams: Streams, graph: Graph, steps: Sequence[Step], pool: AllocatorPool) -> bool:
     """Whether a pool can hold a graph's inputs, activations and scratch in the course of these steps."""
     driver = streams.driver
     ops = {n: graph.ops[step.op] for n, step in enumerate(steps) if isinstance(step, Compute)}
