@@ -16,8 +16,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.record import markdown_table, record
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
+from loadgen.repository import prepare_visibly, recipes
 from runtime.binding.program import Bases, Program
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.backend import CpuBackend

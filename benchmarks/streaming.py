@@ -18,8 +18,7 @@ from rich.console import Console
 
 from benchmarks.chrome_trace import chrome_trace
 from benchmarks.record import markdown_table, record
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
+from loadgen.repository import prepare_visibly, recipes
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from loadgen.serve import server_command
+from loadgen.server_process import server_command
 
 _PATIENCE_S = 300.0
 

@@ -38,7 +38,7 @@ from benchmarks.planner.recurrent import Lstm
 from benchmarks.record import markdown_table
 from loadgen.zoo.text import Encoder, Prefill
 from loadgen.zoo.vision import ImageClassifier
-from planner.layout.liveness import peak_activation_bytes
+from planner.lifetimes import peak_activation_bytes
 from planner.sequence.serial import least_bytes
 from runtime.lowering.model import FxModel, from_program
 from runtime.lowering.rewrite import rewrite

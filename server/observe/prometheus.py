@@ -1,6 +1,7 @@
-"""Prometheus' text format.
+"""Writes metrics in Prometheus' text format.
 
-Written by hand, because prometheus_client appends `_total` to counters, and dashboards know Triton's names.
+prometheus_client cannot write Triton's names: it declares a counter `nv_inference_count` as `nv_inference_count_total`,
+also for metrics of a custom collector, and the sample without the suffix then has no type.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -56,7 +56,7 @@
     ]);
   });
   document.querySelectorAll("#memory g rect").forEach((rect, i) => {
-    const [what, kind, offset, workspace, size] = data.stays[i];
+    const [what, kind, offset, workspace, size] = data.occupancies[i];
     if (kind !== "scratch") relate(rect, what);
     told.set(rect, () => [
       kind === "scratch" ? `scratch of ${data.ops[what][0]}` : data.tensors[what][0],

@@ -42,7 +42,7 @@ def repository(stacks: Stacks, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is planned for is a device on which computing a layer, or ending a stretch, takes as long as half a MiB."""
+    """What is planned for is a device on which computing a layer takes as long as half a MiB."""
     measured = cpu.profile
 
     def as_if(lowered: Lowered, *others: Any, **options: Any) -> dict[int, Profile]:
@@ -53,7 +53,6 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
                 swap_in=Link(5e-6, 5e9),
                 compute_slowdown=1.0,
                 swap_slowdown=1.0,
-                stretch_s=100e-6,
             )
             for batch, profile in measured(lowered, *others, **options).items()
         }

@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.cpu.backend
-from planner.check import live_bytes, peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.plan import Compute, Drop, Plan, SwapIn
-from planner.sizing.deployment import Deployment, Entry
+from planner.sizing.deployment import Deployment, DeploymentEntry
 from runtime.binding.program import Program
 from runtime.cpu.arena import CpuArena
 from runtime.lowering.lower import Lowered
@@ -30,6 +29,7 @@ from server.placement import loader
 from server.placement.partitions import Extent
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
+from tests.planner.reference import live_bytes, peak_bytes
 from tests.runtime.late import LateStore
 from tests.runtime.observing import observed
 
@@ -46,7 +46,7 @@ class Deployed:
     servables: dict[str, ProgramServable]
     extents: dict[str, Extent]
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> DeploymentEntry:
         (entry,) = (e for e in self.deployment.entries if e.name == name)
         return entry
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from loadgen.zoo.exporting import export_model, save_model
-from planner.check import peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.layout.feasible import Footprint
 from planner.plan import SwapIn, SwapOut
@@ -20,6 +19,7 @@ from runtime.binding.program import Program
 from runtime.memory import StoreKind
 from tests.e2e.serving import infer, serving
 from tests.e2e.test_e2e_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
+from tests.planner.reference import peak_bytes
 
 LEVELS = 6
 BATCH = 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner.check import check, live_bytes
+from planner.check import check
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from planner.problem import Problem
@@ -26,6 +26,7 @@ from runtime.lowering.lower import Lowered, lower
 from runtime.memory import HostStore
 from runtime.profiling.profile import resident_plan
 from tests.planner.graphs import PAGE, chain, profile_of
+from tests.planner.reference import live_bytes
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, Bench, cpu, opened
 from tests.runtime.late import LateStore

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import runtime.profiling.link
 from benchmarks.streaming import serialised
-from planner.check import check, live_bytes
+from planner.check import check
 from planner.graph import Graph
 from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
 from runtime.binding.program import Program
@@ -27,6 +27,7 @@ from runtime.memory import SpillBuffer, StoreKind
 from runtime.profiling.link import measure_swap_out
 from runtime.profiling.profile import resident_plan
 from runtime.recording import Recording
+from tests.planner.reference import live_bytes
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.observing import observed

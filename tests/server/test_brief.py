@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from server.engine.engine import Engine
+from server.engine.statistics import ModelStatistics
 from server_fakes import FakeServable, Gate, identity
 
 from runtime.binding.program import Bases
 from runtime.lowering.lower import Lowered, lower
 from runtime.profiling.profile import resident_plan
 from server.engine.device_thread import BRIEF_S
-from server.engine.engine import Engine
 from server.engine.servable import ProgramServable, describe
-from server.engine.statistics import ModelStatistics
 from server.errors import DeviceLost, ExecutionFailed
 from server.protocol.model import Array, Execution
 from server.protocol.request import InferRequest

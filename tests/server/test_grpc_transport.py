@@ -13,6 +13,9 @@ import grpc
 import ngh2
 import numpy as np
 import pytest
+from server.grpc.call import Call
+from server.grpc.headers import ending, timeout_s
+from server.grpc.methods import Reception
 from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
@@ -20,10 +23,7 @@ from tritonclient.grpc import service_pb2_grpc
 from server.errors import InvalidRequest
 from server.grpc import connection as connection_module
 from server.grpc import port as port_module
-from server.grpc.call import Call
 from server.grpc.errors import Refusal, Status
-from server.grpc.headers import ending, timeout_s
-from server.grpc.methods import Reception
 from server.observe.access import OPEN
 from server.protocol import patience
 from server.protocol.body_memory import BodyMemory

@@ -65,16 +65,13 @@ def refusal(call: Any, *arguments: Any, **keywords: Any) -> InferenceServerExcep
     return caught.value
 
 
-@pytest.mark.parametrize("token", [INFER, "another-token-0123456789", CONTROL])
-def test_every_token_of_either_file_permits_inference(client: Client, token: str) -> None:
-    assert infer(client, token).tolist() == [[1, 1, 1, 1]]
-
-
-@pytest.mark.parametrize("token", [None, WRONG, INFER[:-1], f"{INFER}x"])
-def test_without_a_token_of_the_server_nothing_is_inferred(client: Client, token: str | None) -> None:
-    error = refusal(infer, client, token)
-    assert client.status(error) in ("401", "UNAUTHENTICATED")
-    assert (token or "none") not in error.message()
+def test_every_token_of_either_file_permits_inference(client: Client) -> None:
+    for token in (INFER, "another-token-0123456789", CONTROL):
+        assert infer(client, token).tolist() == [[1, 1, 1, 1]]
+    for wrong in (None, WRONG, INFER[:-1], f"{INFER}x"):
+        error = refusal(infer, client, wrong)
+        assert client.status(error) in ("401", "UNAUTHENTICATED")
+        assert (wrong or "none") not in error.message()
 
 
 def test_reading_needs_a_token_and_changing_one_for_control(client: Client) -> None:
@@ -105,13 +102,10 @@ def test_every_call_that_changes_something_needs_control(client: Client) -> None
     raw.unregister_system_shared_memory(headers=headers(CONTROL))
 
 
-def test_listings_need_no_control(client: Client) -> None:
+def test_listings_need_no_control_and_health_no_token(client: Client) -> None:
     assert client.raw.get_model_repository_index(headers=headers(INFER))
     client.raw.get_system_shared_memory_status(headers=headers(INFER))
     client.raw.get_inference_statistics(headers=headers(INFER))
-
-
-def test_health_is_open(client: Client) -> None:
     assert client.raw.is_server_live()
     assert client.raw.is_server_ready()
 
@@ -197,21 +191,13 @@ def test_tokens_are_never_logged(guarded: Running, caplog: pytest.LogCaptureFixt
     assert INFER not in repr(open_access(guarded.server._config))
 
 
-def test_without_token_files_everything_is_open() -> None:
+def test_each_kind_of_token_file_guards_its_calls_alone(tmp_path: Path) -> None:
     assert open_access(config()) == OPEN
-    for permission in Permission:
-        OPEN.require(None, permission)
-
-
-def test_with_inference_tokens_alone_nobody_has_control(tmp_path: Path) -> None:
     access = open_access(config(token_files=token_file(tmp_path, "t", INFER), health_access="token"))
     with pytest.raises(PermissionMissing, match="start it with a --control-token-file"):
         access.require(f"Bearer {INFER}", Permission.CONTROL)
     with pytest.raises(Unauthenticated):
         access.require(None, Permission.HEALTH)
-
-
-def test_with_control_tokens_alone_anyone_may_infer(tmp_path: Path) -> None:
     access = open_access(config(control_token_files=token_file(tmp_path, "t", CONTROL)))
     access.require(None, Permission.INFERENCE)
     access.require(f"Bearer {CONTROL}", Permission.CONTROL)

@@ -12,6 +12,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from server.http.connection import Connection
+from server.http.message import Request, Response
+from server.http.port import HttpServer
+from server.http.routes import Routes
 from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from server_http import ask, infer, x
 
@@ -19,10 +23,6 @@ from server.errors import PayloadTooLarge
 from server.http import connection as connection_module
 from server.http import port as port_module
 from server.http.body import READ_AHEAD_BYTES, Body
-from server.http.connection import Connection
-from server.http.message import Request, Response
-from server.http.port import HttpServer
-from server.http.routes import Routes
 from server.protocol.body_memory import BodyMemory
 
 KIB, MIB = 1 << 10, 1 << 20

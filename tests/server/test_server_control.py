@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from clients import PROTOCOLS, Client, connect
+from server.placement.control import ControlMode
 from server_fakes import Running, identity, running, serving
 from server_http import ask
 from tritonclient.utils import InferenceServerException
 
 from server.errors import LoadFailed, NotInRepository
 from server.observe.settings import TraceControl
-from server.placement.control import ControlMode
 
 
 @dataclass

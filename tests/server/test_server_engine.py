@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from server_fakes import FakeServable, Gate, identity
-
 from server.engine.doorbell import Doorbell
 from server.engine.engine import Engine
 from server.engine.statistics import ModelStatistics
+from server_fakes import FakeServable, Gate, identity
+
 from server.errors import InvalidRequest
 from server.protocol.model import Array, Execution
 from server.protocol.request import InferRequest

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from server_fakes import FakeServable, Gate, identity
-
 from server.engine.engine import Engine
 from server.engine.statistics import ModelStatistics
+from server_fakes import FakeServable, Gate, identity
+
 from server.errors import DeviceLost, ModelNotFound, RequestTimedOut, ShuttingDown
 from server.protocol.model import Array
 from server.protocol.request import InferRequest

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from server.engine.statistics import FailureReason
 from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from server_http import HEADER_LENGTH, Answer, ask, infer, x
-
-from server.engine.statistics import FailureReason
 
 
 def eventually(condition: Callable[[], bool], patience_s: float = 10.0) -> None:

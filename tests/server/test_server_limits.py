@@ -11,14 +11,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from server.grpc.port import GrpcServer
+from server.grpc.wire import parse
 from server_fakes import Running, identity, running, serving
 from server_http import ask, infer, x
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 
 from server.errors import ClientTooSlow, ConfigError, InvalidRequest, PayloadTooLarge, RequestError
 from server.grpc.errors import CODES
-from server.grpc.port import GrpcServer
-from server.grpc.wire import parse
 from server.http.body import Body
 from server.http.errors import STATUS
 from server.protocol import patience

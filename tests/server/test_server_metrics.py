@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
+from server.engine.histogram import SECONDS, Histogram
 from server_fakes import FakeServable, Gate, Running, identity, running, serving
 from server_http import ask, infer, x
 
 from runtime.recording import Follow
-from server.engine.histogram import SECONDS, Histogram
 from server.observe.access import OPEN
 from server.observe.gpus import Gpu
 from server.observe.machine import Machine

@@ -3,44 +3,44 @@
 from collections.abc import Sequence
 from typing import Final
 
-from planner.bounds.chain import Chain, Stretch
+from planner.bounds.chain import OpChain, UseInterval
 
 PAGE_BYTES: Final = 4096
 """Most tensors are so many times as large as this that their sums can be enumerated."""
 MOST_SUMS: Final = 1 << 20
 
 
-def parted_at(stretch: Stretch, rooms: Sequence[int]) -> int | None:
-    """The last moment of a stretch at which its tensor cannot be in memory; a copy reserves its bytes at the start."""
-    since = max(min(stretch.kept_from, stretch.arrives_from), 1)
-    return next((i for i in range(stretch.until, since - 1, -1) if rooms[i] < stretch.nbytes), None)
+def last_absence(interval: UseInterval, rooms: Sequence[int]) -> int | None:
+    """The last moment of a interval at which its tensor cannot be in memory; a copy reserves its bytes at the start."""
+    since = max(min(interval.kept_from, interval.arrives_from), 1)
+    return next((i for i in range(interval.until, since - 1, -1) if rooms[i] < interval.nbytes), None)
 
 
-def room_beside(chain: Chain, memory_bytes: int) -> list[int]:
+def whole_tensor_room(chain: OpChain, memory_bytes: int) -> list[int]:
     """Most bytes, per moment, of whole tensors that are still to be used and lie in memory beside what is needed."""
     rooms = [memory_bytes - n for n in chain.needed_bytes]
-    still = _Sums(memory_bytes)
-    by_last = sorted(chain.stretches, key=lambda s: s.until)
+    still = SubsetSums(memory_bytes)
+    by_last = sorted(chain.intervals, key=lambda s: s.until)
     seen: set[int] = set()
     for i in range(chain.moments, -1, -1):
         while by_last and by_last[-1].until >= i:
-            stretch = by_last.pop()
-            if stretch.tensor not in seen:
-                seen.add(stretch.tensor)
-                still.add(stretch.nbytes)
+            interval = by_last.pop()
+            if interval.tensor not in seen:
+                seen.add(interval.tensor)
+                still.add(interval.nbytes)
         rooms[i] = still.largest(rooms[i])
     return rooms
 
 
 def largest_sum(sizes: Sequence[int], limit: int) -> int:
     """At least the largest sum of some of the sizes that is at most `limit`."""
-    sums = _Sums(limit)
+    sums = SubsetSums(limit)
     for nbytes in sizes:
         sums.add(nbytes)
     return sums.largest(limit)
 
 
-class _Sums:
+class SubsetSums:
     """All sums of some sizes: bit s of an integer stands for s pages. Odd sizes may fill any gap."""
 
     def __init__(self, limit: int) -> None:

@@ -7,12 +7,12 @@ from itertools import islice
 import pytest
 from msgspec.structs import replace
 
-from planner.check import check, peak_bytes
+from planner.check import check
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.graph import Graph
 from planner.layout.feasible import Footprint
-from planner.offloading.searcher import Candidate, Travelling
-from planner.offloading.zone import RANKS, Zones
+from planner.offloading.searcher import Offloading, OffloadingCandidate
+from planner.offloading.zone import RANKS, ActivationZones
 from planner.plan import Plan, SwapIn, SwapOut
 from planner.problem import Limit, Problem
 from planner.profile import Profile
@@ -20,6 +20,7 @@ from planner.search.driver import search
 from planner.sizing.deployment import ModelDemand, deploy
 from planner.sizing.fitting import Room, fit, least_bytes, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph, unet
+from tests.planner.reference import peak_bytes
 
 NON_PARAMETERS = ("input", "activation")
 
@@ -127,10 +128,10 @@ def with_changes_in_place(rng: random.Random, graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def candidates(searcher: Travelling, most: int) -> Iterator[Candidate]:
+def candidates(searcher: Offloading, most: int) -> Iterator[OffloadingCandidate]:
     while asked := searcher.ask():
         for candidate in islice(asked, most):
-            cost = searcher.judge(candidate, 0.0)
+            cost = searcher.evaluate(candidate, 0.0)
             searcher.tell([candidate], [cost])
             if cost.latency_s < float("inf"):
                 yield candidate
@@ -141,18 +142,18 @@ def test_every_plan_of_a_random_graph_may_run(seed: int) -> None:
     rng = random.Random(seed)
     graph = with_changes_in_place(rng, random_graph(rng, 30))
     profile = random_profile(rng, graph)
-    leanest = -(-Zones(graph).leanest().nbytes // PAGE) * PAGE
+    leanest = -(-ActivationZones(graph).leanest().nbytes // PAGE) * PAGE
     partition = PAGE * rng.choice((0, 3, 9))
     window = Footprint.of_zone(graph, leanest).least_workspace_bytes(partition)
     problem = Problem(graph, profile, partition, window + PAGE * rng.choice((0, 2)))
-    searcher = Travelling(problem, seed)
+    searcher = Offloading(problem, seed)
     found = list(candidates(searcher, 8))
     assert found
     for candidate in found:
         plan = searcher.write(candidate)
         check(graph, profile, plan)
         assert all(graph.tensors[t].kind == "activation" for t in swapped_out(plan))
-        cost = searcher.judge(candidate, 0.0)
+        cost = searcher.evaluate(candidate, 0.0)
         assert cost.latency_s >= problem.bound_s * (1 - 1e-9)
 
 
@@ -160,7 +161,7 @@ def test_every_plan_of_a_random_graph_may_run(seed: int) -> None:
 def test_a_zone_of_any_size_holds_what_is_in_it(rank) -> None:  # type: ignore[no-untyped-def]
     graph = unet()
     profile = profile_of(graph)
-    zones = Zones(graph)
+    zones = ActivationZones(graph)
     least, most = zones.leanest().nbytes, Footprint.of(graph).activations.peak_bytes
     travellers = []
     for nbytes in range(least, most + 1, 8 * PAGE):
@@ -215,4 +216,4 @@ def test_single_budgets_and_training_graphs_are_for_other_searchers() -> None:
         Problem(training, profile_of(training), 0, 100 * PAGE),
     ):
         with pytest.raises(UnsupportedProblem, match="ask another searcher"):
-            search(problem, "travelling")
+            search(problem, "offloading")

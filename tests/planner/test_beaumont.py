@@ -10,25 +10,49 @@ import pytest
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
 from planner.papers.beaumont import dynprog as module
-from planner.papers.beaumont.dynprog import dynprog, incumbents
+from planner.papers.beaumont.dynprog import Offloaded, incumbents, optima
 from planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers, turn, virtual_layers
-from planner.papers.beaumont.layers import Chain
-from planner.papers.beaumont.offload import bound, fractions, greedy, relaxed_s, whole
+from planner.papers.beaumont.layers import LayerChain
+from planner.papers.beaumont.offload import greedy, relaxed_s, whole
 from planner.papers.beaumont.offload_choices import Choice
 from planner.papers.beaumont.prefetching import Line, best, eager, latency_s
 from planner.papers.beaumont.searcher import DynProg, Greedy
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Problem
 from planner.search.driver import search
-from planner.sequence.departures import by_the_clock
+from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gaps
 from planner.sequence.no_wait import no_wait
-from planner.sequence.sequence import lay_out, peak_bytes, write
+from planner.sequence.sequence import lay_out, write
 from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+from tests.planner.reference import sequence_peak_bytes
 
 State = tuple[int, int, tuple[int, ...]]
+
+
+def dynprog(chain: LayerChain, memory_bytes: float, grid_bytes: float) -> Offloaded | None:
+    """The choice of DYNPROG that offloads least."""
+    found = optima(chain, memory_bytes, grid_bytes)
+    return found[0] if found else None
+
+
+def fractions(chain: LayerChain, memory_bytes: float) -> tuple[float, ...]:
+    """Theorem 2: bytes to offload where parts can be, just M_peak - M_GPU, the first first."""
+    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
+    found = []
+    for x in chain.x_bytes[: chain.layers]:
+        found.append(min(x, excess))
+        excess -= found[-1]
+    return tuple(found)
+
+
+def bound(chain: LayerChain, memory_bytes: float) -> float:
+    """Proposition 3: seconds that no schedule beats."""
+    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
+    copies = excess / chain.offload_bytes_per_s + excess / chain.prefetch_bytes_per_s
+    return max(chain.compute_s, copies)
 
 
 class Clock:
@@ -38,7 +62,7 @@ class Clock:
     running one, progress of the copies). What can start does or waits, what can be copied is or is not.
     """
 
-    def __init__(self, chain: Chain, memory: int) -> None:
+    def __init__(self, chain: LayerChain, memory: int) -> None:
         self.chain, self.memory = chain, memory
         self.op_s = [int(s) for s in (*chain.forward_s, *reversed(chain.backward_s))]
 
@@ -96,7 +120,7 @@ class Clock:
 class Ordered(Clock):
     """Given activations leave in order, then come back in reverse order (Lemma 3)."""
 
-    def __init__(self, chain: Chain, memory: int, out: Sequence[float]) -> None:
+    def __init__(self, chain: LayerChain, memory: int, out: Sequence[float]) -> None:
         super().__init__(chain, memory)
         self.out = [int(n) for n in out]
         self.total = sum(self.out)
@@ -136,7 +160,7 @@ class Free(Clock):
                 yield (*copies[:i], out - 1, *copies[i + 1 :])
 
 
-def random_chain(rng: random.Random, most_layers: int, most: int = 4) -> tuple[Chain, int]:
+def random_chain(rng: random.Random, most_layers: int, most: int = 4) -> tuple[LayerChain, int]:
     """Whole numbers, and a memory between the least and the peak."""
     layers = rng.randint(1, most_layers)
 
@@ -144,13 +168,13 @@ def random_chain(rng: random.Random, most_layers: int, most: int = 4) -> tuple[C
         return [rng.randint(0, most) for _ in range(count)]
 
     extra = [[n * rng.randint(0, 1) for n in some(layers, 3)] for _ in range(2)]
-    made = Chain(
+    made = LayerChain(
         some(layers, 3), some(layers, 3), some(layers + 1, most), some(layers + 1, 2), extra[0], extra[1], 1, 1
     )
     return made, rng.randint(int(made.least_bytes()), int(made.peak_bytes()))
 
 
-def subsets(chain: Chain) -> Iterator[tuple[bool, ...]]:
+def subsets(chain: LayerChain) -> Iterator[tuple[bool, ...]]:
     return product((False, True), repeat=chain.layers)
 
 
@@ -208,7 +232,7 @@ def test_eager_fractions_are_the_best_of_all_fractional_schedules() -> None:
 
 def test_greedy_offloads_too_much_where_dynprog_picks() -> None:
     """Two bytes must leave. GREEDY's x_0 has nine, of which F_1 and B_1 hide four each; x_1 leaves behind F_1."""
-    made = Chain([0, 4, 0], [0, 4, 0], [9, 2, 0, 0], [0] * 4, [0, 0, 2], [0, 0, 2], 1, 1)
+    made = LayerChain([0, 4, 0], [0, 4, 0], [9, 2, 0, 0], [0] * 4, [0, 0, 2], [0, 0, 2], 1, 1)
     assert (made.peak_bytes(), bound(made, 11)) == (13, 8)
     assert greedy(made, 11) == (True, False, False)
     assert dynprog(made, 11, grid_bytes=1) == (False, True, False)
@@ -222,7 +246,7 @@ def test_rounding_keeps_sums_and_loses_little() -> None:
         layers = 40
         x = [rng.uniform(1, 9) * 1e7 for _ in range(layers + 1)]
         op_s = [rng.uniform(0.5, 1.5) * 5e-3 for _ in range(layers)]
-        made = Chain(op_s, [2 * s for s in op_s], x, x, [0.0] * layers, [0.0] * layers, 6e9, 6e9)
+        made = LayerChain(op_s, [2 * s for s in op_s], x, x, [0.0] * layers, [0.0] * layers, 6e9, 6e9)
         memory = made.least_bytes() + rng.random() * (made.peak_bytes() - made.least_bytes())
         coarse, fine = (dynprog(made, memory, sum(x) / units) for units in (200, 1500))
         assert coarse is not None
@@ -401,10 +425,10 @@ def test_sequences_by_the_clock_are_safe() -> None:
         decided = no_wait(gaps, 10**9, fates)
         if decided is None:
             continue
-        memory = int(peak_bytes(graph, *decided) * rng.uniform(1, 2)) + 3 * PAGE
+        memory = int(sequence_peak_bytes(graph, *decided) * rng.uniform(1, 2)) + 3 * PAGE
         decided = no_wait(gaps, memory, fates)
         assert decided is not None
-        actions = by_the_clock(graph, profile, *decided, memory)
+        actions = delay_drops(graph, profile, *decided, memory)
         assert sorted(actions, key=repr) == sorted(decided[0], key=repr)
         placed = lay_out(graph, actions, decided[1])
         check(graph, profile, write(graph, profile, placed.peak_bytes, actions, decided[1], placed))
@@ -426,7 +450,7 @@ def test_bytes_on_their_way_out_are_not_written_while_others_are_free() -> None:
     for memory in (2 * PAGE, 3 * PAGE):
         decided = no_wait(gaps, memory, fates)
         assert decided is not None
-        actions = by_the_clock(graph, profile, *decided, memory)
+        actions = delay_drops(graph, profile, *decided, memory)
         placed = lay_out(graph, actions, decided[1], memory)
         plan = write(graph, profile, memory, actions, decided[1], placed)
         check(graph, profile, plan)
@@ -468,7 +492,7 @@ def test_shares_that_bring_nothing_are_left_out() -> None:
     for made in (Greedy(problem, 0), DynProg(problem, 0)):
         first = made.ask()
         assert first == [Choice(())]
-        made.tell(first, [made.judge(c, 0.0) for c in first])
+        made.tell(first, [made.evaluate(c, 0.0) for c in first])
         assert len(made.ask()) <= 2
     tight = Problem(graph, profile_of(graph), least_bytes(graph))
     assert search(tight, "dynprog").steps

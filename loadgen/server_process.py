@@ -1,4 +1,4 @@
-"""A server of our own for the length of a run: started as a subprocess, always stopped."""
+"""A Cohabit server as a subprocess for the length of a run."""
 
 import asyncio
 import shlex
@@ -43,13 +43,13 @@ async def running_server(
     *,
     show_log: bool = False,
 ) -> AsyncIterator[str]:
-    """Start a server, wait until it is ready, yield its address, and stop it whatever happens.
+    """Start a server, wait until it is ready, yield its address, and always stop it.
 
-    Its log goes to our own stderr with `show_log`, and is kept aside without. Raises ServerFailed, with the end of
-    a log that was kept, if it exits or is not ready after `patience_s`.
+    With `show_log` its log goes to this process's stderr, otherwise to a temporary file. Raises ServerFailed, with the
+    end of that file, if the server exits or is not ready after `patience_s`.
     """
     with tempfile.TemporaryFile() as log:
-        # A session of its own: Ctrl-C reaches us alone, and we stop the server when nothing is in flight.
+        # A session of its own, so that Ctrl-C reaches this process only, which then stops the server.
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=asyncio.subprocess.PIPE,
@@ -104,13 +104,13 @@ async def _until_ready(process: Process, url: str) -> None:
                 if await client.is_server_ready():
                     return
             except (aiohttp.ClientError, OSError):
-                pass  # it may announce its address a moment before it listens
+                pass  # it may announce its address before it listens
             await asyncio.sleep(0.1)
     raise _ServerExitedError
 
 
 async def _drain(process: Process) -> None:
-    """Read on, so that a server that prints is never blocked by a full pipe."""
+    """Read the server's output, so that a full pipe never blocks it."""
     assert process.stdout is not None
     while await process.stdout.read(1 << 16):
         pass

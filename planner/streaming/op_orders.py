@@ -15,14 +15,14 @@ WORTHWHILE = 0.01
 
 
 @dataclass(frozen=True)
-class View:
+class OpOrder:
     """The problem with its ops in some order; `order[k]` is the graph's op that runs as the k-th."""
 
     order: tuple[int, ...]
     work: Workload
 
 
-class Views:
+class OpOrders:
     """The orders that are worth planning. All but the first are made when they are asked for."""
 
     def __init__(self, problem: Problem, zone_bytes: int | None = None) -> None:
@@ -33,7 +33,7 @@ class Views:
         self._others = _feasible_views(problem) if zone_bytes is None else _in_zone(problem, zone_bytes)
         self._made = [next(self._others)]
 
-    def __getitem__(self, order: int) -> View:
+    def __getitem__(self, order: int) -> OpOrder:
         if order >= len(self._made):
             self._made += self._others
         return self._made[order]
@@ -42,24 +42,24 @@ class Views:
         self._made += self._others
         return len(self._made)
 
-    def __iter__(self) -> Iterator[View]:
+    def __iter__(self) -> Iterator[OpOrder]:
         return (self[i] for i in range(len(self)))
 
 
-def _in_zone(problem: Problem, zone_bytes: int) -> Iterator[View]:
+def _in_zone(problem: Problem, zone_bytes: int) -> Iterator[OpOrder]:
     footprint = Footprint.of_zone(problem.graph, zone_bytes)
-    yield View(tuple(range(len(problem.graph.ops))), _workload(footprint, problem.profile, problem))
+    yield OpOrder(tuple(range(len(problem.graph.ops))), _workload(footprint, problem.profile, problem))
 
 
-def _feasible_views(problem: Problem) -> Iterator[View]:
+def _feasible_views(problem: Problem) -> Iterator[OpOrder]:
     graph = problem.graph
-    first: View | None = None
+    first: OpOrder | None = None
     refusals: list[InfeasibleBudget] = []
     for order, always in _orders(problem):
         changed, profile = reordered(graph, problem.profile, order)
         try:
             footprint = Footprint.of(changed, problem.overlay)
-            view = View(order, _workload(footprint, profile, problem))
+            view = OpOrder(order, _workload(footprint, profile, problem))
         except InfeasibleBudget as refusal:
             refusals.append(refusal)
             continue
@@ -84,7 +84,7 @@ def _orders(problem: Problem) -> Iterator[tuple[tuple[int, ...], bool]]:
         yield order, False
 
 
-def _saves_memory(view: View, own: View) -> bool:
+def _saves_memory(view: OpOrder, own: OpOrder) -> bool:
     """Whether activations take clearly less of the memory in one order, on average over the ops."""
     pages = own.work.arrays.partition_pages + own.work.arrays.workspace_pages
     saved = own.work.arrays.zone.mean() - view.work.arrays.zone.mean()

@@ -6,18 +6,18 @@ Both come by one link. Its order is that of need, among what may come by then: t
 from collections import deque
 from itertools import accumulate
 
-from planner.offloading.zone import Zone
+from planner.offloading.zone import ActivationZone
 from planner.plan import Address, Placement, Plan
+from planner.sequence.plan_writer import PlanWriter
 from planner.sequence.sequence import Verb
-from planner.sequence.writer import Writer
 from planner.streaming.emit import parameter_drops
 from planner.streaming.stream import Swaps
 from planner.streaming.workload import Workload
 
 
-def weave(
+def emit(
     work: Workload,
-    zone: Zone,
+    zone: ActivationZone,
     partition_bytes: int,
     workspace_bytes: int,
     residents: tuple[Placement, ...],
@@ -26,14 +26,14 @@ def weave(
     strictly: bool,
 ) -> Plan:
     """Make the plan. `strictly` lets nothing overtake on the link what is needed sooner but cannot come yet."""
-    return _Weaver(work, zone, partition_bytes, workspace_bytes, residents, swaps, strictly).plan()
+    return _Emitter(work, zone, partition_bytes, workspace_bytes, residents, swaps, strictly).plan()
 
 
-class _Weaver:
+class _Emitter:
     def __init__(
         self,
         work: Workload,
-        zone: Zone,
+        zone: ActivationZone,
         partition_bytes: int,
         workspace_bytes: int,
         residents: tuple[Placement, ...],
@@ -50,12 +50,12 @@ class _Weaver:
         )
         self._starting = {
             (s.tensor, s.span.first): partition_bytes + offset
-            for s, offset in zip(zone.placed.stays, zone.placed.offsets, strict=True)
+            for s, offset in zip(zone.placed.ranges, zone.placed.offsets, strict=True)
         }
         initial = {p.tensor: p.address for p in residents}
         self._drops = parameter_drops(work, frozenset(initial), self._tensor, self._needed_by)
         inputs = {i: self._starting[i, 0] for i, t in enumerate(self._graph.tensors) if t.kind == "input"}
-        self._writer = Writer(
+        self._writer = PlanWriter(
             self._graph, partition_bytes, workspace_bytes, inputs, {t: self._offset(a) for t, a in initial.items()}
         )
         self._issued = 0

@@ -1,4 +1,4 @@
-"""Candidates judged on several cores: in threads where that is compiled code, in processes where it is Python."""
+"""Evaluates candidates on several cores: compiled code in threads, Python code in processes."""
 
 import pickle
 import signal
@@ -15,22 +15,22 @@ from planner.search.registry import maker
 from planner.search.searcher import AnySearcher
 
 POLL_S = 0.05
-"""How often a search that waits for other processes looks whether it is over."""
+"""How often a search that waits for worker processes checks whether it is over."""
 
 
-class Judges:
-    """What judges, as the search decides, and whatever it starts for that ends with it."""
+class EvaluationPool:
+    """The workers of one search. They end with the context."""
 
     def __init__(self, searcher: str, problem: Problem, seed: int, workers: int, state: AnySearcher) -> None:
         self._state = state
         self._workers = workers
-        self._of_processes = (searcher, problem, seed)
+        self._arguments = (searcher, problem, seed)
         self._threads = ThreadPoolExecutor(workers) if workers > 1 else None
         self._context = _Spawning()
         self._processes: ProcessPoolExecutor | None = None
         self._started: Future[None] | None = None
 
-    def __enter__(self) -> "Judges":
+    def __enter__(self) -> "EvaluationPool":
         return self
 
     def __exit__(
@@ -43,39 +43,39 @@ class Judges:
             self._context.terminate()
             self._file.close()
 
-    def judge(self, candidates: Sequence[Any], good_s: float, is_over: Callable[[], bool]) -> list[Cost]:
-        """The candidates' costs, and of no more once it is late."""
+    def evaluate(self, candidates: Sequence[Any], good_s: float, is_over: Callable[[], bool]) -> list[Cost]:
+        """Return the candidates' costs in order, cut short once `is_over`."""
         costs: list[Cost] = []
-        for cost in self._judged(candidates, good_s, is_over):
+        for cost in self._costs(candidates, good_s, is_over):
             costs.append(cost)
             if is_over():
                 break
         return costs
 
-    def _judged(self, candidates: Sequence[Any], good_s: float, is_over: Callable[[], bool]) -> Iterator[Cost]:
+    def _costs(self, candidates: Sequence[Any], good_s: float, is_over: Callable[[], bool]) -> Iterator[Cost]:
         if self._threads is not None and len(candidates) > 1:
             if self._state.is_compiled:
-                return self._threads.map(self._state.judge, candidates, [good_s] * len(candidates))
+                return self._threads.map(self._state.evaluate, candidates, [good_s] * len(candidates))
             if self.has_processes():
                 assert self._processes is not None
-                return _until([self._processes.submit(_judge_there, c, good_s) for c in candidates], is_over)
-        return (self._state.judge(c, good_s) for c in candidates)
+                return _until([self._processes.submit(_evaluate_in_worker, c, good_s) for c in candidates], is_over)
+        return (self._state.evaluate(c, good_s) for c in candidates)
 
     def has_processes(self) -> bool:
-        """Whether others are ready to judge. They take seconds to start, in which there is enough to do here."""
+        """Whether worker processes are ready. They take seconds to start; this process evaluates until then."""
         if self._processes is None:
-            # As an argument, a large problem would have to be waited for.
+            # Passed as an argument, a large problem would block the start of each process.
             self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
-            pickle.dump(self._of_processes, self._file)
+            pickle.dump(self._arguments, self._file)
             self._file.flush()
-            self._processes = ProcessPoolExecutor(self._workers, self._context, _start_judge, (self._file.name,))
+            self._processes = ProcessPoolExecutor(self._workers, self._context, _start_worker, (self._file.name,))
             self._started = self._processes.submit(_nothing)
         assert self._started is not None
         return self._started.done()
 
 
 def _until(futures: Sequence[Future[Cost]], is_over: Callable[[], bool]) -> Iterator[Cost]:
-    """Results in order, while there is time to wait for them."""
+    """Results in order, until `is_over`."""
     for future in futures:
         while not wait([future], POLL_S).done:
             if is_over():
@@ -84,7 +84,7 @@ def _until(futures: Sequence[Future[Cost]], is_over: Callable[[], bool]) -> Iter
 
 
 class _Spawning(SpawnContext):
-    """Remembers the processes that it starts, so that a search which is over need not wait for them."""
+    """A spawn context that can terminate the processes that it started."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,21 +102,21 @@ class _Spawning(SpawnContext):
             process.join()
 
 
-_judge: AnySearcher | None = None
-"""In a process that judges for another: its own copy of the search."""
+_searcher: AnySearcher | None = None
+"""In a worker process: its own copy of the searcher."""
 
 
-def _start_judge(file: str) -> None:
-    global _judge
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the search decides
+def _start_worker(file: str) -> None:
+    global _searcher
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the driver decides
     searcher, problem, seed = pickle.loads(Path(file).read_bytes())
-    _judge = maker(searcher)(problem, seed)
+    _searcher = maker(searcher)(problem, seed)
 
 
 def _nothing() -> None:
     pass
 
 
-def _judge_there(candidate: Any, good_s: float) -> Cost:
-    assert _judge is not None
-    return _judge.judge(candidate, good_s)
+def _evaluate_in_worker(candidate: Any, good_s: float) -> Cost:
+    assert _searcher is not None
+    return _searcher.evaluate(candidate, good_s)

@@ -26,7 +26,7 @@ _FREE: Final = -1
 _BORDER: Final = -2
 
 
-class Memory(NamedTuple):
+class PageMap(NamedTuple):
     """Item i covers pages `begin[i]` to `begin[i + 1]`; the arrays are longer than needed."""
 
     begin: Ints
@@ -55,18 +55,18 @@ class Hole(NamedTuple):
 
 
 @compiled
-def empty_memory(partition_pages: int, workspace_pages: int, parameters: int, most_items: int) -> Memory:
+def empty_page_map(partition_pages: int, workspace_pages: int, parameters: int, most_items: int) -> PageMap:
     begin = np.empty(most_items + 1, dtype=np.int64)
     what = np.empty(most_items + 1, dtype=np.int64)
     last = np.full(most_items + 1, FRESH)
     begin[0], begin[1], begin[2] = 0, partition_pages, partition_pages + 1
     begin[3] = partition_pages + 1 + workspace_pages
     what[0], what[1], what[2] = _FREE, _BORDER, _FREE
-    return Memory(begin, what, last, np.array([3]), np.full(parameters, NOWHERE))
+    return PageMap(begin, what, last, np.array([3]), np.full(parameters, NOWHERE))
 
 
 @compiled
-def item_at(memory: Memory, page: int) -> int:
+def item_at(memory: PageMap, page: int) -> int:
     """The item that covers a page."""
     begin = memory.begin
     low, high = 0, memory.items[0]
@@ -80,18 +80,18 @@ def item_at(memory: Memory, page: int) -> int:
 
 
 @compiled
-def use(memory: Memory, parameter: int, op: int) -> None:
+def use(memory: PageMap, parameter: int, op: int) -> None:
     memory.last[item_at(memory, memory.where[parameter])] = op
 
 
 @compiled
-def remove(memory: Memory, parameter: int) -> None:
+def remove(memory: PageMap, parameter: int) -> None:
     memory.what[item_at(memory, memory.where[parameter])] = _FREE
     memory.where[parameter] = NOWHERE
 
 
 @compiled
-def put(memory: Memory, parameter: int, page: int, pages: int) -> int:
+def put(memory: PageMap, parameter: int, page: int, pages: int) -> int:
     """Write a parameter over whatever is there; return the last op that used these bytes, or FRESH."""
     at, latest = _overwrite(memory, parameter, page, pages)
     memory.last[at] = latest
@@ -100,14 +100,14 @@ def put(memory: Memory, parameter: int, page: int, pages: int) -> int:
 
 
 @compiled
-def cover(memory: Memory, page: int, pages: int, op: int) -> None:
+def cover(memory: PageMap, page: int, pages: int, op: int) -> None:
     """An op's activations take these pages: who lies there is gone."""
     at, _ = _overwrite(memory, _FREE, page, pages)
     memory.last[at] = op
 
 
 @compiled
-def _overwrite(memory: Memory, item: int, page: int, pages: int) -> tuple[int, int]:
+def _overwrite(memory: PageMap, item: int, page: int, pages: int) -> tuple[int, int]:
     """Put an item over whatever is there; return its number and the last op that used its bytes before.
 
     What is displaced is gone as a whole; those parts of it that stick out are free.
@@ -140,7 +140,7 @@ def _overwrite(memory: Memory, item: int, page: int, pages: int) -> tuple[int, i
 
 
 @compiled
-def tidy(memory: Memory, upcoming: Ints, op_end_s: Floats, link_s: float) -> None:
+def tidy(memory: PageMap, upcoming: Ints, op_end_s: Floats, link_s: float) -> None:
     """Join stretches that nothing needs any more and that are free by the time the link can begin."""
     begin, what, last = memory.begin, memory.what, memory.last
     kept, was_dead = 0, False
@@ -168,7 +168,7 @@ def _copy_item(begin: Ints, what: Ints, last: Ints, source: int, target: int) ->
 
 
 @compiled
-def find_hole(memory: Memory, pages: int, zone: int, locked: Ints, hole: Hole) -> int:
+def find_hole(memory: PageMap, pages: int, zone: int, locked: Ints, hole: Hole) -> int:
     """First page of a stretch that holds nothing locked through this op; in the workspace, above `zone`; or NOWHERE.
 
     Best is what is free when the link is; else what is free first. Stretches begin or end where an item does.
@@ -228,7 +228,7 @@ def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> in
 
 
 @compiled
-def find_room(memory: Memory, pages: int, op: int, upcoming: Ints) -> int:
+def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints) -> int:
     """First page of the stretch whose contents are needed last, then whose bytes are idle longest; or NOWHERE.
 
     Stretches begin or end where an item does. Those that hold what this op reads are out of the question.
@@ -246,7 +246,7 @@ def find_room(memory: Memory, pages: int, op: int, upcoming: Ints) -> int:
 
 
 @compiled
-def _contents(memory: Memory, item: int, page: int, pages: int, op: int, upcoming: Ints) -> tuple[int, int]:
+def _contents(memory: PageMap, item: int, page: int, pages: int, op: int, upcoming: Ints) -> tuple[int, int]:
     """The soonest next use and the last use of a stretch; the former is -1 if the border is in it."""
     begin, what, last = memory.begin, memory.what, memory.last
     while begin[item] > page:

@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from planner.graph import Graph
-from planner.layout.placement import SCRATCH_ALIGNMENT
 from planner.profile import Profile
 from planner.sequence.sequence import Action, Verb
 
 
-def by_the_clock(
+def delay_drops(
     graph: Graph, profile: Profile, actions: Sequence[Action], residents: Collection[int], memory_bytes: int
 ) -> list[Action]:
     """The sequence with drops behind the ops during which their swap-outs end, as far as memory allows.
@@ -22,15 +21,14 @@ def by_the_clock(
     What was swapped out comes back no sooner than all on its way out is gone, and nothing that is swapped in makes an
     op wait for a swap-out, unless the op that needs it is next. Times are those of lanes without slowdowns.
     """
-    return _Replay(graph, profile, residents, memory_bytes).replayed(actions)
+    return _DelayedDrops(graph, profile, residents, memory_bytes).replayed(actions)
 
 
-class _Replay:
+class _DelayedDrops:
     def __init__(self, graph: Graph, profile: Profile, residents: Collection[int], memory_bytes: int) -> None:
         self._graph, self._profile, self._memory_bytes = graph, profile, memory_bytes
-        self._nbytes = [_aligned(t.nbytes, t.alignment) for t in graph.tensors]
-        inputs = [t for t, what in enumerate(graph.tensors) if what.kind == "input"]
-        self._held_bytes = sum(self._nbytes[t] for t in (*inputs, *residents))
+        self._nbytes = [t.aligned_bytes for t in graph.tensors]
+        self._held_bytes = sum(self._nbytes[t] for t in (*graph.inputs, *residents))
         self._now_s = self._in_s = self._out_s = 0.0  # when each lane is free
         self._there_s: dict[int, float] = {}
         self._saved_s: dict[int, float] = {}
@@ -69,7 +67,7 @@ class _Replay:
         self._fetch_until((*op.reads, *(self._graph.outputs if action.what == last else ())))
         begin_s = max((self._now_s, *(self._there_s.get(t, 0.0) for t in op.reads)))
         self._let_go(begin_s)
-        scratch = _aligned(op.scratch_bytes, SCRATCH_ALIGNMENT)
+        scratch = op.aligned_scratch_bytes
         written = sum(self._nbytes[t] for t in op.writes)
         begin_s = max(begin_s, self._make_room(written + scratch, op.writes))
         self._now_s = begin_s + self._profile.op_seconds[action.what]
@@ -116,7 +114,3 @@ class _Replay:
     def _drop(self, tensor: int) -> None:
         self._held_bytes -= self._nbytes[tensor]
         self._actions.append(Action(Verb.DROP, tensor))
-
-
-def _aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment

@@ -1,4 +1,4 @@
-"""A job on its time axis: when each op runs, when each tensor is accessed, and what is done with it in between.
+"""The time axis of one iteration: when each op runs and each tensor is accessed, and what happens in between.
 
 TENSILE, section III: a workload is the sequence of tensor accesses in the order of the ops, each as long as its op.
 Times are whole nanoseconds, so that what ends where something else begins does so exactly.
@@ -12,26 +12,14 @@ from functools import cached_property
 from typing import Final
 
 from planner.graph import Graph, TensorKind
-from planner.layout.placement import SCRATCH_ALIGNMENT
-from planner.papers.tensile.channel import Span
+from planner.papers.tensile.channel import TransferSpan
 from planner.profile import Link, Profile
 
 NS_PER_S: Final = 10**9
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A graph, what its ops and transfers cost, and when its iteration starts beside those of other jobs."""
-
-    graph: Graph
-    profile: Profile
-    most_swapped: float = 1.0
-    """Share of its tensors that may be swapped: the max swapping rate. A lower one is a higher priority."""
-    start_s: float = 0.0
-
-
 @dataclass(eq=False, slots=True)
-class Run:
+class OpRun:
     """One execution of an op: an access to every tensor that the op reads or writes."""
 
     op: int
@@ -42,21 +30,21 @@ class Run:
 
 
 @dataclass(eq=False, slots=True)
-class Gap:
-    """Time between two accesses of a tensor, in which it need not be in memory.
+class AccessGap:
+    """Time between two accesses of a tensor, during which it need not be in memory.
 
-    An input's first gap begins with its arrival. A weight's last one goes across the iteration's end, from its last
-    access to the first of the next iteration; it comes back before that one, or before this iteration ends.
+    An input's first gap begins with its arrival. A weight's last gap spans the iteration's end, from its last access
+    to its first in the next iteration; the weight returns before that access, or before this iteration ends.
     """
 
-    before: Run | None
-    after: Run
+    before: OpRun | None
+    after: OpRun
     across: bool
     version: int
     """How often the tensor was written or changed before."""
-    back: Span | None = None
+    back: TransferSpan | None = None
     """The swap-in that ends the absence."""
-    rerun: Run | None = None
+    rerun: OpRun | None = None
     """The recomputation that ends the absence."""
 
     @property
@@ -65,7 +53,7 @@ class Gap:
 
     @property
     def early(self) -> bool:
-        """Whether a gap across the iteration's end is over before that end."""
+        """Whether a gap that spans the iteration's end is over before that end."""
         return self.across and self.back is not None and self.back.start_ns >= self.after.end_ns
 
     @property
@@ -79,21 +67,21 @@ class Gap:
 
 @dataclass(eq=False, slots=True)
 class Track:
-    """One tensor in one job: its accesses in order of time, and its gaps."""
+    """One tensor: its accesses in order of time, and its gaps."""
 
     tensor: int
     nbytes: int
     kind: TensorKind
     stays: bool
     """Whether it must be in memory at the end of the iteration."""
-    accesses: list[Run] = field(default_factory=list)
-    changes: list[Run] = field(default_factory=list)
+    accesses: list[OpRun] = field(default_factory=list)
+    changes: list[OpRun] = field(default_factory=list)
     """Those of the accesses that write it or change it in place."""
-    gaps: list[Gap] = field(default_factory=list)
-    outs: dict[int, Span] = field(default_factory=dict)
+    gaps: list[AccessGap] = field(default_factory=list)
+    outs: dict[int, TransferSpan] = field(default_factory=dict)
     """Swap-outs by version."""
-    extra: list[Run] = field(default_factory=list)
-    """Recomputations that write it although nobody asks for it any more."""
+    extra: list[OpRun] = field(default_factory=list)
+    """Recomputations that write it although no later op reads it."""
 
     @property
     def is_weight(self) -> bool:
@@ -109,10 +97,10 @@ class Track:
         """Whether it is ever absent between two accesses."""
         return not all(gap.kept for gap in self.gaps)
 
-    def needs_out(self, gap: Gap) -> bool:
-        """Whether the host store has no copy for this gap but one that is swapped out.
+    def needs_out(self, gap: AccessGap) -> bool:
+        """Whether the tensor must be swapped out for this gap, because the host store has no current copy.
 
-        A parameter always has one, state until it is changed: but a resident was changed in iterations before.
+        A parameter always has a copy, state until it is changed; resident state was changed in earlier iterations.
         """
         if self.kind == "parameter":
             return False
@@ -122,24 +110,23 @@ class Track:
         """Divide the time between accesses, forgetting all fates."""
         self.gaps = []
         changes = 0
-        before: Run | None = None
+        before: OpRun | None = None
         for run in self.accesses:
             if before is not None or self.kind == "input":
-                self.gaps.append(Gap(before, run, False, changes))
+                self.gaps.append(AccessGap(before, run, False, changes))
             changes += run in self.changes
             before = run
         if self.is_weight and self.accesses:
-            self.gaps.append(Gap(before, self.accesses[0], True, changes))
+            self.gaps.append(AccessGap(before, self.accesses[0], True, changes))
 
 
 class Axis:
-    """One iteration of a job. The arrival of its inputs takes the nanosecond before the first op."""
+    """One iteration, from 0 on. The inputs arrive in the nanosecond before the first op."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.graph = job.graph
-        self.start_ns = round(job.start_s * NS_PER_S)
-        self.runs = list(_one_after_another(job.profile.op_seconds, self.start_ns))
+    def __init__(self, graph: Graph, profile: Profile) -> None:
+        self.graph = graph
+        self.profile = profile
+        self.runs = list(_back_to_back(profile.op_seconds))
         self.tracks = {t: self._track(t) for t in range(len(self.graph.tensors))}
         last = len(self.runs) - 1
         for k, (op, run) in enumerate(zip(self.graph.ops, self.runs, strict=True)):
@@ -153,89 +140,86 @@ class Axis:
 
     @property
     def end_ns(self) -> int:
-        return self.runs[-1].end_ns if self.runs else self.start_ns
+        return self.runs[-1].end_ns if self.runs else 0
 
     @cached_property
     def changed(self) -> frozenset[int]:
         """Tensors that some op changes in place."""
         return frozenset(t for op in self.graph.ops for t in op.mutates)
 
-    @property
-    def swapped(self) -> int:
-        """Number of tensors with a swap."""
-        return sum(any(g.back is not None for g in t.gaps) for t in self.tracks.values())
+    def may_swap_one_more(self, most_swapped: float) -> bool:
+        """Whether the share of the accessed tensors that are swapped stays within the maximum swapping rate."""
+        swapped = sum(any(g.back is not None for g in t.gaps) for t in self.tracks.values())
+        return swapped + 1 <= most_swapped * sum(bool(t.accesses) for t in self.tracks.values())
 
-    @property
-    def accessed(self) -> int:
-        return sum(bool(t.accesses) for t in self.tracks.values())
-
-    def scratch_bytes(self, run: Run) -> int:
-        return _aligned(self.graph.ops[run.op].scratch_bytes, SCRATCH_ALIGNMENT)
+    def scratch_bytes(self, run: OpRun) -> int:
+        return self.graph.ops[run.op].aligned_scratch_bytes
 
     def in_ns(self, track: Track) -> int:
-        return _transfer_ns(self.job.profile.swap_in, self.graph.tensors[track.tensor].nbytes)
+        return _transfer_ns(self.profile.swap_in, self.graph.tensors[track.tensor].nbytes)
 
     def out_ns(self, track: Track) -> int:
-        return _transfer_ns(self.job.profile.swap_out, self.graph.tensors[track.tensor].nbytes)
+        return _transfer_ns(self.profile.swap_out, self.graph.tensors[track.tensor].nbytes)
 
-    def end_of(self, run: Run | None) -> int:
+    def end_of(self, run: OpRun | None) -> int:
         """When an access has ended; the arrival, if None."""
-        return self.start_ns if run is None else run.end_ns
+        return 0 if run is None else run.end_ns
 
-    def spans(self) -> Iterator[tuple[Span, bool]]:
+    def spans(self) -> Iterator[tuple[TransferSpan, bool]]:
         """All transfers, and whether each is a swap-in."""
         for track in self.tracks.values():
             yield from ((span, False) for span in track.outs.values())
             yield from ((gap.back, True) for gap in track.gaps if gap.back is not None)
 
-    def insert(self, op: int, before: Run) -> Run:
-        """Run an op again right before a run. All that starts with that run or later is put off."""
-        at_ns, added_ns = before.start_ns, _op_ns(self.job.profile.op_seconds[op])
-        again = Run(op, at_ns, at_ns + added_ns, again=True)
+    def insert(self, op: int, before: OpRun) -> OpRun:
+        """OpRun an op again right before a run. All that starts with that run or later is put off."""
+        at_ns, added_ns = before.start_ns, _op_ns(self.profile.op_seconds[op])
+        again = OpRun(op, at_ns, at_ns + added_ns, again=True)
         for run in self.runs:
             if run.start_ns >= at_ns:
                 run.start_ns, run.end_ns = run.start_ns + added_ns, run.end_ns + added_ns
         for track in self.tracks.values():
-            track.outs = {v: put_off(span, at_ns, added_ns) for v, span in track.outs.items()}
+            track.outs = {v: _put_off(span, at_ns, added_ns) for v, span in track.outs.items()}
             for gap in track.gaps:
-                gap.back = None if gap.back is None else put_off(gap.back, at_ns, added_ns)
+                gap.back = None if gap.back is None else _put_off(gap.back, at_ns, added_ns)
         insort(self.runs, again, key=lambda r: r.start_ns)
         return again
 
-    def gone_ns(self, track: Track, gap: Gap) -> int:
+    def gone_ns(self, track: Track, gap: AccessGap) -> int:
         """When the tensor has left, in a gap with a swap or a recomputation."""
         gone = self.end_of(gap.before)
         return max(gone, track.outs[gap.version].end_ns) if track.needs_out(gap) and gap.rerun is None else gone
 
-    def stays(self, track: Track) -> Iterator[Span]:
+    def stays(self, track: Track) -> Iterator[TransferSpan]:
         """When the tensor is in memory."""
-        yield from (Span(run.start_ns, run.end_ns) for run in track.extra)
+        yield from (TransferSpan(run.start_ns, run.end_ns) for run in track.extra)
         if not track.accesses:
             if track.kind == "input":
-                yield Span(self.start_ns - 1, self.end_ns if track.stays else self.start_ns)
+                yield TransferSpan(-1, self.end_ns if track.stays else 0)
             return
         since, until = track.accesses[0].start_ns, track.accesses[-1].end_ns
         if track.kind == "input" or track.is_weight:
-            since = self.start_ns - 1
+            since = -1
         if track.stays or track.is_weight:
             until = self.end_ns
         if track.is_weight and not track.resident:
             since, until = track.gaps[-1].returns_ns, self.gone_ns(track, track.gaps[-1])
         for gap in track.gaps:
             if not gap.kept and (not gap.across or gap.early):
-                yield Span(since, self.gone_ns(track, gap))
+                yield TransferSpan(since, self.gone_ns(track, gap))
                 since = gap.returns_ns
-        yield Span(since, until)
+        yield TransferSpan(since, until)
 
     def _track(self, t: int) -> Track:
         tensor = self.graph.tensors[t]
         stays = t in self.graph.outputs and tensor.kind != "parameter"
-        return Track(t, _aligned(tensor.nbytes, tensor.alignment), tensor.kind, stays)
+        return Track(t, tensor.aligned_bytes, tensor.kind, stays)
 
 
-def _one_after_another(op_seconds: Sequence[float], start_ns: int) -> Iterator[Run]:
+def _back_to_back(op_seconds: Sequence[float]) -> Iterator[OpRun]:
+    start_ns = 0
     for k, op_s in enumerate(op_seconds):
-        yield Run(k, start_ns, start_ns + _op_ns(op_s))
+        yield OpRun(k, start_ns, start_ns + _op_ns(op_s))
         start_ns += _op_ns(op_s)
 
 
@@ -247,9 +231,5 @@ def _transfer_ns(link: Link, nbytes: int) -> int:
     return max(math.ceil(link.seconds(nbytes) * NS_PER_S), 1)
 
 
-def put_off(span: Span, at_ns: int, added_ns: int) -> Span:
-    return Span(span.start_ns + added_ns, span.end_ns + added_ns) if span.start_ns >= at_ns else span
-
-
-def _aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
+def _put_off(span: TransferSpan, at_ns: int, added_ns: int) -> TransferSpan:
+    return TransferSpan(span.start_ns + added_ns, span.end_ns + added_ns) if span.start_ns >= at_ns else span

@@ -22,7 +22,7 @@ _Clock = tuple[int, int, int]
 _NEVER: Final[_Clock] = (0, 0, 0)
 
 
-class Writer:
+class PlanWriter:
     """Builds one plan. Offsets count through the partition and then the workspace."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Writer:
         self._issued: tuple[list[int], list[int], list[int]] = ([], [], [])  # per lane, indices of its steps
         self._ended: dict[int, _Clock] = {}  # per step, what has ended once it has
         self._latest: list[_Clock] = [_NEVER, _NEVER, _NEVER]  # per lane, what its next step knows to have ended
-        self._past = _Past(partition_bytes + workspace_bytes)
+        self._users = _LastUsers(partition_bytes + workspace_bytes)
         self._offset: dict[int, int] = {}
         self._written: dict[int, _Clock] = {}
         self._used: dict[int, _Clock] = {}
@@ -61,10 +61,10 @@ class Writer:
         needed = [self._written[t] for t in (*what.reads, *arrived)]
         needed += [self._saved.pop(t) for t in what.mutates if t in self._saved]
         needed += [
-            self._past.users(o, self._graph.tensors[t].nbytes) for t, o in zip(what.writes, outputs, strict=True)
+            self._users.users(o, self._graph.tensors[t].nbytes) for t, o in zip(what.writes, outputs, strict=True)
         ]
         if scratch is not None:
-            needed.append(self._past.users(scratch, what.scratch_bytes))
+            needed.append(self._users.users(scratch, what.scratch_bytes))
         after, mine = self._issue(_COMPUTE, needed)
         addresses = tuple(self._address(o) for o in outputs)
         self._steps.append(Compute(op, addresses, None if scratch is None else self._address(scratch), after))
@@ -75,11 +75,11 @@ class Writer:
         for t, offset in zip(what.writes, outputs, strict=True):
             self._appear(t, offset, mine)
         if scratch is not None:
-            self._past.leave(scratch, what.scratch_bytes, mine)
+            self._users.leave(scratch, what.scratch_bytes, mine)
 
     def swap_in(self, tensor: int, offset: int) -> None:
         """Copy a tensor from the host store to this offset."""
-        needed = [self._past.users(offset, self._graph.tensors[tensor].nbytes), self._saved.get(tensor, _NEVER)]
+        needed = [self._users.users(offset, self._graph.tensors[tensor].nbytes), self._saved.get(tensor, _NEVER)]
         after, mine = self._issue(_SWAP_IN, needed)
         self._steps.append(SwapIn(tensor, self._address(offset), after))
         self._appear(tensor, offset, mine)
@@ -94,7 +94,7 @@ class Writer:
     def drop(self, tensor: int) -> None:
         """Give up a tensor's bytes."""
         self._steps.append(Drop(tensor))
-        self._past.leave(self._offset.pop(tensor), self._graph.tensors[tensor].nbytes, self._used.pop(tensor))
+        self._users.leave(self._offset.pop(tensor), self._graph.tensors[tensor].nbytes, self._used.pop(tensor))
         del self._written[tensor]
 
     def plan(self, profile: str, provenance: Provenance | None = None) -> Plan:
@@ -138,7 +138,7 @@ class Writer:
         return Address("workspace", offset - self._partition_bytes)
 
 
-class _Past:
+class _LastUsers:
     """Who used which bytes last: disjoint stretches that cover the memory, each with a clock."""
 
     def __init__(self, nbytes: int) -> None:

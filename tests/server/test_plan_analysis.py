@@ -18,11 +18,11 @@ from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search.driver import search
+from planner.sequence.plan_writer import PlanWriter
 from planner.sequence.sequence import lay_out, write
 from planner.sequence.serial import least_bytes, serial
-from planner.sequence.writer import Writer
+from server.tools.analysis import PlanAnalysis, analyze, bytes_in_use
 from server.tools.page import page
-from server.tools.picture import Picture, base_of, held, nice_ticks, peak_bytes, picture, shortened
 from server.tools.terminal import draw
 from tests.planner.graphs import (
     PAGE,
@@ -42,23 +42,23 @@ def serial_plan(graph: Graph, profile: Profile) -> Plan:
     return write(graph, profile, least_bytes(graph), actions, (), lay_out(graph, actions, ()))
 
 
-def random_picture(seed: int) -> Picture:
+def random_analysis(seed: int) -> PlanAnalysis:
     rng = random.Random(seed)
     graph = random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
     profile = random_profile(rng, graph)
     if rng.random() < 0.5:
-        return picture(graph, profile, serial_plan(graph, profile))
+        return analyze(graph, profile, serial_plan(graph, profile))
     memory = least_bytes(graph) + PAGE * rng.randint(0, 20)
-    return picture(graph, profile, search(Problem(graph, profile, memory, overlay=True), "on_demand"))
+    return analyze(graph, profile, search(Problem(graph, profile, memory, overlay=True), "on_demand"))
 
 
-def hand_drawn() -> Picture:
+def hand_written_analysis() -> PlanAnalysis:
     graph = chain([PAGE] * 3)
     profile = profile_of(graph)
-    return picture(graph, profile, hand_written_plan(graph, profile))
+    return analyze(graph, profile, hand_written_plan(graph, profile))
 
 
-def drawn(shown: Picture, width: int = 100) -> str:
+def drawn(shown: PlanAnalysis, width: int = 100) -> str:
     text = io.StringIO()
     draw(shown, Console(file=text, width=width, highlight=False))
     return text.getvalue()
@@ -66,10 +66,10 @@ def drawn(shown: Picture, width: int = 100) -> str:
 
 def test_picture_of_the_hand_written_plan() -> None:
     """op2 waits a second for W2, which takes the bytes that W1 has left."""
-    shown = hand_drawn()
+    shown = hand_written_analysis()
     assert [(s.start_s, s.end_s, s.step, s.waits_for) for s in shown.stalls] == [(2, 3, 7, 6)]
-    stays = {(s.kind, shown.graph.tensors[s.what].name): (s.start_s, s.end_s) for s in shown.stays}
-    assert stays == {
+    occupied = {(s.kind, shown.graph.tensors[s.what].name): (s.start_s, s.end_s) for s in shown.occupancies}
+    assert occupied == {
         ("resident", "W0"): (0, 4),
         ("parameter", "W1"): (0, 2),
         ("parameter", "W2"): (2, 4),
@@ -88,34 +88,34 @@ def test_picture_of_the_hand_written_plan() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seeds)
 def test_no_byte_is_drawn_twice_at_a_time(seed: int) -> None:
-    shown = random_picture(seed)
-    for i, one in enumerate(shown.stays):
+    shown = random_analysis(seed)
+    for i, one in enumerate(shown.occupancies):
         assert 0 <= one.start_s <= one.end_s <= shown.end_s
-        start = base_of(shown.plan, one.address.region) + one.address.offset
+        start = shown.start_of(one)
         assert 0 <= start <= start + one.nbytes <= shown.memory_bytes
-        for other in shown.stays[i + 1 :]:
+        for other in shown.occupancies[i + 1 :]:
             together_s = min(one.end_s, other.end_s) - max(one.start_s, other.start_s)
-            begin = base_of(shown.plan, other.address.region) + other.address.offset
+            begin = shown.start_of(other)
             shared = min(start + one.nbytes, begin + other.nbytes) - max(start, begin)
             assert together_s <= 1e-9 or shared <= 0
-    assert peak_bytes(shown.stays) <= shown.memory_bytes
+    assert shown.peak_bytes <= shown.memory_bytes
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seeds)
 def test_stalls_and_copies_add_up(seed: int) -> None:
-    shown = random_picture(seed)
+    shown = random_analysis(seed)
     assert shown.stall_s == pytest.approx(shown.timeline.stall_s, abs=1e-6)
     assert sum(t.nbytes for t in shown.traffic) == shown.timeline.link_bytes
     ends = {s.step: s.end_s for s in shown.timeline.spans}
     for stall in shown.stalls:
         assert stall.waits_for is not None
         assert ends[stall.waits_for] == pytest.approx(stall.end_s)
-    assert all(sum(now.values()) >= 0 for _, now in held(shown.stays))
+    assert all(sum(now.values()) >= 0 for _, now in bytes_in_use(shown.occupancies))
 
 
 def test_terminal_shows_lanes_stalls_and_memory() -> None:
-    lines = drawn(hand_drawn()).splitlines()
+    lines = drawn(hand_written_analysis()).splitlines()
 
     def row(label: str) -> str:
         (line,) = (line for line in lines if line.startswith(f"{label} ") and len(line) > 40)
@@ -134,7 +134,7 @@ def test_terminal_shows_lanes_stalls_and_memory() -> None:
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_terminal_drawing_keeps_to_the_width(width: int) -> None:
     for seed in range(6):
-        assert max(map(len, drawn(random_picture(seed), width).splitlines())) <= max(width, 60)
+        assert max(map(len, drawn(random_analysis(seed), width).splitlines())) <= max(width, 60)
 
 
 class Tags(HTMLParser):
@@ -171,7 +171,7 @@ def data_of(text: str) -> dict[str, list[object]]:
 
 
 def test_page_is_well_formed_and_needs_nothing_from_outside() -> None:
-    text = page(random_picture(3))
+    text = page(random_analysis(3))
     tags = Tags(text)
     assert tags.open == []
     assert not {name for name, _ in tags.attributes} & {"src", "href", "srcset", "action"}
@@ -182,28 +182,28 @@ def test_page_is_well_formed_and_needs_nothing_from_outside() -> None:
     assert "$" not in text.partition("<script")[0]
 
 
-def test_page_draws_every_step_stall_and_stay() -> None:
+def test_page_draws_every_step_stall_and_occupancy() -> None:
     for seed in range(8):
-        shown = random_picture(seed)
+        shown = random_analysis(seed)
         text, data = page(shown), data_of(page(shown))
-        bars = len(data["steps"]) + len(data["stalls"]) + len(data["stays"])
+        bars = len(data["steps"]) + len(data["stalls"]) + len(data["occupancies"])
         assert Tags(text).counts.get("rect", 0) == bars
         assert len(data["steps"]) == len(shown.timeline.spans)
-        assert len(data["stays"]) == sum(s.nbytes > 0 for s in shown.stays)
+        assert len(data["occupancies"]) == sum(s.nbytes > 0 for s in shown.occupancies)
 
 
 def test_names_from_a_model_are_no_markup() -> None:
     evil = "</script><script>alert(1)</script><b>&"
-    shown = hand_drawn()
+    shown = hand_written_analysis()
     tensors = tuple(replace(t, name=evil) for t in shown.graph.tensors)
     graph = replace(
         shown.graph, name=evil, tensors=tensors, ops=tuple(replace(o, name=evil) for o in shown.graph.ops)
     )
-    text = page(picture(graph, shown.profile, shown.plan))
+    text = page(analyze(graph, shown.profile, shown.plan))
     assert Tags(text).open == []
     assert "<script>alert" not in text
     assert data_of(text)["tensors"][0] == [evil, PAGE, "parameter"]
-    assert evil in drawn(picture(graph, shown.profile, shown.plan), 200)
+    assert evil in drawn(analyze(graph, shown.profile, shown.plan), 200)
 
 
 def long_plan(count: int) -> tuple[Graph, Profile, Plan]:
@@ -212,7 +212,7 @@ def long_plan(count: int) -> tuple[Graph, Profile, Plan]:
     tensors += [Tensor(f"activation_{i}", 1000, "activation" if i else "input") for i in range(count + 1)]
     ops = [Op(f"linear_{i}", "aten.linear", (i, count + i), (count + i + 1,), 64) for i in range(count)]
     graph = Graph("long", 1, "", tuple(tensors), tuple(ops), (2 * count,))
-    writer = Writer(graph, 4 * PAGE, 0, {count: 2 * PAGE}, {})
+    writer = PlanWriter(graph, 4 * PAGE, 0, {count: 2 * PAGE}, {})
     for i in range(count):
         writer.swap_in(i, i % 2 * PAGE)
         writer.compute(i, (2 * PAGE + (i + 1) % 3 * 1024,), 3 * PAGE)
@@ -228,26 +228,12 @@ def test_page_of_five_thousand_steps_stays_small() -> None:
     graph, profile, plan = long_plan(1150)
     check(graph, profile, plan)
     assert len(plan.steps) > 5000
-    assert len(page(picture(graph, profile, plan)).encode()) < 2 << 20
+    assert len(page(analyze(graph, profile, plan)).encode()) < 2 << 20
 
 
 def test_a_graph_without_ops_can_be_shown() -> None:
     graph = Graph("empty", 1, "", (Tensor("x", 64, "input"),), (), (0,))
     profile = profile_of(graph)
-    shown = picture(graph, profile, serial_plan(graph, profile))
+    shown = analyze(graph, profile, serial_plan(graph, profile))
     assert "empty, batch 1" in drawn(shown)
     assert Tags(page(shown)).open == []
-
-
-def test_ticks_are_round_and_few() -> None:
-    assert nice_ticks(0.305, 8) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
-    assert nice_ticks(0.0, 8) == [0.0]
-    for end in (1e-6, 0.0034, 1.0, 7.0, 99.0, 12345.0):
-        ticks = nice_ticks(end, 8)
-        assert 3 <= len(ticks) <= 9
-        assert ticks[-1] <= end * (1 + 1e-9)
-
-
-def test_long_names_keep_their_end() -> None:
-    assert shortened("layer.weight", 20) == "layer.weight"
-    assert shortened("encoder.layers.11.weight", 10) == "…11.weight"

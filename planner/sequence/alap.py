@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
-from planner.layout.placement import SCRATCH_ALIGNMENT
 from planner.sequence.gaps import START, Fate, Gaps
 
 Ints = NDArray[np.int64]
@@ -81,7 +80,7 @@ class Tables(NamedTuple):
     """Actions that a sequence may have."""
 
 
-class Late(NamedTuple):
+class AlapSequence(NamedTuple):
     """A sequence, and the bytes in memory during each action; empty if it were too long."""
 
     verb: Ints
@@ -95,18 +94,17 @@ def tables(gaps: Gaps) -> Tables:
     """Arrays for `late`. The graph must have ops."""
     graph = gaps.graph
     ops = [graph.ops[k] for k in gaps.ops_at]
-    needed = [list(op.reads) for op in ops]
-    needed[-1] = [t for t in dict.fromkeys((*ops[-1].reads, *graph.outputs)) if t not in ops[-1].writes]
+    needed = [op.reads for op in ops]
+    needed[-1] = tuple(t for t in dict.fromkeys((*ops[-1].reads, *graph.outputs)) if t not in ops[-1].writes)
     behind = {(g.tensor, g.last_use): i for i, g in enumerate(gaps.all) if not g.wraps}
     wrapping = {g.tensor: i for i, g in enumerate(gaps.all) if g.wraps}
     again: list[list[int]] = [[] for _ in ops]
     for i, gap in enumerate(gaps.all):
         if Fate.RECOMPUTE in gap.fates:
             again[gap.next_use].append(i)
-    inputs = [t for t, what in enumerate(graph.tensors) if what.kind == "input"]
     stored = sorted(wrapping, key=lambda t: (gaps.uses[t][0], t))
     writes, changes = [op.writes for op in ops], [op.mutates for op in ops]
-    first_inputs = [inputs, *([] for _ in ops[1:])]
+    first_inputs = [graph.inputs, *(() for _ in ops[1:])]
     lists: list[Sequence[Sequence[int]]] = [needed, writes, [op.reads for op in ops], changes, again, first_inputs]
     begins = [
         behind.get((i, START if kind == INPUTS else p), _NONE) if kind in (NEEDED, WRITES, INPUTS) else _NONE
@@ -117,13 +115,13 @@ def tables(gaps: Gaps) -> Tables:
     lengths = [[len(some) for some in of_ops] for of_ops in lists]
     end = np.cumsum(lengths).reshape(len(lists), len(ops))
     uses = sum(len(need) + len(some) for need, some in zip(needed, writes, strict=True))
-    plain = len(ops) + 3 * uses + 2 * len(inputs) + 3 * len(stored)
+    plain = len(ops) + 3 * uses + 2 * len(graph.inputs) + 3 * len(stored)
     return Tables(
         start=np.concatenate([end[:, :1] - np.array(lengths)[:, :1], end], axis=1),
         ids=_ints(i for of_ops in lists for some in of_ops for i in some),
         behind=_ints(begins),
-        scratch_bytes=_ints(aligned(op.scratch_bytes, SCRATCH_ALIGNMENT) for op in ops),
-        nbytes=_ints(aligned(t.nbytes, t.alignment) for t in graph.tensors),
+        scratch_bytes=_ints(op.aligned_scratch_bytes for op in ops),
+        nbytes=_ints(t.aligned_bytes for t in graph.tensors),
         kind=_ints(_KINDS[t.kind] for t in graph.tensors),
         stays=np.array([t in graph.outputs and what.kind != "parameter" for t, what in enumerate(graph.tensors)]),
         last_use=_ints(uses[-1] if uses else START for uses in gaps.uses),
@@ -138,10 +136,6 @@ def tables(gaps: Gaps) -> Tables:
 
 def codes(fates: Iterable[Fate]) -> Codes:
     return np.array([FATES.index(fate) for fate in fates], np.int8)
-
-
-def aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
 
 
 def _ints(values: Iterable[int]) -> Ints:
@@ -162,7 +156,7 @@ def residents(t: Tables, fates: Codes) -> Bools:
 
 
 @compiled
-def late(t: Tables, fates: Codes) -> Late:
+def alap(t: Tables, fates: Codes) -> AlapSequence:
     """The sequence of these fates."""
     start, ids, behind, last_use, stays, kind = t.start, t.ids, t.behind, t.last_use, t.stays, t.kind
     here, saved, kept = _at_the_start(t, fates)
@@ -177,7 +171,7 @@ def late(t: Tables, fates: Codes) -> Late:
             if repeats:
                 length = _repeat(t, fates, here, saved, forgotten, p, mark, verb, what, length)
                 if length > t.most:
-                    return Late(verb[:0], what[:0], what[:0])
+                    return AlapSequence(verb[:0], what[:0], what[:0])
             for n in range(start[NEEDED, p], start[NEEDED, p + 1]):
                 if not here[ids[n]]:
                     here[ids[n]] = True
@@ -214,7 +208,7 @@ def late(t: Tables, fates: Codes) -> Late:
     for n in range(len(t.stored)):
         if fates[t.wrapping[n]] == RESTORE and not kept[t.stored[n]]:
             verb[length], what[length], length = SWAP_IN, t.stored[n], length + 1
-    return Late(verb[:length], what[:length], _held(t, fates, verb[:length], what[:length]))
+    return AlapSequence(verb[:length], what[:length], _held(t, fates, verb[:length], what[:length]))
 
 
 @compiled
