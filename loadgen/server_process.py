@@ -73,40 +73,37 @@ async def _ready_url(
     try:
         async with asyncio.timeout(patience_s):
             progress("starting the server")
-            url = await _announced_url(process)
-            progress(f"loading models at {url}")
-            await _until_ready(process, url)
-            return url
+            if (url := await _announced_url(process)) is not None:
+                progress(f"loading models at {url}")
+                if await _becomes_ready(process, url):
+                    return url
+            problem = f"the server exited with status {await process.wait()} before it was ready"
     except TimeoutError:
         problem = f"the server was not ready after {patience_s:g} s"
-    except _ServerExitedError:
-        problem = f"the server exited with status {await process.wait()} before it was ready"
     raise ServerFailed(f"{problem}: {shlex.join(command)}\n{_end_of(log)}")
 
 
-class _ServerExitedError(Exception):
-    pass
-
-
-async def _announced_url(process: Process) -> str:
+async def _announced_url(process: Process) -> str | None:
+    """Return the address that the server prints, or None if it exits."""
     assert process.stdout is not None
     async for line in process.stdout:
         text = line.decode(errors="replace").strip()
         if text.startswith(ANNOUNCEMENT):
             return text.removeprefix(ANNOUNCEMENT).strip()
-    raise _ServerExitedError
+    return None
 
 
-async def _until_ready(process: Process, url: str) -> None:
+async def _becomes_ready(process: Process, url: str) -> bool:
+    """Wait until the server is ready; False if it exits."""
     async with InferenceServerClient(address_of(url)) as client:
         while process.returncode is None:
             try:
                 if await client.is_server_ready():
-                    return
+                    return True
             except (aiohttp.ClientError, OSError):
                 pass  # it may announce its address before it listens
             await asyncio.sleep(0.1)
-    raise _ServerExitedError
+    return False
 
 
 async def _drain(process: Process) -> None:

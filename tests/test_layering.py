@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.protocol": ({"server", "planner.errors"}, {"grpc", "msgspec", "numpy"} | TRITON),
     "server.scheduling": ({"server"}, {"msgspec"} | TRITON),
     "server.observe": ({"server"}, {"msgspec", "psutil", "pynvml"}),
-    "server.frontend": ({"server", "planner.errors", "planner.free_list"}, {"msgspec", "numpy"}),
+    "server.frontend": ({"server", "planner.errors", "planner.free_list"}, {"grpc", "msgspec", "numpy"}),
     "server.http": ({"server", "planner.errors"}, {"aiohttp", "msgspec"}),
     "server.grpc": ({"server"}, {"grpc", "grpc_health", "grpc_reflection", "msgspec", "numpy"} | TRITON),
     "server.engine": ({"server", "runtime"}, {"msgspec", "numpy", "torch"}),

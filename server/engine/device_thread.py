@@ -185,7 +185,7 @@ class DeviceThread:
             self._announce_next()
         try:
             inputs = [ticket.request.inputs for ticket in tickets]
-            execution = model.servable.execute(inputs, rows, _follower(tickets))
+            execution = model.servable.execute(inputs, rows, _follower(tickets, self._lane))
         except RequestError as error:
             return [error] * len(tickets), self._clock()
         except Exception as error:
@@ -244,7 +244,7 @@ class DeviceThread:
             ahead = self.scheduler.ahead(self._clock())
         model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
         if ahead is not None and model is not None:
-            model.servable.expect(ahead.rows, _follower(ahead.tickets) is not None)
+            model.servable.expect(ahead.rows, _follower(ahead.tickets, self._lane) is not None)
 
 
 def split_rows(batches: Sequence[int], execution: Execution) -> list[Inputs]:
@@ -259,15 +259,15 @@ def split_rows(batches: Sequence[int], execution: Execution) -> list[Inputs]:
     return parts
 
 
-def _follower(tickets: Iterable[Ticket]) -> "Follow | None":
+def _follower(tickets: Iterable[Ticket], lane: int) -> "Follow | None":
     """Return what records the lanes for the first of these requests that is traced."""
     for ticket in tickets:
         if ticket.request.on_spans is not None:
-            return _spans_to(ticket.request.on_spans)
+            return _spans_to(ticket.request.on_spans, lane)
     return None
 
 
-def _spans_to(on_spans: OnSpans) -> "Follow":
+def _spans_to(on_spans: OnSpans, lane: int) -> "Follow":
     def follow(recording: "Recording") -> None:
         shift_s = _clock_shift_s()
         on_spans(
@@ -282,6 +282,7 @@ def _spans_to(on_spans: OnSpans) -> "Follow":
                     span.stalled,
                     span.ahead,
                     span.ops,
+                    lane,
                 )
                 for span in recording.spans()
             ]

@@ -9,7 +9,15 @@ from msgspec.structs import replace
 
 from server import log
 from server.config.config import ServeConfig
-from server.errors import InvalidRequest, ModelNotFound, QueueFull, RequestError, ShuttingDown, Unsupported
+from server.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    ModelNotReady,
+    QueueFull,
+    RequestError,
+    ShuttingDown,
+    Unsupported,
+)
 from server.frontend.engine_client import EngineClient
 from server.frontend.memory import Lease, RequestMemory
 from server.observe.machine import Machine
@@ -80,6 +88,8 @@ class DataPlane:
 
     def describe(self, model: str, version: str | None = None) -> ModelInfo:
         """Return a model's description. Raises ModelNotFound or ModelNotReady."""
+        if self._client.catalog.get(model) is None and (reason := self._client.unavailable) is not None:
+            raise ModelNotReady(model, reason)  # the engine has not read the repository yet
         return self._client.catalog.find(model, version).require()
 
     def require_ready(self, model: str, version: str | None = None) -> ModelInfo:

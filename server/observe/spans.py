@@ -62,14 +62,14 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
     return events
 
 
-def lane_events(spans: Iterable[DeviceSpan], trace_id: str, lane: int = 0) -> Iterator[Event]:
+def lane_events(spans: Iterable[DeviceSpan], trace_id: str) -> Iterator[Event]:
     """Return what a compute lane and its copy lanes did for an execution: ops, their stalls, and copies."""
     for span in spans:
         name, label = _lane_label(span)
         yield {
             "ph": "X",
             "pid": DEVICE,
-            "tid": track_of(_TRACKS[span.lane], lane),
+            "tid": track_of(_TRACKS[span.lane], span.compute_lane),
             "name": name,
             "ts": span.start_s * 1e6,
             "dur": (span.end_s - span.start_s) * 1e6,

@@ -52,8 +52,7 @@ class Tracer:
         trace.wanted = True
 
         def write(spans: Sequence[DeviceSpan]) -> None:
-            lane = 0 if trace.timing is None else trace.timing.lane
-            file.write(lane_events(spans, trace.context.trace_id, lane), frequency, late=True)
+            file.write(lane_events(spans, trace.context.trace_id), frequency, late=True)
 
         return msgspec.structs.replace(request, on_spans=write)
 

@@ -45,6 +45,8 @@ class DeviceSpan(msgspec.Struct, frozen=True):
     """A copy that began before its own execution did."""
     ops: int = 1
     """How many ops ran as one segment."""
+    compute_lane: int = 0
+    """The compute lane that executed the request."""
 
 
 OnSpans = Callable[[Sequence[DeviceSpan]], None]

@@ -1,8 +1,7 @@
-"""A plan as one self-contained HTML page: inline SVG, styles, and a script for zooming and details."""
+"""A plan as one self-contained HTML page: figures and tables, and data that `page.js` draws as SVG."""
 
 import html
 import json
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 from string import Template
@@ -11,14 +10,12 @@ from typing import Any
 from planner.errors import format_bytes
 from planner.plan import Compute, SwapIn, SwapOut
 from planner.profile import Link
-from server.tools.analysis import KINDS, LANES, Kind, Occupancy, PlanAnalysis, bytes_in_use
-from server.tools.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
+from planner.timeline import Span
+from server.tools.analysis import KINDS, LANES, Kind, PlanAnalysis, bytes_in_use
+from server.tools.format import gap, milliseconds, nice_ticks, percent, shortened
 
 TIME_UNITS = 100_000
-"""Width of every chart, in its own coordinates."""
-MEMORY_UNITS = 100_000
-"""Height of the memory charts."""
-_LANE_UNITS = 10
+"""Width of the charts in their own coordinates."""
 _MOST_ROWS = 25
 _NAME_CELLS = 32
 
@@ -39,16 +36,11 @@ def page(analysis: PlanAnalysis) -> str:
             f"<div class=tile><dt>{name}</dt><dd>{html.escape(value)}</dd><span>{html.escape(note)}</span></div>"
             for name, value, note in _tiles(analysis)
         ),
-        lanes=_lanes(analysis),
         lane_labels=_lane_labels(analysis),
         lane_legend=_lane_legend(analysis),
-        time_axis=_time_axis(analysis),
-        legend=_legend({k: _KIND_NAMES.get(k, k) for k in KINDS if _drawn(analysis)[k]}),
-        use=_use(analysis),
+        legend=_legend({k: _KIND_NAMES.get(k, k) for k in KINDS if any(o.kind == k for o in analysis.occupancies)}),
         budget=memory,
-        memory=_memory(analysis),
         memory_axis=_memory_axis(analysis),
-        answer=_answer(analysis),
         stalls=_stalls(analysis),
         traffic=_traffic(analysis),
         provenance=_provenance(analysis),
@@ -82,17 +74,6 @@ def _tiles(analysis: PlanAnalysis) -> Iterator[tuple[str, str, str]]:
     yield "peak memory", format_bytes(analysis.peak_bytes), f"of {format_bytes(analysis.memory_bytes)}"
 
 
-def _lanes(analysis: PlanAnalysis) -> str:
-    """Draw a bar for each step, and for each stall below the compute lane's bars."""
-
-    def bars(kind: str, row: int, spans: Sequence[Any]) -> str:
-        y, height = row * _LANE_UNITS + 1, _LANE_UNITS - 2
-        return _group(kind, (_rectangle(analysis, s.start_s, s.end_s, y, height) for s in spans))
-
-    rows = (bars(lane, row, analysis.spans_of(lane)) for row, (lane, _) in enumerate(LANES))
-    return bars("stall", 0, analysis.stalls) + "".join(rows)
-
-
 def _lane_labels(analysis: PlanAnalysis) -> str:
     labels = []
     for lane, name in LANES:
@@ -113,76 +94,6 @@ def _lane_legend(analysis: PlanAnalysis) -> str:
 
 def _legend(marks: Mapping[Any, str]) -> str:
     return "".join(f"<span><i class={kind}></i>{name}</span>" for kind, name in marks.items())
-
-
-def _time_axis(analysis: PlanAnalysis) -> str:
-    """Draw round times; the script redraws them when it zooms."""
-    ticks = nice_ticks(analysis.end_s, 8) if analysis.end_s > 0 else []
-    return "".join(f'<span style="left:{t / analysis.end_s:.4%}">{round_time(t)}</span>' for t in ticks)
-
-
-def _answer(analysis: PlanAnalysis) -> str:
-    """Draw a line where the outputs are complete, if steps end after that."""
-    if not analysis.has_epilogue:
-        return ""
-    x = _x(analysis, analysis.timeline.latency_s)
-    return f'<line class=answer x1="{x}" x2="{x}" y1="0" y2="100%"/>'
-
-
-def _use(analysis: PlanAnalysis) -> str:
-    """Draw bytes in use over time as an area per kind, stacked."""
-    uses = bytes_in_use(analysis.occupancies)
-    if not uses or not analysis.memory_bytes:
-        return ""
-    times = [time_s for time_s, _ in uses]
-    parts = []
-    below = [0] * len(uses)
-    for kind in KINDS:
-        above = [b + now[kind] for b, (_, now) in zip(below, uses, strict=True)]
-        if above != below:
-            there, back = _steps(analysis, times, above), _steps(analysis, times, below)
-            parts.append(f'<path class={kind} d="M{" ".join(there)} {" ".join(reversed(back))}Z"/>')
-        below = above
-    return "".join(parts)
-
-
-def _steps(analysis: PlanAnalysis, times: Sequence[float], values: Sequence[int]) -> list[str]:
-    """Return the points of a step function; only where it changes."""
-    points: list[str] = []
-    y: int | None = None
-    for time_s, value in zip(times, values, strict=True):
-        height = _y(analysis, value)
-        if height != y:
-            x = _x(analysis, time_s)
-            points += [f"{x},{height}"] if y is None else [f"{x},{y}", f"{x},{height}"]
-            y = height
-    return [*points, f"{_x(analysis, times[-1])},{y}"]
-
-
-def _memory(analysis: PlanAnalysis) -> str:
-    """Draw a rectangle for each occupancy: bytes from the bottom up, time from left to right."""
-
-    def rectangle(occupancy: Occupancy) -> str:
-        start = analysis.start_of(occupancy)
-        top = _y(analysis, start + occupancy.nbytes)
-        height = _y(analysis, start) - top
-        return _rectangle(analysis, occupancy.start_s, occupancy.end_s, top, height)
-
-    drawn = _drawn(analysis)
-    parts = [_group(kind, map(rectangle, drawn[kind])) for kind in KINDS if drawn[kind]]
-    if 0 < analysis.plan.partition_bytes < analysis.memory_bytes:
-        y = _y(analysis, analysis.plan.partition_bytes)
-        parts.append(f'<line class=border x1="0" x2="{TIME_UNITS}" y1="{y}" y2="{y}"/>')
-    return "".join(parts)
-
-
-def _drawn(analysis: PlanAnalysis) -> dict[Kind, list[Occupancy]]:
-    """Return the occupancies with an area by kind."""
-    by_kind: dict[Kind, list[Occupancy]] = defaultdict(list)
-    for occupancy in analysis.occupancies:
-        if occupancy.nbytes and analysis.end_s > 0:
-            by_kind[occupancy.kind].append(occupancy)
-    return by_kind
 
 
 def _memory_axis(analysis: PlanAnalysis) -> str:
@@ -275,51 +186,42 @@ def _table(head: Sequence[str], rows: Collection[Sequence[str]], classes: Mappin
 
 
 def _data(analysis: PlanAnalysis) -> dict[str, Any]:
-    """Return what the script shows of a bar or rectangle, in the order of the drawing."""
-    plan, graph, drawn = analysis.plan, analysis.graph, _drawn(analysis)
+    """Return what the script draws. Times are in TIME_UNITS of the last step's end."""
+    plan, graph, end_s = analysis.plan, analysis.graph, analysis.end_s or 1.0
+
+    def x(*times_s: float) -> list[float]:
+        return [round(time_s / end_s * TIME_UNITS, 1) for time_s in times_s]
+
+    def subject(step: int) -> tuple[str, int]:
+        match plan.steps[step]:
+            case Compute(op=op):
+                return "op", op
+            case SwapIn(tensor=tensor):
+                return "in", tensor
+            case SwapOut(tensor=tensor):
+                return "out", tensor
+            case drop:
+                raise AssertionError(drop)
+
+    def step(span: Span) -> list[Any]:
+        return [span.step, *subject(span.step), stall_of.get(span.step), *x(span.start_s, span.end_s)]
+
     stall_of = {s.step: s.waits_for for s in analysis.stalls}
-    lane_steps = [s.step for lane, _ in LANES for s in analysis.spans_of(lane)]
     return {
         "end": analysis.end_s,
+        "answer": x(analysis.timeline.latency_s)[0] if analysis.has_epilogue else None,
         "memory": analysis.memory_bytes,
         "partition": plan.partition_bytes,
         "units": TIME_UNITS,
         "tensors": [[t.name, t.nbytes, t.kind] for t in graph.tensors],
         "ops": [[op.name, op.target] for op in graph.ops],
-        "stalls": [[s.step, s.waits_for] for s in analysis.stalls],
-        "steps": [[i, *_subject(analysis, i), stall_of.get(i)] for i in lane_steps],
+        "stalls": [[s.step, s.waits_for, *x(s.start_s, s.end_s)] for s in analysis.stalls],
+        "lanes": {lane: [step(span) for span in analysis.spans_of(lane)] for lane, _ in LANES},
+        "kinds": KINDS,
+        "use": [[*x(time_s), [now[kind] for kind in KINDS]] for time_s, now in bytes_in_use(analysis.occupancies)],
         "occupancies": [
-            [o.what, o.kind, o.address.offset, int(o.address.region == "workspace"), o.nbytes]
-            for kind in KINDS
-            for o in drawn[kind]
+            [o.kind, o.what, analysis.start_of(o), o.nbytes, *x(o.start_s, o.end_s)]
+            for o in analysis.occupancies
+            if o.nbytes
         ],
     }
-
-
-def _subject(analysis: PlanAnalysis, step: int) -> tuple[str, int]:
-    match analysis.plan.steps[step]:
-        case Compute(op=op):
-            return "op", op
-        case SwapIn(tensor=tensor):
-            return "in", tensor
-        case SwapOut(tensor=tensor):
-            return "out", tensor
-        case drop:
-            raise AssertionError(drop)
-
-
-def _group(kind: str, shapes: Any) -> str:
-    return f"<g class={kind}>{''.join(shapes)}</g>"
-
-
-def _rectangle(analysis: PlanAnalysis, start_s: float, end_s: float, y: int, height: int) -> str:
-    x, width = _x(analysis, start_s), _x(analysis, end_s - start_s)
-    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}"/>'
-
-
-def _x(analysis: PlanAnalysis, seconds: float) -> str:
-    return f"{seconds / analysis.end_s * TIME_UNITS:.1f}".removesuffix(".0")
-
-
-def _y(analysis: PlanAnalysis, nbytes: int) -> int:
-    return round((1 - nbytes / analysis.memory_bytes) * MEMORY_UNITS)

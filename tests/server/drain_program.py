@@ -1,36 +1,54 @@
-"""`cohabit serve` with a fake loader, as a process: one model that sleeps; loading takes as long as told."""
+"""`cohabit serve` with a fake loader, as a process. A file named `go` lets its one model, or its loading, end.
+
+Arguments: the repository, a folder for the files `executing` and `go`, what waits for `go` (`model` or `loading`), and
+token files.
+"""
 
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from server_fakes import FakeLoaded, FakeServable, config, identity, serving
 
+from server import engine_host
 from server.cli import serve_until_stopped
 from server.config.config import ServeConfig
+from server.engine_host import OnProgress
 from server.models.repository import ModelSource
+from server.observe.tokens import TokenFiles
 from server.protocol.model import Array
 
+REPOSITORY, FOLDER, WAITS, *TOKEN_FILES = sys.argv[1:]
 
-def sleepy(x: Array) -> dict[str, Array]:
-    time.sleep(float(x[0, 0]))
+
+def is_let_go() -> bool:
+    return (Path(FOLDER) / "go").exists()
+
+
+def gated(x: Array) -> dict[str, Array]:
+    (Path(FOLDER) / "executing").touch()
+    while not is_let_go():
+        time.sleep(0.01)
     return {"y": x}
 
 
-def load(
-    sources: Sequence[ModelSource], config: ServeConfig, on_progress: Callable[[str, str], None]
-) -> FakeLoaded:
-    for _ in range(int(sys.argv[2])):
-        time.sleep(0.05)
-        on_progress("sleepy", "dozing")
-    return serving(FakeServable(identity("sleepy", "FP32").info, sleepy))
+def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> FakeLoaded:
+    while WAITS == "loading" and not is_let_go():
+        time.sleep(0.01)
+        on_progress("gated", "waiting")
+    return serving(FakeServable(identity("gated", "FP32").info, gated))
 
 
 if __name__ == "__main__":
-    console = Console(stderr=True)
-    repository = Path(sys.argv[1])
-    settings = config(repository=repository, token_files=tuple(map(Path, sys.argv[3:])))
-    sys.exit(asyncio.run(serve_until_stopped(settings, load, console)))
+    engine_host.load_repository = load
+    TokenFiles.follow.__defaults__ = (3600.0,)  # only SIGHUP has the token files read again
+    settings = config(
+        repository=Path(REPOSITORY),
+        engine="in-process",
+        token_files=tuple(map(Path, TOKEN_FILES)),
+        exit_timeout_s=60.0,
+    )
+    sys.exit(asyncio.run(serve_until_stopped(settings, Console(stderr=True))))

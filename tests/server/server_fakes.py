@@ -16,6 +16,7 @@ import uvloop
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
 from server.engine.execution import Execution, Servable
+from server.engine_host import Engine
 from server.errors import InvalidRequest
 from server.protocol.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, TensorSpec
 from server.scheduling.estimates import Readiness
@@ -49,6 +50,14 @@ class FakeServable:
 def joined(requests: Sequence[Inputs]) -> Inputs:
     """The inputs of several requests, one behind the other along the batch."""
     return {name: np.concatenate([inputs[name] for inputs in requests]) for name in requests[0]}
+
+
+def eventually(condition: Callable[[], bool], patience_s: float = 60.0) -> None:
+    """Wait for something that will happen; fail if it does not."""
+    deadline_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never happened"
+        time.sleep(0.005)
 
 
 class Gate:
@@ -157,10 +166,11 @@ def write_repository(folder: Path, loaded: FakeLoaded) -> None:
 
 @dataclass
 class Running:
-    """A server in another thread. `call` runs a coroutine function there."""
+    """A server, and its engine, in another thread."""
 
     server: Server
     loop: asyncio.AbstractEventLoop
+    _stopped: bool | None = None
 
     @property
     def address(self) -> str:
@@ -175,8 +185,21 @@ class Running:
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
+    @property
+    def metrics_port(self) -> int:
+        return int(self.server.metrics_url.removesuffix("/metrics").rpartition(":")[2])
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which runs in the server's process."""
+        assert self.server._local is not None
+        return self.server._local
+
     def stop(self) -> bool:
-        return asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop).result(20)
+        """Stop the server; a second call returns what the first one did."""
+        if self._stopped is None:
+            self._stopped = asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop).result(20)
+        return self._stopped
 
 
 @contextmanager

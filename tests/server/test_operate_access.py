@@ -12,15 +12,15 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from clients import PROTOCOLS, Client, connect
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from metrics_client import MetricsPort
 from server_fakes import Running, config, identity, running, serving
 from server_http import ask
-from test_server_metrics import metrics_address
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 from server.errors import ConfigError, PermissionMissing, Unauthenticated
-from server.http import openapi
-from server.http.app import routes
+from server.http.endpoints import endpoints
+from server.http.openapi import document as openapi_document
 from server.observe.access import OPEN, Permission, open_access
 from server.serve import Server
 
@@ -124,17 +124,18 @@ def test_the_openapi_document_says_what_needs_a_token(guarded: Running) -> None:
             assert ("403" in operation["responses"]) == (with_token == 403), path
 
 
-def test_the_openapi_document_of_an_open_server_asks_for_nothing() -> None:
-    document = openapi.document("0")
+def test_the_openapi_document_of_an_open_server_asks_for_nothing(guarded: Running) -> None:
+    document = openapi_document("0", endpoints(guarded.server.plane, 1))
     assert "securitySchemes" not in document["components"]
     assert not any("security" in op for methods in document["paths"].values() for op in methods.values())
 
 
 def test_no_route_is_left_without_a_guard(guarded: Running) -> None:
-    for method, pattern, _ in routes(guarded.server.plane, 1):
-        path = re.sub(r"\{\w+(:[^{}]+)?\}", "1", pattern.replace("{order:(un)?load}", "load"))
-        answer = ask(guarded, method, path, b"")
-        assert answer.status == (200 if path.startswith("/v2/health/") else 401), path
+    for endpoint in endpoints(guarded.server.plane, 1):
+        for pattern in endpoint.paths:
+            path = re.sub(r"\{\w+(:[^{}]+)?\}", "1", pattern.replace("{order:(un)?load}", "load"))
+            answer = ask(guarded, endpoint.method, path, b"")
+            assert answer.status == (200 if path.startswith("/v2/health/") else 401), path
 
 
 def test_no_grpc_call_is_left_without_a_guard(guarded: Running) -> None:
@@ -176,11 +177,11 @@ def test_http_says_how_to_authenticate(guarded: Running) -> None:
 
 
 def test_metrics_need_a_token_unless_they_are_open(guarded: Running, tmp_path: Path) -> None:
-    assert ask(metrics_address(guarded), "GET", "/metrics").status == 401
-    assert ask(metrics_address(guarded), "GET", "/metrics", headers=headers(INFER)).status == 200
+    assert ask(MetricsPort(guarded), "GET", "/metrics").status == 401
+    assert ask(MetricsPort(guarded), "GET", "/metrics", headers=headers(INFER)).status == 200
     files = token_file(tmp_path, "t", INFER)
     with running(serving(identity("id", "FP32")), token_files=files, metrics_access="open") as opened:
-        assert ask(metrics_address(opened), "GET", "/metrics").status == 200
+        assert ask(MetricsPort(opened), "GET", "/metrics").status == 200
 
 
 def test_tokens_are_never_logged(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:

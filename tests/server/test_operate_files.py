@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from metrics_client import FakeNvml, Samples, machine_samples, scrape
 from server_fakes import Running
-from test_server_metrics import FakeNvml, Samples, machine_samples, scrape
 
 from server.config.setting import PREFIX
 from server.config.sources import add_flags, read_settings

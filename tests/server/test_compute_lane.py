@@ -1,0 +1,343 @@
+"""One compute lane: batches, announcements for prefetch, chores, versions, deadlines, and faults of the device."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from server_fakes import FakeServable, Gate, identity
+
+from server.engine.compute_lane import ComputeLane
+from server.errors import (
+    DeviceLost,
+    ExecutionFailed,
+    InvalidRequest,
+    ModelNotFound,
+    RequestTimedOut,
+    ShuttingDown,
+)
+from server.protocol.execution import InferResult
+from server.protocol.model import Array
+from server.protocol.request import InferRequest
+from server.protocol.statistics import ModelStatistics
+from server.scheduling.scheduler import Scheduler
+
+FASTER = {1: 1.0, 2: 1.1, 4: 1.2}
+"""Predicted seconds of a model for which batches pay."""
+
+
+def request(model: str = "m", value: float = 0.0, batch: int = 1, timeout_s: float | None = None) -> InferRequest:
+    return InferRequest(model, 1, {"x": np.full((batch, 4), value, np.float32)}, batch, (), timeout_s=timeout_s)
+
+
+def gated(name: str = "m") -> tuple[FakeServable, Gate]:
+    gate = Gate()
+    return FakeServable(identity(name, "FP32").info, gate), gate
+
+
+def infer(lane: ComputeLane, model: str = "m", value: float = 0.0, batch: int = 1) -> "asyncio.Task[InferResult]":
+    return asyncio.create_task(lane.infer(request(model, value, batch)))
+
+
+async def entered(gate: Gate) -> None:
+    assert await asyncio.to_thread(gate.entered.wait, 20)
+
+
+async def queued(lane: ComputeLane, model: str, count: int) -> None:
+    """Let the requests that were made enter the queue, which must then have so many of a model."""
+    await asyncio.sleep(0)
+    assert lane.pending(model) == count
+
+
+@asynccontextmanager
+async def lane_of(*servables: FakeServable) -> AsyncIterator[ComputeLane]:
+    lane = ComputeLane(Scheduler(64))
+    for servable in servables:
+        lane.add(servable, ModelStatistics())
+    lane.start()
+    try:
+        yield lane
+    finally:
+        await lane.stop()
+
+
+# Announcements of the model that is executed next.
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_the_next_model_is_announced_before_each_execution_while_prefetch_is_on(enabled: bool) -> None:
+    first, gate = gated("first")
+    second = identity("second", "FP32")
+    async with lane_of(first, second) as lane:
+        answers = [infer(lane, "first")]
+        await entered(gate)
+        answers += [infer(lane, "second", batch=3), infer(lane, "first", batch=2)]
+        await queued(lane, "first", 1)
+        lane.prefetch(not enabled)
+        lane.prefetch(enabled)
+        gate.open.set()
+        await asyncio.gather(*answers)
+    assert (first.calls, second.calls) == ([1, 2], [3])
+    assert first.expected == ([2] if enabled else []), "announced before `second` is executed"
+    assert second.expected == [], "the queue was empty when the first execution began"
+
+
+async def test_a_lone_request_announces_nothing() -> None:
+    servable = identity("m", "FP32")
+    async with lane_of(servable) as lane:
+        for _ in range(5):
+            await lane.infer(request())
+    assert servable.expected == []
+
+
+# Batches.
+
+
+async def run_queued(servable: FakeServable, values: list[float]) -> tuple[list[object], ModelStatistics]:
+    """Return the outcomes of requests that are all queued while the lane is busy, and the model's counters."""
+    busy, gate = gated("busy")
+    async with lane_of(busy) as lane:
+        statistics = ModelStatistics()
+        lane.add(servable, statistics)
+        running = infer(lane, "busy")
+        await entered(gate)
+        waiting = [infer(lane, servable.info.name, value) for value in values]
+        await queued(lane, servable.info.name, len(values))
+        gate.open.set()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        await running
+    return list(outcomes), statistics
+
+
+async def test_queued_requests_are_executed_as_batches_and_get_their_own_rows() -> None:
+    servable = replace(identity("m", "FP32"), seconds_by_batch=FASTER)
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    outcomes, statistics = await run_queued(servable, values)
+    assert servable.calls == [4, 2]
+    for value, rows, outcome in zip(values, [4] * 4 + [2] * 2, outcomes, strict=True):
+        assert isinstance(outcome, InferResult)
+        assert np.array_equal(outcome.outputs["y"], np.full((1, 4), value))
+        assert (outcome.timing.rows, outcome.timing.swapped_bytes) == (rows, 1000)
+        assert outcome.timing.queued_s <= outcome.timing.started_s
+    assert (statistics.success.count, statistics.execution_count, statistics.inference_count) == (6, 2, 6)
+    assert statistics.swapped_bytes == 2 * 1000
+
+
+async def test_a_request_that_fails_in_a_batch_fails_alone() -> None:
+    def refuse_seven(x: Array) -> dict[str, Array]:
+        if (x == 7).any():
+            raise InvalidRequest("7 is outside of the table")
+        return {"y": x}
+
+    servable = FakeServable(identity("m", "FP32").info, refuse_seven, seconds_by_batch=FASTER)
+    outcomes, statistics = await run_queued(servable, [1.0, 7.0, 3.0, 4.0])
+    assert servable.calls == [4, 1, 1, 1, 1]
+    assert [isinstance(o, InvalidRequest) for o in outcomes] == [False, True, False, False]
+    assert (statistics.success.count, statistics.failures["OTHER"]) == (3, 1)
+
+
+async def test_the_start_of_an_execution_is_marked_with_its_prediction() -> None:
+    marks: list[tuple[float, float]] = []
+
+    class Mark:
+        def started(self, now_s: float, predicted_s: float) -> None:
+            marks.append((now_s, predicted_s))
+
+    async with lane_of(replace(identity("m", "FP32"), seconds_by_batch=FASTER)) as lane:
+        asked = InferRequest("m", 1, {"x": np.zeros((2, 4), np.float32)}, 2, (), start_mark=Mark())
+        timing = (await lane.infer(asked)).timing
+    assert marks == [(timing.started_s, FASTER[2])]
+
+
+# Chores.
+
+
+class Steps:
+    """A chore of so many pieces, which notes how often its model had been executed before each."""
+
+    def __init__(self, count: int, servable: FakeServable) -> None:
+        self.left, self.servable = count, servable
+        self.executed: list[int] = []
+        self.threads: set[int] = set()
+
+    def advance(self) -> bool:
+        self.threads.add(threading.get_ident())
+        self.executed.append(len(self.servable.calls))
+        self.left -= 1
+        return self.left == 0
+
+
+async def test_chores_are_done_a_piece_between_every_two_executions_and_go_on_when_idle() -> None:
+    servable, gate = gated()
+    async with lane_of(servable) as lane:
+        answers = [infer(lane) for _ in range(5)]
+        await entered(gate)
+        await queued(lane, "m", 4)
+        chore = Steps(3, servable)
+        done = asyncio.create_task(lane.perform(chore))
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(done, *answers)
+        assert chore.executed == [1, 2, 3]
+        idle = Steps(50, servable)
+        await lane.perform(idle)
+        assert idle.executed == [5] * 50
+        assert {await lane.between(threading.get_ident)} == chore.threads == idle.threads
+
+
+async def test_a_chore_that_fails_fails_alone() -> None:
+    async with lane_of(identity("m", "FP32")) as lane:
+
+        def fail() -> None:
+            raise ValueError("no such thing")
+
+        with pytest.raises(ValueError, match="no such thing"):
+            await lane.between(fail)
+        assert await lane.between(lambda: 1) == 1
+        await lane.infer(request())
+
+
+# Models that are replaced, removed and held.
+
+
+async def test_requests_are_executed_by_the_version_that_they_came_for() -> None:
+    old, gate = gated()
+    new = FakeServable(old.info, lambda x: {"y": x + 100})
+    async with lane_of(old) as lane:
+        for_old = [infer(lane, value=value) for value in (1.0, 2.0)]
+        await entered(gate)
+        await queued(lane, "m", 1)
+        lane.add(new, ModelStatistics())
+        for_new = infer(lane, value=3.0)
+        finished = asyncio.create_task(lane.finish("m", 20.0, older_only=True))
+        await queued(lane, "m", 2)
+        assert not finished.done()
+        gate.open.set()
+        assert [a.outputs["y"][0, 0] for a in await asyncio.gather(*for_old, for_new)] == [1.0, 2.0, 103.0]
+        assert await finished
+
+
+@pytest.mark.parametrize("event", ["replaced", "unloaded"])
+async def test_requests_that_still_wait_for_a_replaced_or_removed_model_are_refused(event: str) -> None:
+    servable, gate = gated()
+    async with lane_of(servable, identity("other", "FP32")) as lane:
+        running, waiting = infer(lane), infer(lane)
+        await entered(gate)
+        await queued(lane, "m", 1)
+        if event == "replaced":
+            lane.add(identity("m", "FP32"), ModelStatistics())
+            assert not await lane.finish("m", 0.0, older_only=True)
+        else:
+            lane.remove("m")
+            with pytest.raises(ModelNotFound):
+                await lane.infer(request())
+        with pytest.raises(ModelNotFound, match=event):
+            await waiting
+        gate.open.set()
+        await running
+        await lane.infer(request("other"))
+
+
+async def test_a_held_model_waits_while_the_others_are_served() -> None:
+    async with lane_of(identity("m", "FP32"), identity("other", "FP32")) as lane:
+        lane.hold("m", True)
+        kept = infer(lane)
+        await lane.infer(request("other"))
+        assert not kept.done()
+        lane.hold("m", False)
+        await kept
+
+
+# Requests that are not executed.
+
+
+async def test_hopeless_requests_are_refused_while_the_device_is_busy() -> None:
+    servable, gate = gated()
+    async with lane_of(servable) as lane:
+        running = infer(lane)
+        await entered(gate)
+        with pytest.raises(RequestTimedOut):
+            await lane.infer(request(timeout_s=0.02))
+        assert not running.done()
+        gate.open.set()
+        await running
+
+
+async def test_failed_and_cancelled_requests_are_counted_once() -> None:
+    def explode(x: Array) -> dict[str, Array]:
+        raise RuntimeError("fire")
+
+    statistics = ModelStatistics()
+    async with lane_of() as lane:
+        lane.add(FakeServable(identity("m", "FP32").info, explode), statistics)
+        with pytest.raises(ExecutionFailed, match="fire"):
+            await lane.infer(request())
+        lane.hold("m", True)
+        leaving = infer(lane)
+        await queued(lane, "m", 1)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert statistics.failures == {"REJECTED": 0, "CANCELED": 1, "BACKEND": 1, "OTHER": 0}
+        assert lane.pending("m") == 0
+
+
+async def test_stopping_refuses_chores_and_requests_alike() -> None:
+    servable, gate = gated()
+    lane = ComputeLane(Scheduler(64))
+    lane.add(servable, ModelStatistics())
+    lane.start()
+    running, waiting = infer(lane), infer(lane)
+    await entered(gate)
+    chore = asyncio.create_task(lane.between(lambda: None))
+    await queued(lane, "m", 1)
+    assert not await lane.stop(0.0), "it is still executing"
+    for refused in (running, waiting, chore):
+        with pytest.raises(ShuttingDown):
+            await refused
+    with pytest.raises(ShuttingDown):
+        await lane.between(lambda: None)
+    gate.open.set()
+    assert await lane.stop()
+
+
+# Faults.
+
+
+async def test_a_lost_device_refuses_everything_and_is_reported_once() -> None:
+    servable, gate = gated()
+    reported: list[str] = []
+    lane = ComputeLane(Scheduler(64), on_lost=reported.append)
+    lane.add(servable, ModelStatistics())
+    lane.start()
+    running, waiting = infer(lane), infer(lane)
+    await entered(gate)
+    await queued(lane, "m", 1)
+    servable.lost = "it fell off the bus"
+    gate.open.set()
+    await running
+    with pytest.raises(DeviceLost, match="fell off the bus"):
+        await waiting
+    for refused in (lane.infer(request()), lane.between(lambda: None)):
+        with pytest.raises(DeviceLost):
+            await refused
+    lane.device_lost("again")
+    assert [lane.lost] == reported == ["it fell off the bus"]
+    assert await lane.stop()
+
+
+async def test_a_fault_of_the_lane_itself_leaves_no_request_waiting() -> None:
+    class Faulty(Scheduler):
+        def finished(self, *args: object) -> None:
+            raise KeyError("a bug")
+
+    lane = ComputeLane(Faulty(64))
+    lane.add(identity("m", "FP32"), ModelStatistics())
+    lane.start()
+    for answer in [infer(lane), infer(lane)]:
+        with pytest.raises(DeviceLost, match="the engine has failed: KeyError"):
+            await answer
+    assert lane.lost is not None
+    assert await lane.stop()

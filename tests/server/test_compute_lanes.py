@@ -1,0 +1,237 @@
+"""Several compute lanes: which model runs where, what lanes share, and what a fault of one means for the others."""
+
+import asyncio
+import itertools
+import random
+import threading
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import pytest
+from server_fakes import FakeLoaded, FakeServable, Gate, config, identity, running
+from server_http import infer, x
+from test_compute_lane import entered, gated, request
+
+from server.engine.compute_lanes import ComputeLanes
+from server.errors import DeviceLost, ExecutionFailed, ModelNotFound, ShuttingDown
+from server.models.prepared import threads_of
+from server.observe.spans import header_events
+from server.placement.lane_choice import assign_lanes
+from server.protocol.execution import InferResult
+from server.protocol.model import Array, ModelFootprint
+from server.protocol.statistics import ModelStatistics
+
+
+def meeting(*names: str) -> list[FakeServable]:
+    """Models each of which waits during its execution until the others are executed, too."""
+    all_of_them = threading.Barrier(len(names), timeout=20)
+
+    def meet(x: Array) -> dict[str, Array]:
+        all_of_them.wait()
+        return {"y": x}
+
+    return [FakeServable(identity(name, "FP32").info, meet) for name in names]
+
+
+@asynccontextmanager
+async def lanes_of(placed: Mapping[int, tuple[FakeServable, ...]], count: int = 2) -> AsyncIterator[ComputeLanes]:
+    """Lanes with these models, by lane."""
+    lanes = ComputeLanes(count, 64)
+    for lane, servables in placed.items():
+        for servable in servables:
+            lanes.add(servable, ModelStatistics(), lane=lane)
+    lanes.start()
+    try:
+        yield lanes
+    finally:
+        await lanes.stop()
+
+
+def asked(lanes: ComputeLanes, model: str, value: float = 0.0) -> "asyncio.Task[InferResult]":
+    return asyncio.create_task(lanes.infer(request(model, value)))
+
+
+@asynccontextmanager
+async def both_busy() -> AsyncIterator[tuple[ComputeLanes, list[Gate], list["asyncio.Task[InferResult]"]]]:
+    """Two lanes that execute the models `a` and `b`, until their gates are opened."""
+    (a, gate_a), (b, gate_b) = gated("a"), gated("b")
+    async with lanes_of({0: (a,), 1: (b,)}) as lanes:
+        under_way = [asked(lanes, "a"), asked(lanes, "b")]
+        await entered(gate_a)
+        await entered(gate_b)
+        try:
+            yield lanes, [gate_a, gate_b], under_way
+        finally:
+            gate_a.open.set()
+            gate_b.open.set()
+
+
+# Which model runs where.
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_lane_has_more_than_four_thirds_of_the_best_divisions_longest_load(seed: int) -> None:
+    """Graham's bound; the best division is found by trying all."""
+    draws = random.Random(seed)
+    loads = [draws.choice([1.0, 2.0, 3.0, 5.0, 8.0]) for _ in range(7)]
+    lanes = draws.choice([2, 3])
+
+    def longest(division: tuple[int, ...] | list[int]) -> float:
+        return max(sum(w for w, at in zip(loads, division, strict=True) if at == lane) for lane in range(lanes))
+
+    best = min(longest(division) for division in itertools.product(range(lanes), repeat=len(loads)))
+    assert longest(assign_lanes(loads, lanes)) <= best * 4 / 3
+
+
+def test_equal_models_alternate_and_one_lane_takes_all() -> None:
+    assert assign_lanes([1.0] * 5, 2) == [0, 1, 0, 1, 0]
+    assert assign_lanes([4.0, 1.0, 1.0, 1.0], 2) == [0, 1, 1, 1]
+    assert assign_lanes([3.0, 1.0], 1) == [0, 0]
+    assert assign_lanes([], 2) == []
+
+
+async def test_a_model_that_is_loaded_again_may_belong_to_another_lane() -> None:
+    threads: list[int] = []
+
+    def note(x: Array) -> dict[str, Array]:
+        threads.append(threading.get_ident())
+        return {"y": x}
+
+    servable = FakeServable(identity("m", "FP32").info, note)
+    async with lanes_of({0: (servable,)}) as lanes:
+        await lanes.infer(request("m"))
+        lanes.remove("m")
+        with pytest.raises(ModelNotFound):
+            await lanes.infer(request("m"))
+        assert lanes.correction("m") == 1.0
+        lanes.add(servable, ModelStatistics(), lane=1)
+        await lanes.infer(request("m"))
+        assert await lanes.finish("m", 10)
+        assert threads == [await lanes[lane].between(threading.get_ident) for lane in range(2)]
+
+
+# Parallel execution.
+
+
+async def test_models_of_two_lanes_compute_at_the_same_time() -> None:
+    first, second = meeting("a", "b")
+    async with lanes_of({0: (first,), 1: (second,)}) as lanes:
+        answers = await asyncio.gather(lanes.infer(request("a", 1)), lanes.infer(request("b", 2)))
+        assert [answer.outputs["y"][0, 0] for answer in answers] == [1, 2]
+        assert [answer.timing.lane for answer in answers] == [0, 1]
+        assert lanes.computed_s.keys() == {"compute_0", "compute_1"}
+
+
+async def test_requests_and_chores_wait_for_their_own_lane_only() -> None:
+    (slow, gate), queued, other = gated("slow"), identity("queued", "FP32"), identity("other", "FP32")
+    async with lanes_of({0: (slow, queued), 1: (other,)}) as lanes:
+        first = asked(lanes, "slow")
+        await entered(gate)
+        waiting = asked(lanes, "queued")
+        await asked(lanes, "other")
+        thread = await lanes[1].between(threading.get_ident)
+        assert lanes.pending("queued") == 1
+        assert queued.calls == []
+        gate.open.set()
+        await asyncio.gather(first, waiting)
+        assert await lanes[0].between(threading.get_ident) != thread
+
+
+async def test_a_single_lane_has_no_number() -> None:
+    async with lanes_of({0: (identity("a", "FP32"),)}, count=1) as lanes:
+        await lanes.infer(request("a"))
+        assert lanes.computed_s.keys() == {"compute"}
+
+
+# The end.
+
+
+async def test_draining_refuses_on_every_lane_and_waits_for_every_answer() -> None:
+    async with both_busy() as (lanes, gates, answers):
+        draining = asyncio.create_task(lanes.drain(20))
+        await asyncio.sleep(0)
+        assert lanes.draining
+        for model in "ab":
+            with pytest.raises(ShuttingDown):
+                await lanes.infer(request(model))
+        gates[0].open.set()
+        await answers[0]
+        assert not draining.done()
+        gates[1].open.set()
+        assert await draining
+        assert answers[1].done()
+
+
+async def test_a_lane_that_does_not_end_is_reported() -> None:
+    slow, gate = gated("slow")
+    async with lanes_of({1: (slow,)}) as lanes:
+        never = asked(lanes, "slow")
+        await entered(gate)
+        assert not await lanes.stop(0.0)
+        with pytest.raises(ShuttingDown):
+            await never
+        gate.open.set()
+
+
+async def test_a_failed_execution_in_one_lane_does_not_touch_the_other() -> None:
+    def fail(x: Array) -> dict[str, Array]:
+        raise RuntimeError("the kernel caught fire")
+
+    broken = FakeServable(identity("broken", "FP32").info, fail)
+    async with lanes_of({0: (broken,), 1: (identity("other", "FP32"),)}) as lanes:
+        outcomes = await asyncio.gather(
+            *(lanes.infer(request(model)) for model in ("broken", "other", "broken", "other")),
+            return_exceptions=True,
+        )
+        assert [isinstance(outcome, ExecutionFailed) for outcome in outcomes] == [True, False, True, False]
+        assert lanes.lost is None
+
+
+async def test_a_device_that_is_lost_is_lost_for_all_lanes() -> None:
+    async with both_busy() as (lanes, gates, (a, b)):
+        dying = identity("dying", "FP32")
+        dying.lost = "it fell off the bus"
+        lanes.add(dying, ModelStatistics(), lane=1)
+        last = asked(lanes, "dying")
+        gates[1].open.set()
+        await asyncio.gather(b, last)
+        with pytest.raises(DeviceLost):
+            await a
+        assert lanes.lost == "it fell off the bus"
+        for model in ("a", "b", "dying"):
+            with pytest.raises(DeviceLost):
+                await lanes.infer(request(model))
+
+
+# What the operator sees.
+
+
+def test_a_server_with_two_lanes_serves_the_models_of_both() -> None:
+    footprints = {"a": ModelFootprint(lane=0), "b": ModelFootprint(lane=1)}
+    loaded = FakeLoaded({s.info.name: s for s in meeting("a", "b")}, footprints=footprints)
+    with running(loaded, compute_lanes=2) as server, ThreadPoolExecutor(2) as clients:
+        answers = clients.map(lambda name: infer(server, name, {"inputs": [x()]}), "ab")
+        assert [answer.status for answer in answers] == [200, 200]
+        busy_s = server.engine.report().device.lane_busy_s
+        assert busy_s.keys() == {"compute_0", "compute_1", "swap_in"}
+
+
+def test_traces_have_tracks_for_every_lane() -> None:
+    def names(lanes: int) -> dict[int, str]:
+        return {e["tid"]: e["args"]["name"] for e in header_events(lanes) if e["name"] == "thread_name"}
+
+    assert list(names(1).values()) == ["compute lane", "swap-in lane", "swap-out lane"]
+    assert len(names(2)) == 6
+    assert {"compute lane 0", "compute lane 1", "swap-in lane 1"} < set(names(2).values())
+
+
+def test_lanes_divide_the_cores_that_one_lane_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(cores: int, **changes: object) -> int:
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+        return threads_of(config(**changes))
+
+    assert config().compute_lanes == 1
+    assert [threads(cores) for cores in (1, 2, 8)] == [1, 1, 7]
+    assert [threads(cores, compute_lanes=2) for cores in (1, 2, 8)] == [1, 1, 3]
+    assert threads(8, compute_lanes=2, threads=5) == 5

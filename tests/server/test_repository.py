@@ -1,0 +1,226 @@
+"""Model repositories in Triton's layout, sound and otherwise."""
+
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+
+from server.errors import RepositoryError
+from server.models.repository import ModelSource, Unloadable, scan
+from server.protocol.model import GraphCapture, ModelInfo, TensorSpec
+from server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of
+
+INFO = ModelInfo("m", 1, (TensorSpec("x", "FP32", (3, 4)),), (TensorSpec("y", "INT64", ()),), max_batch_size=8)
+
+
+def add(repository: Path, name: str, *versions: str, config: str | None = None) -> Path:
+    for version in versions:
+        (repository / name / version).mkdir(parents=True)
+        (repository / name / version / "model.pt2").write_bytes(b"")
+    if config is not None:
+        (repository / name).mkdir(exist_ok=True)
+        (repository / name / "config.pbtxt").write_text(config)
+    return repository / name
+
+
+def only(repository: Path) -> ModelSource | Unloadable:
+    (model,) = scan(repository)
+    return model
+
+
+def reason(repository: Path) -> str:
+    model = only(repository)
+    assert isinstance(model, Unloadable)
+    return model.reason
+
+
+def config(text: str) -> ModelConfig:
+    return text_format.Parse(text, ModelConfig())
+
+
+def test_highest_version_is_served_by_number(tmp_path: Path) -> None:
+    add(tmp_path, "m", "2", "10", "9")
+    assert only(tmp_path) == ModelSource("m", 10, (tmp_path / "m" / "10" / "model.pt2").resolve())
+
+
+def test_policy_can_name_a_version(tmp_path: Path) -> None:
+    add(tmp_path, "m", "1", "2", "3", config="version_policy: { specific: { versions: [1, 2] } }")
+    model = only(tmp_path)
+    assert isinstance(model, ModelSource)
+    assert model.version == 2
+
+
+def test_policy_for_versions_that_are_not_there(tmp_path: Path) -> None:
+    add(tmp_path, "m", "1", config="version_policy: { specific: { versions: [4] } }")
+    assert reason(tmp_path) == "version_policy asks for [4], the versions are [1]"
+
+
+def test_what_is_no_version_is_skipped(tmp_path: Path) -> None:
+    model = add(tmp_path, "m", "1", "0", "007", "latest", "-2")
+    (model / "3").write_text("a file")
+    found = only(tmp_path)
+    assert isinstance(found, ModelSource)
+    assert found.version == 1
+
+
+def test_hidden_folders_and_files_are_skipped(tmp_path: Path) -> None:
+    add(tmp_path, "m", "1")
+    add(tmp_path, ".git", "1")
+    (tmp_path / "README.md").touch()
+    assert isinstance(only(tmp_path), ModelSource)
+
+
+def test_models_come_by_name(tmp_path: Path) -> None:
+    for name in ("zebra", "ant", "Bee_2.5-b"):
+        add(tmp_path, name, "1")
+    assert [model.name for model in scan(tmp_path)] == ["Bee_2.5-b", "ant", "zebra"]
+
+
+def test_one_bad_model_does_not_hide_the_others(tmp_path: Path) -> None:
+    add(tmp_path, "good", "1")
+    add(tmp_path, "bad", config="name: ")
+    bad, good = scan(tmp_path)
+    assert isinstance(bad, Unloadable)
+    assert isinstance(good, ModelSource)
+
+
+@pytest.mark.parametrize("name", ["a b", "-rf", "é", "a'b", "a\nb"])
+def test_names_are_validated(tmp_path: Path, name: str) -> None:
+    add(tmp_path, name, "1")
+    assert "is not usable" in reason(tmp_path)
+
+
+def test_folder_without_a_program(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    assert reason(tmp_path) == "version 1 has no file model.pt2"
+
+
+def test_folder_without_versions(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    assert "no version folder" in reason(tmp_path)
+
+
+@pytest.mark.parametrize("link", ["m", "m/1", "m/1/model.pt2", "m/config.pbtxt"])
+def test_links_out_of_the_repository_are_refused(tmp_path: Path, link: str) -> None:
+    outside, repository = tmp_path / "outside", tmp_path / "repository"
+    add(outside, "m", "1", config="")
+    add(repository, "m", "1")
+    target = repository / link
+    if target.is_dir():
+        target.rename(tmp_path / "moved")
+    target.unlink(missing_ok=True)
+    target.symlink_to(outside / link)
+    assert "a link that leads out of the repository" in reason(repository)
+
+
+def test_links_within_the_repository_are_followed(tmp_path: Path) -> None:
+    add(tmp_path, "m", "1")
+    (tmp_path / "same").symlink_to(tmp_path / "m")
+    assert [type(model) for model in scan(tmp_path)] == [ModelSource, ModelSource]
+
+
+def test_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "m").symlink_to(tmp_path / "gone")
+    assert "leads nowhere" in reason(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "..", "/etc/passwd", "a/b"])
+def test_file_names_cannot_leave_their_version(tmp_path: Path, name: str) -> None:
+    add(tmp_path, "m", "1", config=f'default_model_filename: "{name}"')
+    assert reason(tmp_path)
+
+
+def test_repository_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="gone does not exist"):
+        scan(tmp_path / "gone")
+    (tmp_path / "file").touch()
+    with pytest.raises(RepositoryError, match="cannot be read"):
+        scan(tmp_path / "file")
+
+
+def test_empty_repository(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match=r"is empty; put models there as NAME/1/model\.pt2"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('nme: "m"', "no field named"),
+        ("max_batch_size: many", "config.pbtxt is not a ModelConfig"),
+        ("input [ {", "config.pbtxt is not a ModelConfig"),
+        ("max_batch_size: 99999999999", "config.pbtxt is not a ModelConfig"),
+        ('name: "other"', "config.pbtxt names the model 'other', its folder 'm'"),
+        ("input " + "{ reshape " * 5000, "config.pbtxt is not a ModelConfig"),
+    ],
+)
+def test_bad_config_is_the_models_reason(tmp_path: Path, text: str, part: str) -> None:
+    add(tmp_path, "m", "1", config=text)
+    assert part in reason(tmp_path)
+
+
+def test_config_that_is_not_text(tmp_path: Path) -> None:
+    (add(tmp_path, "m", "1") / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
+    assert "config.pbtxt cannot be read" in reason(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        'name: "m" platform: "pytorch_pt2" max_batch_size: 8',
+        "max_batch_size: 4 input [{ name: 'x' data_type: TYPE_FP32 dims: [3, 4] }]",
+        "max_batch_size: 8 input [{ name: 'x' data_type: TYPE_FP32 dims: [-1, 4] }]",
+        "input [{ name: 'x' data_type: TYPE_FP32 dims: [-1, 3, 4] }]",
+        "max_batch_size: 8 output [{ name: 'y' data_type: TYPE_INT64 }]",
+    ],
+)
+def test_config_that_agrees(text: str) -> None:
+    assert config_mismatch(config(text), INFO) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('name: "q"', "names the model 'q'"),
+        ("max_batch_size: 9", "has max_batch_size 9, the program takes at most 8"),
+        ("max_batch_size: 8 input [{ name: 'q' data_type: TYPE_FP32 }]", "has input 'q', the program has x"),
+        (
+            "max_batch_size: 8 input [{ name: 'x' data_type: TYPE_FP16 dims: [3, 4] }]",
+            "says TYPE_FP16 for input 'x', the program TYPE_FP32",
+        ),
+        (
+            "max_batch_size: 8 input [{ name: 'x' data_type: TYPE_FP32 dims: [4, 3] }]",
+            "says dims [4, 3] for input 'x', the program [3, 4]",
+        ),
+        (
+            "max_batch_size: 8 output [{ name: 'y' data_type: TYPE_INT64 dims: [1] }]",
+            "says dims [1] for output 'y'",
+        ),
+    ],
+)
+def test_config_that_disagrees(text: str, message: str) -> None:
+    assert message in (config_mismatch(config(text), INFO) or "")
+
+
+def test_completed_config_is_tritons_json() -> None:
+    written = config_as_json(config_of(INFO, config("parameters { key: 'a' value { string_value: 'b' } }")))
+    assert written["name"] == "m"
+    assert written["max_batch_size"] == 8
+    assert written["version_policy"] == {"latest": {"num_versions": 1}}
+    assert written["input"][0]["data_type"] == "TYPE_FP32"
+    assert written["input"][0]["dims"] == [3, 4]
+    assert written["output"][0]["dims"] == []
+    assert written["parameters"] == {"a": {"string_value": "b"}}
+    assert written["instance_group"] == []
+
+
+def test_the_configuration_says_how_each_batch_is_issued() -> None:
+    captures = {1: GraphCapture(2, 4096, None), 8: GraphCapture(0, 0, "op item reads a number on the host")}
+    written = config_as_json(config_of(INFO, captures=captures))
+    assert written["parameters"] == {
+        "cohabit.execution.batch_1": {"string_value": "one graph; 2 of them take 4096 bytes"},
+        "cohabit.execution.batch_8": {
+            "string_value": "issued to the streams one by one: op item reads a number on the host"
+        },
+    }

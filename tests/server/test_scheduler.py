@@ -1,0 +1,490 @@
+"""The scheduler alone, on a clock that the tests set."""
+
+import random
+
+import pytest
+
+from server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
+from server.protocol.request import InferRequest
+from server.scheduling.estimates import Readiness
+from server.scheduling.order import BYPASSES
+from server.scheduling.policy import LevelPolicy, Policy
+from server.scheduling.queues import Ticket
+from server.scheduling.scheduler import PATIENCE_S, Scheduler, Work
+
+SWAP_BOUND = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}
+COMPUTE_BOUND = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
+
+
+def request(
+    model: str = "m", timeout_s: float | None = None, batch: int = 1, priority: int | None = None
+) -> InferRequest:
+    return InferRequest(model, 1, {}, batch, (), timeout_s=timeout_s, priority=priority)
+
+
+def scheduler_of(*models: str, queue_limit: int = 16, policy: Policy | None = None) -> Scheduler:
+    scheduler = Scheduler(queue_limit)
+    for model in models or ("m",):
+        scheduler.add(model, policy=policy)
+    return scheduler
+
+
+def served(scheduler: Scheduler, now_s: float = 0.0) -> list[str]:
+    models = []
+    while (work := scheduler.next(now_s)) is not None:
+        models.append(work.model)
+        scheduler.finished(work, now_s, None)
+    return models
+
+
+def batches_taken(scheduler: Scheduler, now_s: float = 0.0) -> list[list[int]]:
+    taken = []
+    while (work := scheduler.next(now_s)) is not None:
+        taken.append([t.request.batch for t in work.tickets])
+        scheduler.finished(work, now_s, None)
+    return taken
+
+
+def test_oldest_request_of_all_models_runs_first() -> None:
+    scheduler = scheduler_of(*"abc")
+    assert scheduler.next(0.0) is None
+    with pytest.raises(ModelNotFound):
+        scheduler.submit(0.0, request("unknown"))
+    for now_s, model in enumerate("abacb"):
+        scheduler.submit(float(now_s), request(model))
+    assert served(scheduler) == list("abacb")
+
+
+def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
+    scheduler = Scheduler(2)
+    scheduler.add("a", {1: 3.0})
+    scheduler.add("b", {1: 1.0})
+    for _ in range(2):
+        scheduler.submit(0.0, request("a"))
+    with pytest.raises(QueueFull, match=r"Exceeds maximum queue size: 2 requests wait for model 'a'") as refusal:
+        scheduler.submit(0.0, request("a"))
+    assert refusal.value.retry_after_s == pytest.approx(6.0)
+    scheduler.submit(0.0, request("b"))
+    assert (scheduler.pending("a"), scheduler.pending("b"), len(scheduler)) == (2, 1, 3)
+    scheduler.next(0.0)
+    scheduler.submit(0.0, request("a"))
+
+
+def test_cancelled_request_never_runs_and_makes_room() -> None:
+    scheduler = scheduler_of(queue_limit=2)
+    kept, dropped = scheduler.submit(0.0, request()), scheduler.submit(0.0, request())
+    assert scheduler.cancel(dropped)
+    assert not scheduler.cancel(dropped)
+    assert scheduler.cancel(scheduler.submit(0.0, request()))
+    assert scheduler.next(0.0) == Work("m", (kept,), 1)
+    assert not scheduler.cancel(kept)
+    assert scheduler.next(0.0) is None
+
+
+def test_clear_forgets_what_waited() -> None:
+    scheduler = scheduler_of()
+    ticket = scheduler.submit(0.0, request())
+    scheduler.clear()
+    assert (len(scheduler), scheduler.next(0.0)) == (0, None)
+    assert not scheduler.cancel(ticket)
+
+
+# Deadlines.
+
+
+def test_request_that_could_never_be_in_time_is_refused_on_arrival() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 2.0})
+    with pytest.raises(RequestTimedOut, match="cannot answer within 1000 ms"):
+        scheduler.submit(0.0, request(timeout_s=1.0))
+    assert len(scheduler) == 0
+
+
+def test_request_that_what_is_ahead_makes_late_is_refused_on_arrival() -> None:
+    scheduler = Scheduler(16)
+    for model in "ab":
+        scheduler.add(model, {1: 1.0})
+    scheduler.submit(0.0, request("a"))
+    assert scheduler.next(0.0) is not None
+    scheduler.submit(0.0, request("b"))
+    with pytest.raises(RequestTimedOut, match="would have taken"):
+        scheduler.submit(0.0, request("a", timeout_s=3.1))
+    scheduler.submit(0.0, request("a", timeout_s=3.3))
+
+
+def test_request_is_refused_when_it_becomes_hopeless_and_not_before() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0})
+    ticket = scheduler.submit(0.0, request(timeout_s=5.0))
+    latest_s = scheduler.expiry_s()
+    assert 3.5 < latest_s <= 4.0, "the predicted second must fit, with a margin"
+    assert scheduler.shed(latest_s) == []
+    assert scheduler.shed(latest_s + 0.01) == [ticket]
+    assert scheduler.next(latest_s + 0.01) is None
+
+
+def test_work_that_begins_dooms_what_can_no_longer_follow_it() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("long", {1: 10.0})
+    scheduler.add("short", {1: 1.0})
+    scheduler.submit(0.0, request("short", timeout_s=12.0))
+    assert scheduler.next(0.0) is not None
+    hasty = scheduler.submit(0.0, request("short", timeout_s=5.0))
+    scheduler.submit(0.0, request("long"))
+    scheduler.hold("short", True)
+    assert scheduler.shed(0.0) == []
+    assert scheduler.next(1.0) is not None, "long begins"
+    assert scheduler.shed(1.0) == [hasty]
+
+
+def test_the_nearer_deadline_runs_first() -> None:
+    scheduler = Scheduler(16)
+    for model in "abc":
+        scheduler.add(model, {1: 0.01})
+    scheduler.submit(0.0, request("a"))
+    scheduler.submit(0.0, request("b", timeout_s=0.5))
+    scheduler.submit(0.0, request("c", timeout_s=0.2))
+    assert served(scheduler) == ["c", "b", "a"]
+
+
+def test_age_outweighs_deadlines_in_the_end() -> None:
+    scheduler = Scheduler(16)
+    for model in "ab":
+        scheduler.add(model, {1: 0.01})
+    scheduler.submit(0.0, request("a"))
+    scheduler.submit(PATIENCE_S, request("b", timeout_s=0.5))
+    assert served(scheduler, PATIENCE_S) == ["a", "b"]
+
+
+def test_saying_a_long_timeout_does_not_make_a_request_less_urgent() -> None:
+    scheduler = scheduler_of("a", "b")
+    scheduler.submit(0.0, request("a", timeout_s=60.0))
+    scheduler.submit(0.1, request("b"))
+    assert served(scheduler, 0.1) == ["a", "b"]
+
+
+def test_measured_times_correct_the_predictions_both_ways() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0, 8: 4.0})
+
+    def run(seconds: float, times: int) -> None:
+        for _ in range(times):
+            scheduler.submit(0.0, request())
+            work = scheduler.next(0.0)
+            assert work is not None
+            scheduler.finished(work, 0.0, seconds)
+
+    run(2.0, 40)
+    assert scheduler.correction("m") == pytest.approx(2.0, rel=0.05)
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=1.9))
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(batch=8, timeout_s=7.9))
+    run(0.5, 60)
+    scheduler.submit(0.0, request(timeout_s=0.6))
+
+
+def test_refusals_do_not_keep_a_model_of_unknown_times_from_running() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m")
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=-1.0))
+    waiting = scheduler.submit(0.0, request())
+    assert scheduler.next(0.0) == Work("m", (waiting,), 1)
+
+
+def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0})
+    first, tight, patient = (scheduler.submit(0.0, request(timeout_s=timeout_s)) for timeout_s in (2.0, 4.0, 60.0))
+    work = scheduler.next(0.0)
+    assert work is not None
+    assert work.tickets == (first,)
+    scheduler.finished(work, 2.5, 2.5)
+    work = scheduler.next(2.5)
+    assert work is not None
+    assert work.tickets == (patient,), "1.5 seconds are left to the other, which were enough when it came"
+    assert scheduler.shed(2.5) == [tight]
+    assert len(scheduler) == 0
+
+
+def test_model_that_was_slow_once_is_tried_again() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0})
+    scheduler.submit(0.0, request())
+    work = scheduler.next(0.0)
+    assert work is not None
+    scheduler.finished(work, 100.0, 100.0)
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(100.0, request(timeout_s=1.5))
+    scheduler.submit(110.0, request(timeout_s=1.5))  # nothing has been heard of it for ten seconds
+
+
+def test_requests_with_deadlines_leave_nothing_behind() -> None:
+    """A heap that kept them until their deadlines would keep their inputs too."""
+    scheduler = scheduler_of()
+    for _ in range(10_000):
+        scheduler.cancel(scheduler.submit(0.0, request(timeout_s=3600.0)))
+    assert len(scheduler._deadlines) < 200
+
+
+# Batching.
+
+
+@pytest.mark.parametrize(
+    ("waiting", "together"),
+    [
+        ([1] * 7, [[1] * 7]),
+        ([1] * 9, [[1] * 8, [1]]),
+        ([3, 1, 2], [[3, 1, 2]]),
+        ([8, 1, 1], [[8], [1, 1]]),
+        ([5, 4, 1], [[5], [4, 1]]),
+    ],
+)
+def test_model_bound_by_its_swaps_is_padded_rather_than_swapped_twice(
+    waiting: list[int], together: list[list[int]]
+) -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", SWAP_BOUND, most_rows=8)
+    for batch in waiting:
+        scheduler.submit(0.0, request(batch=batch))
+    ahead = scheduler.ahead(0.0)
+    assert ahead is not None
+    assert (ahead.model, ahead.rows) == ("m", sum(together[0]))
+    assert batches_taken(scheduler) == together
+
+
+def test_model_bound_by_arithmetic_does_not_keep_its_requests_waiting_for_each_other() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", COMPUTE_BOUND, most_rows=8)
+    for _ in range(3):
+        scheduler.submit(0.0, request())
+    assert batches_taken(scheduler) == [[1], [1], [1]]
+
+
+def test_model_without_a_batch_is_never_put_together() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0}, most_rows=0)
+    for _ in range(2):
+        scheduler.submit(0.0, request())
+    assert batches_taken(scheduler) == [[1], [1]]
+
+
+def test_requests_of_other_models_and_of_a_replaced_version_do_not_join() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", SWAP_BOUND, most_rows=8)
+    scheduler.add("other", SWAP_BOUND, most_rows=8)
+    for model in ("m", "other", "m"):
+        scheduler.submit(0.0, request(model))
+    scheduler.add("m", SWAP_BOUND, most_rows=8)
+    scheduler.submit(0.0, request("m"))
+    assert batches_taken(scheduler) == [[1, 1], [1], [1]]
+
+
+def test_batch_grows_only_while_all_in_it_stay_in_time() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0, 2: 1.2, 4: 2.0, 8: 3.0}, most_rows=8)
+    scheduler.submit(0.0, request(timeout_s=2.2))
+    for _ in range(5):
+        scheduler.submit(0.0, request())
+    assert batches_taken(scheduler)[0] == [1, 1]
+
+
+def delayed(delay_s: float, *preferred: int) -> Scheduler:
+    scheduler = Scheduler(16)
+    scheduler.add("m", SWAP_BOUND, Policy(preferred_batches=preferred, batch_delay_s=delay_s), most_rows=8)
+    return scheduler
+
+
+def test_request_is_kept_back_for_others_until_its_delay_is_over() -> None:
+    scheduler = delayed(0.5)
+    scheduler.submit(0.0, request())
+    scheduler.submit(0.2, request())
+    assert scheduler.next(0.2) is None
+    assert scheduler.wake_s(0.2) == 0.5
+    work = scheduler.next(0.5)
+    assert work is not None
+    assert work.rows == 2
+
+
+def test_full_batch_waits_for_nothing() -> None:
+    scheduler = delayed(0.5)
+    for _ in range(8):
+        assert scheduler.next(0.0) is None
+        scheduler.submit(0.0, request())
+    assert batches_taken(scheduler) == [[1] * 8]
+
+
+def test_preferred_batch_goes_at_once() -> None:
+    scheduler = delayed(0.5, 3)
+    for _ in range(5):
+        scheduler.submit(0.0, request())
+    assert batches_taken(scheduler) == [[1, 1, 1]]
+    assert scheduler.pending("m") == 2
+    assert batches_taken(scheduler, 0.5) == [[1, 1]]
+
+
+def test_delay_never_costs_a_deadline() -> None:
+    scheduler = delayed(5.0)
+    scheduler.submit(0.0, request(timeout_s=2.0))
+    wake_s = scheduler.wake_s(0.0)
+    assert 0.0 < wake_s <= 1.0
+    assert scheduler.shed(wake_s) == []
+    assert scheduler.next(wake_s) is not None
+
+
+# Priorities and limits.
+
+
+def levels(count: int, **by_level: LevelPolicy) -> Policy:
+    policies = {int(level[1:]): policy for level, policy in by_level.items()}
+    return Policy(levels=count, default_level=count, by_level=policies)
+
+
+def test_more_urgent_level_overtakes_and_unknown_levels_count_as_the_default() -> None:
+    scheduler = scheduler_of(policy=levels(2))
+    tickets = [scheduler.submit(0.0, request(priority=p)) for p in (2, None, 7, 1)]
+    order = [work.tickets[0] for _ in tickets if (work := scheduler.next(0.0)) is not None]
+    assert order == [tickets[3], *tickets[:3]]
+
+
+def test_level_has_its_own_bound_and_timeout() -> None:
+    policy = levels(2, L1=LevelPolicy(limit=1, timeout_s=1.0, timeout_may_shorten=False))
+    scheduler = scheduler_of(policy=policy)
+    ticket = scheduler.submit(0.0, request(priority=1, timeout_s=0.1))
+    assert ticket.deadline_s == 1.0
+    with pytest.raises(QueueFull, match="1 requests wait"):
+        scheduler.submit(0.0, request(priority=1))
+    assert scheduler.submit(0.0, request(priority=2, timeout_s=0.1)).deadline_s == 0.1
+
+
+@pytest.mark.parametrize(("asked_s", "given_s"), [(None, 1.0), (0.5, 0.5), (2.0, 1.0)])
+def test_request_may_shorten_a_timeout_but_not_lengthen_it(asked_s: float | None, given_s: float) -> None:
+    assert LevelPolicy(timeout_s=1.0).timeout_of(asked_s) == given_s
+
+
+def test_late_request_goes_behind_the_others_where_the_policy_says_so() -> None:
+    scheduler = scheduler_of(policy=Policy(default=LevelPolicy(timeout_s=1.0, delays_late=True)))
+    late = scheduler.submit(0.0, request())
+    punctual = scheduler.submit(0.9, request())
+    assert scheduler.shed(1.5) == []
+    assert [scheduler.next(1.5), scheduler.next(1.5)] == [Work("m", (punctual,), 1), Work("m", (late,), 1)]
+
+
+def test_concurrency_counts_what_waits_and_what_runs() -> None:
+    scheduler = scheduler_of(policy=Policy(concurrency=2))
+    scheduler.submit(0.0, request())
+    second = scheduler.submit(0.0, request())
+    work = scheduler.next(0.0)
+    assert work is not None
+    with pytest.raises(RateLimited, match="2 requests under way"):
+        scheduler.submit(0.0, request())
+    scheduler.finished(work, 0.0, 0.1)
+    scheduler.submit(0.0, request())
+    scheduler.cancel(second)
+    scheduler.submit(0.0, request())
+
+
+def test_rate_allows_bursts_and_then_its_mean() -> None:
+    scheduler = scheduler_of(policy=Policy(rate_per_s=10.0, burst=3), queue_limit=1000)
+    accepted, waits_s = 0, []
+    for tick in range(1000):
+        try:
+            scheduler.submit(100.0 + tick / 1000, request())
+            accepted += 1
+        except RateLimited as error:
+            waits_s.append(error.retry_after_s)
+    assert accepted == 3 + 9
+    assert 0.0 < min(waits_s) < max(waits_s) <= 0.1 + 1e-9
+
+
+# Readiness, and what it may not do.
+
+
+def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() -> None:
+    scheduler = Scheduler(16)
+    for model, prefix_s in (("running", 0.0), ("announced", 0.5), ("older", 0.0)):
+        scheduler.add(model, {1: 1.0}, readiness=Readiness(prefix_s=prefix_s))
+    scheduler.submit(0.0, request("running"))
+    scheduler.next(0.0)
+    older = scheduler.submit(0.1, request("older"))
+    scheduler.hold("older", True)
+    scheduler.submit(0.3, request("announced"))
+    ahead = scheduler.ahead(0.3)
+    assert ahead is not None
+    assert ahead.model == "announced"
+    scheduler.hold("older", False)
+    work = scheduler.next(1.0)
+    assert work is not None
+    assert work.model == "announced"
+    work = scheduler.next(2.0)
+    assert work is not None
+    assert work.tickets == (older,)
+
+
+def test_model_whose_residents_are_on_their_way_back_lets_another_go_first() -> None:
+    scheduler = Scheduler(16)
+    for model in "ab":
+        scheduler.add(model, {1: 1.0}, readiness=Readiness(recovery_s=0.5))
+    for now_s, model in ((0.0, "a"), (0.1, "a"), (0.2, "b")):
+        scheduler.submit(now_s, request(model))
+    assert served(scheduler, 0.2) == ["a", "b", "a"]
+
+
+def test_held_model_waits_and_keeps_its_requests() -> None:
+    scheduler = scheduler_of("a", "b")
+    scheduler.submit(0.0, request("a"))
+    scheduler.submit(0.0, request("b"))
+    scheduler.hold("a", True)
+    assert served(scheduler) == ["b"]
+    scheduler.hold("a", False)
+    assert served(scheduler) == ["a"]
+
+
+def test_removed_model_gives_its_requests_back() -> None:
+    scheduler = scheduler_of("a", "b")
+    ticket = scheduler.submit(0.0, request("a"))
+    scheduler.submit(0.0, request("b"))
+    assert scheduler.remove("a") == [ticket]
+    assert (scheduler.pending("a"), served(scheduler)) == (0, ["b"])
+
+
+def test_work_of_a_removed_model_says_nothing_about_its_successor() -> None:
+    scheduler = scheduler_of(policy=Policy(concurrency=1))
+    scheduler.submit(0.0, request())
+    work = scheduler.next(0.0)
+    assert work is not None
+    scheduler.remove("m")
+    scheduler.add("m", {1: 1.0}, Policy(concurrency=1))
+    scheduler.submit(0.0, request())
+    scheduler.finished(work, 9.0, 9.0)
+    assert scheduler.correction("m") == 1.0
+    with pytest.raises(RateLimited):
+        scheduler.submit(9.0, request())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_request_is_left_behind_for_ever(seed: int) -> None:
+    """Whatever urgent requests pour in, a request starts after a number of executions that is known at its arrival."""
+    rng = random.Random(seed)
+    names = [f"m{i}" for i in range(rng.randint(1, 6))]
+    scheduler = Scheduler(10_000)
+    for name in names:
+        readiness = Readiness(rng.choice([0.0, 0.1, 10.0]), rng.choice([0.0, 0.1, 10.0]))
+        scheduler.add(name, SWAP_BOUND, levels(3), most_rows=rng.choice([1, 8]), readiness=readiness)
+    bound: dict[Ticket, int] = {}
+    executions, now_s = 0, 0.0
+    for _ in range(400):
+        now_s += rng.random() / 10
+        for _ in range(rng.choice([0, 1, 1, 3])):
+            urgent = rng.random() < 0.7
+            asked = request(rng.choice(names), timeout_s=1e3 if urgent else None, priority=rng.randint(1, 3))
+            waiting = len(scheduler)
+            bound[scheduler.submit(now_s, asked)] = executions + (BYPASSES + 1) * (waiting + 1)
+        scheduler.ahead(now_s)
+        work = scheduler.next(now_s)
+        if work is not None:
+            executions += 1
+            for ticket in work.tickets:
+                assert executions <= bound.pop(ticket)
+            scheduler.finished(work, now_s, rng.random())
