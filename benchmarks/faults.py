@@ -21,7 +21,6 @@ import numpy as np
 import psutil
 import torch
 import tritonclient.http
-from loadgen.server_process import running_server, server_command
 from rich.console import Console
 from rich.progress import track
 from tritonclient.http import InferenceServerClient
@@ -31,6 +30,7 @@ from benchmarks.scrape import free_port, get
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
 from loadgen.repository import prepare_visibly, recipes
+from loadgen.server_process import running_server, server_command
 
 MODELS, ENTRIES, MEMORY = 4, ("ranker", "minilm"), "40%"
 HANGING = "hanging"

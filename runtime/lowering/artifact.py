@@ -82,10 +82,10 @@ def encode(
 ) -> bytes | None:
     """The artifact's JSON, or None for a program that has no plain form."""
     try:
-        files = tuple(_trace_file(trace) for _, trace in sorted(traces.items()))
+        records = tuple(_trace_record(trace) for _, trace in sorted(traces.items()))
     except NotPlain:
         return None
-    return msgspec.json.encode(Artifact(lowering, _port_files(inputs), _port_files(outputs), batched, files))
+    return msgspec.json.encode(Artifact(lowering, _port_records(inputs), _port_records(outputs), batched, records))
 
 
 def decode(raw: bytes, lowering: str) -> tuple[tuple[Port, ...], tuple[Port, ...], bool, dict[int, Trace]]:
@@ -100,7 +100,7 @@ def decode(raw: bytes, lowering: str) -> tuple[tuple[Port, ...], tuple[Port, ...
     return _ports(artifact.inputs), _ports(artifact.outputs), artifact.batched, traces
 
 
-def _port_files(ports: tuple[Port, ...]) -> tuple[PortRecord, ...]:
+def _port_records(ports: tuple[Port, ...]) -> tuple[PortRecord, ...]:
     return tuple(PortRecord(p.name, dtype_name(p.dtype), p.shape) for p in ports)
 
 
@@ -108,40 +108,21 @@ def _ports(files: tuple[PortRecord, ...]) -> tuple[Port, ...]:
     return tuple(Port(f.name, dtype_of(f.dtype), f.shape) for f in files)
 
 
-def _trace_file(trace: Trace) -> TraceRecord:
+def _trace_record(trace: Trace) -> TraceRecord:
     instructions = tuple(
         InstructionRecord(i.name, _target_name(i.target), _plain(i.args), _plain(i.kwargs), i.out, i.op)
         for i in trace.instructions
     )
-    return TraceRecord(
-        trace.batch,
-        instructions,
-        trace.ops,
-        trace.weight_slots,
-        trace.input_slots,
-        trace.output_slots,
-        trace.output_storages,
-        trace.input_bytes,
-        trace.slots,
-    )
+    values = {name: getattr(trace, name) for name in TraceRecord.__struct_fields__}
+    return TraceRecord(**values | {"instructions": instructions})
 
 
-def _trace(file: TraceRecord) -> Trace:
+def _trace(record: TraceRecord) -> Trace:
     instructions = tuple(
         Instruction(i.name, _target(i.target), _value(i.args), _value(i.kwargs), i.out, i.op)
-        for i in file.instructions
+        for i in record.instructions
     )
-    return Trace(
-        file.batch,
-        instructions,
-        file.ops,
-        file.weight_slots,
-        file.input_slots,
-        file.output_slots,
-        file.output_storages,
-        file.input_bytes,
-        file.slots,
-    )
+    return Trace(**msgspec.structs.asdict(record) | {"instructions": instructions})
 
 
 def _target_name(target: Any) -> str:

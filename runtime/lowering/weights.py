@@ -7,7 +7,8 @@ block size that O_DIRECT asks for. Embedding tables follow the segments and are 
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -222,21 +223,16 @@ def _write_tensor(fd: int, tensor: torch.Tensor, offset: int) -> None:
         os.pwrite(fd, raw[position : position + _COPY_BYTES].data, offset + position)
 
 
-class _replacing:  # noqa: N801  (reads as a statement: with _replacing(path) as fd)
-    """A new file that replaces the path when the block succeeds, and is deleted when it does not."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> int:
-        self.fd, self.temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        return self.fd
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            os.fsync(self.fd)
-        os.close(self.fd)
-        if kind is None:
-            os.replace(self.temporary, self.path)
-        else:
-            os.unlink(self.temporary)
+@contextmanager
+def _replacing(path: Path) -> Iterator[int]:
+    """Open a new file that replaces the path when the block succeeds, and is deleted when it does not."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        yield fd
+        os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    finally:
+        os.close(fd)

@@ -6,11 +6,12 @@ last step that uses it before its drop; from then on another tensor may be writt
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from planner.graph import Graph
+from planner.lifetimes import START, live_ranges
 from planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from planner.simulate import simulate
@@ -167,39 +168,24 @@ def bytes_in_use(occupancies: Sequence[Occupancy]) -> list[tuple[float, dict[Kin
 
 def _occupancies(graph: Graph, plan: Plan, timeline: Timeline) -> Iterator[Occupancy]:
     span_of = {span.step: span for span in timeline.spans}
-    present: dict[int, Occupancy] = {}
-    """By tensor; `end_s` is the end of its last use so far."""
-
-    def bring(kind: Kind, tensor: int, address: Address, start_s: float, end_s: float) -> None:
-        present[tensor] = Occupancy(kind, tensor, address, graph.tensors[tensor].nbytes, start_s, end_s)
-
-    def use(tensor: int, span: Span) -> None:
-        present[tensor] = replace(present[tensor], end_s=max(present[tensor].end_s, span.end_s))
-
-    for placement in plan.inputs:
-        bring("input", placement.tensor, placement.address, 0.0, 0.0)
-    for placement in plan.residents:
-        bring("resident", placement.tensor, placement.address, 0.0, 0.0)
-    for index, step in enumerate(plan.steps):
-        if isinstance(step, Drop):
-            yield present.pop(step.tensor)
-            continue
-        span = span_of[index]
-        match step:
-            case Compute(op=number):
-                op = graph.ops[number]
-                for tensor in op.reads:
-                    use(tensor, span)
-                for tensor, address in zip(op.writes, step.outputs, strict=True):
-                    bring("activation", tensor, address, span.start_s, span.end_s)
-                if op.scratch_bytes and step.scratch is not None:
-                    yield Occupancy("scratch", number, step.scratch, op.scratch_bytes, span.start_s, span.end_s)
-            case SwapIn():
-                bring(graph.tensors[step.tensor].kind, step.tensor, step.address, span.start_s, span.end_s)
-            case SwapOut():
-                use(step.tensor, span)
-    end_s = max((s.end_s for s in timeline.spans), default=0.0)
-    yield from (replace(occupancy, end_s=end_s) for occupancy in present.values())
+    last_s = max((s.end_s for s in timeline.spans), default=0.0)
+    inputs = {placement.tensor for placement in plan.inputs}
+    for live in live_ranges(graph, plan):
+        kind: Kind
+        if live.tensor is None:
+            step = plan.steps[live.start]
+            assert isinstance(step, Compute)
+            kind, what = "scratch", step.op
+        else:
+            kind, what = graph.tensors[live.tensor].kind, live.tensor
+            if live.start == START:
+                kind = "input" if what in inputs else "resident"
+        start_s = 0.0 if live.start == START else span_of[live.start].start_s
+        steps = [index for index in (live.start, *live.uses) if index != START]
+        end_s = max((span_of[index].end_s for index in steps), default=0.0)
+        if live.tensor is not None and live.end == len(plan.steps):
+            end_s = last_s
+        yield Occupancy(kind, what, live.address, live.nbytes, start_s, end_s)
 
 
 def _stalls(plan: Plan, timeline: Timeline) -> Iterator[Stall]:

@@ -226,6 +226,16 @@ CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
 }
 
 
+def made(name: str) -> nn.Module:
+    """A model of `CASES` with the same weights every time."""
+    make, _ = CASES[name]
+    assert callable(make)
+    torch.manual_seed(0)
+    model = make()
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
 def contents(lowered: Lowered) -> list[object]:
     """All that was lowered, to be compared: a lowered model is equal to itself only."""
     return [getattr(lowered, field.name) for field in fields(lowered)]

@@ -34,16 +34,6 @@ from tests.runtime.observing import observed
 from tests.runtime.plans import streaming_plan
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
-    folder = tmp_path_factory.mktemp("wide")
-    torch.manual_seed(0)
-    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
-    lowered = lower(folder / "model.pt2", "wide", [2], folder / "cache")
-    assert len(lowered.manifest.segments) == 6
-    return lowered
-
-
 @pytest.fixture(params=BACKENDS)
 def bench(request: pytest.FixtureRequest, wide: Lowered) -> Iterator[Bench]:
     with opened(request.param, wide) as bench:

@@ -21,14 +21,13 @@ from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
 from runtime.errors import DeviceError, UnsupportedPlan
 from runtime.host.store import LimitedStore, RamStore, open_store
-from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.lower import Lowered
 from runtime.lowering.slots import Frame
 from runtime.memory import SpillBuffer, StoreKind
 from runtime.profiling.link import measure_swap_out
 from runtime.profiling.profile import resident_plan
 from runtime.recording import Recording
 from tests.planner.reference import live_bytes
-from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.observing import observed
 from tests.runtime.plans import offloading_plan
@@ -47,16 +46,9 @@ SPILLING = [
 """Models some of whose activations are not used by every op that runs while they are alive: views, changes in place."""
 
 
-@pytest.fixture(scope="module")
-def lowered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lowered]:
-    found = {}
-    for name in SPILLING:
-        folder = tmp_path_factory.mktemp(name)
-        make, examples = models.CASES[name]
-        torch.manual_seed(0)
-        models.export(make(), examples, folder / "model.pt2")  # type: ignore[operator]
-        found[name] = lower(folder / "model.pt2", name, [2], folder / "cache")
-    return found
+@pytest.fixture
+def lowered(constructs: dict[str, Lowered]) -> dict[str, Lowered]:
+    return constructs
 
 
 @pytest.fixture

@@ -20,11 +20,10 @@ from runtime.cpu.executor import CpuExecutor
 from runtime.cpu.prefetch import PrefetchCopies
 from runtime.host.pages import Bytes
 from runtime.host.store import RamStore
-from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.lower import Lowered
 from runtime.lowering.slots import Frame
 from runtime.memory import Copy
 from runtime.profiling.profile import resident_plan
-from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.late import LateStore
@@ -33,14 +32,6 @@ from tests.runtime.plans import leading_plan, streaming_plan
 from tests.runtime.test_executor import evicting_plan, prefix_plan
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
-    folder = tmp_path_factory.mktemp("wide")
-    torch.manual_seed(0)
-    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "wide", [2], folder / "cache")
 
 
 @pytest.fixture

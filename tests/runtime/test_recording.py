@@ -10,6 +10,7 @@ import torch
 
 from planner.plan import Compute, SwapIn
 from runtime.cpu.executor import CpuExecutor
+from runtime.cpu.swap_lane import Counter
 from runtime.errors import DeviceError
 from runtime.lowering.lower import Lowered
 from runtime.profiling.profile import resident_plan
@@ -87,11 +88,18 @@ def test_a_run_does_not_wait_for_the_epilogue_that_it_will_tell_about(bench: Ben
     assert on("swap_in", spans)[-1].end_s > on("compute", spans)[-1].end_s
 
 
-def test_a_stall_is_told_with_the_op_that_waited(bench: Bench) -> None:
+def test_a_stall_is_told_with_the_op_that_waited(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     mail = Mailbox()
     store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
+    wait = Counter.wait
+
+    def opening(counter: Counter, value: int) -> None:
+        if threading.current_thread() is threading.main_thread():  # the compute lane waits
+            store.open.set()
+        wait(counter, value)
+
     program = bench.program(streaming_plan(bench.graph), store)
-    threading.Timer(0.1, store.open.set).start()
+    monkeypatch.setattr(Counter, "wait", opening)
     result = bench.executor.run(program, bench.lowered.examples(2), follow=mail)
     spans = mail.next()
     stalls = [s for s in spans if s.stalled]

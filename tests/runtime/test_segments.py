@@ -28,7 +28,6 @@ from runtime.cpu.segments import ScriptSegment, TorchScriptWriter, compiled, seg
 from runtime.devices import open_device
 from runtime.errors import DeviceError
 from runtime.lowering.lower import Lowered, lower
-from runtime.memory import StoreKind
 from runtime.profiling.profile import resident_plan
 from runtime.recording import Recording
 from runtime.shared_region.sharing import SHARINGS, SharedRegion
@@ -53,15 +52,9 @@ def _even_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.cpu.segments, "FEWEST_CALLS", 1)
 
 
-@pytest.fixture(scope="module")
-def lowered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lowered]:
-    found = {}
-    for name, (make, examples) in models.CASES.items():
-        folder = tmp_path_factory.mktemp(name)
-        torch.manual_seed(0)
-        models.export(make(), examples, folder / "model.pt2")  # type: ignore[operator]
-        found[name] = lower(folder / "model.pt2", name, [BATCH], folder / "cache")
-    return found
+@pytest.fixture
+def lowered(constructs: dict[str, Lowered]) -> dict[str, Lowered]:
+    return constructs
 
 
 def segments_of(bench: Bench, program: Program) -> Sequence[ScriptSegment]:
@@ -79,40 +72,43 @@ def is_equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["ram", "file"])
 @pytest.mark.parametrize("name", models.CASES)
-def test_stretches_give_the_bits_of_single_calls(name: str, kind: StoreKind, lowered: dict[str, Lowered]) -> None:
-    expected = by_python(lowered[name])
+def test_segments_give_the_bits_of_single_calls_in_no_more_memory(name: str, lowered: dict[str, Lowered]) -> None:
+    """What dies within a segment is released with its last reader, as it is between single calls."""
+    with opened(cpu, lowered[name]) as bench:
+        program = bench.program(resident_plan(bench.graph))
+        expected = bench.run(program).outputs
+        single = allocations(bench, program)
     with opened(scripted_cpu, lowered[name]) as bench:
-        store = bench.backend.open_store(kind, bench.lowered.weights_path, bench.lowered.manifest)
         graph = bench.graph
-        for plan in (
-            resident_plan(graph),
-            streaming_plan(graph),
-            streaming_plan(graph, frozenset(graph.parameters[::2])),
-        ):
-            program = bench.program(plan, store)
+        program = bench.program(resident_plan(graph))
+        check_segments(name, program, segments_of(bench, program))
+        plans = (streaming_plan(graph), streaming_plan(graph, frozenset(graph.parameters[::2])))
+        for ran in (program, *map(bench.program, plans)):
+            bench.executor.load(ran)
             for _ in range(3):
-                assert is_equal(bench.run(program).outputs, expected)
-        store.close()
-
-
-@pytest.mark.parametrize("name", models.CASES)
-def test_torch_s_allocator_is_asked_for_the_same_and_holds_no_more_at_any_time(
-    name: str, lowered: dict[str, Lowered]
-) -> None:
-    """What dies within a stretch is given back with its last reader, as it is between calls of Python's."""
-    changes = []
-    for make in (cpu, scripted_cpu):
-        with opened(make, lowered[name]) as bench:
-            program = bench.program(resident_plan(bench.graph))
-            bench.run(program)
-            changes.append(allocations(bench, program))
-    single, stretched = changes
-    assert [taken for taken, _ in stretched] == [taken for taken, _ in single]
-    assert all(a <= b for (_, a), (_, b) in zip(stretched, single, strict=True))
+                assert is_equal(bench.run(ran).outputs, expected)
+        bench.executor.load(program)
+        joined = allocations(bench, program)
+    assert [taken for taken, _ in joined] == [taken for taken, _ in single]
+    assert all(a <= b for (_, a), (_, b) in zip(joined, single, strict=True))
     if name not in UNREAD_RESULTS:
-        assert stretched == single
+        assert joined == single
+
+
+def check_segments(name: str, program: Program, segments: Sequence[ScriptSegment]) -> None:
+    """A resident program is one segment, but for what TorchScript is not asked to do."""
+    compiled_steps = {n for segment in segments for n in segment.steps}
+    left = [
+        [str(call.template.target) for call in step.calls]
+        for n, step in enumerate(program.draft.computes)
+        if n not in compiled_steps
+    ]
+    assert sum(step.length for step in program.segments) == len(program.computes)
+    if name in LEFT_TO_PYTHON:
+        assert LEFT_TO_PYTHON[name] in left[0]
+    else:
+        assert (len(program.segments), left) == (1, [])
 
 
 def allocations(bench: Bench, program: Program) -> list[tuple[int, int]]:
@@ -124,25 +120,6 @@ def allocations(bench: Bench, program: Program) -> list[tuple[int, int]]:
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     return [(change, held) for change, held in zip(changes, accumulate(changes), strict=True) if change > 0]
-
-
-@pytest.mark.parametrize("name", models.CASES)
-def test_a_resident_program_is_one_call_but_for_what_torchscript_is_not_asked_to_do(
-    name: str, lowered: dict[str, Lowered]
-) -> None:
-    with opened(scripted_cpu, lowered[name]) as bench:
-        program = bench.program(resident_plan(bench.graph))
-        scripted = {n for segment in segments_of(bench, program) for n in segment.steps}
-        left = [
-            [str(call.template.target) for call in step.calls]
-            for n, step in enumerate(program.draft.computes)
-            if n not in scripted
-        ]
-        assert sum(step.length for step in program.segments) == len(program.computes)
-        if name in LEFT_TO_PYTHON:
-            assert LEFT_TO_PYTHON[name] in left[0]
-        else:
-            assert (len(program.segments), left) == (1, [])
 
 
 def random_plans(graph: Graph, seed: int) -> list[Plan]:
@@ -163,7 +140,7 @@ def random_plans(graph: Graph, seed: int) -> list[Plan]:
 
 
 @pytest.mark.parametrize("name", ["wide", "large_layers", "tied"])
-def test_only_the_first_step_of_a_stretch_waits_and_only_its_last_is_waited_for(
+def test_only_the_first_step_of_a_segment_waits_and_only_its_last_is_waited_for(
     name: str, lowered: dict[str, Lowered]
 ) -> None:
     """Told by the plan alone: its steps name what they wait for."""
@@ -172,10 +149,10 @@ def test_only_the_first_step_of_a_stretch_waits_and_only_its_last_is_waited_for(
         with opened(scripted_cpu, lowered[name]) as bench:
             program = bench.program(plan)
             found = list(segment_ranges(program.draft))
-            assert [n for stretch in found for n in stretch] == list(range(len(program.computes)))
-            lengths += [len(stretch) for stretch in found]
-            first = {stretch.start for stretch in found}
-            last = {stretch.stop - 1 for stretch in found}
+            assert [n for segment in found for n in segment] == list(range(len(program.computes)))
+            lengths += [len(segment) for segment in found]
+            first = {segment.start for segment in found}
+            last = {segment.stop - 1 for segment in found}
         computes = [i for i, step in enumerate(plan.steps) if isinstance(step, Compute)]
         restored = {p.tensor for p in plan.residents} & {s.tensor for s in plan.steps if isinstance(s, SwapIn)}
         waited, read = -1, set[int]()
@@ -195,7 +172,7 @@ def test_only_the_first_step_of_a_stretch_waits_and_only_its_last_is_waited_for(
 
 
 @pytest.mark.parametrize("name", ["wide", "large_layers", "tied"])
-def test_no_stretch_reads_what_has_not_arrived_however_late_copies_are(
+def test_no_segment_reads_what_has_not_arrived_however_late_copies_are(
     name: str, lowered: dict[str, Lowered]
 ) -> None:
     expected = by_python(lowered[name])
@@ -230,7 +207,7 @@ def test_what_another_batch_s_epilogue_brings_back_is_waited_for(
         slow.close()
 
 
-def test_activations_that_travel_are_left_to_python(lowered: dict[str, Lowered]) -> None:
+def test_plans_that_spill_activations_have_no_segments(lowered: dict[str, Lowered]) -> None:
     expected = by_python(lowered["own_sums"])
     with opened(scripted_cpu, lowered["own_sums"]) as bench:
         program = bench.program(offloading_plan(bench.graph))
@@ -252,29 +229,29 @@ def test_an_operator_s_error_comes_in_its_own_words(lowered: dict[str, Lowered])
             assert is_equal(bench.run(program).outputs, expected)
 
 
-def test_whoever_watches_each_op_gets_each_op_and_all_others_what_is_served(lowered: dict[str, Lowered]) -> None:
+def test_a_traced_run_executes_each_op_and_all_other_runs_segments(lowered: dict[str, Lowered]) -> None:
     with opened(scripted_cpu, lowered["wide"]) as bench:
         program = bench.program(resident_plan(bench.graph))
         assert len(program.segments) == 1
 
         def refuse(frame: list[Any]) -> None:
-            raise AssertionError("a stretch ran")
+            raise AssertionError("a segment ran")
 
         guarded = replace(program, segments=(replace(program.segments[0], calls=(refuse,)),))
-        with pytest.raises(DeviceError, match="a stretch ran"):
+        with pytest.raises(DeviceError, match="a segment ran"):
             bench.run(guarded)
         steps: list[int] = []
         inputs = bench.lowered.examples(BATCH)
         bench.run(observed(guarded, lambda step, frame: steps.append(step)))
         timeline = bench.executor.run(guarded, inputs, traced=True).timeline
         for _ in range(2):
-            with pytest.raises(DeviceError, match="a stretch ran"):
+            with pytest.raises(DeviceError, match="a segment ran"):
                 bench.executor.run(guarded, inputs, follow=lambda recording: None)
         assert timeline is not None
         assert len(timeline.spans) == len(steps) == len(program.computes)
 
 
-def test_a_followed_run_tells_of_a_stretch_as_one_span_with_its_first_and_last_op(
+def test_a_followed_run_tells_of_a_segment_as_one_span_with_its_first_and_last_op(
     lowered: dict[str, Lowered],
 ) -> None:
     told: SimpleQueue[Recording] = SimpleQueue()
@@ -292,7 +269,7 @@ def test_a_followed_run_tells_of_a_stretch_as_one_span_with_its_first_and_last_o
     assert [s.name.partition(" … ")[0] for s in spans] == [ops[n].name for n in list(first)[:-1]]
 
 
-def test_a_model_whose_stretches_cannot_be_compiled_runs_op_by_op_and_the_log_says_so(
+def test_a_model_whose_segments_cannot_be_compiled_runs_op_by_op_and_the_log_says_so(
     lowered: dict[str, Lowered], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = by_python(lowered["wide"])
@@ -328,7 +305,7 @@ def test_a_graph_that_torch_refuses_to_run_is_not_taken_for_one_that_was_compile
     assert compiled(draft, segment_ranges(draft)) == ()
 
 
-def test_stretches_are_the_default_where_torch_has_them() -> None:
+def test_segments_are_the_default_where_torch_has_them() -> None:
     assert unavailable() is None
     for asked, given in ((None, True), (True, True), (False, False)):
         backend = open_device("cpu", scripted=asked)
@@ -337,16 +314,16 @@ def test_stretches_are_the_default_where_torch_has_them() -> None:
 
 
 @pytest.mark.usefixtures("torch_without_stretches")
-def test_where_torch_lacks_stretches_the_default_does_without_and_whoever_asks_is_refused() -> None:
+def test_where_torch_lacks_segments_the_default_does_without_and_whoever_asks_is_refused() -> None:
     backend = open_device("cpu")
     assert isinstance(backend, CpuBackend)
     assert not backend.scripted
-    with pytest.raises(DeviceError, match=r"cannot run stretches of ops .*_create_function_from_graph.*--scripted"):
+    with pytest.raises(DeviceError, match=r"cannot run script segments .*_create_function_from_graph.*--scripted"):
         open_device("cpu", scripted=True)
 
 
 @pytest.mark.parametrize("layout", sorted(SHARINGS))
-def test_a_model_that_moves_runs_in_stretches_however_late_its_parameters_come(
+def test_a_model_that_moves_runs_in_segments_however_late_its_parameters_come(
     layout: str, lowered: dict[str, Lowered]
 ) -> None:
     """Whole where nothing has to come while it runs, and otherwise cut where an op may wait."""
@@ -439,7 +416,7 @@ def test_a_model_that_moves_is_not_compiled_again(lowered: dict[str, Lowered]) -
             assert is_equal(bench.run(program).outputs, expected)
 
 
-def test_what_enters_a_stretch_and_dies_there_is_held_by_nobody_else(tmp_path: Path) -> None:
+def test_what_enters_a_segment_and_dies_there_is_held_by_nobody_else(tmp_path: Path) -> None:
     """An input that its first op alone reads is gone when that op has run, though Python is not back yet."""
     torch.manual_seed(0)
     models.export(models.Wide(), {"x": torch.zeros(3, 384)}, tmp_path / "model.pt2")

@@ -12,14 +12,15 @@ from planner.plan import Address, Compute, Plan
 from runtime.backend import Backend
 from runtime.binding.program import Bases, Program
 from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
-from runtime.host.store import open_store
+from runtime.host.store import RamStore
 from runtime.lowering.lower import Lowered, lower
-from runtime.memory import HostStore, StoreKind
+from runtime.memory import HostStore
 from runtime.profiling.profile import resident_plan
 from runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
 from tests.runtime.plans import streaming_plan
+from tests.runtime.test_executor import FailingStore
 
 WORKSPACE_BYTES = ROOM_BYTES + (1 << 20)
 FEW = 2.5
@@ -149,46 +150,28 @@ def test_who_stays_is_what_the_layouts_differ_in(layout: str, lowered: list[Lowe
     shared.close()
 
 
-class ClockedStore:
+class ClockedStore(RamStore):
     """A store whose copies take a second each, by the clock that the executor reads."""
 
-    kind: StoreKind = "ram"
-    staged = False
-
-    def __init__(self, store: HostStore[Any], clock: "Clock") -> None:
-        self._store, self._clock = store, clock
+    now_s = 0.0
 
     def copy(self, segment: int, destination: Any) -> Any:
-        copy = self._store.copy(segment, destination)
+        copy = super().copy(segment, destination)
 
         def timed() -> None:
             copy()
-            self._clock.now_s += 1.0
+            ClockedStore.now_s += 1.0
 
         return timed
-
-    def table(self, name: str) -> torch.Tensor:
-        return self._store.table(name)
-
-    def spill_buffers(self, sizes: Any) -> Any:
-        return self._store.spill_buffers(sizes)
-
-    def close(self) -> None:
-        self._store.close()
-
-
-class Clock:
-    now_s = 0.0
 
 
 def test_copies_of_whole_models_are_waited_for_before_the_first_op(
     lowered: list[Lowered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr("runtime.cpu.executor.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr("runtime.cpu.executor.time", SimpleNamespace(perf_counter=lambda: ClockedStore.now_s))
     for layout in LAYOUTS:
         shared = Shared(cpu(), layout, lowered, region_for(lowered, FEW))
-        shared.stores = [ClockedStore(store, clock) for store in shared.stores]
+        shared.stores = [ClockedStore(m.weights_path, m.manifest) for m in lowered]
         shared.add_all()
         shared.run(0)
         result = shared.shared.run(shared.programs[1], lowered[1].examples(2), traced=True)
@@ -216,31 +199,6 @@ def test_a_first_run_on_demand_copies_when_an_op_is_next_and_later_ones_ahead(lo
     shared.close()
 
 
-class FailingStore:
-    """Fails at one copy."""
-
-    staged = False
-
-    def __init__(self, store: HostStore[Any]) -> None:
-        self._store, self.kind, self.fails = store, store.kind, False
-
-    def copy(self, segment: int, destination: Any) -> Any:
-        copy = self._store.copy(segment, destination)
-
-        def attempt() -> None:
-            if self.fails and segment == 3:
-                raise OSError("flash is gone")
-            copy()
-
-        return attempt
-
-    def table(self, name: str) -> torch.Tensor:
-        return self._store.table(name)
-
-    def close(self) -> None:
-        self._store.close()
-
-
 @pytest.mark.parametrize("make", [cpu, fake_cuda])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_copy_that_fails_is_an_error_of_its_request_and_the_next_one_gets_the_right_bits(
@@ -248,16 +206,16 @@ def test_a_copy_that_fails_is_an_error_of_its_request_and_the_next_one_gets_the_
 ) -> None:
     backend = make()
     shared = Shared(backend, layout, lowered[:2], region_for(lowered, 1.5))
-    store = FailingStore(open_store("ram", lowered[0].weights_path, lowered[0].manifest))
+    store = FailingStore(lowered[0].weights_path, lowered[0].manifest)
     shared.stores[0].close()
     shared.stores[0] = backend.staged(store, lowered[0].manifest) if make is fake_cuda else store
     shared.add_all()
     shared.run(1)
-    store.fails = True
-    with pytest.raises(DeviceError, match="flash is gone"):
+    store.failing = True
+    with pytest.raises(DeviceError, match="medium error"):
         shared.run(0)
     shared.run(1)
-    store.fails = False
+    store.failing = False
     for n in (0, 0, 1, 0):
         shared.run(n)
     shared.close()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from clients import PROTOCOLS, Client, connect
-from server.placement.control import ControlMode
 from server_fakes import Running, identity, running, serving
 from server_http import ask
 from tritonclient.utils import InferenceServerException

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from server.engine.histogram import Histogram
 from server_fakes import FakeLoaded, Running, adder, identity, running, serving
 from server_http import infer, x
 
 from server.cli import main
 from server.observe.prometheus import Family, written
-from server.protocol.model import Footprint
+from server.protocol.histogram import SECONDS, Histogram
+from server.protocol.model import ModelFootprint
 from server.tools.remote import tables
 from server.tools.remote.client import RemoteServer
 from server.tools.remote.samples import Samples, parse
@@ -42,7 +42,7 @@ class Orders:
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loaded: FakeLoaded = serving(adder(), identity("id", "FP32"))
     loaded.failures = {"damaged": "model.pt2 is [truncated]"}
-    loaded.footprints = {"adder": Footprint(3 << 20, 400, 100, {1: 0.5}, {1: 0.4})}
+    loaded.footprints = {"adder": ModelFootprint(3 << 20, 400, 100, {1: 0.5}, {1: 0.4})}
     with running(loaded, strict_readiness=False) as handle:
         assert infer(handle, "id", {"inputs": [x()]}).status == 200
         yield handle
@@ -192,7 +192,7 @@ def test_stall_share_is_of_the_computing_time() -> None:
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
 def test_quantiles_are_within_a_bucket_of_numpys(share: float) -> None:
     durations = 10 ** np.random.default_rng(3).uniform(-3.5, 0.5, 2000)
-    histogram = Histogram()
+    histogram = Histogram.of(SECONDS)
     for seconds in durations:
         histogram.add(float(seconds))
     samples = parse(written([Family("h", "histogram", "", [({}, histogram)])]).decode())

@@ -4,9 +4,9 @@ While it is measured, a model's weights and activations are on the device at onc
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -102,7 +102,7 @@ def _measure(
             on_progress(f"{lowered.name}: measuring batch {batch}")
             graph, examples = lowered.graphs[batch], lowered.examples(batch)
             tried, probes = with_probes(lowered, batch)
-            with _Resident(device, tried, store, graph) as program:
+            with _resident(device, tried, store, graph) as program:
                 beyond = kernel_scratch(streams, program, graph, examples)
                 seconds = _op_seconds(device, streams, program, examples)
                 slowdowns = _slowdowns(device, program, examples, bench, figures.swap_in)
@@ -120,22 +120,20 @@ def _measure(
     return Measurement(scratch, profiles, refused)
 
 
-class _Resident:
-    """A program with everything resident and ample room, while it is measured."""
-
-    def __init__(self, device: CudaDevice, lowered: Lowered, store: HostStore[torch.Tensor], graph: Graph) -> None:
-        plan = ample_plan(graph)
-        self._device = device
-        self._arena = device.arena(plan.partition_bytes + plan.workspace_bytes)
-        self._program = device.build(lowered, plan, None, self._arena, Bases(0, plan.partition_bytes), store)
-
-    def __enter__(self) -> CudaProgram:
-        self._device.executor.load(self._program)
-        return self._program
-
-    def __exit__(self, *_: Any) -> None:
-        self._device.executor.dismiss(self._program)
-        self._arena.close()
+@contextmanager
+def _resident(
+    device: CudaDevice, lowered: Lowered, store: HostStore[torch.Tensor], graph: Graph
+) -> Iterator[CudaProgram]:
+    """Load a program with everything resident and ample memory, for the block."""
+    plan = ample_plan(graph)
+    arena = device.arena(plan.partition_bytes + plan.workspace_bytes)
+    program = device.build(lowered, plan, None, arena, Bases(0, plan.partition_bytes), store)
+    try:
+        device.executor.load(program)
+        yield program
+    finally:
+        device.executor.dismiss(program)
+        arena.close()
 
 
 def ample_plan(graph: Graph) -> Plan:
