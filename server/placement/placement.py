@@ -13,9 +13,9 @@ from runtime.binding.program import Program
 from runtime.errors import MemoryExceeded
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import RequestError
-from server.models.cache import Plans
+from server.models.known_models import Plans
 from server.models.prepared import Prepared
-from server.models.preparing import Workshop, is_better
+from server.models.preparer import ModelPreparer, is_better
 from server.placement.device_memory import PartitionedMemory, PlacedModel, Programs
 from server.placement.moves import Vacate, moves, packed, vacate_all
 from server.placement.partitions import Extent
@@ -41,9 +41,9 @@ class PlacementListener(Protocol):
 class ModelPlacement:
     """All methods belong to the event loop's thread. What changes places in memory happens one after the other."""
 
-    def __init__(self, memory: PartitionedMemory, workshop: Workshop, keeps_all: bool) -> None:
+    def __init__(self, memory: PartitionedMemory, preparer: ModelPreparer, keeps_all: bool) -> None:
         self.memory = memory
-        self.workshop = workshop
+        self.workshop = preparer
         self._keeps_all = keeps_all
         """Whether every parameter must be resident."""
         self._places = asyncio.Lock()

@@ -24,8 +24,8 @@ from tritonclient.utils import InferenceServerException
 from loadgen.zoo.exporting import save_model
 from planner.sizing.fitting import Room
 from runtime.binding.program import Program
-from server.models import preparing as workshop
-from server.models.cache import Plans
+from server.models import preparing as preparer
+from server.models.known_models import Plans
 from server.models.prepared import Prepared
 from server.models.repository import ModelSource
 from tests.e2e.serving import Running, ask, infer, repository_index, serving
@@ -262,13 +262,13 @@ def test_a_model_that_comes_back_is_opened_from_memory_unless_its_files_have_cha
     stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    prepare = workshop.prepare
+    prepare = preparer.prepare
 
     def noted(source: ModelSource, *arguments: Any) -> Prepared:
         opened.append(source.name)
         return prepare(source, *arguments)
 
-    monkeypatch.setattr(workshop, "prepare", noted)
+    monkeypatch.setattr(preparer, "prepare", noted)
     stacks.put(tmp_path, "a", 0)
     with controlled(tmp_path, "9MiB", plans) as (server, client):
         for _ in range(3):
