@@ -138,9 +138,14 @@ def prepare_in_worker(source: ModelSource, config: ServeConfig, worker: WorkerPr
 
     Raises WorkerFailed.
     """
-    if not _marker(source, config).exists():
+    if not is_prepared(source, config):
         model_config = None if source.config is None else source.config.SerializeToString()
         worker.call(_fill_cache, replace(source, config=None), model_config, config)
+
+
+def is_prepared(source: ModelSource, config: ServeConfig) -> bool:
+    """Whether a worker has prepared this very model for this configuration."""
+    return _marker(source, config).exists()
 
 
 def _fill_cache(source: ModelSource, model_config: bytes | None, config: ServeConfig) -> None:

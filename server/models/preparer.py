@@ -1,4 +1,4 @@
-"""Prepares and plans models while others are served: long work in worker processes, short work in the caller's thread."""
+"""Prepares and plans models while others are served: long work in worker processes, short work in a thread."""
 
 import threading
 import time

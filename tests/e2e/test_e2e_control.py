@@ -214,13 +214,13 @@ def test_a_model_that_comes_back_runs_the_very_plans_that_were_found_for_it(
     with controlled(tmp_path / "repository", "6MiB", tmp_path / "cache", load_models=("a",)) as (server, client):
         placement = server.loaded.placement
         assert placement is not None
-        best_plans, found = placement.workshop.best_plans, list[Plans]()
+        best_plans, found = placement.preparer.best_plans, list[Plans]()
 
         def noted(prepared: Prepared, room: Room) -> Plans:
             found.append(best_plans(prepared, room))
             return found[-1]
 
-        monkeypatch.setattr(placement.workshop, "best_plans", noted)
+        monkeypatch.setattr(placement.preparer, "best_plans", noted)
         client.load_model("b")
         eventually(lambda: not placement._tasks)
         assert len(found) == 1
