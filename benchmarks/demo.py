@@ -24,12 +24,11 @@ from benchmarks.record import record
 from benchmarks.scrape import by_model, free_port, get
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
 from loadgen.report import Report
-from loadgen.run import Load, Sent, in_turns, send_load
+from loadgen.repository import prepare_visibly, recipes
+from loadgen.run import Load, SentLoad, joined, send_load
 from loadgen.sentences import EXAMPLES, embed, print_similarities
-from loadgen.serve import running_server, server_command
+from loadgen.server_process import running_server, server_command
 
 LAYOUTS = (("resident", "100%"), ("time_shared", "25%"), ("partitioned", "25%"))
 TURNS = 4
@@ -76,7 +75,7 @@ class Running:
     url: str
     metrics_url: str
     alone_s: dict[str, float]
-    turns: list[Sent] = field(default_factory=list)
+    turns: list[SentLoad] = field(default_factory=list)
 
 
 async def _measure(options: argparse.Namespace, console: Console) -> dict[str, Outcome]:
@@ -118,15 +117,14 @@ def _outcome(server: Running, before: dict[str, tuple[int, float]]) -> Outcome:
         for m, alone_s in server.alone_s.items()
     }
     swapped = sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values())
-    return Outcome(in_turns(server.turns).report, costs, swapped)
+    return Outcome(joined(server.turns).report, costs, swapped)
 
 
 def _load(options: argparse.Namespace, turn: int) -> Load:
     return Load(
         rate_per_s=options.rate,
         duration_s=options.duration / TURNS,
-        models=options.models,
-        weights={},
+        model_count=options.models,
         zipf=0.0,
         seed=turn,
         batch=1,

@@ -29,9 +29,8 @@ from benchmarks.record import markdown_table, record
 from benchmarks.scrape import free_port, get
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
-from loadgen.serve import running_server, server_command
+from loadgen.repository import prepare_visibly, recipes
+from loadgen.server_process import running_server, server_command
 
 MODELS, ENTRIES, MEMORY = 4, ("ranker", "minilm"), "40%"
 HANGING = "hanging"

@@ -24,11 +24,10 @@ from rich.console import Console
 from benchmarks.record import RESULTS, markdown_table, record
 from benchmarks.scrape import by_model, free_port
 from loadgen.errors import ServerFailed
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
 from loadgen.report import Report
+from loadgen.repository import prepare_visibly, recipes
 from loadgen.run import Load, run_load
-from loadgen.serve import running_server, server_command
+from loadgen.server_process import running_server, server_command
 from planner.sizing.deployment import ONE_REGION, LayoutName
 
 LAYOUTS: tuple[LayoutName, ...] = ("resident", "partitioned", *ONE_REGION)
@@ -132,8 +131,7 @@ def _load(rate: float, options: argparse.Namespace) -> Load:
     return Load(
         rate_per_s=rate,
         duration_s=options.duration,
-        models=options.models,
-        weights={},
+        model_count=options.models,
         zipf=options.zipf,
         seed=0,
         batch=1,

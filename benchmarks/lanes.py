@@ -15,9 +15,8 @@ from rich.console import Console
 from benchmarks.record import markdown_table, record, work_of_two
 from benchmarks.scrape import Running, free_port
 from benchmarks.traffic import Client, client_of
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import Prepared, recipes
-from loadgen.serve import running_server, server_command
+from loadgen.repository import PreparedModel, prepare_visibly, recipes
+from loadgen.server_process import running_server, server_command
 
 MODELS, ENTRIES = 8, ("ranker", "bert_small")
 LANES = (1, 2)
@@ -49,7 +48,9 @@ class Found:
 
 
 @asynccontextmanager
-async def serving(prepared: Sequence[Prepared], folder: Path, lanes: int) -> AsyncIterator[tuple[Client, Found]]:
+async def serving(
+    prepared: Sequence[PreparedModel], folder: Path, lanes: int
+) -> AsyncIterator[tuple[Client, Found]]:
     """A client of a server with so many lanes, whose cache is kept between runs; nothing found yet."""
     memory_bytes = int(SHARE_OF_WEIGHTS * sum(one.weight_bytes for one in prepared))
     command = server_command("cohabit", folder / "lanes", str(memory_bytes), None)
@@ -62,7 +63,9 @@ async def serving(prepared: Sequence[Prepared], folder: Path, lanes: int) -> Asy
         yield client, Found(running.resident_share)
 
 
-async def measured(prepared: Sequence[Prepared], folder: Path, turn_s: float) -> tuple[float, dict[int, Found]]:
+async def measured(
+    prepared: Sequence[PreparedModel], folder: Path, turn_s: float
+) -> tuple[float, dict[int, Found]]:
     """Saturation and latency by the number of lanes, and the rate at which latency was measured."""
     models = [one.recipe.name for one in prepared]
     async with AsyncExitStack() as stack:

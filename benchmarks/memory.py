@@ -20,9 +20,8 @@ from rich.console import Console
 from benchmarks.record import markdown_table, record
 from benchmarks.scrape import by_model
 from loadgen.inputs import random_inputs
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
-from loadgen.serve import server_command
+from loadgen.repository import prepare_visibly, recipes
+from loadgen.server_process import server_command
 
 MODEL = "resnet152"
 RUNS = (("resident", "120%"), ("partitioned", "25%"))

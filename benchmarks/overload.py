@@ -24,9 +24,8 @@ from rich.console import Console
 from benchmarks.record import markdown_table, record, work_of_two
 from benchmarks.scrape import Running, free_port
 from benchmarks.traffic import OK, Client, Traffic, client_of
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import Prepared, recipes
-from loadgen.serve import running_server, server_command
+from loadgen.repository import PreparedModel, prepare_visibly, recipes
+from loadgen.server_process import running_server, server_command
 
 MODELS, ENTRY = 4, "bert_small"
 MEMORY_MIB = 20
@@ -80,7 +79,7 @@ class Found:
 class Bench:
     """What all measurements have in common."""
 
-    prepared: Sequence[Prepared]
+    prepared: Sequence[PreparedModel]
     folder: Path
     duration_s: float
     console: Console

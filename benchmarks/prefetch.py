@@ -22,8 +22,7 @@ from benchmarks.record import markdown_table, record
 from benchmarks.scrape import Running
 from benchmarks.switchable import OFF, ON
 from benchmarks.traffic import Client, Traffic, client_of
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
+from loadgen.repository import prepare_visibly, recipes
 
 MODELS, ENTRIES, MEMORY_MIB = 4, ("ranker", "torchcrepe"), 5
 LINKS = (None, "400MB/s")

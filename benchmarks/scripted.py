@@ -1,7 +1,7 @@
-"""Calls one by one through Python against stretches of them as one call, alone and beside a busy Python thread.
+"""Single calls through Python against script segments, alone and alongside a busy Python thread.
 
-Every parameter is resident, so that a model is one stretch. Both ways take turns in one process; the busy thread does
-what a server's event loop does under load: it wants Python, and gives it up for a moment now and then.
+Every parameter is resident, so that a model is one segment. Both ways take turns in one process; the busy thread does
+what a server's event loop does under load: it takes the interpreter, and releases it for a moment now and then.
 """
 
 import argparse
@@ -16,17 +16,16 @@ import torch
 from rich.console import Console
 
 from benchmarks.record import markdown_table, record
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
-from runtime.binding.program import Bases, Program, build
-from runtime.cpu.arena import Arena
-from runtime.cpu.executor import Executor
-from runtime.cpu.scripted import compiled
-from runtime.cpu.store import open_store
-from runtime.cpu.stretches import stretches as stretches_of
+from loadgen.repository import prepare_visibly, recipes
+from runtime.binding.program import Bases, Program
+from runtime.cpu.arena import CpuArena
+from runtime.cpu.backend import CpuBackend
+from runtime.cpu.executor import CpuExecutor
+from runtime.cpu.segments import compiled, segment_ranges
+from runtime.host.store import open_store
 from runtime.lowering.lower import Lowered, lower
 from runtime.profiling.profile import resident_plan
-from runtime.profiling.repeating import repeating
+from runtime.profiling.stopwatch import repeating
 
 MODELS = ("bert_small", "minilm", "ranker", "mobilenet_v2")
 _WORK_BETWEEN_TURNS = 2000
@@ -38,7 +37,7 @@ class Row:
 
     model: str
     calls: int
-    stretches: int
+    segments: int
     compile_s: float
     alone_s: tuple[float, float]
     beside_s: tuple[float, float]
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = _table(rows)
     if options.record:
         sections = [_explained(options), text]
-        text = record("scripted", "Calls one by one and in stretches", "benchmarks.scripted", sections).read_text()
+        text = record("scripted", "Single calls and script segments", "benchmarks.scripted", sections).read_text()
     print(text)
     return 0
 
@@ -66,25 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(lowered: Lowered, rounds: int) -> Row:
     plan = resident_plan(lowered.graphs[1])
     store = open_store("ram", lowered.weights_path, lowered.manifest)
-    with Arena(plan.partition_bytes + plan.workspace_bytes) as arena, Executor() as executor:
-        program = build(lowered, plan, None, arena, Bases(plan.workspace_bytes, 0), store, scripted=True)
-        single = build(lowered, plan, None, arena, Bases(plan.workspace_bytes, 0), store)
+    with CpuArena(plan.partition_bytes + plan.workspace_bytes) as arena, CpuExecutor() as executor:
+        program, single = (
+            CpuBackend(scripted=way).build(lowered, plan, None, arena, Bases(plan.workspace_bytes, 0), store)
+            for way in (True, False)
+        )
         executor.load(program)
         alone_s = _in_turns(executor, (single, program), lowered, rounds)
-        with repeating(_want_python, "busy-python"):
+        with repeating(_busy_python, "busy-python"):
             beside_s = _in_turns(executor, (single, program), lowered, rounds)
     store.close()
-    blueprint = lowered.blueprints[1]
     start = time.perf_counter()
-    compiled(lowered.name, blueprint, stretches_of(blueprint))
+    compiled(program.draft, segment_ranges(program.draft))
     compile_s = time.perf_counter() - start
-    calls = sum(len(step.calls) for step in blueprint.computes)
-    stretches = sum(step.length > 1 for step in program.stretched)
-    return Row(lowered.name, calls, stretches, compile_s, alone_s, beside_s)
+    calls = sum(len(step.calls) for step in program.draft.computes)
+    segments = sum(step.length > 1 for step in program.segments)
+    return Row(lowered.name, calls, segments, compile_s, alone_s, beside_s)
 
 
 def _in_turns(
-    executor: Executor, programs: tuple[Program, Program], lowered: Lowered, rounds: int
+    executor: CpuExecutor, programs: tuple[Program, Program], lowered: Lowered, rounds: int
 ) -> tuple[float, float]:
     """Median latencies; the first tenth of the rounds warms up."""
     times: tuple[list[float], list[float]] = ([], [])
@@ -96,22 +96,22 @@ def _in_turns(
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def _want_python() -> None:
-    """Hold the interpreter for a moment, and give it up."""
+def _busy_python() -> None:
+    """Hold the interpreter for a moment, and release it."""
     for _ in range(_WORK_BETWEEN_TURNS):
         pass
     time.sleep(0)
 
 
 def _table(rows: Sequence[Row]) -> str:
-    header = ("model", "calls", "stretches", "compiling ms", "alone ms", "scripted", "beside ms", "scripted beside")
+    header = ("model", "calls", "segments", "compiling ms", "alone ms", "scripted", "beside ms", "scripted beside")
     return markdown_table(
         header,
         [
             (
                 row.model,
                 str(row.calls),
-                str(row.stretches),
+                str(row.segments),
                 f"{row.compile_s * 1e3:.0f}",
                 f"{row.alone_s[0] * 1e3:.2f}",
                 f"{row.alone_s[1] * 1e3:.2f} ({row.alone_s[1] / row.alone_s[0]:.2f}x)",

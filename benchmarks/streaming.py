@@ -1,7 +1,7 @@
 """Streaming parameters against having them: predicted and measured time, overlap, and the copy lane's bandwidth.
 
 Three models at 25 % and 50 % of their weights, from both stores, each next to its own resident run, to the same plan
-with every copy waited for, and to the bound: op by op, and in stretches, each with a profile of its own kind.
+with every copy waited for, and to the bound: op by op, and in segments, each with a profile of its own kind.
 Everything of a model's share runs in turn in one process, so that ratios hold on a machine whose speed drifts.
 """
 
@@ -9,29 +9,32 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from benchmarks.chrome_trace import chrome_trace
 from benchmarks.record import markdown_table, record
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
+from loadgen.repository import prepare_visibly, recipes
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search.driver import search
 from planner.simulate import simulate
 from planner.sizing.fitting import split_budget
-from runtime.binding.program import Bases, Program, build
-from runtime.cpu.arena import Arena
-from runtime.cpu.executor import Executor
-from runtime.cpu.store import Store, StoreKind, open_store
+from runtime.binding.calls import Call
+from runtime.binding.draft import ComputeStep, SwapStep
+from runtime.binding.program import Bases, Program
+from runtime.cpu.arena import CpuArena
+from runtime.cpu.backend import CpuBackend
+from runtime.cpu.executor import CpuExecutor
+from runtime.host.store import Store, StoreKind, open_store
 from runtime.lowering.lower import Lowered, lower
 from runtime.lowering.weights import BLOCK_BYTES
-from runtime.profiling.profile import device_name, measure, resident_plan
-from runtime.profiling.trace import chrome_trace
+from runtime.profiling.profile import resident_plan
 
 MODELS = ("resnet152", "bert_base", "minilm")
 SHARES = (0.25, 0.5)
@@ -106,20 +109,20 @@ def _measure(
     plans: dict[bool, tuple[Profile, Plan]] = {}
     for scripted in (False, True):
         say(f"{lowered.name}: {store.kind} store, {share:.0%}, {_named(scripted)}: profiling")
-        device = device_name(options.threads, store, scripted=scripted)
-        profile = measure(lowered, store, device, scripted=scripted)[1]
+        profile = CpuBackend(scripted=scripted).measure(lowered, store, None, lambda text: None)[1][1]
         partition, workspace = split_budget({1: graph}, {1: profile}, budget)
         plans[scripted] = profile, search(Problem(graph, profile, partition, workspace))
     room = max(plan.partition_bytes + plan.workspace_bytes for _, plan in plans.values())
     beside = -(-resident.workspace_bytes // BLOCK_BYTES) * BLOCK_BYTES  # O_DIRECT reads to whole blocks
-    with Arena(len(plans) * room + beside + resident.partition_bytes) as arena, Executor() as executor:
+    with CpuArena(len(plans) * room + beside + resident.partition_bytes) as arena, CpuExecutor() as executor:
         ways = []
         for scripted, (profile, plan) in plans.items():
             end = room * (1 + scripted)  # each partition is its own way's: others leave its residents alone
             bases = Bases(end - plan.partition_bytes, end - room)
             whole_bases = Bases(len(plans) * room + beside, len(plans) * room)
-            streamed = build(lowered, plan, profile, arena, bases, store, scripted=scripted)
-            whole = build(lowered, resident, None, arena, whole_bases, store, scripted=scripted)
+            backend = CpuBackend(scripted=scripted)
+            streamed = backend.build(lowered, plan, profile, arena, bases, store)
+            whole = backend.build(lowered, resident, None, arena, whole_bases, store)
             ways.append(_Way(scripted, profile, plan, streamed, whole))
         if options.traces is not None:
             _write_traces(lowered, store, share, ways[-1], executor, options.traces, say)
@@ -127,7 +130,7 @@ def _measure(
 
 
 def _named(scripted: bool) -> str:
-    return "in stretches" if scripted else "op by op"
+    return "in segments" if scripted else "op by op"
 
 
 def _write_traces(
@@ -135,7 +138,7 @@ def _write_traces(
     store: Store,
     share: float,
     way: _Way,
-    executor: Executor,
+    executor: CpuExecutor,
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
@@ -156,7 +159,7 @@ def _rounds(
     store: Store,
     share: float,
     ways: Sequence[_Way],
-    executor: Executor,
+    executor: CpuExecutor,
     rounds: int,
     say: Callable[[str], None],
 ) -> list[Row]:
@@ -176,7 +179,7 @@ def _rounds(
 class _Runs:
     """The times of one way."""
 
-    def __init__(self, lowered: Lowered, way: _Way, executor: Executor) -> None:
+    def __init__(self, lowered: Lowered, way: _Way, executor: CpuExecutor) -> None:
         self._lowered, self._way, self._executor = lowered, way, executor
         self._resident: list[float] = []
         self._streamed: list[float] = []
@@ -194,10 +197,10 @@ class _Runs:
         before = self._executor.swap_busy_s
         self._streamed.append(self._run(self._way.streamed))
         self._copying.append(self._executor.swap_busy_s - before)
-        self._serial.append(self._run(self._way.streamed, serial=True))
+        self._serial.append(self._run(serialised(self._way.streamed)))
 
-    def _run(self, program: Program, serial: bool = False) -> float:
-        latency_s = self._executor.run(program, self._lowered.examples(1), serial=serial).latency_s
+    def _run(self, program: Program) -> float:
+        latency_s = self._executor.run(program, self._lowered.examples(1)).latency_s
         self._executor.settle()
         return latency_s
 
@@ -221,6 +224,37 @@ class _Runs:
             copy_bytes_per_s=link_bytes / statistics.median(self._copying) if link_bytes else 0.0,
             gap=found.gap,
         )
+
+
+def serialised(program: Program) -> Program:
+    """The same program without overlap: each step waits for all copies that can have ended by then."""
+
+    def waiting(steps: Sequence[ComputeStep[Call]]) -> tuple[ComputeStep[Call], ...]:
+        done = list(accumulate((step.length for step in steps), initial=0))
+        counts = [_issuable(program, computes) for computes in done]
+        return tuple(
+            replace(step, swap_ins_before=max(step.swap_ins_before, ins), swap_outs_before=outs)
+            for step, (ins, outs) in zip(steps, counts, strict=False)
+        )
+
+    return replace(program, computes=waiting(program.computes), segments=waiting(program.segments))
+
+
+def _issuable(program: Program, computes: int) -> tuple[int, int]:
+    """How many swap-ins and swap-outs may have ended once so many compute steps have."""
+    ins = outs = 0
+    while True:
+        before = ins, outs
+        while ins < len(program.swap_ins) and _may_start(program.swap_ins[ins], computes, outs):
+            ins += 1
+        while outs < len(program.swap_outs) and _may_start(program.swap_outs[outs], computes, ins):
+            outs += 1
+        if before == (ins, outs):
+            return before
+
+
+def _may_start(step: SwapStep, computes: int, others: int) -> bool:
+    return step.computes_before <= computes and step.others_before <= others
 
 
 def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
@@ -249,7 +283,7 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     ]
     return [
         f"Batch 1, {options.threads} compute thread(s), medians of {options.rounds} rounds; a round runs resident,"
-        " streamed and serial once each, op by op and in stretches. *Bound* and *predicted* come from a profile taken"
+        " streamed and serial once each, op by op and in segments. *Bound* and *predicted* come from a profile taken"
         " just before, in the same way. *Serial* is the streamed plan with every copy waited for before the next step."
         " The share is of all weights, embedding tables included; these stay in the host store at every budget."
         " Partition and workspace together are the share.\n",

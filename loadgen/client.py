@@ -1,7 +1,7 @@
-"""Talk to a server as any Triton client does, over HTTP with binary tensors."""
+"""A Triton client: HTTP with binary tensors."""
 
 import resource
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ _UNREACHABLE = (aiohttp.ClientError, OSError)
 
 
 def address_of(url: str) -> str:
-    """Strip what tritonclient does not want in an address: `http://127.0.0.1:8000/` is 127.0.0.1:8000."""
+    """Return an address as tritonclient takes it: 127.0.0.1:8000 for `http://127.0.0.1:8000/`."""
     if url.startswith("https://"):
         raise UsageError(f"--url {url}: https is not supported; give HOST:PORT of a plain HTTP endpoint")
     return url.removeprefix("http://").rstrip("/")
@@ -27,7 +27,7 @@ def address_of(url: str) -> str:
 
 @asynccontextmanager
 async def connected(url: str, max_in_flight: int, timeout_s: float) -> AsyncIterator[InferenceServerClient]:
-    """Open a client on which `max_in_flight` requests can wait at once, each for `timeout_s` at most."""
+    """Open a client that sends up to `max_in_flight` requests at once, each for `timeout_s` at most."""
     _allow_open_files(max_in_flight + 256)
     async with InferenceServerClient(address_of(url), conn_limit=max_in_flight, conn_timeout=timeout_s) as client:
         yield client
@@ -35,36 +35,38 @@ async def connected(url: str, max_in_flight: int, timeout_s: float) -> AsyncIter
 
 async def ready_models(client: InferenceServerClient, url: str) -> list[str]:
     """Return the names of the models that the server has ready, in order."""
-    try:
-        index: list[dict[str, Any]] = await client.get_model_repository_index()
-    except InferenceServerException as error:
-        raise UsageError(f"{url} does not list its models ({error}); name them with --model") from error
-    except (*_UNREACHABLE, TimeoutError) as error:
-        raise ServerFailed(f"no server answers at {url}: {_reason(error)}") from error
+    index: list[dict[str, Any]]
+    index = await _answer(
+        client.get_model_repository_index(), url, "does not list its models; name them with --model"
+    )
     return sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
 
 
 async def model_metadata(client: InferenceServerClient, url: str, model: str) -> dict[str, Any]:
     """Return the server's description of a model's inputs and outputs."""
+    metadata: dict[str, Any] = await _answer(client.get_model_metadata(model), url, f"has no model {model!r}")
+    return metadata
+
+
+async def _answer(call: Awaitable[Any], url: str, problem: str) -> Any:
     try:
-        metadata: dict[str, Any] = await client.get_model_metadata(model)
+        return await call
     except InferenceServerException as error:
-        raise UsageError(f"{url} has no model {model!r} ({error})") from error
+        raise UsageError(f"{url} {problem} ({error})") from error
     except (*_UNREACHABLE, TimeoutError) as error:
         raise ServerFailed(f"no server answers at {url}: {_reason(error)}") from error
-    return metadata
 
 
 async def prepare_requests(
     client: InferenceServerClient, url: str, models: Sequence[str], batch: int, seed: int
 ) -> dict[str, list[InferInput]]:
-    """Make each model's inputs beforehand, so that sending costs little."""
+    """Make each model's inputs before the run."""
     rng = np.random.default_rng(seed)
     return {m: random_inputs(await model_metadata(client, url, m), batch, rng) for m in models}
 
 
 def sender(client: InferenceServerClient, requests: Mapping[str, list[InferInput]]) -> Send:
-    """Return the function that sends a model's request and says how it failed, if it did."""
+    """Return the function that sends a model's request; it raises RequestFailed."""
 
     async def send(model: str) -> None:
         try:

@@ -1,15 +1,15 @@
-"""What can go wrong in loadgen.
+"""Errors of loadgen.
 
 LoadgenError
-├── UsageError          the command line asks for something impossible; exit code 2
+├── UsageError          a wrong command line; exit status 2
 │   └── ModelRefused    no valid request can be made for a model
 ├── UnavailableModel    a package with a model's code or weights is not installed
-└── ServerFailed        the server that was to be measured does not start, or does not answer
+└── ServerFailed        the server does not start, or does not answer
 """
 
 
 class LoadgenError(Exception):
-    """Base of all errors that are reported without a traceback."""
+    """Base of all errors, which are reported without a traceback."""
 
 
 class UsageError(LoadgenError):

@@ -1,4 +1,4 @@
-"""Random but valid inputs for a model of which only the KServe metadata is known."""
+"""Random valid inputs of a model, from its KServe metadata."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from tritonclient.utils import triton_to_np_dtype
 from loadgen.errors import ModelRefused
 
 MAX_ID = 100
-"""Integers are drawn below this: ids that any vocabulary has."""
+"""Integers are drawn below this, so that they are ids in any vocabulary."""
 
 FREE_DIMENSION = 16
-"""Taken for a dimension, other than the batch, that the model leaves open."""
+"""Size of dimensions other than the batch that the model leaves open."""
 
 
 def random_inputs(metadata: Mapping[str, Any], batch: int, rng: np.random.Generator) -> list[InferInput]:
@@ -27,7 +27,7 @@ def _random_input(model: str, spec: Mapping[str, Any], batch: int, rng: np.rando
     values = random_values(spec["name"], spec["datatype"], shape, rng)
     if values is None:
         raise ModelRefused(
-            f"{model}: input {spec['name']} has the datatype {spec['datatype']}, which is unknown here"
+            f"{model}: input {spec['name']} has the datatype {spec['datatype']}, which loadgen does not know"
         )
     tensor = InferInput(spec["name"], list(shape), spec["datatype"])
     tensor.set_data_from_numpy(values, binary_data=True)
@@ -46,7 +46,7 @@ def concrete_shape(model: str, shape: Sequence[int], batch: int) -> tuple[int, .
 def random_values(
     name: str, datatype: str, shape: tuple[int, ...], rng: np.random.Generator
 ) -> NDArray[Any] | None:
-    """Draw values of a KServe datatype, or None for one that is unknown; a mask lets everything through."""
+    """Draw values of a KServe datatype, or None for an unknown one; masks are all ones."""
     dtype = triton_to_np_dtype(datatype)
     if dtype is None:
         return None

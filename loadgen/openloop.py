@@ -1,4 +1,4 @@
-"""Send requests at their times whatever the server does: nothing here waits for an answer before sending."""
+"""Sends requests in an open loop: each at its drawn time, independently of answers to others."""
 
 import asyncio
 import threading
@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from loadgen.arrivals import Arrival
+from loadgen.arrivals import RequestArrival
 
 NOT_SENT = "not sent"
-"""Kind of the requests that were due while too many others were unanswered."""
+"""Kind of failure of requests that were due while too many others were unanswered."""
 
 Send = Callable[[str], Awaitable[None]]
 """Send one request to the named model; return when it is answered, raise RequestFailed if it is not."""
@@ -27,18 +27,18 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one arrival. Both durations count from the intended send time."""
+    """The outcome of one arrival. Both durations count from the intended send time."""
 
-    arrival: Arrival
+    arrival: RequestArrival
     lag_s: float
-    """How late the generator itself was."""
+    """Delay of the generator itself."""
     latency_s: float
     failure: RequestFailed | None = None
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a progress display reads while the run goes on."""
+    """Counts of a run in progress, for a display."""
 
     sent: int = 0
     in_flight: int = 0
@@ -47,15 +47,15 @@ class Tally:
 
 
 async def run_open_loop(
-    arrivals: Sequence[Arrival], send: Send, max_in_flight: int, tally: Tally | None = None
+    arrivals: Sequence[RequestArrival], send: Send, max_in_flight: int, tally: Tally | None = None
 ) -> list[Outcome]:
     """Send every arrival at its time, and return when all are answered or have failed.
 
     An arrival that finds `max_in_flight` requests unanswered is counted as NOT_SENT, not postponed.
     """
-    run = _Run(send, max_in_flight, tally or Tally(), asyncio.get_running_loop())
+    run = _OpenLoop(send, max_in_flight, tally or Tally(), asyncio.get_running_loop())
     stop = threading.Event()
-    # Event loops wake with millisecond precision; a thread that sleeps is an order of magnitude better.
+    # Event loops wake with millisecond precision; a sleeping thread is ten times as precise.
     pacer = threading.Thread(target=run.pace, args=(arrivals, stop), name="pacer", daemon=True)
     pacer.start()
     try:
@@ -71,7 +71,7 @@ async def run_open_loop(
     return run.outcomes
 
 
-class _Run:
+class _OpenLoop:
     def __init__(self, send: Send, max_in_flight: int, tally: Tally, loop: asyncio.AbstractEventLoop) -> None:
         self.send = send
         self.max_in_flight = max_in_flight
@@ -82,7 +82,7 @@ class _Run:
         self.tasks: set[asyncio.Task[None]] = set()
         self.outcomes: list[Outcome] = []
 
-    def pace(self, arrivals: Sequence[Arrival], stop: threading.Event) -> None:
+    def pace(self, arrivals: Sequence[RequestArrival], stop: threading.Event) -> None:
         """Hand each arrival to the event loop when it is due. Runs in the pacer thread."""
         for arrival in arrivals:
             stop.wait(max(0.0, arrival.at_s - self._elapsed_s()))
@@ -91,7 +91,7 @@ class _Run:
             self.loop.call_soon_threadsafe(self._launch, arrival)
         self.loop.call_soon_threadsafe(self.all_due.set)
 
-    def _launch(self, arrival: Arrival) -> None:
+    def _launch(self, arrival: RequestArrival) -> None:
         lag_s = self._elapsed_s() - arrival.at_s
         if len(self.tasks) >= self.max_in_flight:
             detail = f"{self.max_in_flight} requests were unanswered"
@@ -103,7 +103,7 @@ class _Run:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _one(self, arrival: Arrival, lag_s: float) -> None:
+    async def _one(self, arrival: RequestArrival, lag_s: float) -> None:
         failure = None
         try:
             await self.send(arrival.model)

@@ -1,12 +1,14 @@
-"""A whole run: find the models, draw the arrivals, send, report."""
+"""A whole run: find the models, draw the arrivals, send the requests, report."""
 
+import asyncio
 import contextlib
 import datetime
 import gc
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
@@ -14,36 +16,17 @@ import msgspec
 
 from loadgen.arrivals import draw_arrivals, zipf_weights
 from loadgen.client import connected, prepare_requests, ready_models, sender
-from loadgen.display import live_line
 from loadgen.errors import UsageError
+from loadgen.load import Load
 from loadgen.openloop import Outcome, Tally, run_open_loop
-from loadgen.report import Report, Run, make_report
+from loadgen.report import Report, RunDescription, make_report
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What to send, and how long to wait for it."""
+class SentLoad:
+    """The outcomes of a load's requests."""
 
-    rate_per_s: float
-    duration_s: float
-    models: int | None
-    """Take the first so many ready models; None for all."""
-    weights: Mapping[str, float]
-    """Models by name, each with its weight; empty to take what the server has ready."""
-    zipf: float
-    seed: int
-    batch: int
-    slo_s: float
-    timeout_s: float
-    warmup_s: float
-    max_in_flight: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What became of a load's requests."""
-
-    run: Run
+    run: RunDescription
     outcomes: Sequence[Outcome]
     models: Sequence[str]
 
@@ -53,16 +36,16 @@ class Sent:
 
 
 async def run_load(url: str, load: Load) -> Report:
-    """Send the load to the server at `url` and return what was measured."""
+    """Send the load to the server at `url` and return the measurements."""
     return (await send_load(url, load)).report
 
 
-async def send_load(url: str, load: Load) -> Sent:
+async def send_load(url: str, load: Load) -> SentLoad:
     """Send the load to the server at `url`."""
     async with connected(url, load.max_in_flight, load.timeout_s) as client:
         weights = load.weights
         if not weights:
-            weights = zipf_weights(choose_models(await ready_models(client, url), load.models, url), load.zipf)
+            weights = zipf_weights(_chosen(await ready_models(client, url), load.model_count, url), load.zipf)
         models = list(weights)
         requests = await prepare_requests(client, url, models, load.batch, load.seed)
         total_s = load.warmup_s + load.duration_s
@@ -71,13 +54,13 @@ async def send_load(url: str, load: Load) -> Sent:
         tally = Tally()
         gc.collect()
         with _frozen_heap():
-            async with live_line(tally, len(arrivals), total_s):
+            async with _progress_line(tally, len(arrivals), total_s):
                 outcomes = await run_open_loop(arrivals, sender(client, requests), load.max_in_flight, tally)
-    return Sent(run, outcomes, models)
+    return SentLoad(run, outcomes, models)
 
 
-def in_turns(turns: Sequence[Sent]) -> Sent:
-    """Several loads of one server, put behind one another without their warm-ups."""
+def joined(turns: Sequence[SentLoad]) -> SentLoad:
+    """Join several loads of one server, one after the other, without their warm-ups."""
     outcomes, at_s = [], 0.0
     for turn in turns:
         for outcome in turn.outcomes:
@@ -86,10 +69,10 @@ def in_turns(turns: Sequence[Sent]) -> Sent:
                 outcomes.append(replace(outcome, arrival=arrival))
         at_s += turn.run.duration_s
     run = msgspec.structs.replace(turns[0].run, duration_s=at_s, warmup_s=0.0)
-    return Sent(run, outcomes, turns[0].models)
+    return SentLoad(run, outcomes, turns[0].models)
 
 
-def choose_models(ready: Sequence[str], count: int | None, url: str) -> Sequence[str]:
+def _chosen(ready: Sequence[str], count: int | None, url: str) -> Sequence[str]:
     """Return the first `count` of the ready models, or all; raises UsageError if there are fewer."""
     if not ready:
         raise UsageError(f"{url} has no model ready")
@@ -100,7 +83,7 @@ def choose_models(ready: Sequence[str], count: int | None, url: str) -> Sequence
 
 @contextlib.contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """Keep the garbage collector away from what exists already, so that its pauses stay short."""
+    """Exclude existing objects from garbage collection, so that its pauses stay short."""
     gc.freeze()
     try:
         yield
@@ -108,16 +91,42 @@ def _frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _describe(url: str, load: Load) -> Run:
+@contextlib.asynccontextmanager
+async def _progress_line(tally: Tally, total: int, seconds: float) -> AsyncIterator[None]:
+    """Show the run's progress in one line of a terminal's stderr; elsewhere do nothing.
+
+    Plain text: rendering with rich takes milliseconds, during which this process would send nothing.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+
+    async def paint() -> None:
+        start_s = time.perf_counter()
+        while True:
+            elapsed_s = time.perf_counter() - start_s
+            sys.stderr.write(
+                f"\r\x1b[K{elapsed_s:5.1f} of {seconds:g} s   sent {tally.sent}/{total}   answered {tally.answered}"
+                f"   in flight {tally.in_flight}   failed {tally.failed.total()}"
+            )
+            sys.stderr.flush()
+            await asyncio.sleep(0.25)
+
+    painter = asyncio.create_task(paint())
+    try:
+        yield
+    finally:
+        painter.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await painter
+        sys.stderr.write("\r\x1b[K")
+
+
+def _describe(url: str, load: Load) -> RunDescription:
     packages = " ".join(f"{name} {version(name)}" for name in ("tritonclient", "aiohttp", "uvloop"))
-    return Run(
+    return RunDescription(
+        **msgspec.structs.asdict(load),
         url=url,
-        seed=load.seed,
-        batch=load.batch,
-        rate_per_s=load.rate_per_s,
-        duration_s=load.duration_s,
-        warmup_s=load.warmup_s,
-        slo_s=load.slo_s,
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=tuple(sys.argv),
         host=f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()} {packages}",

@@ -1,4 +1,4 @@
-"""Ask a served sentence embedder how alike some sentences are."""
+"""Similarity of sentences, computed by a served sentence embedder."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -5,18 +5,17 @@ concurrently, so one step is certain to have ended before another starts only th
 edges. Each step therefore carries a *clock*: how many steps of each lane have ended, for certain, when it starts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from planner.errors import FingerprintMismatch, InvalidPlan
-from planner.graph import Graph, TensorKind
+from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, Region, SwapIn, SwapOut, lane_of
 from planner.profile import Profile
 
 Clock = tuple[int, int, int]
 _LANES = ("compute", "swap_in", "swap_out")
 _NEVER: Clock = (0, 0, 0)
-_ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "state", "input", "activation")
 
 
 def check(graph: Graph, profile: Profile | None, plan: Plan) -> None:
@@ -32,36 +31,6 @@ def check(graph: Graph, profile: Profile | None, plan: Plan) -> None:
         violations += _Replay(graph, plan, clocks).violations()
     if violations:
         raise InvalidPlan(violations)
-
-
-def live_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = _ALL_KINDS) -> list[int]:
-    """Bytes of tensors in memory after each step, partition and workspace together. Assumes a checked plan."""
-    live = {p.tensor for p in (*plan.inputs, *plan.residents)}
-    counted = [t.nbytes if t.kind in kinds else 0 for t in graph.tensors]
-    total = sum(counted[i] for i in live)
-    after_step = []
-    for step in plan.steps:
-        match step:
-            case Compute():
-                total += sum(counted[i] for i in graph.ops[step.op].writes)
-            case SwapIn():
-                total += counted[step.tensor]
-            case Drop():
-                total -= counted[step.tensor]
-            case SwapOut():
-                pass
-        after_step.append(total)
-    return after_step
-
-
-def peak_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = _ALL_KINDS) -> int:
-    """Most bytes in memory at once, scratch included. Assumes a checked plan."""
-    held = {p.tensor for p in (*plan.inputs, *plan.residents)}
-    peak = sum(graph.tensors[i].nbytes for i in held if graph.tensors[i].kind in kinds)
-    for step, total in zip(plan.steps, live_bytes(graph, plan, kinds), strict=True):
-        scratch = graph.ops[step.op].scratch_bytes if isinstance(step, Compute) else 0
-        peak = max(peak, total + scratch)
-    return peak
 
 
 def _unknown_names(graph: Graph, plan: Plan) -> Iterator[str]:

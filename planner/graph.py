@@ -18,6 +18,13 @@ _T = TypeVar("_T")
 
 TensorKind = Literal["parameter", "state", "input", "activation"]
 
+SCRATCH_ALIGNMENT = 256
+
+
+def aligned(nbytes: int, alignment: int) -> int:
+    """Round up to a multiple of the alignment."""
+    return -(-nbytes // alignment) * alignment
+
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One storage.
@@ -32,6 +39,15 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: TensorKind
     alignment: int = 64
 
+    @property
+    def aligned_bytes(self) -> int:
+        return aligned(self.nbytes, self.alignment)
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether this is a parameter or state: something that the host store has from the start."""
+        return self.kind in ("parameter", "state")
+
 
 class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One kernel call (or one opaque group of them): reads and writes are tensor ids, without repeats."""
@@ -42,8 +58,17 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     writes: tuple[int, ...]
     scratch_bytes: int = 0
     mutates: tuple[int, ...] = ()
-    """Those of `reads` that the op changes in place. It stays behind every op that stands before it and uses them,
-    and before every op that stands behind it and does."""
+    """Those of `reads` that the op changes in place. In every order of the ops, those that use them and precede this
+    op in the graph precede it still, and those that follow it still follow."""
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """What the op reads or writes, without repeats."""
+        return tuple(dict.fromkeys((*self.reads, *self.writes)))
+
+    @property
+    def aligned_scratch_bytes(self) -> int:
+        return aligned(self.scratch_bytes, SCRATCH_ALIGNMENT)
 
 
 class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -68,6 +93,16 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def parameters(self) -> tuple[int, ...]:
         """Ids of the parameters, in the order of the weights file."""
         return tuple(i for i, t in enumerate(self.tensors) if t.kind == "parameter")
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Ids of the inputs."""
+        return tuple(i for i, t in enumerate(self.tensors) if t.kind == "input")
+
+    def needed_by(self, op: int) -> tuple[int, ...]:
+        """Tensors that must be in memory when an op ends: what it touches, and all outputs for the last op."""
+        outputs = self.outputs if op == len(self.ops) - 1 else ()
+        return tuple(dict.fromkeys((*self.ops[op].touched, *outputs)))
 
     @cached_property
     def parameter_bytes(self) -> int:

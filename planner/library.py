@@ -1,7 +1,7 @@
-"""Plans, graphs and profiles on disk: one JSON file each, found by fingerprint.
+"""Plans on disk: one JSON file each, found by the fingerprint of its problem.
 
-Files are written to the side and moved into place, so that a reader sees a whole file or none. A file that cannot
-be used (truncated, edited, of another version) is reported and made again.
+A file is written under a temporary name and renamed, so that a reader sees a whole file or none. A file that cannot be
+used (truncated, edited, of another version) is reported and made again.
 """
 
 import logging
@@ -10,32 +10,29 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import planner.graph
 import planner.plan
-import planner.profile
 from planner.check import check
-from planner.errors import FingerprintMismatch, FormatError, InvalidPlan
-from planner.graph import Graph, fingerprint
+from planner.errors import FormatError, InvalidPlan
+from planner.graph import fingerprint
 from planner.plan import Plan
 from planner.problem import Problem
-from planner.profile import Profile
 from planner.search.driver import search
 
 logger = logging.getLogger(__name__)
 
 Damage = Callable[[Path, str], None]
-"""Told which file is not usable, and why."""
+"""Called with the file that cannot be used, and the reason."""
 
 
 class Library:
-    """A folder of plans, graphs and profiles. Several processes may use it at once."""
+    """A folder of plans. Several processes may use it at once."""
 
     def __init__(self, root: Path, on_damage: Damage | None = None) -> None:
         self.root = root
         self.on_damage = on_damage if on_damage is not None else _log
 
     def plan(self, problem: Problem, *, seed: int = 0) -> Plan:
-        """Read the plan for a problem, or search and store it. Raises InfeasibleBudget."""
+        """Return the stored plan for a problem, or search for one and store it. Raises InfeasibleBudget."""
         known = self.known(problem, seed=seed)
         if known is not None:
             return known
@@ -44,7 +41,7 @@ class Library:
         return plan
 
     def known(self, problem: Problem, *, seed: int = 0) -> Plan | None:
-        """Read the plan for a problem, if there is one that can be used."""
+        """Return the stored plan for a problem; None if there is none that can be used."""
         path = self.plan_path(problem, seed)
         try:
             return _read_plan(path, problem)
@@ -65,26 +62,6 @@ class Library:
             seed,
         )
         return self.root / "plans" / f"{fingerprint(key)}.json"
-
-    def put_graph(self, graph: Graph) -> Path:
-        return _write(self.root / "graphs" / f"{graph.fingerprint}.json", planner.graph.encode(graph))
-
-    def graph(self, fingerprint: str) -> Graph:
-        """Read a graph. Raises FileNotFoundError, FormatError or InvalidGraph."""
-        graph = planner.graph.decode((self.root / "graphs" / f"{fingerprint}.json").read_bytes())
-        if graph.fingerprint != fingerprint:
-            raise FingerprintMismatch("graph file", fingerprint, graph.fingerprint)
-        return graph
-
-    def put_profile(self, profile: Profile) -> Path:
-        return _write(self.root / "profiles" / f"{profile.fingerprint}.json", planner.profile.encode(profile))
-
-    def profile(self, fingerprint: str) -> Profile:
-        """Read a profile. Raises FileNotFoundError or FormatError."""
-        profile = planner.profile.decode((self.root / "profiles" / f"{fingerprint}.json").read_bytes())
-        if profile.fingerprint != fingerprint:
-            raise FingerprintMismatch("profile file", fingerprint, profile.fingerprint)
-        return profile
 
 
 def _read_plan(path: Path, problem: Problem) -> Plan:

@@ -6,7 +6,8 @@ import msgspec
 
 from planner.graph import decode_as, fingerprint
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 had a cost per script segment; its op times were measured differently."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,8 +34,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     """Factor (>= 1) by which an op takes longer while a transfer is in flight."""
     swap_slowdown: float = 1.0
     """Factor (>= 1) by which a transfer takes longer while an op runs."""
-    stretch_s: float = 0.0
-    """What it costs to end one stretch of ops and begin another, where devices run ops in stretches between waits."""
     format_version: int = FORMAT_VERSION
 
     @cached_property

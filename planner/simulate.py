@@ -31,10 +31,10 @@ MOST_INFERENCES: Final = 8
 """How long to look for a stable period."""
 
 
-class Lanes(NamedTuple):
+class LaneArrays(NamedTuple):
     """A plan as arrays, for search loops. `n` is the length of the longest lane.
 
-    Lanes are in order, so of all the steps of one lane that a step waits for only the last one matters.
+    LaneArrays are in order, so of all the steps of one lane that a step waits for only the last one matters.
     """
 
     length: Ints
@@ -70,12 +70,12 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     )
 
 
-def prepare(graph: Graph, plan: Plan, profile: Profile) -> Lanes:
+def prepare(graph: Graph, plan: Plan, profile: Profile) -> LaneArrays:
     """Turn a plan into arrays."""
     return _line_up(graph, plan, profile)[0]
 
 
-def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[Lanes, list[tuple[int, int, int]]]:
+def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[LaneArrays, list[tuple[int, int, int]]]:
     """The arrays, and each step that has a lane as (index, lane, position). Plain loops: this runs per evaluation."""
     tensors, op_seconds = graph.tensors, profile.op_seconds
     transfer_s = {SwapIn: profile.swap_in.seconds, SwapOut: profile.swap_out.seconds}
@@ -119,7 +119,6 @@ def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[Lanes, list[tu
     residents = {p.tensor for p in plan.residents}
     if back := {tensor: position for tensor, position in restored.items() if tensor in residents}:
         lanes.carried[: len(reads)] = [max((back[i] for i in read if i in back), default=NOTHING) for read in reads]
-    charge_stretches(lanes, profile.stretch_s)
     return lanes, issued
 
 
@@ -136,44 +135,37 @@ def _overwritten(graph: Graph, step: Compute, given_up: Mapping[int, Address]) -
 
 
 @compiled
-def empty_lanes(length: Ints) -> Lanes:
+def empty_lanes(length: Ints) -> LaneArrays:
     """Arrays for lanes without any waits."""
     longest = length.max()
-    return Lanes(length, np.zeros((3, longest)), np.full((3, longest, 3), NOTHING), np.full(longest, NOTHING))
+    return LaneArrays(length, np.zeros((3, longest)), np.full((3, longest, 3), NOTHING), np.full(longest, NOTHING))
 
 
 @compiled
-def charge_stretches(lanes: Lanes, stretch_s: float) -> None:
-    """Add to each op that begins a stretch, but for the first, what that costs. In place.
-
-    An op begins one if it is the first to wait for a copy, or if a copy waits for the op before it.
-    """
-    if stretch_s == 0.0:
-        return
-    computes = lanes.length[COMPUTE]
-    begins = np.zeros(computes + 1, np.bool_)
-    for lane in (SWAP_IN, SWAP_OUT):
-        for i in range(lanes.length[lane]):
-            begins[lanes.wait[lane, i, COMPUTE] + 1] = True  # of those that wait for nothing, the first
-    swap_in = swap_out = carried = NOTHING
-    for i in range(computes):
-        wait = lanes.wait[COMPUTE, i]
-        if wait[SWAP_IN] > swap_in or wait[SWAP_OUT] > swap_out or lanes.carried[i] > carried:
-            begins[i] = True
-        swap_in, swap_out = max(swap_in, wait[SWAP_IN]), max(swap_out, wait[SWAP_OUT])
-        carried = max(carried, lanes.carried[i])
-    for i in range(1, computes):
-        if begins[i]:
-            lanes.work_s[COMPUTE, i] += stretch_s
+def wait_for(lanes: LaneArrays, lane: int, i: int, other: int, earlier: int) -> None:
+    """Let step `i` of a lane wait for step `earlier` of another lane, or for none if that is NOTHING."""
+    lanes.wait[lane, i, other] = max(lanes.wait[lane, i, other], earlier)
 
 
-def run_once(lanes: Lanes, profile: Profile) -> tuple[Floats, Floats]:
+@compiled
+def latency_and_period(
+    lanes: LaneArrays, compute_slowdown: float, swap_slowdown: float, good_s: float
+) -> tuple[float, float]:
+    """Latency, and the period; that is infinite unless the latency is at most `good_s`."""
+    _, end, _ = run(lanes, compute_slowdown, swap_slowdown, 1)
+    latency_s = end[COMPUTE, lanes.length[COMPUTE] - 1]
+    if latency_s > good_s:
+        return latency_s, np.inf
+    return latency_s, run(lanes, compute_slowdown, swap_slowdown, MOST_INFERENCES)[2]
+
+
+def run_once(lanes: LaneArrays, profile: Profile) -> tuple[Floats, Floats]:
     """Start and end in seconds of every step of one isolated inference, each [3, n]."""
     start, end, _ = run(lanes, profile.compute_slowdown, profile.swap_slowdown, 1)
     return start, end
 
 
-def period(lanes: Lanes, profile: Profile) -> float:
+def period(lanes: LaneArrays, profile: Profile) -> float:
     """Seconds between inferences run back to back, once that has settled."""
     _, _, seconds = run(lanes, profile.compute_slowdown, profile.swap_slowdown, MOST_INFERENCES)
     return float(seconds)
@@ -181,7 +173,7 @@ def period(lanes: Lanes, profile: Profile) -> float:
 
 @compiled
 def run(
-    lanes: Lanes, compute_slowdown: float, swap_slowdown: float, inferences: int
+    lanes: LaneArrays, compute_slowdown: float, swap_slowdown: float, inferences: int
 ) -> tuple[Floats, Floats, float]:
     """Simulate `inferences` back to back; return starts and ends of the first one, and the settled period.
 
@@ -239,7 +231,7 @@ def run(
 
 
 @compiled
-def _ready(lanes: Lanes, done: Ints, lane: int, inferences: int) -> bool:
+def _ready(lanes: LaneArrays, done: Ints, lane: int, inferences: int) -> bool:
     """Whether a lane's next step exists and everything that it waits for has ended."""
     if done[lane] >= lanes.length[lane] * inferences:
         return False

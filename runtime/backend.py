@@ -1,13 +1,14 @@
-"""What a device has to offer: memory, host stores that feed it, an executor. `runtime.devices` opens one by its name.
+"""What a device provides: memory, host stores, programs and executors. `runtime.devices` opens one by name.
 
-Everything else of the runtime (lowering, binding, plans) is the same for all devices.
+The rest of the runtime (lowering, binding, plans) is the same for all devices. A device's own program type is the type
+parameter; `Backend`, `Executor` and `Runner` are for code that does not care which it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
@@ -18,16 +19,18 @@ from runtime.binding.program import Bases, Program
 from runtime.captures import Capture
 from runtime.lowering.lower import Lowered
 from runtime.lowering.weights import Manifest
-from runtime.memory import Memory, Source, StoreKind
+from runtime.memory import DeviceArena, HostStore, PinnedUse, StoreKind
 from runtime.recording import Follow
-from runtime.shared_region.moving import Movable
+from runtime.shared_region.relocatable import RelocatableModel
 
 OnProgress = Callable[[str], None]
+P = TypeVar("P", bound=Program)
+P_contra = TypeVar("P_contra", bound=Program, contravariant=True)
 
 
 @dataclass(slots=True)
 class Result:
-    """What an inference gave: outputs in the program's order (CPU tensors that nobody else holds), and its cost."""
+    """Outputs of an inference in the program's order (CPU tensors that belong to the caller), and its cost."""
 
     outputs: list[torch.Tensor]
     latency_s: float
@@ -35,56 +38,60 @@ class Result:
     link_bytes: int
     timeline: Timeline | None = None
     prefetched: bool = False
-    """Whether the leading copies had begun beside the run before."""
+    """Whether its first copies started during the run before."""
 
 
-class Runner(Protocol):
-    """Runs programs one at a time. Every method is called by the one thread that owns the device."""
+class ProgramRunner(Protocol[P_contra]):
+    """Runs programs one at a time. Every method is called by the thread that owns the device, unless it says so."""
 
     changes_threads: bool
-    """Whether the thread that owns the device may be another one between two runs."""
+    """Whether another thread may own the device from one run to the next."""
 
     @property
     def lost(self) -> str | None:
-        """Why nothing can run any more, or None while the device is well."""
+        """Why nothing can run any more, or None while the device works."""
         ...
 
-    def expect(self, program: Program | None, *, followed: bool = False) -> None:
-        """Say what runs behind the next run, so that its leading copies may start beside that one.
+    def expect(self, program: P_contra | None, *, followed: bool = False) -> None:
+        """Announce the program that runs after the next run, so that its first copies may start during that run.
 
         `followed` says that its run will probably be given a `follow`.
         """
         ...
 
-    def expect_behind(self, program: Program, *, followed: bool = False) -> None:
-        """Say what runs behind the run under way, if one is, where that was not known when it began. Any thread."""
+    def expect_behind(self, program: P_contra, *, followed: bool = False) -> None:
+        """Announce, from any thread, the program that runs after the current run, if there is one."""
         ...
 
     def run(
         self,
-        program: Program,
+        program: P_contra,
         inputs: Sequence[torch.Tensor],
         *,
         traced: bool = False,
         follow: Follow | None = None,
-        serial: bool = False,
     ) -> Result:
-        """Run one inference on CPU tensors of the program's exact shapes, which may be changed.
+        """Run one inference on CPU tensors of the program's exact shapes, which may be overwritten.
 
-        `traced` measures the time of every step and waits for the last; `follow` gets what the lanes did without
-        changing it, some time after the last copy has ended, and perhaps in pieces. A device that replays graphs
-        knows no times of steps then. `serial` lets no copy overlap with computation. Raises DeviceError if a kernel
-        or a copy fails: the program can be run again, unless the device is `lost`.
+        `traced` measures every step and waits for the last. `follow` gets a recording of the lanes without slowing
+        them, some time after the last copy has ended, and perhaps in parts; a device that replays graphs knows only
+        when the inference ran. Raises DeviceError if a kernel or a copy fails: the program can be run again, unless
+        the device is `lost`.
         """
         ...
 
-    def capture(self, program: Program) -> Capture | None:
-        """How a program is issued; None on devices without graphs, and before it is loaded. Any thread."""
+    def capture(self, program: P_contra) -> Capture | None:
+        """Return how a program is issued; None on devices without graphs, and before it is loaded. Any thread."""
         ...
 
 
-class Executor(Runner, Protocol):
-    """A device's own runner: it also brings residents in, and gives back what programs hold."""
+class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
+    """A compute lane of a device: it also loads initial residents, and releases what programs hold."""
+
+    @property
+    def swap_busy_s(self) -> float | None:
+        """Seconds that the swap-in lane has spent copying since the start; None where the device does not tell."""
+        ...
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -94,55 +101,69 @@ class Executor(Runner, Protocol):
     def start(self) -> None: ...
 
     def close(self) -> None:
-        """Let the lanes finish what they have, and end."""
+        """Let the lanes finish their queues, and end."""
         ...
 
-    def load(self, program: Program, *, follow: Follow | None = None) -> float:
-        """Put a program's initial residents in place and wait for them. Returns the seconds. Raises DeviceError.
+    def load(self, program: P_contra, *, follow: Follow | None = None) -> float:
+        """Copy a program's initial residents in and wait for them. Returns the seconds. Raises DeviceError.
 
         `follow` gets a recording of the copies, where the device knows their times.
         """
         ...
 
-    def dismiss(self, program: Program) -> None:
-        """Give back what a program holds that will not be run any more."""
+    def load_in_pieces(self, programs: Sequence[P_contra]) -> Iterator[None]:
+        """Load programs of one model, which have the same residents, a piece per step of the iterator.
+
+        Other programs may run between two pieces. Raises DeviceError.
+        """
+        ...
+
+    def dismiss(self, program: P_contra) -> None:
+        """Release what a program holds; it will not run any more."""
         ...
 
     def settle(self) -> None:
-        """Wait until the swap-in lane has nothing left to do."""
+        """Wait until the swap-in lane is idle."""
         ...
 
 
-class Backend(Protocol):
-    """One device. Memory, stores and programs of one backend work with one another alone."""
+class DeviceBackend(Protocol[P]):
+    """One device. Memory, stores and programs of one backend work with each other only."""
 
     @property
     def name(self) -> str:
-        """The device as profiles and people call it."""
-        ...
-
-    def arena(self, nbytes: int) -> Memory[Any]:
-        """Take this much device memory. Raises MemoryExceeded."""
-        ...
-
-    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> Source[Any]:
-        """A model's parameters in host memory, or in their file."""
+        """The device's name in profiles and for people."""
         ...
 
     @property
-    def executor(self) -> Executor:
-        """That of the first compute lane."""
+    def pinned_memory(self) -> PinnedUse | None:
+        """The use of pinned host memory; None on devices without it."""
         ...
 
-    def executors(self, count: int) -> Sequence[Executor]:
-        """One per compute lane, each for a thread of its own and programs with a workspace of their own."""
+    def arena(self, nbytes: int) -> DeviceArena[Any]:
+        """Take this much device memory. Raises MemoryExceeded."""
+        ...
+
+    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[Any]:
+        """Open a model's parameters, in host memory or in their file."""
+        ...
+
+    @property
+    def executor(self) -> ProgramExecutor[P]:
+        """The executor of the first compute lane."""
+        ...
+
+    def executors(self, count: int) -> Sequence[ProgramExecutor[P]]:
+        """Return one executor per compute lane, each for one thread and for programs with a workspace of their own."""
         ...
 
     def measure(
-        self, lowered: Lowered, store: Source[Any], cache: Path | None, on_progress: OnProgress
+        self, lowered: Lowered, store: HostStore[Any], cache: Path | None, on_progress: OnProgress
     ) -> tuple[Lowered, dict[int, Profile]]:
-        """What the model needs and takes on this device: its graphs with the scratch that kernels take here,
-        and profiles by batch size. From the cache where that was measured before."""
+        """Return the model with the scratch that kernels take on this device, and its profiles by batch size.
+
+        Both come from the cache where they were measured before.
+        """
         ...
 
     def build(
@@ -150,23 +171,31 @@ class Backend(Protocol):
         lowered: Lowered,
         plan: Plan,
         profile: Profile | None,
-        arena: Memory[Any],
+        arena: DeviceArena[Any],
         bases: Bases,
-        store: Source[Any],
-    ) -> Program:
-        """Check a plan and bind it. Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan."""
+        store: HostStore[Any],
+    ) -> P:
+        """Check a plan and bind it. Any thread.
+
+        Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan.
+        """
         ...
 
-    def movable(
+    def relocatable(
         self,
         lowered: Lowered,
         plan: Plan,
         profile: Profile | None,
-        arena: Memory[Any],
+        arena: DeviceArena[Any],
         bases: Bases,
-        store: Source[Any],
-    ) -> Movable:
-        """Check a plan that keeps every parameter, and bind it to no place of the partition. Raises as `build`."""
+        store: HostStore[Any],
+    ) -> RelocatableModel:
+        """Check a plan that keeps every parameter, and draft it for changing addresses. Raises as `build`."""
         ...
 
     def close(self) -> None: ...
+
+
+Runner = ProgramRunner[Any]
+Executor = ProgramExecutor[Any]
+Backend = DeviceBackend[Any]

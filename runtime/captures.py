@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Programs that are launched as one graph, or why one is not."""
+    """How one program or several are issued: as graphs, or why not."""
 
     graphs: int
     graph_bytes: int
-    """Device memory that the graphs take beside the arena, as the driver has it."""
+    """Device memory that the graphs take outside of the arena, as the driver reports it."""
     refused: str | None
     """Why kernels and copies are issued one by one."""
 
 
 def together(captures: Iterable[Capture | None]) -> Capture | None:
-    """The same model's programs for several places as one."""
+    """Return the captures of one model's programs at several addresses as one."""
     found = [capture for capture in captures if capture is not None]
     if not found:
         return None

@@ -4,23 +4,23 @@ import torch
 
 from runtime.backend import Backend
 from runtime.cpu.backend import CpuBackend
-from runtime.cpu.scripted import unavailable
+from runtime.cpu.segments import unavailable
 from runtime.errors import DeviceError
 
 
 def open_device(
     name: str, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool | None = None
 ) -> Backend:
-    """Take a device into use. Raises DeviceError where there is none of that name.
+    """Open a device. Raises DeviceError where there is none of that name.
 
-    Only a CPU's link can be slowed down, and only a CPU's calls be `scripted`: by default they are, where torch can.
+    `link_bandwidth_bytes_per_s` and `scripted` are for the CPU, which runs script segments by default where torch can.
     """
     kind, _, index = name.partition(":")
     if name == "cpu":
         reason = unavailable() if scripted is not False else None
         if scripted and reason is not None:
             raise DeviceError(
-                f"torch {torch.__version__} cannot run stretches of ops ({reason}); leave out --scripted"
+                f"torch {torch.__version__} cannot run script segments ({reason}); leave out --scripted"
             )
         return CpuBackend(link_bandwidth_bytes_per_s, scripted=scripted is not False and reason is None)
     if kind != "cuda" or (index and not index.isdecimal()):

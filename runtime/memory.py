@@ -1,4 +1,4 @@
-"""What programs are bound to, whatever the device: its memory, and the host copies that fill it."""
+"""Protocols of memory: the device's arena, a model's parameters in the host, and buffers for spilled activations."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeVar
@@ -8,14 +8,14 @@ import torch
 StoreKind = Literal["ram", "file"]
 Copy = Callable[[], None]
 
-Room = TypeVar("Room")
+Destination = TypeVar("Destination")
 """What a copy fills: a numpy array on the CPU, a tensor on CUDA."""
-Room_co = TypeVar("Room_co", covariant=True)
-Room_contra = TypeVar("Room_contra", contravariant=True)
+Destination_co = TypeVar("Destination_co", covariant=True)
+Destination_contra = TypeVar("Destination_contra", contravariant=True)
 
 
-class Memory(Protocol[Room_co]):
-    """The arena: all device memory that models may use, taken once."""
+class DeviceArena(Protocol[Destination_co]):
+    """All device memory that models may use, taken once."""
 
     @property
     def nbytes(self) -> int: ...
@@ -23,29 +23,29 @@ class Memory(Protocol[Room_co]):
     @property
     def device(self) -> torch.device: ...
 
-    def bytes(self, offset: int, nbytes: int) -> Room_co:
-        """The given bytes, for a copy to fill. Raises MemoryExceeded outside of the arena."""
+    def bytes(self, offset: int, nbytes: int) -> Destination_co:
+        """Return a view of these bytes, for a copy to fill. Raises MemoryExceeded outside of the arena."""
         ...
 
     def tensor(
         self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """A dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
+        """Return a dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
         ...
 
     def close(self) -> None: ...
 
 
-class Place(Protocol):
-    """Room in the host for one activation, whose bytes come as a flat tensor of the device."""
+class SpillBuffer(Protocol):
+    """Host memory for one activation while it is spilled. Its bytes come as a flat tensor of the device."""
 
     @property
-    def room(self) -> torch.Tensor | None:
-        """Pinned memory, where the device copies by itself: then nobody calls `save` or `load`."""
+    def pinned(self) -> torch.Tensor | None:
+        """Pinned memory for copies that the device issues; None where `save` and `load` make the copies."""
         ...
 
     def save(self, source: torch.Tensor) -> None:
-        """Copy an activation's bytes here."""
+        """Copy an activation's bytes out."""
         ...
 
     def load(self, destination: torch.Tensor) -> None:
@@ -53,29 +53,41 @@ class Place(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the room back now. No copy may be under way."""
+        """Release the memory now. No copy may be in progress."""
         ...
 
 
-class Source(Protocol[Room_contra]):
-    """One model's host copy."""
+class HostStore(Protocol[Destination_contra]):
+    """One model's parameters in host memory, or in their file."""
 
     @property
     def kind(self) -> StoreKind: ...
 
-    def copy(self, segment: int, destination: Room_contra) -> Copy:
-        """Prepare to fill the destination from a segment's start on. Whoever issues copies makes the call."""
+    @property
+    def staged(self) -> bool:
+        """Whether copies to the device pass through a staging ring, which host code fills."""
+        ...
+
+    def copy(self, segment: int, destination: Destination_contra) -> Copy:
+        """Prepare to fill the destination from a segment's first byte on. The returned call makes the copy."""
         ...
 
     def table(self, name: str) -> torch.Tensor:
-        """An embedding table, to be read in place by the device."""
+        """Return an embedding table, which the device reads in place."""
         ...
 
-    def places(self, sizes: Sequence[int]) -> list[Place]:
-        """Room for activations of these sizes that leave memory while a program runs.
+    def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
+        """Return buffers of these sizes for activations that leave memory while a program runs.
 
-        Raises MemoryExceeded where the host has no room.
+        Raises MemoryExceeded where the host has too little room.
         """
         ...
 
     def close(self) -> None: ...
+
+
+class PinnedUse(Protocol):
+    """How much pinned host memory a device uses, and its limit."""
+
+    limit_bytes: int
+    used_bytes: int

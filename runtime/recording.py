@@ -1,17 +1,18 @@
-"""What the lanes did for one inference: noted while it runs, told apart and named when somebody reads it."""
+"""Recordings of one inference: noted by the lanes while it runs, named when they are read."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from planner.plan import Compute, Lane
 from planner.timeline import Span
-from runtime.binding.program import ComputeStep, Program, SwapInStep, SwapOutStep
+from runtime.binding.draft import ComputeStep, SwapStep
+from runtime.binding.program import Program
 
-Step = ComputeStep | SwapInStep | SwapOutStep
+Step = ComputeStep[Any] | SwapStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +22,23 @@ class LaneSpan:
     model: str
     lane: Lane
     name: str
-    """Of the op, of the first and last op of a stretch, or of the tensor whose bytes were copied."""
+    """Of the op, of the first and last op of a segment, or of the tensor whose bytes were copied."""
     start_s: float
     end_s: float
     nbytes: int = 0
-    """What was copied."""
+    """Bytes copied."""
     stalled: bool = False
-    """The op did not run yet, it waited for parameters."""
+    """The op waited for copies and did not run yet."""
     ahead: bool = False
-    """A copy that began before its own inference did."""
+    """A copy that started before its own inference did."""
     ops: int = 1
-    """How many ops ran as one, in a stretch."""
+    """Ops that ran as one segment."""
 
 
 class Note(msgspec.Struct, frozen=True):
     program: Program
     step: Step | None
-    """None for a whole inference, on a device that does not say when its steps ran."""
+    """None for a whole inference, on a device that does not tell when its steps ran."""
     start_s: float
     end_s: float
     stalled: bool = False
@@ -50,16 +51,16 @@ class NoteStep(Protocol):
 
 
 class Recording:
-    """Notes of one inference. The lanes' threads write it; it is read when the last of its copies has ended."""
+    """Notes of one inference. The lanes' threads write it; it is read after the last of its copies."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.notes: list[Note] = []
         self.earlier: Recording | None = None
-        """Of the prefix, which was copied beside the inference before."""
+        """Of the prefix, where it was prefetched during the inference before."""
 
     def by(self, program: Program) -> NoteStep:
-        """Return what notes a program's steps here: this inference's, or those of the next one's prefix."""
+        """Return a call that notes a program's steps here: of this inference, or of the next one's prefetch."""
         return partial(self.note, program)
 
     def note(
@@ -68,7 +69,7 @@ class Recording:
         self.notes.append(Note(program, step, start_s, end_s, stalled))
 
     def measured(self, start_s: float) -> tuple[Span, ...]:
-        """The steps of this inference alone, in the plan's order, with their times from `start_s` on."""
+        """Return the steps of this inference only, in the plan's order, with times counted from `start_s`."""
         spans = [
             Span(note.step.step, lane_of(note.step), note.start_s - start_s, note.end_s - start_s)
             for note in self.notes
@@ -77,7 +78,7 @@ class Recording:
         return tuple(sorted(spans, key=lambda span: span.step))
 
     def spans(self) -> Iterator[LaneSpan]:
-        """Every step with its name, the prefix first."""
+        """Yield every step with its name, the prefix first."""
         if self.earlier is not None:
             yield from self.earlier._spans(ahead=True)
         yield from self._spans()
@@ -87,10 +88,10 @@ class Recording:
         for note in self.notes:
             program, step, times = note.program, note.step, (note.start_s, note.end_s)
             match step:
-                case SwapInStep() | SwapOutStep():
+                case SwapStep():
                     name = program.graph.tensors[step.tensor].name
-                    next_ones = ahead or program is not self.program
-                    yield LaneSpan(program.name, lane_of(step), name, *times, nbytes=step.nbytes, ahead=next_ones)
+                    is_next = ahead or program is not self.program
+                    yield LaneSpan(program.name, step.lane, name, *times, nbytes=step.nbytes, ahead=is_next)
                 case ComputeStep():
                     n = first_of[step.step]
                     own = ops[n : n + (1 if note.stalled else step.length)]
@@ -101,27 +102,21 @@ class Recording:
 
 
 Follow = Callable[[Recording], None]
-"""Takes a recording that is complete. Called by a thread of the executor: it must not take long, nor raise."""
+"""Takes a recording that is complete. Called by a thread of the executor: it must return soon, and not raise."""
 
 
 def lane_of(step: Step) -> Lane:
-    """The lane that a step runs on."""
-    match step:
-        case ComputeStep():
-            return "compute"
-        case SwapInStep():
-            return "swap_in"
-        case SwapOutStep():
-            return "swap_out"
+    """Return the lane that a step runs on."""
+    return "compute" if isinstance(step, ComputeStep) else step.lane
 
 
 def op_names(program: Program) -> list[str]:
-    """The ops' names, one for each of `computes`; a program that moves numbers its steps in its own way."""
+    """Return the ops' names, one for each of `computes`; a relocatable program numbers its steps in its own way."""
     return [program.graph.ops[step.op].name for step in program.plan.steps if isinstance(step, Compute)]
 
 
 def whole_inference(program: Program, start_s: float, end_s: float) -> Recording:
-    """What there is to say where the times of steps are not known."""
+    """Return the recording of an inference whose steps' times are not known."""
     recording = Recording(program)
     recording.note(program, None, start_s, end_s)
     return recording

@@ -1,4 +1,4 @@
-"""The command line: `cohabit serve`, the commands that plan, and those that ask a running server."""
+"""The command line: `cohabit serve`, the commands that plan, and those that query a running server."""
 
 import argparse
 import asyncio
@@ -8,18 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from planner.errors import CohabitError, UnknownSearcher
+from planner.errors import CohabitError
 from server.config.config import ServeConfig
 from server.config.sources import add_flags, as_toml, read_settings
 from server.errors import ConfigError, RepositoryError
-from server.tools.options import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags
-from server.tools.remote.commands import COMMANDS, Command
-from server.tools.remote.commands import add_flags as add_remote_flags
+from server.tools.flags import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags
+from server.tools.remote.commands import COMMANDS, RemoteCommand
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 _WIDE = 150
-"""Columns where there is no terminal that says how many it has."""
+"""Columns of output that is not a terminal."""
 
 _PROGRESS_LINE_S = 1.5
 
@@ -42,10 +42,10 @@ _EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for an impossible command line."""
+    """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for a wrong command line."""
     code = _run(argv)
     if argv is None and any(thread.daemon and thread.is_alive() for thread in threading.enumerate()):
-        # A load cut short, or a device that hangs: its thread cannot be ended and must not outlive us.
+        # A thread of an interrupted load or a hung device cannot be ended; do not wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -59,12 +59,12 @@ def _run(argv: Sequence[str] | None) -> int:
         return int(options.run(options, errors))
     except CohabitError as error:
         errors.print(f"cohabit: {error}", markup=False, soft_wrap=True)
-        return EXIT_USAGE if isinstance(error, ConfigError | RepositoryError | UnknownSearcher) else EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, ConfigError | RepositoryError) else EXIT_FAILED
     except KeyboardInterrupt:
         errors.print("cohabit: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough; what is left of it must not fail again when Python exits.
+        # The reader closed our output; flushing the rest at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
@@ -77,32 +77,13 @@ def _run_serve(options: argparse.Namespace, errors: Console) -> int:
     return _serve(effective.config, errors)
 
 
-def _run_plan(options: argparse.Namespace, errors: Console) -> int:
-    from server.tools import plan as making
-    from server.tools.options import plan_options
+def _run_tool(module: str) -> Callable[[argparse.Namespace, Console], int]:
+    """Return a command that imports its module, and with it the planner, when it runs."""
 
-    return making.run(plan_options(options), _stdout(), errors)
+    def run(options: argparse.Namespace, errors: Console) -> int:
+        return int(import_module(f"server.tools.{module}").run(options, _stdout(), errors))
 
-
-def _run_show(options: argparse.Namespace, errors: Console) -> int:
-    from server.tools import show as showing
-    from server.tools.options import show_options
-
-    return showing.run(show_options(options), _stdout(), errors)
-
-
-def _run_compare(options: argparse.Namespace, errors: Console) -> int:
-    from server.tools import compare as comparing
-    from server.tools.options import compare_options
-
-    return comparing.run(compare_options(options), _stdout(), errors)
-
-
-def _run_profile(options: argparse.Namespace, errors: Console) -> int:
-    from server.tools import profile as profiling
-    from server.tools.options import profile_options
-
-    return profiling.run(profile_options(options), _stdout(), errors)
+    return run
 
 
 def _stdout() -> Console:
@@ -195,65 +176,52 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_flags(serve)
     serve.set_defaults(run=_run_serve)
-    _add(
-        commands.add_parser(
-            "plan",
-            help="plan how a model runs in some memory, and write the plans to files",
-            description="Plan how a model runs in some memory: what stays, what is copied when, and which bytes it"
-            " goes to. Writes plans, graphs and profiles as JSON files.",
-        ),
-        add_plan_flags,
-        _run_plan,
-    )
-    _add(
-        commands.add_parser(
-            "show",
-            help="check a plan, and draw it in the terminal or on an HTML page",
-            description="Check a plan and draw it: lanes and memory over time, stalls, what is copied. With --html"
-            " as one page that needs nothing else.",
-        ),
-        add_show_flags,
-        _run_show,
-    )
-    _add(
-        commands.add_parser(
-            "compare-plans",
-            help="compare the searchers on one model, batch size and memory",
-            description="Run every searcher on one model, batch size and memory, one after the other.",
-        ),
-        add_compare_flags,
-        _run_compare,
-    )
-    _add(
-        commands.add_parser(
-            "profile",
-            help="measure what a model costs on a device, and the device's link",
-            description="Measure a model on a device: time per op, the link both ways, and what copies and ops cost"
-            " one another. What is measured is kept, and used by the other commands.",
-        ),
-        add_profile_flags,
-        _run_profile,
-    )
+    for name, (module, add, summary, description) in _TOOLS.items():
+        tool = commands.add_parser(
+            name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        add(tool)
+        tool.set_defaults(run=_run_tool(module))
     for command in COMMANDS:
         _add_remote(commands, command)
     return parser
 
 
-def _add_remote(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", command: Command) -> None:
+def _add_remote(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", command: RemoteCommand) -> None:
     parser = commands.add_parser(command.name, help=command.help, description=f"{command.help.capitalize()}.")
-    command.add(parser)
-    add_remote_flags(parser)
+    command.add_flags(parser)
     parser.set_defaults(run=lambda options, errors: command.run(options, _stdout()))
 
 
-def _add(
-    parser: argparse.ArgumentParser,
-    add: Callable[[argparse.ArgumentParser], None],
-    run: Callable[[argparse.Namespace, Console], int],
-) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add(parser)
-    parser.set_defaults(run=run)
+_TOOLS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str, str]] = {
+    # command: module, flags, summary, description
+    "plan": (
+        "plan",
+        add_plan_flags,
+        "plan how a model runs in some memory, and write the plans to files",
+        "Plan how a model runs in some memory: which parameters stay resident, when the others are copied, and to\n"
+        "which addresses. Writes plans, graphs and profiles as JSON files.",
+    ),
+    "show": (
+        "show",
+        add_show_flags,
+        "check a plan and draw it in the terminal or as an HTML page",
+        "Check a plan and draw it: lanes and memory over time, stalls and copies.",
+    ),
+    "compare-plans": (
+        "compare",
+        add_compare_flags,
+        "compare the searchers on one model, batch size and memory size",
+        "Run every searcher on one model, batch size and memory size, one after the other.",
+    ),
+    "profile": (
+        "profile",
+        add_profile_flags,
+        "measure a model's ops on a device, and the device's link",
+        "Measure a model on a device: time per op, bandwidth of the link in both directions, and how much concurrent\n"
+        "copies and ops slow each other down. The cache keeps the measurements for the other commands.",
+    ),
+}
 
 
 class _Version(argparse.Action):

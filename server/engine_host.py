@@ -13,21 +13,21 @@ from server.config.config import ServeConfig
 from server.engine.compute_lanes import ComputeLanes
 from server.engine.execution import Servable
 from server.errors import ConfigError, RequestError, StartFailed
+from server.ipc.catalog import ModelEntry, ModelState
+from server.ipc.execution import InferResult
+from server.ipc.messages import RestoredModel
+from server.ipc.model import DeviceUse, ModelFootprint
+from server.ipc.statistics import EngineReport, ModelCounters
 from server.models.registry import Registry
 from server.models.repository import ModelSource, Unloadable, scan, source_of
 from server.placement.lifecycle import Lifecycle
 from server.placement.polling import Poller
-from server.protocol.catalog import ModelEntry, ModelState
-from server.protocol.engine_messages import RestoredModel
-from server.protocol.execution import InferResult
-from server.protocol.model import DeviceUse, ModelFootprint
 from server.protocol.model_config import ModelConfig
 from server.protocol.request import InferRequest
-from server.protocol.statistics import EngineReport, ModelReport
 
 if TYPE_CHECKING:
     from server.placement.device_memory import PlacedModel
-    from server.placement.placement import Placement
+    from server.placement.placement import ModelPlacement
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.engine")
@@ -50,7 +50,7 @@ class LoadedRepository(Protocol):
     @property
     def memory_map(self) -> str: ...
     @property
-    def placement(self) -> "Placement | None":
+    def placement(self) -> "ModelPlacement | None":
         """Where models can be loaded later; None if none can."""
         ...
 
@@ -170,7 +170,7 @@ class Engine:
 
     def report(self) -> EngineReport:
         models = {
-            entry.name: ModelReport(
+            entry.name: ModelCounters(
                 statistics,
                 self._lanes.pending(entry.name),
                 self._lanes.correction(entry.name),

@@ -27,10 +27,10 @@ from server.config.config import decode_config
 from server.engine_host import Engine, LoadCancelled
 from server.errors import ExecutionFailed, StartFailed, to_wire
 from server.frontend.memory import HEARTBEAT, MARK, round_up
-from server.observe.settings import LogSettings
-from server.protocol.catalog import ModelEntry
-from server.protocol.channel import Channel
-from server.protocol.engine_messages import (
+from server.ipc.catalog import ModelEntry
+from server.ipc.channel import MessageChannel
+from server.ipc.execution import DeviceSpan, InferResult, OnSpans
+from server.ipc.messages import (
     AskReport,
     Cancel,
     ChangeLog,
@@ -54,7 +54,7 @@ from server.protocol.engine_messages import (
     UnloadModel,
     decode_to_engine,
 )
-from server.protocol.execution import DeviceSpan, InferResult, OnSpans
+from server.observe.settings import LogSettings
 from server.protocol.request import InferRequest
 
 EXIT_DEVICE_LOST = 70
@@ -85,7 +85,7 @@ class FrontendConnection:
         self._heartbeat = np.ndarray((1,), HEARTBEAT, shared, 0)
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._orders: set[asyncio.Task[None]] = set()
-        self.channel: Channel[ToEngine] = Channel(decode_to_engine, self._received, self._closed)
+        self.channel: MessageChannel[ToEngine] = MessageChannel(decode_to_engine, self._received, self._closed)
 
     def beat(self) -> None:
         """Show the front end that the event loop runs."""

@@ -26,7 +26,7 @@ CohabitError
     ├── ShuttingDown         the server drains
     ├── ExecutionFailed      the model failed while it computed
     ├── EngineFailed         the engine's process died twice while it executed the request
-    ├── DeviceLost           the device is gone; nothing can be executed
+    ├── DeviceUnavailable           the device is gone; nothing can be executed
     ├── ControlOff           loading and unloading by request is not allowed
     ├── LoadFailed           a model cannot be loaded; the message says why
     └── NotInRepository      there is no model of that name to load
@@ -188,7 +188,7 @@ class ExecutionFailed(RequestError):
         super().__init__(f"model '{model}' failed to execute: {reason}")
 
 
-class DeviceLost(RequestError):
+class DeviceUnavailable(RequestError):
     """The device is gone, and with it whatever was on it."""
 
     def __init__(self, reason: str) -> None:

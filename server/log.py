@@ -1,4 +1,4 @@
-"""Log lines are events with fields, for people or as JSON."""
+"""Logging: events with fields, as text or as JSON."""
 
 import logging
 import sys
@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from server.config.config import LogFormat
+from server.observe.request_trace import CURRENT
 from server.observe.settings import LogSettings
-from server.protocol.request_trace import CURRENT
 
 _ROOT = "cohabit"
 
@@ -25,18 +25,18 @@ def configure_logging(log_format: LogFormat) -> None:
 
 
 def apply(settings: LogSettings) -> None:
-    """Let through what the settings ask for, whichever handlers there are."""
+    """Apply the settings to every handler."""
     logging.getLogger(_ROOT).setLevel(logging.DEBUG if settings.verbose_level else logging.INFO)
     for handler in logging.getLogger().handlers:
-        for old in [f for f in handler.filters if isinstance(f, _Wanted)]:
+        for old in [f for f in handler.filters if isinstance(f, _LevelFilter)]:
             handler.removeFilter(old)
-        handler.addFilter(_Wanted(settings))
+        handler.addFilter(_LevelFilter(settings))
         if isinstance(handler.formatter, _JsonFormatter | _TextFormatter):
             handler.formatter.iso_times = settings.times == "ISO8601"
 
 
-class _Wanted(logging.Filter):
-    """Lets a record pass if the settings ask for its level; only the server's own records are asked about."""
+class _LevelFilter(logging.Filter):
+    """Passes the server's records of the levels in the settings, and all records of other libraries."""
 
     def __init__(self, settings: LogSettings) -> None:
         super().__init__(_ROOT)

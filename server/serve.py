@@ -13,20 +13,19 @@ from server.frontend.dataplane import DataPlane
 from server.frontend.engine_client import EngineClient
 from server.frontend.engine_process import EngineProcess
 from server.frontend.in_process import InProcessEngine
+from server.frontend.listening import TlsFiles
 from server.frontend.memory import RequestMemory
 from server.frontend.supervisor import Supervisor
 from server.grpc.server import GrpcServer
 from server.http.server import HttpServer, MetricsServer
+from server.ipc.catalog import Catalog
 from server.observe.access import Access, open_access
 from server.observe.machine import Machine
 from server.observe.settings import TraceControl, TraceSettings
 from server.observe.tokens import TokenFiles
 from server.observe.trace_file import TraceFile
 from server.observe.tracing import Tracer
-from server.protocol.catalog import Catalog
-from server.protocol.listening import TlsFiles
-from server.protocol.shared_memory import Regions, no_system
-from server.protocol.shared_memory_files import open_region
+from server.protocol.shared_memory import Regions, no_system, open_region
 
 if TYPE_CHECKING:
     from server.engine_host import Engine, Load

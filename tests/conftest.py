@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from runtime.cpu.scripted import unavailable
+from runtime.cpu.segments import unavailable
 from runtime.lowering.lower import Lowered, lower
 from server import log
 from server.observe.settings import LogSettings

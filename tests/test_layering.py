@@ -1,4 +1,4 @@
-"""Who may import whom, as docs/architecture.md says: one table, checked against every import statement."""
+"""Who may import whom, as docs/architecture.md says: tables, checked against every import statement."""
 
 import ast
 import graphlib
@@ -8,91 +8,96 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LEAVES = {f"planner.{name}" for name in ("graph", "profile", "plan", "timeline", "check", "errors", "free_list")}
-OURS = ("planner", "runtime", "server", "loadgen")
+PACKAGES = ("planner", "runtime", "server", "loadgen")
+WORDS = {
+    f"planner.{name}"
+    for name in ("graph", "profile", "plan", "timeline", "check", "errors", "free_list", "lifetimes", "order")
+}
+"""The planner's plain data, which needs nothing but msgspec."""
+PREPARING = {f"planner.{name}" for name in ("sizing", "library")}
+TRITON = {"tritonclient", "google"}
+"""Protocol buffers: the messages of Triton's protocol and its model configuration."""
 
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
-    # package: (what of ours, which third parties)
-    "leaves": (LEAVES, {"msgspec"}),
+    # The longest prefix of a module's name that is in this table says what of ours and which third parties it imports.
+    **{word: (WORDS, {"msgspec"}) for word in WORDS},
     "planner": ({"planner"}, {"msgspec", "numpy", "numba", "scipy"}),
-    "runtime": ({"runtime"} | LEAVES, {"msgspec", "numpy", "torch", "pynvml"}),
-    "server": (
-        {"server", "runtime", "planner.sizing.deployment", "planner.sizing.fitting", "planner.library"} | LEAVES,
-        {
-            "httptools",
-            "uvloop",
-            "grpc",
-            "grpc_health",
-            "ngh2",
-            "google",
-            "tritonclient",
-            "msgspec",
-            "numpy",
-            "torch",
-            "rich",
-            "psutil",
-            "pynvml",
-            "prometheus_client",
-        },
-    ),
-    "server.tools": (
-        {"server", "planner"},
-        {"msgspec", "prometheus_client", "rich"},
-    ),
+    "runtime": ({"runtime"} | WORDS, {"msgspec", "numpy", "torch", "pynvml"}),
+    "server": ({"server", "planner.errors"}, {"msgspec", "rich", "uvloop"}),
+    "server.engine_process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),
+    "server.config": ({"server", "planner.errors"}, {"msgspec"}),
+    "server.ipc": ({"server", "planner.errors"}, {"msgspec", "numpy"}),
+    "server.protocol": ({"server", "planner.errors"}, {"msgspec", "numpy"} | TRITON),
+    "server.scheduling": ({"server"}, {"msgspec"} | TRITON),
+    "server.observe": ({"server"}, {"msgspec", "psutil", "pynvml"}),
+    "server.frontend": ({"server", "planner.errors", "planner.free_list"}, {"grpc", "msgspec", "numpy"}),
+    "server.http": ({"server", "planner.errors"}, {"aiohttp", "msgspec"}),
+    "server.grpc": ({"server"}, {"grpc", "grpc_health", "grpc_reflection", "msgspec", "numpy"} | TRITON),
+    "server.engine": ({"server", "runtime"}, {"msgspec", "numpy", "torch"}),
+    "server.models": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
+    "server.placement": ({"server", "runtime"} | WORDS | PREPARING, {"rich"}),
+    "server.tools": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "loadgen": (
         {"loadgen"},
-        {
-            "tritonclient",
-            "aiohttp",
-            "uvloop",
-            "numpy",
-            "msgspec",
-            "rich",
-            "torch",
-            "transformers",
-            "tokenizers",
-            "safetensors",
-        },
+        {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}
+        | {"tritonclient"},
     ),
 }
 
 FOLDERS: dict[str, dict[str, set[str]]] = {
-    # folder: what others of its package it may import; files beside the folders are the words that all of them share,
-    # or put all together
+    # folder: the other folders of its package that it may import. Modules next to the folders are shared by all of
+    # them, except for those in PUT_TOGETHER.
     "server": {
         "config": set(),
-        "protocol": set(),
-        "scheduling": {"config", "protocol"},
-        "engine": {"scheduling"},
-        "models": {"engine", "protocol", "scheduling"},
-        "memory": {"engine", "models"},
-        "lifecycle": {"engine", "memory", "models"},
-        "metrics": {"engine", "models"},
-        "operate": {"metrics"},
-        "http": {"metrics", "operate", "protocol"},
-        "grpc": {"operate", "protocol"},
+        "ipc": set(),
+        "protocol": {"ipc"},
+        "observe": {"config", "ipc", "protocol"},
+        "scheduling": {"config", "ipc", "protocol"},
+        "engine": {"ipc", "protocol", "scheduling"},
+        "models": {"config", "engine", "ipc", "protocol", "scheduling"},
+        "placement": {"config", "engine", "ipc", "models", "protocol"},
+        "frontend": {"config", "ipc", "observe", "protocol"},
+        "http": {"frontend", "ipc", "observe", "protocol"},
+        "grpc": {"frontend", "ipc", "observe", "protocol"},
         "tools": {"config", "models"},
     },
     "planner": {
-        "offsets": set(),
         "bounds": set(),
-        "sequences": {"offsets"},
-        "streaming": {"offsets", "sequences"},
-        "swapadvisor": {"offsets", "sequences"},
-        "beaumont": {"offsets", "sequences"},
-        "home": {"sequences"},
-        "tensile": {"offsets", "sequences"},
-        "searchers": {
-            *("beaumont", "bounds", "home", "offsets", "sequences", "streaming", "swapadvisor", "tensile"),
-        },
-        "sharing": {"offsets", "searchers", "sequences"},
+        "problem": {"bounds"},
+        "layout": set(),
+        "sequence": {"layout", "problem"},
+        "search": {"layout", "problem", "sequence"},
+        "streaming": {"bounds", "layout", "problem", "sequence"},
+        "offloading": {"layout", "problem", "sequence", "streaming"},
+        "papers": set(),
+        "papers/beaumont": {"layout", "problem", "search", "sequence"},
+        "papers/home": {"problem", "search", "sequence"},
+        "papers/swapadvisor": {"layout", "problem", "search", "sequence"},
+        "papers/tensile": {"layout", "problem", "search", "sequence"},
+        "sizing": {"layout", "offloading", "problem", "search", "streaming"},
+    },
+    "runtime": {
+        "lowering": set(),
+        "host": {"lowering"},
+        "offload": {"lowering"},
+        "binding": {"lowering", "offload"},
+        "shared_region": {"binding", "lowering"},
+        "profiling": {"binding", "lowering"},
+        "cpu": {"binding", "host", "lowering", "profiling", "shared_region"},
+        "cuda": {"binding", "host", "lowering", "offload", "profiling", "shared_region"},
     },
 }
-PUT_TOGETHER = {"server": {"cli", "serve"}, "planner": {"sizing", "fitting"}}
+PUT_TOGETHER = {
+    "server": {"cli", "engine_host", "engine_process", "frontend_process", "serve"},
+    "planner": {"library", "warm"},
+    "runtime": {"devices"},
+}
+"""Modules next to the folders that no folder may import, because they import the folders."""
+MAY_PUT_TOGETHER = {"planner": {"sizing": {"library"}}}
 
 
 def modules() -> list[Path]:
-    return sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 def imports_of(path: Path) -> set[str]:
@@ -110,43 +115,63 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def layer_of(module: str) -> str:
-    if module in LEAVES:
-        return "leaves"
-    return "server.tools" if module.startswith("server.tools") else module.split(".")[0]
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_the_way_of_the_table(path: Path) -> None:
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    ours, third_parties = ALLOWED[layer_of(module)]
-    for name in imports_of(path):
-        top = name.split(".")[0]
-        if top in OURS:
-            assert any(name == allowed or name.startswith(f"{allowed}.") for allowed in ours), f"{module}: {name}"
-        elif top not in sys.stdlib_module_names:
-            assert top in third_parties, f"{module} imports {name}"
-
-
-def folders() -> list[tuple[str, str]]:
-    return sorted((p, path.parent.name) for p in FOLDERS for path in (ROOT / p).glob("*/__init__.py"))
-
-
-@pytest.mark.parametrize(("package", "folder"), folders())
-def test_arrows_between_the_folders_of_a_package_run_one_way(package: str, folder: str) -> None:
-    others = FOLDERS[package].keys() - FOLDERS[package][folder] - {folder} | PUT_TOGETHER[package]
-    for path in (ROOT / package / folder).glob("*.py"):
+def test_imports_follow_the_table() -> None:
+    for path in modules():
+        module = module_of(path)
+        parts = module.split(".")
+        row = next(name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in ALLOWED)
+        ours, third_parties = ALLOWED[row]
         for name in imports_of(path):
-            if name.startswith(f"{package}."):
-                assert name.split(".")[1] not in others, f"{path}: {name}"
+            top = name.split(".")[0]
+            if top in PACKAGES:
+                assert any(name == a or name.startswith(f"{a}.") for a in ours), f"{module} imports {name}"
+            elif top not in sys.stdlib_module_names:
+                assert top in third_parties, f"{module} imports {name}"
+
+
+def folder_of(package: str, module: str) -> str:
+    """The longest folder in the table that holds the module; the module's own name where none does."""
+    parts = module.split(".")[1:]
+    inside = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((folder for folder in inside if folder in FOLDERS[package]), parts[0])
 
 
 @pytest.mark.parametrize("package", FOLDERS)
-def test_the_table_of_folders_has_no_cycle(package: str) -> None:
-    graphlib.TopologicalSorter(FOLDERS[package]).prepare()
+def test_folders_of_a_package_import_one_another_in_one_direction(package: str) -> None:
+    table = FOLDERS[package]
+    graphlib.TopologicalSorter(table).prepare()  # raises CycleError
+    for path in (ROOT / package).rglob("*/*.py"):
+        folder = folder_of(package, module_of(path))
+        if folder == path.stem:
+            continue  # next to the folders
+        assert folder in table, f"{path} lies in no folder of the table"
+        together = PUT_TOGETHER[package] - MAY_PUT_TOGETHER.get(package, {}).get(folder, set())
+        others = table.keys() - table[folder] - {folder} | together
+        for name in imports_of(path):
+            if name.startswith(f"{package}."):
+                assert folder_of(package, name) not in others, f"{path} imports {name}"
 
 
 def test_importing_a_package_does_nothing_but_define() -> None:
-    for package in OURS:
+    for package in PACKAGES:
         tree = ast.parse((ROOT / package / "__init__.py").read_text())
         assert all(isinstance(node, ast.Expr) for node in tree.body), f"{package} does something on import"
+
+
+def test_no_two_classes_share_a_name() -> None:
+    seen: dict[str, Path] = {}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert node.name not in seen, f"{node.name}: {path}, and {seen[node.name]}"
+                seen[node.name] = path
+
+
+def test_no_folder_has_more_modules_than_a_reader_takes_in_at_once() -> None:
+    for folder in {path.parent for path in modules()}:
+        names = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
+        assert len(names) <= 17, f"{folder} has {len(names)} modules"

@@ -18,16 +18,15 @@ from rich.console import Console
 
 from benchmarks.frontend.client import Measured
 from benchmarks.frontend.models import MODELS, Trivial, export, write_twins
-from benchmarks.frontend.servers import Running, bare, cohabit, find_tritonserver, tritonserver
+from benchmarks.frontend.servers import BARE, ComparedServer, bare, cohabit, find_tritonserver, tritonserver
 from benchmarks.record import markdown_table, record
 
 _PROTOCOLS = ("http", "grpc")
 _CLIENTS = (1, 16)
-_EXPLAINED = """Closed-loop clients in one process, servers in others, all on the same CPUs and started at once; of each
-figure the median of several rounds, in which the servers take turns. "p50 - compute" is what the front end and the
-queue add: the median latency without the mean of `compute_infer` in the server's own statistics. "Bare handlers" read
-the request and answer constants: aiohttp and grpc.aio, on which Python's servers usually stand. Cohabit's ports stand
-on httptools and libnghttp2.
+_EXPLAINED = """Closed-loop clients run in one process, servers in others, all on the same CPUs and started at once.
+Each figure is the median of several rounds, in which the servers take turns. "p50 - compute" is what the server adds to
+an inference: the median latency without the mean of `compute_infer` in the server's own statistics. "p50 - bare" is
+what it adds to its library: the bare handlers of aiohttp and grpc.aio read the request and answer constants.
 """
 _NOT_FOUND = "tritonserver not found: pass --tritonserver PATH (the wheel nvidia-pytriton has one)"
 
@@ -75,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _start(folder: Path, binary: Path | None, stack: contextlib.ExitStack, console: Console) -> list[Running]:
+def _start(
+    folder: Path, binary: Path | None, stack: contextlib.ExitStack, console: Console
+) -> list[ComparedServer]:
     console.print("exporting the models, starting the servers")
     export(folder / "models")
     servers = [stack.enter_context(cohabit(folder / "models", folder / "cache"))]
@@ -88,7 +89,7 @@ def _start(folder: Path, binary: Path | None, stack: contextlib.ExitStack, conso
     return [*servers, stack.enter_context(bare())]
 
 
-def _measure(server: Running, cell: Cell, seconds: float) -> Figure:
+def _measure(server: ComparedServer, cell: Cell, seconds: float) -> Figure:
     command = [sys.executable, "-m", "benchmarks.frontend.client", cell.protocol, server.addresses[cell.protocol]]
     command += [cell.model.name, str(cell.clients), str(seconds)]
     cpu_s, compute = server.cpu_s(), server.computed(cell.model.name)
@@ -112,7 +113,7 @@ def _median(figures: Sequence[Figure]) -> Figure:
 
 
 def _table(cell: Cell, figures: Mapping[str, Figure]) -> str:
-    reference = figures.get("tritonserver")
+    reference, bare_s = figures.get("tritonserver"), figures[BARE].p50_s
     header = [
         "server",
         "requests/s",
@@ -120,6 +121,7 @@ def _table(cell: Cell, figures: Mapping[str, Figure]) -> str:
         "p50 ms",
         "p99 ms",
         "p50 - compute ms",
+        "p50 - bare ms",
         "CPU us/request",
     ]
     rows = [
@@ -130,6 +132,7 @@ def _table(cell: Cell, figures: Mapping[str, Figure]) -> str:
             f"{figure.p50_s * 1e3:.2f}",
             f"{figure.p99_s * 1e3:.2f}",
             "" if figure.compute_s is None else f"{(figure.p50_s - figure.compute_s) * 1e3:.2f}",
+            f"{(figure.p50_s - bare_s) * 1e3:.2f}",
             f"{figure.cpu_s * 1e6:.0f}",
         ]
         for name, figure in figures.items()

@@ -1,4 +1,4 @@
-"""Handlers that read a request and answer with constants: what the libraries themselves cost.
+"""Handlers that read a request and answer with constants, which measure what the libraries cost.
 
 `python -m benchmarks.frontend.bare` prints the addresses of an aiohttp and a grpc.aio server, and serves until it is
 ended.

@@ -1,4 +1,4 @@
-"""Starts the servers that are compared, each a process of its own."""
+"""Starts the servers that are compared, each in a process of its own."""
 
 import contextlib
 import importlib.util
@@ -18,8 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from loadgen.serve import server_command
+from loadgen.server_process import server_command
 
+BARE = "bare handlers"
 _PATIENCE_S = 300.0
 
 
@@ -32,7 +33,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class ComparedServer:
     """A server's addresses by protocol, and its process."""
 
     name: str
@@ -56,23 +57,23 @@ class Running:
 
 
 @contextlib.contextmanager
-def cohabit(repository: Path, cache: Path) -> Iterator[Running]:
+def cohabit(repository: Path, cache: Path) -> Iterator[ComparedServer]:
     command = server_command("cohabit", repository, "64MiB", None)
     command += ["--grpc-port", "0", "--cache", str(cache), "--queue-limit", "1024"]
     with _process(command, {}) as process:
         addresses = _announced(process, ("http", "grpc"))
         _wait_until_ready(addresses["http"])
-        yield Running("cohabit", addresses, psutil.Process(process.pid))
+        yield ComparedServer("cohabit", addresses, psutil.Process(process.pid))
 
 
 @contextlib.contextmanager
-def bare() -> Iterator[Running]:
+def bare() -> Iterator[ComparedServer]:
     with _process([sys.executable, "-m", "benchmarks.frontend.bare"], {}) as process:
-        yield Running("bare handlers", _announced(process, ("http", "grpc")), psutil.Process(process.pid))
+        yield ComparedServer(BARE, _announced(process, ("http", "grpc")), psutil.Process(process.pid))
 
 
 @contextlib.contextmanager
-def tritonserver(binary: Path, repository: Path, scratch: Path) -> Iterator[Running]:
+def tritonserver(binary: Path, repository: Path, scratch: Path) -> Iterator[ComparedServer]:
     """Run the tritonserver of an unpacked `nvidia-pytriton` wheel on the CPU."""
     home = binary.parent.parent
     http, grpc, metrics = (_free_port() for _ in range(3))
@@ -87,7 +88,7 @@ def tritonserver(binary: Path, repository: Path, scratch: Path) -> Iterator[Runn
     with _process(command, environment) as process:
         addresses = {"http": f"127.0.0.1:{http}", "grpc": f"127.0.0.1:{grpc}"}
         _wait_until_ready(addresses["http"])
-        yield Running("tritonserver", addresses, psutil.Process(process.pid))
+        yield ComparedServer("tritonserver", addresses, psutil.Process(process.pid))
 
 
 def find_tritonserver(given: Path | None) -> Path | None:

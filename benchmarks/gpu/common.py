@@ -19,7 +19,7 @@ from runtime.cuda.driver import CudaDriver
 from runtime.cuda.profiling.measure import ample_plan
 from runtime.cuda.program import CudaProgram
 from runtime.lowering.lower import Lowered, lower
-from runtime.memory import Source
+from runtime.memory import HostStore
 from runtime.options import DEFAULTS, Options
 
 FOLDER = Path(".gpu")
@@ -56,7 +56,7 @@ class Measured:
     """A lowered model in its store, with what this device makes of it."""
 
     lowered: Lowered
-    store: Source[object]
+    store: HostStore[object]
     profiles: dict[int, Profile]
 
     def graph(self, batch: int) -> Graph:

@@ -25,7 +25,7 @@ from runtime.binding.program import Bases, Program
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
 from runtime.errors import MemoryExceeded
-from runtime.memory import Memory
+from runtime.memory import DeviceArena
 from runtime.shared_region.sharing import SHARINGS, SharedRegion
 
 MODELS = 16
@@ -125,7 +125,7 @@ def _placed(backend: CudaBackend, model: Measured, name: LayoutName, memory_byte
 
 @contextmanager
 def _in_partitions(
-    backend: CudaBackend, model: Measured, deployment: Deployment, arena: Memory[torch.Tensor]
+    backend: CudaBackend, model: Measured, deployment: Deployment, arena: DeviceArena[torch.Tensor]
 ) -> Iterator[Layout]:
     programs: list[Program] = []
     try:
@@ -142,7 +142,7 @@ def _in_partitions(
 
 @contextmanager
 def _in_one_region(
-    backend: CudaBackend, model: Measured, deployment: Deployment, arena: Memory[torch.Tensor]
+    backend: CudaBackend, model: Measured, deployment: Deployment, arena: DeviceArena[torch.Tensor]
 ) -> Iterator[Layout]:
     workspace_bytes = deployment.workspace_bytes
     sharing = SHARINGS[deployment.layout]

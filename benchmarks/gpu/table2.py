@@ -128,28 +128,28 @@ def _plain_rate(backend: CudaBackend, nbytes: int) -> float:
     """Bytes per second of one copy of the same bytes, from pinned memory, on an idle device."""
     if not nbytes:
         return 0.0
-    driver, host = backend.driver, backend.pinned.take(nbytes, "a plain copy")
+    driver, host = backend.driver, backend.pinned_memory.take(nbytes, "a plain copy")
     device, source, times = driver.allocate(nbytes), torch.from_numpy(host), []
     for _ in range(5):
         start, end = driver.event(timed=True), driver.event(timed=True)
-        with driver.on(backend.lanes.swap_in):
+        with driver.on(backend.streams.swap_in):
             driver.record(start)
             driver.copy(device, source)
             driver.record(end)
         driver.synchronize(end)
         times.append(driver.seconds(start, end))
-    backend.pinned.give(host)
+    backend.pinned_memory.give(host)
     return nbytes / statistics.median(times)
 
 
 def _launch_s(backend: CudaBackend, program: CudaProgram) -> float:
     """Host time of one replay."""
-    graph, times = program.ready.whole, []
+    graph, times = program.admission.whole, []
     if graph is None:
         return float("nan")
     for _ in range(20):
         backend.driver.drain()
-        with backend.driver.on(backend.lanes.compute):
+        with backend.driver.on(backend.streams.compute):
             start_s = time.perf_counter()
             graph.replay()
             times.append(time.perf_counter() - start_s)

@@ -53,7 +53,7 @@ def evolve(problem: Problem, seconds: float, switches: dict[str, bool], populati
     best_s = float("inf")
     started = time.monotonic()
     while time.monotonic() - started < seconds and (candidates := search.ask()):
-        costs = [search.judge(c, 0.0) for c in candidates]
+        costs = [search.evaluate(c, 0.0) for c in candidates]
         search.tell(candidates, costs)
         best_s = min(best_s, *(c.latency_s for c in costs))
         alive = [c.latency_s for c in search.population_costs if np.isfinite(c.latency_s)]

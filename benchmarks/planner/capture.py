@@ -238,7 +238,7 @@ def join_weights(found: Trace) -> Trace:
         for storage in call.reads:
             if storage.kind == "parameter":
                 readers.setdefault(storage, []).append(k)
-    uses = [weights.Use(s.name, s.tensor, tuple(ops)) for s, ops in readers.items()]
+    uses = [weights.WeightUse(s.name, s.tensor, tuple(ops)) for s, ops in readers.items()]
     manifest = weights.lay_out("", uses, {})
     segments: dict[str, Storage] = {}
     for segment in manifest.segments:

@@ -2,12 +2,13 @@
 
     python -m benchmarks.planner.minimalloc [FOLDER] [--nodes N] [--record]
 
-FOLDER has CSV files, such as `benchmarks/challenging` of github.com/google/minimalloc, whose names end in the capacity
-that is known to do. The generated instances are rectangles cut into blocks by random straight cuts: all of the
+FOLDER has CSV files, such as `benchmarks/challenging` of github.com/google/minimalloc, whose names end in a capacity
+that is known to suffice. The generated instances are rectangles cut into blocks by random straight cuts: all of the
 rectangle's height is used at all times, so that the bound is the optimum.
 """
 
 import argparse
+import csv
 import sys
 import time
 from collections.abc import Sequence
@@ -16,9 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import markdown_table, record
-from planner.layout.liveness import Lifespan
-from planner.layout.minimalloc import read
 from planner.layout.placement import Block, most_live_bytes, place
+from planner.lifetimes import Lifespan
 
 GENERATED = tuple((blocks, seed) for blocks in (30, 100, 300) for seed in (0, 1))
 HEIGHT, LENGTH = 1 << 20, 1000
@@ -46,6 +46,31 @@ def guillotine(count: int, seed: int) -> tuple[Block, ...]:
     return tuple(Block(pieces[i][0], 1, Lifespan(*pieces[i][1:])) for i in order)
 
 
+def read(path: Path) -> tuple[Block, ...]:
+    """Read buffers from MiniMalloc's CSV format: `id,lower,upper,size`, and optionally `alignment` and `gaps`.
+
+    `lower` and `upper` bound the half-open lifespan; `start` (or `begin`) and `end`, both inclusive, may replace them.
+    In a gap `6-9` the buffer need not exist. Only the longest gap is used; gaps in which part of the buffer is needed
+    (`6-9@0:4`) are not.
+    """
+    with path.open() as file:
+        return tuple(_block(row) for row in csv.DictReader(file, skipinitialspace=True))
+
+
+def _block(row: dict[str, str]) -> Block:
+    inclusive = "end" in row
+    lower = int(row.get("lower") or row.get("start") or row["begin"])
+    upper = int(row["end" if inclusive else "upper"]) + inclusive
+    size, alignment = int(row["size"]), int(row.get("alignment") or 1)
+    pairs = [text.split("-") for text in (row.get("gaps") or "").split() if "@" not in text]
+    gaps = [(int(first), int(end) + inclusive) for first, end in pairs]
+    inside = [(first, end) for first, end in gaps if lower < first < end < upper]
+    if not inside:
+        return Block(size, alignment, Lifespan(lower, upper))
+    first, end = max(inside, key=lambda gap: gap[1] - gap[0])
+    return Block(size, alignment, Lifespan(lower, first), Lifespan(end, upper))
+
+
 def row(name: str, blocks: Sequence[Block], known_bytes: int, nodes: int) -> list[str]:
     bound = most_live_bytes(blocks)
     greedy = place(blocks)
@@ -67,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row(f"guillotine {n}, seed {s}", guillotine(n, s), HEIGHT, options.nodes) for n, s in GENERATED]
     for path in sorted(options.folder.glob("*.csv")) if options.folder is not None else []:
         capacity = path.stem.rpartition(".")[2]
-        rows.append(row(path.stem, read(path).blocks, int(capacity) if capacity.isdecimal() else 0, options.nodes))
+        rows.append(row(path.stem, read(path), int(capacity) if capacity.isdecimal() else 0, options.nodes))
     header = ["problem", "blocks", "bound / known", "greedy / known", "searched / known", "seconds"]
     print(table := markdown_table(header, rows))
     if options.record:

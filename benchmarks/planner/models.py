@@ -38,9 +38,9 @@ from benchmarks.planner.recurrent import Lstm
 from benchmarks.record import markdown_table
 from loadgen.zoo.text import Encoder, Prefill
 from loadgen.zoo.vision import ImageClassifier
-from planner.layout.liveness import peak_activation_bytes
+from planner.lifetimes import peak_activation_bytes
 from planner.sequence.serial import least_bytes
-from runtime.lowering.model import Model, from_program
+from runtime.lowering.model import FxModel, from_program
 from runtime.lowering.rewrite import rewrite
 
 SEQUENCE = 128
@@ -124,7 +124,7 @@ def _built(network: Network) -> nn.Module:
     return module
 
 
-def _captured(model: Model, batch: int, mode: FakeTensorMode) -> Captured:
+def _captured(model: FxModel, batch: int, mode: FakeTensorMode) -> Captured:
     weights = own_storages(model.weights, mode)
     with mode:
         inputs = {port.name: torch.empty(port.at(batch), dtype=port.dtype) for port in model.inputs}

@@ -13,8 +13,7 @@ from benchmarks.planner.cache import DEFAULT_CACHE
 from benchmarks.planner.models import NETWORKS
 from benchmarks.planner.searchers import DEVICES, Case
 from benchmarks.record import markdown_table, record
-from loadgen.preparation import prepare_visibly
-from loadgen.prepare import recipes
+from loadgen.repository import prepare_visibly, recipes
 from planner.errors import format_bytes
 from planner.graph import Graph, Op, Tensor
 from planner.layout.feasible import page_aligned

@@ -27,7 +27,7 @@ from benchmarks.planner.models import resnet
 from benchmarks.planner.recurrent import BidirectionalLstm, Lstm
 from benchmarks.record import markdown_table
 from planner.graph import Graph, TensorKind
-from planner.layout.liveness import peak_activation_bytes
+from planner.lifetimes import peak_activation_bytes
 from planner.sequence.serial import least_bytes
 
 CLASSES = 1000

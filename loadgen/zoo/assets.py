@@ -1,4 +1,4 @@
-"""Where installed packages keep their files, found without importing them (one of them would import librosa)."""
+"""Folders of installed packages, found without importing them (one of them would import librosa)."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From a zoo entry to a `.pt2` file whose batch is free."""
+"""Exports models to `.pt2` files with a dynamic batch dimension."""
 
 import tempfile
 import warnings
@@ -15,7 +15,7 @@ MAX_BATCH = 64
 def export_model(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], max_batch: int = MAX_BATCH
 ) -> ExportedProgram:
-    """Export with the first dimension of every input as one free dimension of 1 to `max_batch`."""
+    """Export with the first dimension of every input as one dynamic dimension of 1 to `max_batch`."""
     batch = Dim("batch", min=1, max=max_batch)
     with warnings.catch_warnings(), torch.no_grad():
         # nn.LSTM keeps a list of its own parameters, and export takes refreshing that list for a change of state.
@@ -26,7 +26,7 @@ def export_model(
 
 
 def save_model(program: ExportedProgram, path: Path, notes: Mapping[str, str]) -> None:
-    """Write `program` to `path` at once or not at all; `notes` become files inside the archive."""
+    """Write `program` to `path` whole or not at all; `notes` become files inside the archive."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The file name becomes the root folder inside the archive, hence a temporary folder, not a temporary name.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:

@@ -19,9 +19,6 @@ from loadgen.zoo.seeded import EXAMPLE_BATCH
 SAMPLE_RATE_HZ = 16_000
 FRAME = 1024
 BINS = 360
-CENTS_PER_BIN = 20.0
-CENTS_OF_BIN_0 = 1997.3794084376191
-"""Above 10 Hz."""
 
 _CHANNELS = {
     "tiny": (1, 128, 16, 16, 16, 32, 64),
@@ -69,15 +66,6 @@ def tone_frames(frequencies_hz: list[float]) -> NDArray[np.float32]:
     tones_BT = np.sin(2 * np.pi * np.array(frequencies_hz)[:, None] * seconds_T)
     tones_BT -= tones_BT.mean(axis=1, keepdims=True)
     return np.asarray(tones_BT / tones_BT.std(axis=1, keepdims=True), dtype=np.float32)
-
-
-def decode_hz(pitch_activation: NDArray[np.float32], reach: int = 4) -> NDArray[np.float64]:
-    """Return the pitch of each row: the mean of the bins within `reach` of the strongest, by activation."""
-    peak_B1 = pitch_activation.argmax(axis=1)[:, None]
-    bins_N = np.arange(BINS)
-    weight_BN = np.where(np.abs(bins_N - peak_B1) <= reach, pitch_activation, 0.0)
-    bin_B = (weight_BN * bins_N).sum(axis=1) / weight_BN.sum(axis=1)
-    return np.asarray(10.0 * 2.0 ** ((CENTS_OF_BIN_0 + CENTS_PER_BIN * bin_B) / 1200), dtype=np.float64)
 
 
 def _pretrained(capacity: Literal["tiny", "full"]) -> tuple[nn.Module, Inputs]:

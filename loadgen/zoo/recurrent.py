@@ -7,7 +7,7 @@ from loadgen.zoo import Inputs
 from loadgen.zoo.seeded import seeded, token_ids
 
 VOCABULARY = 128
-"""Few, so that nearly all of the parameters are the recurrent layers'."""
+"""Small, so that nearly all parameters belong to the recurrent layers."""
 
 LENGTH = 16
 

@@ -1,4 +1,4 @@
-"""Weights that depend on a seed and on nothing else."""
+"""Seeded weights and example inputs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 with its real weights: a sentence in, a unit vector out that is near those of similar ones."""
+"""all-MiniLM-L6-v2 with its real weights: embeds sentences as unit vectors."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from loadgen.zoo.tokens import minilm_folder, tokenize
 _EXAMPLES = ("A man is eating pasta.", "Sixteen models share the memory of one device, and none waits for another.")
 
 _UNUSED = ("pooler.", "embeddings.position_ids")
-"""Weights in the file that a sentence embedding has no use for."""
+"""Weights in the file that sentence embeddings do not use."""
 
 
 class SentenceEmbedder(nn.Module):
@@ -31,7 +31,7 @@ class SentenceEmbedder(nn.Module):
 
 
 def minilm(seed: int, length: int = 128) -> tuple[nn.Module, Inputs]:
-    """Load the model for sentences of up to `length` tokens; the seed has no use here."""
+    """Load the model for sentences of up to `length` tokens; the seed is ignored."""
     del seed
     config = BertConfig.from_pretrained(minilm_folder(), local_files_only=True, attn_implementation="sdpa")
     weights = load_file(minilm_folder() / "model.safetensors")

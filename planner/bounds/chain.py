@@ -23,7 +23,7 @@ LITTLE: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ChainUse:
     """An op (or the end of the inference) that needs a tensor in memory, between moments `after` and `by`."""
 
     op: int
@@ -35,7 +35,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class UseInterval:
     """A tensor between two uses that follow one another: what of it is not kept is copied in or computed again."""
 
     tensor: int
@@ -56,7 +56,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class OpChain:
     """Lists go by moment; entry 0 is the start of the inference."""
 
     op_s: Sequence[float]
@@ -67,7 +67,7 @@ class Chain:
     """Memory that this op needs."""
     loose: Sequence[tuple[int, int, float]]
     """Ops that may run first in several of the windows: moment after which, moment by which, time."""
-    stretches: Sequence[Stretch]
+    intervals: Sequence[UseInterval]
 
     @property
     def moments(self) -> int:
@@ -75,7 +75,7 @@ class Chain:
         return len(self.op_s) - 1
 
 
-def follow(graph: Graph, profile: Profile, most_ops: int, latest: bool = True) -> Chain:
+def follow(graph: Graph, profile: Profile, most_ops: int, latest: bool = True) -> OpChain:
     """See a graph along one of its longest chains, thinned out to `most_ops`.
 
     Of branches that need as much memory, the chain takes the one whose op stands latest (or earliest) in the graph.
@@ -97,9 +97,9 @@ def follow(graph: Graph, profile: Profile, most_ops: int, latest: bool = True) -
         if span.pinned:
             last_s[span.by] = profile.op_seconds[k]
             needed[span.by] = _needed_bytes(graph, k)
-    stretches = list(_stretches(graph, profile, spans, last))
-    _add_joins(graph, joins, stretches, needed)
-    return Chain(op_s, last_s, needed, loose, stretches)
+    intervals = list(_intervals(graph, profile, spans, last))
+    _add_joins(graph, joins, intervals, needed)
+    return OpChain(op_s, last_s, needed, loose, intervals)
 
 
 def exclusions(graph: Graph, profile: Profile, memory_bytes: int) -> Iterator[tuple[float, set[int]]]:
@@ -141,10 +141,12 @@ def _moments(
     return moment, joins
 
 
-def _add_joins(graph: Graph, joins: dict[int, set[int]], stretches: Sequence[Stretch], needed: list[int]) -> None:
-    """Whichever op is the last, it needs its memory; stretches that go on at that moment count by themselves."""
+def _add_joins(
+    graph: Graph, joins: dict[int, set[int]], intervals: Sequence[UseInterval], needed: list[int]
+) -> None:
+    """Whichever op is the last, it needs its memory; intervals that go on at that moment count by themselves."""
     active: dict[int, set[int]] = {at: set() for at in joins}
-    for s in stretches:
+    for s in intervals:
         for at in range(min(s.kept_from, s.arrives_from), s.until + 1):
             if at in active:
                 active[at].add(s.tensor)
@@ -183,7 +185,9 @@ def _thin(chain: list[int], graph: Graph, most_ops: int) -> list[int]:
     ]
 
 
-def _spans(before: Sequence[set[int]], moment: dict[int, int], joins: dict[int, set[int]], last: int) -> list[Use]:
+def _spans(
+    before: Sequence[set[int]], moment: dict[int, int], joins: dict[int, set[int]], last: int
+) -> list[ChainUse]:
     """The moments between which each op runs for the first time."""
     count = len(before)
     after, by = [0] * count, [last] * count
@@ -197,18 +201,18 @@ def _spans(before: Sequence[set[int]], moment: dict[int, int], joins: dict[int, 
         for j in before[k]:
             by[j] = min(by[j], moment.get(k, by[k]))
     return [
-        Use(k, moment[k] - 1, moment[k], True) if k in moment else Use(k, after[k], by[k], False)
+        ChainUse(k, moment[k] - 1, moment[k], True) if k in moment else ChainUse(k, after[k], by[k], False)
         for k in range(count)
     ]
 
 
-def _stretches(graph: Graph, profile: Profile, spans: Sequence[Use], last: int) -> Iterator[Stretch]:
-    uses: list[list[Use]] = [[] for _ in graph.tensors]
+def _intervals(graph: Graph, profile: Profile, spans: Sequence[ChainUse], last: int) -> Iterator[UseInterval]:
+    uses: list[list[ChainUse]] = [[] for _ in graph.tensors]
     for op, span in zip(graph.ops, spans, strict=True):
         for t in {*op.reads, *op.writes}:
             uses[t].append(span)
     for t in {*graph.outputs}:
-        uses[t].append(Use(len(graph.ops), last - 1, last, True))
+        uses[t].append(ChainUse(len(graph.ops), last - 1, last, True))
     writer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
     changed_by: dict[int, int] = {}
     for k, op in enumerate(graph.ops):
@@ -218,25 +222,25 @@ def _stretches(graph: Graph, profile: Profile, spans: Sequence[Use], last: int) 
         if not tensor.nbytes:
             continue
         copy_s, stored = profile.swap_in.seconds(tensor.nbytes), tensor.kind in ("parameter", "state")
-        previous: Use | None = None
+        previous: ChainUse | None = None
         for use in _one_after_another(uses[t]):
             if previous is None:
                 if stored:
-                    yield Stretch(t, tensor.nbytes, True, 0, use.after, 1, use.by, copy_s, None)
+                    yield UseInterval(t, tensor.nbytes, True, 0, use.after, 1, use.by, copy_s, None)
                 elif tensor.kind == "input" and use.after > 0:
-                    yield Stretch(t, tensor.nbytes, False, 1, use.after, 1, use.by, copy_s, None)
+                    yield UseInterval(t, tensor.nbytes, False, 1, use.after, 1, use.by, copy_s, None)
             else:
                 kept_from = previous.by + previous.pinned
                 arrives_from = (previous.by if previous.pinned else previous.after) + 1
                 if kept_from <= use.after:
                     again_s = _again_s(graph, profile, writer.get(t), changed_by.get(t), previous)
-                    yield Stretch(
+                    yield UseInterval(
                         t, tensor.nbytes, False, kept_from, use.after, arrives_from, use.by, copy_s, again_s
                     )
             previous = use
 
 
-def _one_after_another(uses: Sequence[Use]) -> Iterator[Use]:
+def _one_after_another(uses: Sequence[ChainUse]) -> Iterator[ChainUse]:
     """As many uses as are certain not to be in the same window, all of the chain among them."""
     free = 0
     for use in sorted(uses, key=lambda u: (u.by, -u.after, not u.pinned)):
@@ -246,7 +250,7 @@ def _one_after_another(uses: Sequence[Use]) -> Iterator[Use]:
 
 
 def _again_s(
-    graph: Graph, profile: Profile, writer: int | None, changed_by: int | None, previous: Use
+    graph: Graph, profile: Profile, writer: int | None, changed_by: int | None, previous: ChainUse
 ) -> float | None:
     """An op that is run again brings all its results, so that each costs a share of it."""
     if writer is None or graph.ops[writer].mutates or (changed_by is not None and changed_by <= previous.op):

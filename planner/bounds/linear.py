@@ -14,7 +14,7 @@ SAFETY: Final = 1e-9
 """Relative error of adding up the bound in floating point, with room to spare."""
 
 
-class Program:
+class LinearProgram:
     """A linear program that is put together by rows; all variables are bounded."""
 
     def __init__(self, most: float) -> None:

@@ -1,6 +1,6 @@
 """A linear relaxation of all plans: every tensor may be kept, copied and computed again in parts.
 
-Time is cut at the moments of a chain (`chain`). Per stretch of a tensor between two uses the program chooses
+Time is cut at the moments of a chain (`chain`). Per interval of a tensor between two uses the program chooses
 what share of it is kept, computed again, or copied in. Of the copies under way only their link time ahead of need is
 a variable; the bytes that this puts in memory are at least what lines through the densities of the tensors (bytes per
 link second) say. So the program grows with the ops, not with ops times tensors.
@@ -18,9 +18,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.bounds.chain import Chain, Stretch, exclusions, follow
-from planner.bounds.linear import Program
-from planner.bounds.rooms import largest_sum, parted_at, room_beside
+from planner.bounds.chain import OpChain, UseInterval, exclusions, follow
+from planner.bounds.linear import LinearProgram
+from planner.bounds.subset_sums import largest_sum, last_absence, whole_tensor_room
 from planner.graph import Graph
 from planner.profile import Profile
 
@@ -34,7 +34,7 @@ MANY_LOOSE: Final = 0.2
 DENSITIES: Final = 4
 """How many lines bound the bytes in memory of what is copied ahead of need."""
 MOST_BETWEEN: Final = 10
-"""Terms, per stretch, that are spent on copies that must lie between two moments."""
+"""Terms, per interval, that are spent on copies that must lie between two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ def relax(
 
 
 def _relax(
-    chain: Chain, apart: Sequence[tuple[float, set[int]]], memory_bytes: int, resident_bytes: int
+    chain: OpChain, apart: Sequence[tuple[float, set[int]]], memory_bytes: int, resident_bytes: int
 ) -> Relaxed | None:
     if resident_bytes < 0 or max(chain.needed_bytes) > memory_bytes:
         return None
-    rooms = room_beside(chain, memory_bytes)
-    stored = [s.nbytes for s in chain.stretches if s.first]
+    rooms = whole_tensor_room(chain, memory_bytes)
+    stored = [s.nbytes for s in chain.intervals if s.first]
     relaxation = _Relaxation(chain, rooms, largest_sum(stored, resident_bytes), memory_bytes)
     for ops_s, tensors in apart:
         relaxation.keep_apart(ops_s, tensors)
@@ -77,33 +77,33 @@ def _relax(
     if solved is None:
         return None
     latency_s, values = solved
-    shares = {s.tensor: float(values[i]) for i, s in enumerate(chain.stretches) if s.first}
+    shares = {s.tensor: float(values[i]) for i, s in enumerate(chain.intervals) if s.first}
     return Relaxed(latency_s, shares)
 
 
 class _Relaxation:
     """Variables in seconds, and in shares of the memory."""
 
-    def __init__(self, chain: Chain, rooms: Sequence[int], resident_bytes: int, memory_bytes: int) -> None:
+    def __init__(self, chain: OpChain, rooms: Sequence[int], resident_bytes: int, memory_bytes: int) -> None:
         self._chain = chain
         self._room = np.array(rooms[1:]) / max(memory_bytes, 1)
-        stretches, last = chain.stretches, chain.moments
-        self._copy_s = _column(stretches, "copy_s")
-        self._share = _column(stretches, "nbytes") / max(memory_bytes, 1)
-        self._until = _column(stretches, "until").astype(np.int64)
-        self._kept_from = np.maximum(_column(stretches, "kept_from").astype(np.int64), 1)
-        parted = [parted_at(s, rooms) for s in stretches]
-        cannot_stay = [at is not None and at >= s.kept_from for s, at in zip(stretches, parted, strict=True)]
+        intervals, last = chain.intervals, chain.moments
+        self._copy_s = _column(intervals, "copy_s")
+        self._share = _column(intervals, "nbytes") / max(memory_bytes, 1)
+        self._until = _column(intervals, "until").astype(np.int64)
+        self._kept_from = np.maximum(_column(intervals, "kept_from").astype(np.int64), 1)
+        parted = [last_absence(s, rooms) for s in intervals]
+        cannot_stay = [at is not None and at >= s.kept_from for s, at in zip(intervals, parted, strict=True)]
         self._arrives_from = np.array(
-            [max(s.arrives_from, at + 1 if at is not None else 0) for s, at in zip(stretches, parted, strict=True)],
+            [max(s.arrives_from, at + 1 if at is not None else 0) for s, at in zip(intervals, parted, strict=True)],
             dtype=np.int64,
         )
-        self._due = _column(stretches, "due").astype(np.int64)
-        self._again_s = np.array([s.again_s or 0.0 for s in stretches])
+        self._due = _column(intervals, "due").astype(np.int64)
+        self._again_s = np.array([s.again_s or 0.0 for s in intervals])
         self._most_s = sum(chain.op_s) + sum(s for _, _, s in chain.loose) + float(self._copy_s.sum())
-        p = self.program = Program(self._most_s)
+        p = self.program = LinearProgram(self._most_s)
         self._kept = p.variables(
-            len(stretches), 0, 1 - np.array(cannot_stay, dtype=np.float64)
+            len(intervals), 0, 1 - np.array(cannot_stay, dtype=np.float64)
         )  # the first, so that they are found again
         self._again = self._shares_again()
         self._wait_s = p.variables(last, 0, self._most_s, cost=1)  # of window i, beyond its ops
@@ -117,7 +117,7 @@ class _Relaxation:
 
     def _shares_again(self) -> Ints:
         """Shares that are computed again; those that cannot be have a variable that is zero."""
-        most = np.array([0.0 if s.again_s is None else 1.0 for s in self._chain.stretches])
+        most = np.array([0.0 if s.again_s is None else 1.0 for s in self._chain.intervals])
         again = self.program.variables(len(most), 0, most)
         some = np.flatnonzero(most)
         rows = self.program.at_most(np.ones(len(some)))
@@ -131,18 +131,18 @@ class _Relaxation:
         most = np.full(self._chain.moments + 1, total)
         least = np.zeros(self._chain.moments + 1)
         most[[0, -1]] = 0.0
-        for s in self._chain.stretches:
+        for s in self._chain.intervals:
             least[s.until + 1 : s.due] -= s.copy_s  # may be still to come
         return self.program.variables(len(most), least, most)
 
-    def _put_copied(self, rows: Ints, stretches: Ints, factor: Floats) -> None:
-        """Add `factor` times the shares of these stretches that are copied."""
-        self.program.put(rows, self._kept[stretches], -factor)
-        self.program.put(rows, self._again[stretches], -factor)
+    def _put_copied(self, rows: Ints, intervals: Ints, factor: Floats) -> None:
+        """Add `factor` times the shares of these intervals that are copied."""
+        self.program.put(rows, self._kept[intervals], -factor)
+        self.program.put(rows, self._again[intervals], -factor)
         self.program.add_constant(rows, factor)
 
     def _residents(self, room: float) -> None:
-        first = np.array([i for i, s in enumerate(self._chain.stretches) if s.first], dtype=np.int64)
+        first = np.array([i for i, s in enumerate(self._chain.intervals) if s.first], dtype=np.int64)
         row = np.repeat(self.program.at_most(np.array([room])), len(first))
         self.program.put(row, self._kept[first], self._share[first])
 
@@ -166,8 +166,8 @@ class _Relaxation:
         self._put_copied(in_time[self._until], every, self._copy_s)
         for i in np.flatnonzero(self._until + 1 < self._due).tolist():
             late = np.arange(self._until[i] + 1, self._due[i])
-            stretches = np.repeat(i, len(late))
-            self._put_copied(in_time[late - 1], stretches, np.repeat(-self._copy_s[i], len(late)))
+            intervals = np.repeat(i, len(late))
+            self._put_copied(in_time[late - 1], intervals, np.repeat(-self._copy_s[i], len(late)))
 
     def _memory_rows(self) -> None:
         p = self.program
@@ -186,7 +186,7 @@ class _Relaxation:
         p.put(rows, self._copied_over(self._copy_s), -1)
 
     def _sum_over(self, since: Ints, weight: Floats, shares: Ints) -> Ints:
-        """Per moment from 1 on, a variable: weight times share of all stretches from `since` to `until`."""
+        """Per moment from 1 on, a variable: weight times share of all intervals from `since` to `until`."""
         p, last = self.program, self._chain.moments
         inside = np.flatnonzero((since <= self._until) & (weight != 0))
         sums = p.variables(last, 0, float(weight[inside].sum()))
@@ -243,7 +243,7 @@ class _Relaxation:
     def keep_apart(self, ops_s: float, tensors: Collection[int]) -> None:
         """First copies of these tensors take their time beside these ops, one after the other."""
         copied = np.array(
-            [i for i, s in enumerate(self._chain.stretches) if s.first and s.tensor in tensors], dtype=np.int64
+            [i for i, s in enumerate(self._chain.intervals) if s.first and s.tensor in tensors], dtype=np.int64
         )
         row = self.program.at_most(np.array([sum(self._chain.op_s) - ops_s]))
         self.program.put(np.repeat(row, len(self._wait_s)), self._wait_s, -1)
@@ -296,8 +296,8 @@ class _Relaxation:
         p.put(rows[1:], passed[:-1], 1)
 
 
-def _column(stretches: Sequence[Stretch], name: str) -> Floats:
-    return np.array([getattr(s, name) for s in stretches], dtype=np.float64)
+def _column(intervals: Sequence[UseInterval], name: str) -> Floats:
+    return np.array([getattr(s, name) for s in intervals], dtype=np.float64)
 
 
 def _densities(density: Floats, copy_s: Floats) -> Floats:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from planner.errors import InfeasibleBudget
 from planner.graph import Graph
-from planner.layout.placement import ActivationLayout, Stretch, joined, place_activations
+from planner.layout.placement import ActivationLayout, ByteRange, joined, place_activations
 
 PAGE_BYTES = 4096
 
@@ -32,7 +32,7 @@ class Footprint:
     activations: ActivationLayout
     overlay: bool
     """Whether the window begins where the activations of the moment end, or where they ever do."""
-    travelling: bool = False
+    offloads: bool = False
     """Whether activations leave memory and come back."""
 
     @staticmethod
@@ -58,7 +58,7 @@ class Footprint:
         return tuple(pages(top) for top in self.activations.tops)
 
     @cached_property
-    def busy_pages(self) -> tuple[tuple[Stretch, ...], ...]:
+    def busy_pages(self) -> tuple[tuple[ByteRange, ...], ...]:
         """Pages of the workspace that are the activations' during each op: stretches, lowest first."""
         if not self.overlay:
             return tuple(((0, zone),) if zone else () for zone in self.zone_pages)

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
-from planner.graph import Graph
-from planner.layout.liveness import Lifespan, lifespans
+from planner.graph import SCRATCH_ALIGNMENT, Graph
 from planner.layout.packing import improve
+from planner.lifetimes import Lifespan, lifespans, live_bytes
 
 Ints = NDArray[np.int64]
-Stretch = tuple[int, int]
+ByteRange = tuple[int, int]
 """The first byte, and the one behind the last."""
 
 
@@ -69,7 +69,7 @@ def layouts(blocks: Sequence[Block]) -> Iterator[Layout]:
         yield Layout((), 0)
         return
     nbytes, alignment, first, end, first_again, end_again = _arrays(blocks)
-    times = _Times(first, end, first_again, end_again)
+    times = _BlockSpans(first, end, first_again, end_again)
     for order in _orders(nbytes, alignment, first, end):
         for best_fit in (True, False):
             offsets = _fit(order, nbytes, alignment, times, best_fit)
@@ -78,14 +78,8 @@ def layouts(blocks: Sequence[Block]) -> Iterator[Layout]:
 
 def most_live_bytes(blocks: Sequence[Block]) -> int:
     """Most bytes alive at once: a lower bound of every layout's peak."""
-    if not blocks:
-        return 0
-    change = np.zeros(max(b.again.end if b.again is not None else b.span.end for b in blocks) + 1, dtype=np.int64)
-    for block in blocks:
-        for span in (block.span, *((block.again,) if block.again is not None else ())):
-            change[span.first] += block.nbytes
-            change[span.end] -= block.nbytes
-    return int(np.cumsum(change).max())
+    pairs = [(span, b.nbytes) for b in blocks for span in (b.span, b.again) if span is not None]
+    return max(live_bytes(pairs, max((span.end for span, _ in pairs), default=0)), default=0)
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,7 @@ class ActivationLayout:
 
     tensors: dict[int, int]
     scratch: dict[int, int]
-    busy: tuple[tuple[Stretch, ...], ...]
+    busy: tuple[tuple[ByteRange, ...], ...]
     """Bytes in use during each op: stretches that do not overlap, lowest first."""
 
     @cached_property
@@ -105,9 +99,6 @@ class ActivationLayout:
     @property
     def peak_bytes(self) -> int:
         return max(self.tops, default=0)
-
-
-SCRATCH_ALIGNMENT = 256
 
 
 def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
@@ -152,17 +143,17 @@ def _sum_of_tops(nbytes: Ints, first: Ints, end: Ints, offsets: Ints) -> int:
     return int(tops.sum())
 
 
-def _busy(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[tuple[Stretch, ...], ...]:
-    busy: list[list[Stretch]] = [[] for _ in range(max(len(graph.ops), 1))]
+def _busy(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[tuple[ByteRange, ...], ...]:
+    busy: list[list[ByteRange]] = [[] for _ in range(max(len(graph.ops), 1))]
     for block, offset in sorted(zip(blocks, layout.offsets, strict=True), key=lambda placed: placed[1]):
         for k in range(block.span.first, block.span.end) if block.nbytes else ():
             busy[k].append((offset, offset + block.nbytes))
     return tuple(joined(stretches) for stretches in busy)
 
 
-def joined(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
+def joined(stretches: Iterable[ByteRange]) -> tuple[ByteRange, ...]:
     """Put stretches that touch or overlap together; they come sorted by their first byte."""
-    found: list[Stretch] = []
+    found: list[ByteRange] = []
     for first, end in stretches:
         if found and first <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
@@ -171,7 +162,7 @@ def joined(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
     return tuple(found)
 
 
-class _Times(NamedTuple):
+class _BlockSpans(NamedTuple):
     """When each block is needed, [blocks] each; the second span is empty for most."""
 
     first: Ints
@@ -217,7 +208,7 @@ def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]
 
 
 @compiled
-def _fit(order: Ints, nbytes: Ints, alignment: Ints, times: _Times, best_fit: bool) -> Ints:
+def _fit(order: Ints, nbytes: Ints, alignment: Ints, times: _BlockSpans, best_fit: bool) -> Ints:
     """Place blocks one by one in the tightest (or the lowest) gap between those already there."""
     offsets = np.zeros(len(order), dtype=np.int64)
     placed = np.empty(

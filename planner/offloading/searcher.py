@@ -13,40 +13,40 @@ from msgspec.structs import replace
 
 from planner.errors import UnsupportedProblem
 from planner.layout.feasible import Footprint, page_aligned
-from planner.offloading.weave import weave
-from planner.offloading.zone import RANKS, Zone, Zones
+from planner.offloading.emit import emit
+from planner.offloading.zone import RANKS, ActivationZone, ActivationZones
 from planner.plan import Plan
 from planner.problem import TIE, UNFIT, Cost, Problem
 from planner.simulate import simulate
 from planner.streaming import searcher as streaming
+from planner.streaming.op_orders import OpOrders
 from planner.streaming.searcher import Streaming
-from planner.streaming.views import Views
 
 SIZES: Final = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 """Of the bytes between the leanest zone and the largest that there is room for."""
 BEST: Final = 4
 """Of the ways to stream past a zone, how many are judged with its activations."""
 LOOKED_AT: Final = 3
-"""Zones that are worth that."""
+"""ActivationZones that are worth that."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class OffloadingCandidate:
     """A way to stream past one of the zones, and in which order both come by the link."""
 
     size: int
     rank: int
-    parameters: streaming.Candidate
+    parameters: streaming.StreamingCandidate
     strictly: bool
 
 
 def first_latency_s(problem: Problem) -> float:
     """Latency of the better of two plans made at once: the leanest zone and a large one. Raises InfeasibleBudget."""
-    searcher = Travelling(problem, 0)
-    return min(searcher.judge(guess, 0.0).latency_s for guess in searcher.extremes())
+    searcher = Offloading(problem, 0)
+    return min(searcher.evaluate(guess, 0.0).latency_s for guess in searcher.extremes())
 
 
-class Travelling:
+class Offloading:
     """Judges every zone with a guess for the parameters, then looks closer at the best zones."""
 
     is_compiled = False
@@ -62,32 +62,32 @@ class Travelling:
             )
         self.problem = problem
         self._seed = seed
-        self._zones = Zones(graph)
+        self._zones = ActivationZones(graph)
         self._sizes = self._zone_sizes()
-        self._made: dict[tuple[int, int], Zone | None] = {}
+        self._made: dict[tuple[int, int], ActivationZone | None] = {}
         self._streaming: dict[int, Streaming] = {}
-        self._best_ways: dict[int, list[streaming.Candidate]] = {}
-        self._judged: list[tuple[float, Candidate]] = []
+        self._best_ways: dict[int, list[streaming.StreamingCandidate]] = {}
+        self._judged: list[tuple[float, OffloadingCandidate]] = []
         self._asks = self._ask()
 
-    def ask(self) -> Sequence[Candidate]:
+    def ask(self) -> Sequence[OffloadingCandidate]:
         return next(self._asks, ())
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[OffloadingCandidate], costs: Sequence[Cost]) -> None:
         self._judged += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=False)]
 
-    def judge(self, candidate: Candidate, good_s: float) -> Cost:
+    def evaluate(self, candidate: OffloadingCandidate, good_s: float) -> Cost:
         if self._zone(candidate.size, candidate.rank) is None:
             return UNFIT
         timeline = simulate(self.problem.graph, self.write(candidate), self.problem.profile)
         assert timeline.period_s is not None
         return Cost(timeline.latency_s, timeline.period_s, timeline.link_bytes)
 
-    def write(self, candidate: Candidate) -> Plan:
+    def write(self, candidate: OffloadingCandidate) -> Plan:
         problem, zone = self.problem, self._zone(candidate.size, candidate.rank)
         assert zone is not None
         work, residents, swaps = self._past(candidate.size).played(candidate.parameters)
-        plan = weave(
+        plan = emit(
             work,
             zone,
             problem.partition_bytes,
@@ -98,7 +98,7 @@ class Travelling:
         )
         return replace(plan, graph=problem.graph.fingerprint, profile=problem.profile.fingerprint)
 
-    def _ask(self) -> Iterator[Sequence[Candidate]]:
+    def _ask(self) -> Iterator[Sequence[OffloadingCandidate]]:
         middle = len(self._sizes) // 2
         yield [self._guess(middle, 0, strictly=False)]
         ranks = range(len(RANKS)) if self._zones.has_gaps else range(1)
@@ -111,18 +111,18 @@ class Travelling:
         best = sorted(self._judged, key=lambda judged: judged[0])
         zones = list(dict.fromkeys((c.size, c.rank) for latency_s, c in best if latency_s < UNFIT.latency_s))
         yield [
-            Candidate(size, rank, parameters, strictly)
+            OffloadingCandidate(size, rank, parameters, strictly)
             for size, rank in zones[:LOOKED_AT]
             for parameters in self._ways(size)
             for strictly in (False, True)
         ]
 
-    def extremes(self) -> list[Candidate]:
+    def extremes(self) -> list[OffloadingCandidate]:
         """Candidates with the smallest and the largest zone."""
         return [self._guess(size, 0, strictly=False) for size in {0, len(self._sizes) - 1}]
 
-    def _guess(self, size: int, rank: int, *, strictly: bool) -> Candidate:
-        return Candidate(size, rank, self._past(size).first(), strictly)
+    def _guess(self, size: int, rank: int, *, strictly: bool) -> OffloadingCandidate:
+        return OffloadingCandidate(size, rank, self._past(size).first(), strictly)
 
     def _zone_sizes(self) -> list[int]:
         """Bytes for the zone, from the leanest to all that the least window leaves, or that activations need."""
@@ -136,7 +136,7 @@ class Travelling:
             dict.fromkeys(leanest + page_aligned(int(share * most)) for share in SIZES if most or not share)
         )
 
-    def _zone(self, size: int, rank: int) -> Zone | None:
+    def _zone(self, size: int, rank: int) -> ActivationZone | None:
         if (size, rank) not in self._made:
             self._made[size, rank] = self._zones.within(self.problem.profile, self._sizes[size], RANKS[rank])
         return self._made[size, rank]
@@ -144,22 +144,22 @@ class Travelling:
     def _past(self, size: int) -> Streaming:
         """What streams past a zone of some size."""
         if size not in self._streaming:
-            views = Views(self.problem, self._sizes[size])
+            views = OpOrders(self.problem, self._sizes[size])
             self._streaming[size] = Streaming(self.problem, self._seed, views)
         return self._streaming[size]
 
-    def _ways(self, size: int) -> list[streaming.Candidate]:
+    def _ways(self, size: int) -> list[streaming.StreamingCandidate]:
         """The best ways to stream past a zone, were the link the parameters' alone."""
         if size not in self._best_ways:
             self._best_ways[size] = self._find_ways(self._past(size))
         return self._best_ways[size]
 
     @staticmethod
-    def _find_ways(searcher: Streaming) -> list[streaming.Candidate]:
+    def _find_ways(searcher: Streaming) -> list[streaming.StreamingCandidate]:
         spent = 0
-        judged: list[tuple[float, streaming.Candidate]] = []
+        judged: list[tuple[float, streaming.StreamingCandidate]] = []
         while spent < searcher.evaluations and (candidates := searcher.ask()):
-            costs = [searcher.judge(c, 0.0) for c in candidates]
+            costs = [searcher.evaluate(c, 0.0) for c in candidates]
             searcher.tell(candidates, costs)
             judged += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=True)]
             spent += len(candidates)

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from planner.graph import Graph
 from planner.profile import Profile
-from planner.sequence.departures import by_the_clock
+from planner.sequence.alap import COMPUTE, SWAP_IN, AlapSequence, alap, codes, tables
+from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gap, Gaps
-from planner.sequence.late import COMPUTE, SWAP_IN, Late, codes, late, tables
 from planner.sequence.no_wait import no_wait
 from planner.sequence.sequence import Action, Placed, Verb, lay_out
 
@@ -24,7 +24,7 @@ SHARES: Final = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)
 
 
 @dataclass(frozen=True)
-class Zone:
+class ActivationZone:
     """What becomes of the activations, in order, and their offsets in the zone."""
 
     actions: tuple[Action, ...]
@@ -35,12 +35,12 @@ class Zone:
         return self.placed.peak_bytes
 
 
-Rank = Callable[["_Travel"], tuple[float, ...]]
+Rank = Callable[["_OffloadCost"], tuple[float, ...]]
 """Among the gaps that would help, the one with the least rank is swapped first."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Travel:
+class _OffloadCost:
     """What it costs to let an activation go during a gap."""
 
     nbytes: int
@@ -65,8 +65,8 @@ def without_parameters(graph: Graph) -> Graph:
     return replace(graph, tensors=tensors, ops=ops, outputs=tuple(i for i in graph.outputs if i in held))
 
 
-class Zones:
-    """Zones of one graph, with its ops in its own order."""
+class ActivationZones:
+    """ActivationZones of one graph, with its ops in its own order."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = without_parameters(graph)
@@ -82,13 +82,13 @@ class Zones:
         """Whether anything could leave."""
         return bool(self._movable)
 
-    def leanest(self) -> Zone:
+    def leanest(self) -> ActivationZone:
         """Every activation leaves when it can: no zone of this mechanism needs fewer bytes."""
         return self._zone(self._fates(self._movable), 0)
 
-    def within(self, profile: Profile, zone_bytes: int, rank: Rank) -> Zone | None:
+    def within(self, profile: Profile, zone_bytes: int, rank: Rank) -> ActivationZone | None:
         """A zone of so many bytes with as few travellers as it takes; None if even the leanest is larger."""
-        before: Zone | None = None
+        before: ActivationZone | None = None
         for share in SHARES:
             fates = self._fates_within(profile, int(share * zone_bytes), rank)
             if fates is None:
@@ -104,7 +104,7 @@ class Zones:
 
     def _zone(
         self, fates: Sequence[Fate], ahead_bytes: int, profile: Profile | None = None, enough_bytes: int = 0
-    ) -> Zone:
+    ) -> ActivationZone:
         """What these fates come to. Swap-ins go ahead, and drops wait for swap-outs, in so many bytes at once."""
         if not self._gaps.ops_at:
             actions: list[Action] = []
@@ -113,8 +113,8 @@ class Zones:
             assert decided is not None, "nothing is computed again"
             actions, _ = decided
             if profile is not None and any(action.verb is Verb.SWAP_OUT for action in actions):
-                actions = by_the_clock(self.graph, profile, actions, (), ahead_bytes)
-        return Zone(tuple(actions), lay_out(self.graph, actions, (), enough_bytes))
+                actions = delay_drops(self.graph, profile, actions, (), ahead_bytes)
+        return ActivationZone(tuple(actions), lay_out(self.graph, actions, (), enough_bytes))
 
     def _fates(self, moved: Sequence[int]) -> list[Fate]:
         fates = [Fate.KEEP] * len(self._gaps.all)
@@ -125,9 +125,9 @@ class Zones:
     def _fates_within(self, profile: Profile, nbytes: int, rank: Rank) -> list[Fate] | None:
         """Swap gaps over the fullest moment until nothing is too full."""
         moved: list[int] = []
-        left = sorted(self._movable, key=lambda i: rank(self._travel(profile, self._gaps.all[i])))
+        left = sorted(self._movable, key=lambda i: rank(self._offload_cost(profile, self._gaps.all[i])))
         while True:
-            made = late(tables(self._gaps), codes(self._fates(moved)))
+            made = alap(tables(self._gaps), codes(self._fates(moved)))
             fullest = int(made.held.argmax()) if len(made.held) else 0
             if not len(made.held) or made.held[fullest] <= nbytes:
                 return self._fates(moved)
@@ -138,11 +138,11 @@ class Zones:
             left.remove(helping)
             moved.append(helping)
 
-    def _travel(self, profile: Profile, gap: Gap) -> _Travel:
+    def _offload_cost(self, profile: Profile, gap: Gap) -> _OffloadCost:
         nbytes = _nbytes(self.graph, gap)
         copies_s = profile.swap_out.seconds(nbytes) + profile.swap_in.seconds(nbytes)
         between_s = sum(profile.op_seconds[gap.last_use + 1 : gap.next_use])
-        return _Travel(nbytes, between_s - copies_s, copies_s)
+        return _OffloadCost(nbytes, between_s - copies_s, copies_s)
 
 
 def _nbytes(graph: Graph, gap: Gap) -> int:
@@ -154,7 +154,7 @@ def _is_over(gap: Gap, position: int) -> bool:
     return gap.last_use < position < gap.next_use
 
 
-def _position(made: Late, action: int) -> int:
+def _position(made: AlapSequence, action: int) -> int:
     """The op that an action belongs to: copies in are for the next one, all else is behind the one before."""
     computes = int(np.count_nonzero(made.verb[: action + 1] == COMPUTE))
     return computes if made.verb[action] == SWAP_IN else computes - 1

@@ -1,1 +1,1 @@
-"""The ways to search for a plan, one file each: the papers' and ours."""
+"""The search driver, the protocol that every searcher follows, and the portfolio that combines them."""

@@ -1,4 +1,4 @@
-"""The planner's front door: a problem in, the best plan found out, checked."""
+"""Runs a search: takes a problem, returns the best plan found, checked."""
 
 import math
 import time
@@ -12,12 +12,12 @@ from planner.check import check
 from planner.errors import FingerprintMismatch
 from planner.plan import Plan, Provenance
 from planner.problem import TIE, Cost, Limit, Problem
-from planner.search.judges import Judges
+from planner.search.evaluation import EvaluationPool
 from planner.search.registry import maker
 from planner.simulate import simulate
 
 Progress = Callable[[int, float, float], None]
-"""Told the evaluations so far, the best latency and its lower bound (with the first plan, only a quick one)."""
+"""Called with the evaluations so far, the best latency and its lower bound (resident latency after the first plan)."""
 
 
 def search(
@@ -30,10 +30,10 @@ def search(
     on_progress: Progress | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Find a plan of little latency; among equals, of short period, then of few copied bytes.
+    """Find the plan of least latency; among equals (within TIE) of least period, then of least link bytes.
 
-    Without a limit in seconds, the same problem, searcher and seed give the same plan with any number of workers. Once
-    `is_stopped`, the best plan so far is enough.
+    Without a limit in seconds, the same problem, searcher and seed give the same plan with any number of workers.
+    Once `is_stopped` returns true, the best plan so far is returned.
     Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.
     """
     graph, profile = problem.graph, problem.profile
@@ -49,14 +49,14 @@ def search(
     def is_over() -> bool:
         return is_stopped() or time.monotonic() >= deadline_s
 
-    with Judges(searcher, problem, seed, workers, state) as judges:
+    with EvaluationPool(searcher, problem, seed, workers, state) as pool:
         while candidates := state.ask():
             most = limit.evaluations if limited else state.evaluations
             left = len(candidates) if most is None else most - shortlist.evaluations
             if left <= 0:
                 break
             candidates = candidates[:left]
-            costs = judges.judge(candidates, shortlist.least_s * TIE, is_over)
+            costs = pool.evaluate(candidates, shortlist.least_s * TIE, is_over)
             candidates = candidates[: len(costs)]
             state.tell(candidates, costs)
             shortlist.add(candidates, costs)
@@ -87,35 +87,34 @@ def search(
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Evaluated:
     candidate: Any
     cost: Cost
 
 
 class Shortlist:
-    """The candidates that may still be the best: as fast as the fastest, within a tie."""
+    """The candidates whose latency ties with the least so far."""
 
     def __init__(self) -> None:
         self.evaluations = 0
         self.first_s = 0.0
         self.least_s = float("inf")
-        self._kept: list[Judged] = []
+        self._kept: list[Evaluated] = []
 
-    def add(self, candidates: Sequence[Any], costs: Sequence[Cost]) -> bool:
-        """Remember what is good enough; whether there is a new fastest."""
+    def add(self, candidates: Sequence[Any], costs: Sequence[Cost]) -> None:
+        """Count evaluated candidates and keep those that tie."""
         if not self.evaluations and costs:
             self.first_s = costs[0].latency_s
         self.evaluations += len(costs)
         least_s = min((c.latency_s for c in costs), default=self.least_s)
         better = least_s < self.least_s
         self.least_s = min(least_s, self.least_s)
-        self._kept += map(Judged, candidates, costs)
+        self._kept += map(Evaluated, candidates, costs)
         if better or len(self._kept) > 4096:
             self._kept = [j for j in self._kept if j.cost.latency_s <= self.least_s * TIE]
-        return better
 
-    def best(self) -> Judged:
-        """The fastest; among equals the shortest period, then the fewest copied bytes."""
+    def best(self) -> Evaluated:
+        """Return the candidate of least latency; among ties of least period, then of least link bytes."""
         fast = [j for j in self._kept if j.cost.latency_s <= self.least_s * TIE]
         shortest_s = min(j.cost.period_s for j in fast)
         short = [j for j in fast if j.cost.period_s <= shortest_s * TIE]

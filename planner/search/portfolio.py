@@ -1,51 +1,49 @@
-"""The default: ours, and where that leaves a gap to the bound, everybody else's as well.
+"""The default searcher: streaming first; if a gap to the lower bound remains, all other searchers as well.
 
-On a single model's budget the portfolio tries every searcher for a little, then gives each the effort that it thinks
-is enough, those that did best first, so that it is never worse than any of them at that effort. Whoever has the best
-plan then goes on. A partition beside a shared workspace is ours alone: `streaming`, and `travelling` where activations
-do not fit, or where they leave the parameters little room and streaming is far from the bound.
+For a single model's budget, each searcher first gets a small share of its own effort. Then each gets the rest, in
+order of the best latency so far, so that the portfolio is never worse than a member at that effort. The member with
+the best plan then continues. For a partition with a workspace there are two members: `streaming`, and `offloading`
+where activations do not fit, or where they leave parameters little room and streaming is far from the bound.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.layout.feasible import PAGE_BYTES, Footprint
-from planner.offloading.zone import Zones
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.search.registry import maker
 from planner.search.searcher import AnySearcher
-from planner.sequence.serial import require
+from planner.sequence.gaps import Gaps
+from planner.sequence.serial import require_single_budget
 
 OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "particle_swarm", "dynprog")
 """Quick ones first."""
+STREAMING_EFFORT: Final = 3
+"""Multiple of streaming's own effort before the others start."""
+SAMPLE: Final = 1 / 16
+"""Share of its effort that each of the others gets before they are ranked."""
+AT_BOUND: Final = 1e-4
+"""A relative gap this small counts as none."""
+WORTH_OFFLOADING: Final = 0.05
+"""Relative gap to the bound from which offloading is tried although activations fit."""
+NARROW: Final = 2
+"""In units of the largest op's parameters: in a wider window, copies overlap with ops without offloading."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A member's candidate."""
+class MemberCandidate:
+    """A candidate of one member."""
 
     member: int
     inner: Any
 
 
-OURS_FIRST: Final = 3
-"""Times its own idea of enough that ours may search before the others do."""
-TASTE: Final = 1 / 16
-"""Share of its effort that each of the others gets before they are compared."""
-AT_BOUND: Final = 1e-4
-"""A gap this small is none."""
-WORTH_TRAVELLING: Final = 0.05
-"""A gap to the bound that activations may have to travel for, where they need not."""
-NARROW: Final = 2
-"""Times the largest op's parameters: with more beside the activations, copies overlap with ops as it is."""
-
-
 class Best:
-    """Asks one searcher after the other; stops when the bound is reached."""
+    """Asks one member after the other; stops when the bound is reached."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self.problem = problem
@@ -60,13 +58,13 @@ class Best:
                 raise
             self._names.clear()
             if not single:
-                self._travel_instead(refusal)
+                self._offload_instead(refusal)
         else:
             if not single and _is_narrow(problem):
-                self._names.append("travelling")
+                self._names.append("offloading")
         if single and problem.residents is None:
             self._names += OTHERS
-            require(problem)
+            require_single_budget(problem, "best")
         self._told: Sequence[Cost] = ()
         self._asking = 0
         self._least_s = [math.inf] * len(self._names)
@@ -76,60 +74,61 @@ class Best:
 
     @property
     def evaluations(self) -> int:
-        """Not known before every member has done its part."""
+        """Only known once every member has had its turn; a very large number before."""
         return self._count if self._has_done_enough else 10**12
 
     @property
     def is_compiled(self) -> bool:
         return self._member(self._asking).is_compiled
 
-    def ask(self) -> Sequence[Candidate]:
+    def ask(self) -> Sequence[MemberCandidate]:
         return next(self._asks, ())
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[MemberCandidate], costs: Sequence[Cost]) -> None:
         self._told = costs
         self._count += len(costs)
         for candidate, cost in zip(candidates, costs, strict=False):
             self._least_s[candidate.member] = min(self._least_s[candidate.member], cost.latency_s)
 
-    def judge(self, candidate: Candidate, good_s: float) -> Cost:
-        return self._member(candidate.member).judge(candidate.inner, good_s)
+    def evaluate(self, candidate: MemberCandidate, good_s: float) -> Cost:
+        return self._member(candidate.member).evaluate(candidate.inner, good_s)
 
-    def write(self, candidate: Candidate) -> Plan:
+    def write(self, candidate: MemberCandidate) -> Plan:
         return self._member(candidate.member).write(candidate.inner)
 
-    def _travel_instead(self, refusal: InfeasibleBudget | UnsupportedProblem) -> None:
-        """Activations do not fit as they are. Raises the refusal, or another that asks for less."""
+    def _offload_instead(self, refusal: InfeasibleBudget | UnsupportedProblem) -> None:
+        """Use offloading where streaming refuses. Raises the refusal that names the smaller budget."""
         if isinstance(refusal, UnsupportedProblem):
             raise refusal
-        self._names.append("travelling")
+        self._names.append("offloading")
         try:
             self._member(0)
         except InfeasibleBudget as other:
             raise min(refusal, other, key=lambda r: r.least_bytes) from other
 
-    def _ask(self) -> Iterator[Sequence[Candidate]]:
+    def _ask(self) -> Iterator[Sequence[MemberCandidate]]:
         everyone = range(len(self._names))
         others = [i for i in everyone if self._names[i] != "streaming"]
-        for i in everyone[: len(self._names) - len(others)]:
-            ahead = OURS_FIRST if others and not self.problem.workspace_bytes else 1
-            yield from self._turn(i, _times(ahead))
-            if self.problem.workspace_bytes and self._least_s[i] <= self.problem.bound_s * (1 + WORTH_TRAVELLING):
+        single = not self.problem.workspace_bytes
+        if "streaming" in self._names:
+            factor = STREAMING_EFFORT if others and single else 1
+            yield from self._turn(0, factor=factor)
+            if not single and self._least_s[0] <= self.problem.bound_s * (1 + WORTH_OFFLOADING):
                 others.clear()
         left: dict[int, float] = {}
         for i in others:
             if self._is_at_bound():
                 return
             effort = self._member(i).evaluations
-            left[i] = effort - (yield from self._turn(i, _most(TASTE * effort)))
+            left[i] = effort - (yield from self._turn(i, SAMPLE * effort))
         for i in sorted(others, key=self._rank):
             if self._is_at_bound():
                 return
             if left[i] > 0:
-                yield from self._turn(i, _most(left[i]))
+                yield from self._turn(i, left[i])
         self._has_done_enough = True
         if not self._is_at_bound():
-            yield from self._turn(min(everyone, key=self._rank), _most(math.inf))
+            yield from self._turn(min(everyone, key=self._rank), math.inf)
 
     def _rank(self, i: int) -> tuple[float, int]:
         return self._least_s[i], i
@@ -137,18 +136,20 @@ class Best:
     def _is_at_bound(self) -> bool:
         return min(self._least_s) <= self.problem.bound_s * (1 + AT_BOUND)
 
-    def _turn(self, i: int, effort: Callable[[AnySearcher], float]) -> Generator[Sequence[Candidate], None, int]:
-        """Let a member ask until it has judged so many candidates, or has nothing more to ask for.
+    def _turn(
+        self, i: int, most: float | None = None, factor: int = 1
+    ) -> Generator[Sequence[MemberCandidate], None, int]:
+        """Ask a member until it has spent `most` evaluations or stops; return how many it spent.
 
-        Returns how many it has judged. How many are enough is asked after the first, which should not wait for that.
+        Without `most`, `factor` times its own effort, which is read after its first candidates: it takes time.
         """
         member, spent = self._member(i), 0
         while inner := member.ask():
             self._told, self._asking = (), i
-            yield [Candidate(i, c) for c in inner]
+            yield [MemberCandidate(i, c) for c in inner]
             member.tell(inner[: len(self._told)], self._told)
             spent += len(inner)
-            if spent >= effort(member):
+            if spent >= (member.evaluations * factor if most is None else most):
                 break
         return spent
 
@@ -159,18 +160,10 @@ class Best:
 
 
 def _is_narrow(problem: Problem) -> bool:
-    """Whether parameters must stream past activations that leave them little room, and could leave."""
+    """Whether parameters stream through little room, and some activation could be offloaded to widen it."""
     graph = problem.graph
     footprint = Footprint.of(graph)
     window = problem.workspace_bytes - footprint.activation_bytes
     if window >= NARROW * max(footprint.op_pages) * PAGE_BYTES or graph.parameter_bytes <= problem.partition_bytes:
         return False
-    return Zones(graph).has_gaps
-
-
-def _times(factor: int) -> Callable[[AnySearcher], float]:
-    return lambda searcher: searcher.evaluations * factor
-
-
-def _most(count: float) -> Callable[[AnySearcher], float]:
-    return lambda _: count
+    return any(gap.is_offloadable(graph) for gap in Gaps(graph).all)

@@ -1,4 +1,4 @@
-"""The searchers by name. Each is imported when it is first asked for."""
+"""The searchers by name. A searcher's module is imported when its name is first asked for."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -15,19 +15,19 @@ _SEARCHERS: Final = {
     "particle_swarm": "papers.home.particle_swarm:ParticleSwarm",
     "greedy": "papers.beaumont.searcher:Greedy",
     "dynprog": "papers.beaumont.searcher:DynProg",
-    "interval": "papers.tensile.searcher:Interval",
+    "interval": "papers.tensile.searcher:Tensile",
     "on_demand": "papers.swapadvisor.on_demand:OnDemand",
 }
 """Module below planner, and class."""
 
-_WITH_WORKSPACE: Final = {"travelling": "offloading.searcher:Travelling"}
-"""Those that `best` asks where there is a workspace, and that can plan nothing else."""
+_WITH_WORKSPACE: Final = {"offloading": "offloading.searcher:Offloading"}
+"""Searchers that plan only for a partition with a workspace; `best` uses them there."""
 
 SEARCHERS: Final = tuple(_SEARCHERS)
 
 
 def maker(searcher: str) -> Callable[[Problem, int], AnySearcher]:
-    """What starts a search by this name for a problem and a seed. Raises UnknownSearcher."""
+    """Return the searcher's class, which takes a problem and a seed. Raises UnknownSearcher."""
     known = _SEARCHERS | _WITH_WORKSPACE
     if searcher not in known:
         raise UnknownSearcher(searcher, SEARCHERS)

@@ -1,41 +1,64 @@
-"""What every way to search has in common: candidates are asked for, judged, and told back."""
+"""The protocol that every searcher follows: ask for candidates, evaluate them, tell their costs."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from planner.plan import Plan
-from planner.problem import Cost
+from planner.problem import UNFIT, Cost, Problem
+from planner.simulate import simulate
 
 C = TypeVar("C")
 
 
 class Searcher(Protocol[C]):
-    """One search over one problem, seeded when it is made. Candidates are plain data that can be pickled.
+    """One search for one problem, seeded when it is made. Candidates are plain data that can be pickled.
 
-    `judge` and `write` depend on nothing but the problem and the candidate, so that other threads and processes can do
-    them.
+    `evaluate` and `write` depend only on the problem and the candidate: other threads and processes may call them.
     """
 
     evaluations: int
-    """Candidates that are enough where nobody sets a limit."""
+    """Number of candidates after which a search without a limit stops."""
     is_compiled: bool
-    """Whether judging what was asked for last is compiled code, beside which other threads run."""
+    """Whether evaluating the latest candidates is compiled code, which runs without the GIL."""
 
     def ask(self) -> Sequence[C]:
-        """Candidates to judge next, independent of one another; none when the search is over."""
+        """Return the next candidates to evaluate, independent of one another; none when the search is over."""
         ...
 
     def tell(self, candidates: Sequence[C], costs: Sequence[Cost]) -> None:
-        """What the candidates that were asked for last cost; fewer than those when a limit came before the rest."""
+        """Take the costs of the latest candidates; there are fewer costs if a limit cut the evaluation short."""
         ...
 
-    def judge(self, candidate: C, good_s: float) -> Cost:
-        """Simulate a candidate; its period only if its latency is at most `good_s`."""
+    def evaluate(self, candidate: C, good_s: float) -> Cost:
+        """Simulate a candidate. The period is only simulated if the latency is at most `good_s`."""
         ...
 
     def write(self, candidate: C) -> Plan:
-        """The plan that a candidate stands for, without provenance."""
+        """Return the candidate's plan, without provenance."""
         ...
 
 
 AnySearcher = Searcher[Any]
+
+
+class PlanSearcher(Generic[C]):
+    """Base of searchers whose candidates are evaluated as whole plans.
+
+    Needs `problem` and `_plan`, which returns a candidate's plan or None if it does not fit in memory.
+    """
+
+    problem: Problem
+    is_compiled = False
+    _plan: Callable[[C], Plan | None]
+
+    def evaluate(self, candidate: C, good_s: float) -> Cost:
+        plan = self._plan(candidate)
+        if plan is None:
+            return UNFIT
+        timeline = simulate(self.problem.graph, plan, self.problem.profile)
+        return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
+
+    def write(self, candidate: C) -> Plan:
+        plan = self._plan(candidate)
+        assert plan is not None
+        return plan

@@ -50,7 +50,12 @@ class Gap:
     next_use: int
     wraps: bool
     fates: tuple[Fate, ...]
-    """Those that are possible. A wrapping gap cannot be recomputed, and only such a one can be restored."""
+    """Those that are possible. A wrapping gap cannot be recomputed, and only a wrapping gap can be restored."""
+
+    def is_offloadable(self, graph: Graph) -> bool:
+        """Whether an activation that takes memory could leave it during this gap."""
+        tensor = graph.tensors[self.tensor]
+        return tensor.kind == "activation" and tensor.nbytes > 0
 
 
 class Gaps:

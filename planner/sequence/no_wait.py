@@ -2,7 +2,7 @@
 
 Beaumont et al. (2020), Proposition 1: once it is decided what to offload, and in which order, it is best to do
 everything as early as memory allows. Here transfers are in the order of the uses that they are for: of the sequence
-with everything as late as it can be (`planner.sequence.late`), swap-ins move ahead in the memory that is left of it.
+with everything as late as it can be (`planner.sequence.alap`), swap-ins move ahead in the memory that is left of it.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ import numpy as np
 from planner.compiled import compiled
 from planner.plan import Plan
 from planner.problem import Problem
-from planner.sequence.departures import by_the_clock
+from planner.sequence.alap import COMPUTE, DROP, SWAP_IN, SWAP_OUT, AlapSequence, Ints, alap, codes, tables
+from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.late import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Ints, Late, codes, late, tables
 from planner.sequence.sequence import Action, Verb, lay_out, write
 from planner.sequence.serial import least_bytes, serial
 
@@ -33,11 +33,11 @@ def no_wait(gaps: Gaps, memory_bytes: int, fates: Sequence[Fate], ahead_bytes: i
     """The best sequence with these fates; None if they need more than `memory_bytes`, alignment counted.
 
     Swap-ins go ahead as long as there are at most `ahead_bytes` in memory, by default all of it. None also where
-    recomputation triggers so much recomputation that no plan would be worth it (`planner.sequence.late`).
+    recomputation triggers so much recomputation that no plan would be worth it (`planner.sequence.alap`).
     """
     if not gaps.ops_at:
         return (serial(gaps.graph), frozenset()) if least_bytes(gaps.graph) <= memory_bytes else None
-    made = late(tables(gaps), codes(fates))
+    made = alap(tables(gaps), codes(fates))
     if not len(made.held) or made.held.max() > memory_bytes:
         return None
     order = hastened(made, tables(gaps).nbytes, memory_bytes if ahead_bytes is None else ahead_bytes, FAR)
@@ -53,17 +53,17 @@ def fit(
     fates: Sequence[Fate],
     shares: Sequence[float] = SHARES,
     *,
-    by_clock: bool = False,
+    delayed: bool = False,
     nodes: int = 0,
 ) -> Plan | None:
     """The plan with the largest share of the memory for swap-ins that can be placed; None if there is none.
 
-    With `by_clock`, what is swapped out keeps its bytes until it has left or they are needed
+    With `delayed`, what is swapped out keeps its bytes until it has left or they are needed
     (`departures`): plans wait less, but are harder to place. Many ops make layouts slow, so that without one
     for the swap-ins at their latest no other is tried. `nodes` are those of `placement.place`.
     """
     graph, profile, memory_bytes = problem.graph, problem.profile, problem.memory_bytes
-    if by_clock:
+    if delayed:
         late_ones = no_wait(gaps, memory_bytes, fates, 0)
         if late_ones is None or lay_out(graph, *late_ones, memory_bytes, nodes).peak_bytes > memory_bytes:
             return None
@@ -74,8 +74,8 @@ def fit(
         if decided is None:
             return None
         actions, residents = decided
-        if by_clock and any(action.verb is Verb.SWAP_OUT for action in actions):
-            actions = by_the_clock(graph, profile, actions, residents, room_bytes)
+        if delayed and any(action.verb is Verb.SWAP_OUT for action in actions):
+            actions = delay_drops(graph, profile, actions, residents, room_bytes)
         if actions == before:
             continue
         placed = lay_out(graph, actions, residents, memory_bytes, nodes)
@@ -91,7 +91,7 @@ def lean(gaps: Gaps) -> list[Fate]:
 
 
 @compiled
-def hastened(made: Late, nbytes: Ints, memory_bytes: int, ahead: int) -> Ints:
+def hastened(made: AlapSequence, nbytes: Ints, memory_bytes: int, ahead: int) -> Ints:
     """Indices of the actions in a new order: swap-ins stand as early as memory allows, in the same order.
 
     At most `ahead` ops before the use, behind the tensor's last drop, and behind the last op if they were there.

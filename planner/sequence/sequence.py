@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from planner.graph import Graph
-from planner.layout.liveness import Lifespan
-from planner.layout.placement import SCRATCH_ALIGNMENT, Block, Layout, place
+from planner.graph import SCRATCH_ALIGNMENT, Graph
+from planner.layout.placement import Block, Layout, place
+from planner.lifetimes import Lifespan
 from planner.plan import Plan
 from planner.profile import Profile
-from planner.sequence.writer import Writer
+from planner.sequence.plan_writer import PlanWriter
 
 
 class Verb(Enum):
@@ -48,62 +48,38 @@ def drop(tensor: int) -> Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class TensorRange:
     """A tensor in memory while `span.first <= i < span.end`, i counting actions."""
 
     tensor: int
     span: Lifespan
 
 
-def stays(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[Stay]:
+def tensor_ranges(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[TensorRange]:
     """Every stay of every tensor, inputs and residents from action 0 on, in order of their starts.
 
     Raises KeyError for a drop of what is not in memory, ValueError for a second copy of what is.
     """
-    since = dict.fromkeys((*_inputs(graph), *residents), 0)
-    found: list[Stay] = []
+    since = dict.fromkeys((*graph.inputs, *residents), 0)
+    found: list[TensorRange] = []
     for i, action in enumerate(actions):
         if action.verb is Verb.DROP:
-            found.append(Stay(action.what, Lifespan(since.pop(action.what), i + 1)))
+            found.append(TensorRange(action.what, Lifespan(since.pop(action.what), i + 1)))
             continue
         brought = graph.ops[action.what].writes if action.verb is Verb.COMPUTE else ()
         for t in (action.what,) if action.verb is Verb.SWAP_IN else brought:
             if t in since:
                 raise ValueError(f"action {i} brings {graph.tensors[t].name}, which is in memory")
             since[t] = i
-    found += (Stay(t, Lifespan(first, len(actions) + 1)) for t, first in since.items())
+    found += (TensorRange(t, Lifespan(first, len(actions) + 1)) for t, first in since.items())
     return sorted(found, key=lambda s: (s.span.first, s.tensor))
-
-
-def peak_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> int:
-    """Most bytes in memory at once, scratch included, fragmentation not."""
-    return max(held_bytes(graph, actions, residents), default=0)
-
-
-def held_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[int]:
-    """Bytes in memory during each action, scratch included."""
-    size = [t.nbytes for t in graph.tensors]
-    held = sum(size[t] for t in (*_inputs(graph), *residents))
-    found = []
-    for action in actions:
-        scratch = 0
-        match action.verb:
-            case Verb.COMPUTE:
-                held += sum(size[t] for t in graph.ops[action.what].writes)
-                scratch = graph.ops[action.what].scratch_bytes
-            case Verb.SWAP_IN:
-                held += size[action.what]
-        found.append(held + scratch)
-        if action.verb is Verb.DROP:
-            held -= size[action.what]
-    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """Offsets for a sequence's stays (in their order) and for the scratch of each action that has some."""
 
-    stays: tuple[Stay, ...]
+    ranges: tuple[TensorRange, ...]
     offsets: tuple[int, ...]
     scratch: dict[int, int]
     peak_bytes: int
@@ -117,20 +93,20 @@ def lay_out(
     Stops at the first layout that fits in `memory_bytes`; whether the one found does, `peak_bytes` tells. `nodes` are
     those of `planner.layout.placement.place`.
     """
-    found = stays(graph, actions, residents)
+    found = tensor_ranges(graph, actions, residents)
     last = len(actions) + 1
     home = {s.tensor: s.span for s in found if s.tensor in residents and s.span.first == 0}
     back = {s.tensor: s.span for s in found if s.tensor in residents and s.span.first > 0 and s.span.end == last}
     blocks: list[Block] = []
     owner: dict[int, int] = {}
-    for i, stay in enumerate(found):
-        tensor, again = graph.tensors[stay.tensor], None
-        if stay.tensor in back:
-            if stay.span == back[stay.tensor]:
+    for i, live in enumerate(found):
+        tensor, again = graph.tensors[live.tensor], None
+        if live.tensor in back:
+            if live.span == back[live.tensor]:
                 continue
-            again = back[stay.tensor] if stay.span == home[stay.tensor] else None
+            again = back[live.tensor] if live.span == home[live.tensor] else None
         owner[i] = len(blocks)
-        blocks.append(Block(tensor.nbytes, tensor.alignment, stay.span, again))
+        blocks.append(Block(tensor.nbytes, tensor.alignment, live.span, again))
     scratch = {}
     for i, action in enumerate(actions):
         if action.verb is Verb.COMPUTE and graph.ops[action.what].scratch_bytes:
@@ -138,11 +114,11 @@ def lay_out(
             nbytes = graph.ops[action.what].scratch_bytes
             blocks.append(Block(nbytes, SCRATCH_ALIGNMENT, Lifespan(i, i + 1)))
     layout: Layout = place(blocks, memory_bytes, nodes)
-    first_stay = {s.tensor: i for i, s in enumerate(found) if s.span.first == 0}
+    first_range = {s.tensor: i for i, s in enumerate(found) if s.span.first == 0}
     return Placed(
-        stays=tuple(found),
+        ranges=tuple(found),
         offsets=tuple(
-            layout.offsets[owner[i] if i in owner else owner[first_stay[s.tensor]]] for i, s in enumerate(found)
+            layout.offsets[owner[i] if i in owner else owner[first_range[s.tensor]]] for i, s in enumerate(found)
         ),
         scratch={i: layout.offsets[b] for i, b in scratch.items()},
         peak_bytes=layout.peak_bytes,
@@ -158,12 +134,12 @@ def write(
     placed: Placed,
 ) -> Plan:
     """Write a single-model plan: all of the memory is the partition."""
-    starting = {(s.tensor, s.span.first): o for s, o in zip(placed.stays, placed.offsets, strict=True)}
-    writer = Writer(
+    starting = {(s.tensor, s.span.first): o for s, o in zip(placed.ranges, placed.offsets, strict=True)}
+    writer = PlanWriter(
         graph,
         memory_bytes,
         0,
-        {t: starting[t, 0] for t in _inputs(graph)},
+        {t: starting[t, 0] for t in graph.inputs},
         {t: starting[t, 0] for t in residents},
     )
     last = max((i for i, a in enumerate(actions) if a.verb is Verb.COMPUTE), default=None)
@@ -181,7 +157,3 @@ def write(
             case Verb.DROP:
                 writer.drop(action.what)
     return writer.plan(profile.fingerprint)
-
-
-def _inputs(graph: Graph) -> list[int]:
-    return [i for i, t in enumerate(graph.tensors) if t.kind == "input"]

@@ -1,17 +1,17 @@
-"""The least memory of a single-model plan, and the plan that does with it.
+"""The serial plan: everything leaves memory after each op and returns before the next op that needs it.
 
-Everything leaves after each op and comes back before the next that needs it. No plan is slower; none needs less.
+It needs the least memory of all single-model plans, and is the slowest. Searchers fall back on it.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
-from planner.errors import InfeasibleBudget
-from planner.graph import Graph
-from planner.layout.placement import SCRATCH_ALIGNMENT
+from planner.errors import InfeasibleBudget, UnsupportedProblem
+from planner.graph import SCRATCH_ALIGNMENT, Graph, aligned
+from planner.plan import Plan
 from planner.problem import Problem
-from planner.sequence.sequence import Action, Placed, Verb, compute, drop, stays, swap_in, swap_out
+from planner.sequence.sequence import Action, Placed, Verb, compute, drop, swap_in, swap_out, tensor_ranges, write
 
 
 def least_bytes(graph: Graph) -> int:
@@ -19,21 +19,33 @@ def least_bytes(graph: Graph) -> int:
     return max(_needs(graph), default=0)
 
 
-def require(problem: Problem) -> None:
-    """Raise InfeasibleBudget unless a single-model plan exists."""
-    least = least_bytes(problem.graph)
+def require_single_budget(problem: Problem, searcher: str) -> None:
+    """Raise UnsupportedProblem unless one model has all the memory, InfeasibleBudget unless that is enough."""
+    if problem.workspace_bytes or problem.residents is not None:
+        raise UnsupportedProblem(
+            f"{searcher} plans a single model's budget, without a shared workspace or given residents"
+        )
+    needs = _needs(problem.graph)
+    least = max(needs)
     if problem.memory_bytes < least:
-        needs = _needs(problem.graph)
         k = needs.index(least)
         op = problem.graph.ops[k].name if k < len(problem.graph.ops) else "the inputs"
         raise InfeasibleBudget(problem.graph.name, op, problem.memory_bytes, least)
 
 
+def serial_plan(problem: Problem) -> Plan:
+    """Return the serial plan of a single model's budget."""
+    actions = serial(problem.graph)
+    return write(
+        problem.graph, problem.profile, problem.memory_bytes, actions, (), _lay_out(problem.graph, actions)
+    )
+
+
 def serial(graph: Graph) -> list[Action]:
-    """What happens, in order, in the least memory. No parameter is resident."""
-    last_use = {t: k for k, op in enumerate(graph.ops) for t in (*op.reads, *op.writes)}
+    """Return the serial plan's actions, in order. No parameter is resident."""
+    last_use = {t: k for k, op in enumerate(graph.ops) for t in op.touched}
     last_use |= {t: len(graph.ops) for t in graph.outputs}
-    here = [i for i, t in enumerate(graph.tensors) if t.kind == "input"]
+    here = list(graph.inputs)
     actions: list[Action] = []
     unsaved = set(here)  # differs from its host copy, or has none
 
@@ -49,7 +61,7 @@ def serial(graph: Graph) -> list[Action]:
 
     for k, op in enumerate(graph.ops):
         leave(set(), k - 1)
-        needed = _needed(graph, k)
+        needed = graph.needed_by(k)
         actions.extend(swap_in(t) for t in needed if t not in op.writes)
         actions.append(compute(k))
         here[:] = needed
@@ -59,56 +71,43 @@ def serial(graph: Graph) -> list[Action]:
     return actions
 
 
-def lay_out_serial(graph: Graph, actions: Sequence[Action]) -> Placed:
-    """Offsets for the serial plan, in the least memory and at once however long it is.
+def _lay_out(graph: Graph, actions: Sequence[Action]) -> Placed:
+    """Offsets in the least memory, in time linear in the actions.
 
-    No tensor stays from one op to the next, so each op's tensors lie one behind the other, coarsest alignment first.
+    No tensor stays from one op to the next, so each op's tensors lie next to each other, coarsest alignment first.
     """
-    found = stays(graph, actions, ())
-    turns = list(accumulate((a.verb is Verb.COMPUTE for a in actions), initial=0))  # ops before each action
-    together: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # per op: alignment, bytes, stay
-    for i, stay in enumerate(found):
-        tensor, first = graph.tensors[stay.tensor], stay.span.first
+    ranges = tensor_ranges(graph, actions, ())
+    op_at = list(accumulate((a.verb is Verb.COMPUTE for a in actions), initial=0))  # ops before each action
+    together: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # per op: alignment, bytes, index
+    for i, found in enumerate(ranges):
+        tensor, first = graph.tensors[found.tensor], found.span.first
         at_start = first == 0 and tensor.kind == "input"
-        together[-1 if at_start else turns[first]].append((tensor.alignment, tensor.nbytes, i))
-    for i, action in enumerate(actions):
-        if action.verb is Verb.COMPUTE and graph.ops[action.what].scratch_bytes:
-            scratch_bytes = graph.ops[action.what].scratch_bytes
-            together[turns[i]].append((SCRATCH_ALIGNMENT, scratch_bytes, len(found) + i))
-    offsets = [0] * (len(found) + len(actions))
+        together[-1 if at_start else op_at[first]].append((tensor.alignment, tensor.nbytes, i))
+    scratch = {
+        i: graph.ops[a.what].scratch_bytes
+        for i, a in enumerate(actions)
+        if a.verb is Verb.COMPUTE and graph.ops[a.what].scratch_bytes
+    }
+    for i, nbytes in scratch.items():
+        together[op_at[i]].append((SCRATCH_ALIGNMENT, nbytes, len(ranges) + i))
+    offsets = [0] * (len(ranges) + len(actions))
     peak = 0
     for blocks in together.values():
         top = 0
         for alignment, nbytes, i in sorted(blocks, reverse=True):
             offsets[i] = top
             peak = max(peak, top + nbytes)
-            top += _aligned(nbytes, alignment)
-    scratch = {
-        i: offsets[len(found) + i]
-        for i, a in enumerate(actions)
-        if a.verb is Verb.COMPUTE and graph.ops[a.what].scratch_bytes
-    }
-    return Placed(tuple(found), tuple(offsets[: len(found)]), scratch, peak)
-
-
-def _needed(graph: Graph, k: int) -> list[int]:
-    """Tensors that op k needs at once; all outputs are there when the last op ends."""
-    outputs = graph.outputs if k == len(graph.ops) - 1 else ()
-    return list(dict.fromkeys((*graph.ops[k].reads, *graph.ops[k].writes, *outputs)))
+            top += aligned(nbytes, alignment)
+    return Placed(
+        tuple(ranges), tuple(offsets[: len(ranges)]), {i: offsets[len(ranges) + i] for i in scratch}, peak
+    )
 
 
 def _needs(graph: Graph) -> list[int]:
-    """Bytes that each op needs at once, and at the end those of all inputs, which arrive together."""
-    needs = [
-        _packed(graph, _needed(graph, k)) + _aligned(op.scratch_bytes, SCRATCH_ALIGNMENT)
-        for k, op in enumerate(graph.ops)
-    ]
-    return [*needs, _packed(graph, [i for i, t in enumerate(graph.tensors) if t.kind == "input"])]
+    """Bytes that each op needs at once; last, those of all inputs, which arrive together."""
+    needs = [_packed(graph, graph.needed_by(k)) + op.aligned_scratch_bytes for k, op in enumerate(graph.ops)]
+    return [*needs, _packed(graph, graph.inputs)]
 
 
-def _packed(graph: Graph, tensors: list[int]) -> int:
-    return sum(_aligned(graph.tensors[t].nbytes, graph.tensors[t].alignment) for t in tensors)
-
-
-def _aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
+def _packed(graph: Graph, tensors: Sequence[int]) -> int:
+    return sum(graph.tensors[t].aligned_bytes for t in tensors)

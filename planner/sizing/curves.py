@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from planner.layout.feasible import PAGE_BYTES, Footprint
 from planner.profile import Profile
-from planner.search.quick import quick_latency_s
+from planner.sizing.estimate import estimate_latency_s
 
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 
@@ -29,9 +29,9 @@ class LatencyCurves:
     ) -> float:
         """Predicted latency of a plan made in a hurry. Raises InfeasibleBudget."""
         graph = footprint.graph.fingerprint
-        key = (graph, footprint.travelling, profile.fingerprint, partition_bytes, workspace_bytes)
+        key = (graph, footprint.offloads, profile.fingerprint, partition_bytes, workspace_bytes)
         if key not in self._latency_s:
-            self._latency_s[key] = quick_latency_s(footprint, profile, partition_bytes, workspace_bytes)
+            self._latency_s[key] = estimate_latency_s(footprint, profile, partition_bytes, workspace_bytes)
         return self._latency_s[key]
 
     def curve(self, footprint: Footprint, profile: Profile, least: int, most: int, workspace_bytes: int) -> Curve:

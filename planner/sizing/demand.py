@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from planner.graph import Graph
 from planner.layout.feasible import Footprint, page_aligned
-from planner.offloading.zone import Zones
+from planner.offloading.zone import ActivationZones
 from planner.profile import Profile
 
 WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
@@ -66,7 +66,7 @@ class Demand:
 
 
 def _leanest(footprint: Footprint) -> Footprint:
-    zone_bytes = page_aligned(Zones(footprint.graph).leanest().nbytes)
+    zone_bytes = page_aligned(ActivationZones(footprint.graph).leanest().nbytes)
     return Footprint.of_zone(footprint.graph, zone_bytes) if zone_bytes < footprint.activation_bytes else footprint
 
 

@@ -15,9 +15,18 @@ from planner.layout.feasible import PAGE_BYTES
 from planner.library import Library
 from planner.sizing.curves import Curve, LatencyCurves
 from planner.sizing.demand import Demand, ModelDemand, workspaces
-from planner.sizing.entries import Entry, EntryPlanner, Progress
+from planner.sizing.entries import DeploymentEntry, EntryPlanner, Progress
 
-__all__ = ["ONE_REGION", "Deployment", "Entry", "LayoutName", "ModelDemand", "Progress", "deploy", "shares"]
+__all__ = [
+    "ONE_REGION",
+    "Deployment",
+    "DeploymentEntry",
+    "LayoutName",
+    "ModelDemand",
+    "Progress",
+    "deploy",
+    "shares",
+]
 
 LayoutName = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")
@@ -34,7 +43,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int
     workspace_bytes: int
     """Of each lane; the arena begins with them."""
-    entries: tuple[Entry, ...]
+    entries: tuple[DeploymentEntry, ...]
     lanes: int = 1
 
     @property

@@ -14,7 +14,7 @@ Progress = Callable[[int, int, str], None]
 """Told the plans made, the plans to make, and what is being done."""
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeploymentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model's part of a deployment."""
 
     name: str
@@ -45,7 +45,7 @@ class EntryPlanner:
         self.done = 0
         self.made: dict[tuple[str, str, int, int, tuple[Placement, ...] | None], Plan] = {}
 
-    def entry(self, demand: Demand, offset: int, partition: int, workspace: int) -> Entry:
+    def entry(self, demand: Demand, offset: int, partition: int, workspace: int) -> DeploymentEntry:
         """Plan every batch; the smallest chooses the residents of all."""
         plans: dict[int, Plan] = {}
         residents: tuple[Placement, ...] | None = None
@@ -57,7 +57,7 @@ class EntryPlanner:
             if self.on_progress is not None:
                 self.on_progress(self.done, self.total, f"{demand.model.name} at batch {batch}")
         tensors = demand.model.graphs[demand.smallest_batch].tensors
-        return Entry(
+        return DeploymentEntry(
             name=demand.model.name,
             partition_offset=offset,
             partition_bytes=partition,

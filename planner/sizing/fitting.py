@@ -10,9 +10,9 @@ from planner.library import Library
 from planner.plan import Placement, Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
-from planner.search.quick import quick_latency_s
 from planner.sizing.demand import Demand, ModelDemand, workspaces
 from planner.sizing.entries import EntryPlanner
+from planner.sizing.estimate import estimate_latency_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def split_budget(
         partition = budget - workspace
         if any(f.least_workspace_bytes(partition) > workspace for f in footprints.values()):
             continue
-        latency_s = quick_latency_s(footprints[batch], profiles[batch], partition, workspace)
+        latency_s = estimate_latency_s(footprints[batch], profiles[batch], partition, workspace)
         if best is None or latency_s < best[0]:
             best = (latency_s, workspace)
     assert best is not None  # the whole budget as workspace is always feasible
@@ -67,7 +67,7 @@ def _fit(demand: Demand, rooms: Sequence[Room]) -> Room | None:
             continue
         partition = max(least, min(room.partition_bytes // PAGE_BYTES * PAGE_BYTES, demand.parameter_bytes))
         footprint, profile = demand.footprints[batch], model.profiles[batch]
-        latency_s = quick_latency_s(footprint, profile, partition, room.workspace_bytes)
+        latency_s = estimate_latency_s(footprint, profile, partition, room.workspace_bytes)
         if best is None or latency_s < best[0] * (1 - 1e-6):
             best = (latency_s, Room(room.workspace_bytes, partition))
     return None if best is None else best[1]

@@ -6,8 +6,8 @@ import numpy as np
 
 from planner.compiled import compiled
 from planner.streaming.critical import critical
-from planner.streaming.memory import NO_MORE
-from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, homes, judge
+from planner.streaming.page_map import NO_MORE
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, evaluate, homes
 from planner.streaming.workload import Arrays
 
 LINK_WEIGHT: Final = 0.002
@@ -56,7 +56,7 @@ def anneal(
 
 @compiled
 def _cost(work: Arrays, decisions: Decisions, home: Ints, fixed: bool) -> float:
-    latency_s, _, link_pages = judge(work, home if fixed else homes(work, decisions.fate), decisions, 0.0)
+    latency_s, _, link_pages = evaluate(work, home if fixed else homes(work, decisions.fate), decisions, 0.0)
     return latency_s + LINK_WEIGHT * link_pages * work.page_s
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.plan import Address, Placement, Plan
-from planner.sequence.writer import Writer
-from planner.streaming.memory import NOWHERE
+from planner.sequence.plan_writer import PlanWriter
+from planner.streaming.page_map import NOWHERE
 from planner.streaming.stream import Swaps
 from planner.streaming.workload import Workload
 
@@ -35,7 +35,7 @@ def emit(
         return offset(work.activation_address(relative))
 
     inputs = {i: activation(layout.tensors[i]) for i, t in enumerate(graph.tensors) if t.kind == "input"}
-    writer = Writer(graph, partition_bytes, workspace_bytes, inputs, {t: offset(a) for t, a in initial.items()})
+    writer = PlanWriter(graph, partition_bytes, workspace_bytes, inputs, {t: offset(a) for t, a in initial.items()})
     issued = 0
     for k in range(-1, len(graph.ops)):
         if k >= 0:

@@ -21,10 +21,10 @@ from planner.profile import Profile
 from planner.streaming import stream
 from planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
 from planner.streaming.emit import emit, placements
-from planner.streaming.memory import NOWHERE
+from planner.streaming.op_orders import OpOrders
+from planner.streaming.page_map import NOWHERE
 from planner.streaming.residents import by_share, capacities, guesses
 from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, Swaps, homes, play
-from planner.streaming.views import Views
 from planner.streaming.workload import Workload
 
 WIDENED = 6
@@ -41,7 +41,7 @@ HEAT = 0.004
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class StreamingCandidate:
     """Decisions as bytes; with `steps`, the best of a walk that starts from them."""
 
     order: int
@@ -65,7 +65,7 @@ class Streaming:
 
     is_compiled = True
 
-    def __init__(self, problem: Problem, seed: int, views: Views | None = None) -> None:
+    def __init__(self, problem: Problem, seed: int, views: OpOrders | None = None) -> None:
         if problem.residents is not None and not problem.workspace_bytes:
             raise UnsupportedProblem(
                 f"{problem.graph.name}: given residents need a workspace beside their partition"
@@ -76,11 +76,11 @@ class Streaming:
                 " searcher for a training graph"
             )
         self.problem = problem
-        self.views = Views(problem) if views is None else views
+        self.views = OpOrders(problem) if views is None else views
         self._seed = seed
         self._rng = np.random.default_rng(seed)
-        self._judged: list[tuple[float, Candidate]] = []
-        self._found: dict[Candidate, Decisions] = {}
+        self._judged: list[tuple[float, StreamingCandidate]] = []
+        self._found: dict[StreamingCandidate, Decisions] = {}
         self._asks = self._ask()
         self._done = False
 
@@ -89,22 +89,22 @@ class Streaming:
         ways = len(list(self._ways(0, ())))
         return len(self._starts) + len(self._starts) // 4 + WIDENED * ways + ROUNDS * CHAINS
 
-    def ask(self) -> Sequence[Candidate]:
+    def ask(self) -> Sequence[StreamingCandidate]:
         return () if self._done else next(self._asks, ())
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[StreamingCandidate], costs: Sequence[Cost]) -> None:
         for candidate, cost in zip(candidates, costs, strict=False):
             busy_s = cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
             self._judged.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
             if self._is_perfect(cost):
                 self._done = True
 
-    def judge(self, candidate: Candidate, good_s: float) -> Cost:
+    def evaluate(self, candidate: StreamingCandidate, good_s: float) -> Cost:
         work, decisions = self.views[candidate.order].work, self._decisions(candidate)
-        latency_s, period_s, pages = stream.judge(work.arrays, self._home(work, decisions), decisions, good_s)
+        latency_s, period_s, pages = stream.evaluate(work.arrays, self._home(work, decisions), decisions, good_s)
         return Cost(latency_s, period_s, pages * PAGE_BYTES)
 
-    def write(self, candidate: Candidate) -> Plan:
+    def write(self, candidate: StreamingCandidate) -> Plan:
         problem, view = self.problem, self.views[candidate.order]
         plan = emit(problem.partition_bytes, problem.workspace_bytes, *self.played(candidate))
         return replace(
@@ -114,7 +114,7 @@ class Streaming:
             steps=tuple(replace(s, op=view.order[s.op]) if isinstance(s, Compute) else s for s in plan.steps),
         )
 
-    def played(self, candidate: Candidate) -> tuple[Workload, tuple[Placement, ...], Swaps]:
+    def played(self, candidate: StreamingCandidate) -> tuple[Workload, tuple[Placement, ...], Swaps]:
         """What a candidate comes to: residents, and the swap-ins of one inference."""
         work, given = self.views[candidate.order].work, self.problem.residents
         decisions = self._decisions(candidate)
@@ -122,11 +122,11 @@ class Streaming:
         swaps, _ = play(work.arrays, home, decisions)
         return work, placements(work, home) if given is None else given, swaps
 
-    def first(self) -> Candidate:
+    def first(self) -> StreamingCandidate:
         """A candidate at once, before other orders are looked at."""
         return next(self._guesses(0))
 
-    def _ask(self) -> Iterator[Sequence[Candidate]]:
+    def _ask(self) -> Iterator[Sequence[StreamingCandidate]]:
         first = self.first()
         yield [first]
         yield [c for c in self._starts if c != first]
@@ -141,14 +141,14 @@ class Streaming:
             chains = self._best(CHAINS)
             chains[-1] = chains[0]
 
-    def _best(self, count: int) -> list[Candidate]:
+    def _best(self, count: int) -> list[StreamingCandidate]:
         return [candidate for _, candidate in sorted(self._judged, key=lambda j: j[0])[:count]]
 
     @cached_property
-    def _starts(self) -> list[Candidate]:
+    def _starts(self) -> list[StreamingCandidate]:
         return list(dict.fromkeys(c for i in range(len(self.views)) for c in self._guesses(i)))
 
-    def _relaxed(self) -> Iterator[Candidate]:
+    def _relaxed(self) -> Iterator[StreamingCandidate]:
         """Residents as the linear relaxation would have them, rounded."""
         problem = self.problem
         relaxed = relax(problem.graph, problem.profile, problem.partition_bytes, problem.workspace_bytes)
@@ -159,7 +159,7 @@ class Streaming:
             for pages in capacities(view.work):
                 yield next(self._ways(i, by_share(view.work, shares, pages)))
 
-    def _guesses(self, order: int) -> Iterator[Candidate]:
+    def _guesses(self, order: int) -> Iterator[StreamingCandidate]:
         """Quick guesses, each in the first way."""
         work = self.views[order].work
         if self.problem.residents is not None:
@@ -170,7 +170,7 @@ class Streaming:
         for residents in sets:
             yield next(self._ways(order, residents))
 
-    def _ways(self, order: int, residents: Sequence[int]) -> Iterator[Candidate]:
+    def _ways(self, order: int, residents: Sequence[int]) -> Iterator[StreamingCandidate]:
         """Candidates with these residents; without reuse of parameters, holding them or not is the same."""
         work = self.views[order].work
         longest_s = float(work.arrays.swap_s.max(initial=0.0))
@@ -181,16 +181,18 @@ class Streaming:
             for seconds in spans:
                 hold = holds_up_to(work.arrays, seconds).tobytes()
                 for fit in range(FITS):
-                    yield Candidate(order, fate.tobytes(), hold, fit)
+                    yield StreamingCandidate(order, fate.tobytes(), hold, fit)
 
-    def _walk(self, start: Candidate, heat: float) -> Candidate:
+    def _walk(self, start: StreamingCandidate, heat: float) -> StreamingCandidate:
         """The candidate that is the best of a walk from this one's decisions."""
         arrays, found = self.views[start.order].work.arrays, self._decisions(start)
         steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
         fate, hold = found.fate.astype(np.int8).tobytes(), found.hold.tobytes()
-        return Candidate(start.order, fate, hold, int(found.fit), steps, heat, int(self._rng.integers(2**31)))
+        return StreamingCandidate(
+            start.order, fate, hold, int(found.fit), steps, heat, int(self._rng.integers(2**31))
+        )
 
-    def _decisions(self, candidate: Candidate) -> Decisions:
+    def _decisions(self, candidate: StreamingCandidate) -> Decisions:
         start = candidate.decisions()
         if not candidate.steps:
             return start
@@ -235,7 +237,7 @@ def first_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int
         fate[list(residents)] = RELEASED
         for fit in range(FITS):
             decisions = Decisions(fate, hold, fit)
-            latency_s, _, _ = stream.judge(work.arrays, homes(work.arrays, fate), decisions, 0.0)
+            latency_s, _, _ = stream.evaluate(work.arrays, homes(work.arrays, fate), decisions, 0.0)
             least_s = min(least_s, latency_s)
         if least_s <= profile.compute_s * (1 + 1e-6):
             break

@@ -12,14 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
-from planner.simulate import COMPUTE, MOST_INFERENCES, NOTHING, SWAP_IN, Lanes, charge_stretches, empty_lanes, run
-from planner.streaming.memory import (
+from planner.simulate import (
+    COMPUTE,
+    NOTHING,
+    SWAP_IN,
+    LaneArrays,
+    empty_lanes,
+    latency_and_period,
+)
+from planner.streaming.page_map import (
     NO_MORE,
     NOWHERE,
     Hole,
-    Memory,
+    PageMap,
     cover,
-    empty_memory,
+    empty_page_map,
     find_hole,
     find_room,
     put,
@@ -49,7 +56,7 @@ class Decisions(NamedTuple):
     hold: Flags
     """Per use of a streamed parameter, whether it stays until its next use."""
     fit: int
-    """Which hole to prefer: see `planner.streaming.memory.find_hole`."""
+    """Which hole to prefer: see `planner.streaming.page_map.find_hole`."""
 
 
 class Swaps(NamedTuple):
@@ -95,7 +102,7 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     ops, parameters = len(work.op_s), len(work.size)
     most = 2 * len(work.use_parameter) + parameters
     most_items = 2 * (most + parameters + len(work.busy)) + 4
-    memory = empty_memory(work.partition_pages, work.workspace_pages, parameters, most_items)
+    memory = empty_page_map(work.partition_pages, work.workspace_pages, parameters, most_items)
     swaps = Swaps(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64),
         np.zeros(1, np.int64),
@@ -157,24 +164,20 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
 
 
 @compiled
-def judge(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> tuple[float, float, int]:
+def evaluate(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> tuple[float, float, int]:
     """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
     swaps, latency_s = play(work, home, decisions)
     link_pages = work.size[swaps.parameter[: swaps.length[0]]].sum()
-    is_exact = work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0 and work.stretch_s == 0.0
+    is_exact = work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0
     if is_exact and latency_s > good_s:
         return latency_s, np.inf, link_pages
     lanes = _lanes(work, home, swaps)
-    _, end, _ = run(lanes, work.compute_slowdown, work.swap_slowdown, 1)
-    latency_s = end[COMPUTE, len(work.op_s) - 1]
-    if latency_s > good_s:
-        return latency_s, np.inf, link_pages
-    _, _, period_s = run(lanes, work.compute_slowdown, work.swap_slowdown, MOST_INFERENCES)
+    latency_s, period_s = latency_and_period(lanes, work.compute_slowdown, work.swap_slowdown, good_s)
     return latency_s, period_s, link_pages
 
 
 @compiled
-def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> Lanes:
+def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> LaneArrays:
     """What `simulate.prepare` makes of the plan that these swaps become."""
     ops, count = len(work.op_s), swaps.length[0]
     lanes = empty_lanes(np.array([ops, count, 0]))
@@ -194,14 +197,13 @@ def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> Lanes:
         for p in work.use_parameter[work.use_start[k] : work.use_start[k + 1]]:
             if home[p] >= 0:
                 lanes.carried[k] = max(lanes.carried[k], newest[p])
-    charge_stretches(lanes, work.stretch_s)
     return lanes
 
 
 @compiled
 def _bring(
     work: Arrays,
-    memory: Memory,
+    memory: PageMap,
     swaps: Swaps,
     decisions: Decisions,
     hole: Hole,
@@ -233,7 +235,7 @@ def _bring(
 
 
 @compiled
-def _make_room(work: Arrays, memory: Memory, swaps: Swaps, home: Ints, op: int, touched: Ints) -> None:
+def _make_room(work: Arrays, memory: PageMap, swaps: Swaps, home: Ints, op: int, touched: Ints) -> None:
     """Give an op's parameters places that are certain to fit; those that lie elsewhere are brought anew.
 
     Residents go home and the others to the front of the window. If the window is too small for that, all go where
@@ -260,7 +262,7 @@ def _make_room(work: Arrays, memory: Memory, swaps: Swaps, home: Ints, op: int, 
 
 
 @compiled
-def _move(work: Arrays, memory: Memory, swaps: Swaps, parameter: int, page: int, touched: int, op: int) -> None:
+def _move(work: Arrays, memory: PageMap, swaps: Swaps, parameter: int, page: int, touched: int, op: int) -> None:
     """Bring a parameter to a page, once its former place (if any) has been read for the last time."""
     behind = touched
     if work.size[parameter] > 0:

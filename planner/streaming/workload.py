@@ -11,7 +11,7 @@ from planner.errors import InvalidPlan
 from planner.layout.feasible import PAGE_BYTES, Footprint, pages
 from planner.plan import Address, Placement
 from planner.profile import Profile
-from planner.streaming.memory import NO_MORE, NOWHERE
+from planner.streaming.page_map import NO_MORE, NOWHERE
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -50,7 +50,6 @@ class Arrays(NamedTuple):
     """For each use, a page that leaves room for the op's other parameters, were memory empty."""
     compute_slowdown: float
     swap_slowdown: float
-    stretch_s: float
     reused: Ints
     """Uses behind which the same parameter is used again."""
     page_s: float
@@ -113,7 +112,6 @@ class Workload:
             use_split=_ints(page for op in split for page in op),
             compute_slowdown=profile.compute_slowdown,
             swap_slowdown=profile.swap_slowdown,
-            stretch_s=profile.stretch_s,
             reused=_ints(np.flatnonzero(_next_uses(uses, len(parameters)) < NO_MORE)),
             page_s=PAGE_BYTES / profile.swap_in.bandwidth_bytes_per_s,
             single=single,
@@ -121,7 +119,7 @@ class Workload:
         return Workload(footprint, profile, parameters, arrays)
 
     def address(self, page: int) -> Address:
-        """Where a page of `planner.streaming.memory` lies."""
+        """Where a page of `planner.streaming.page_map` lies."""
         if page <= self.arrays.partition_pages:  # at the border itself there are empty parameters at most
             return Address("partition", page * PAGE_BYTES)
         offset = (page - self.arrays.partition_pages - 1) * PAGE_BYTES

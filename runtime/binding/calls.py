@@ -1,4 +1,4 @@
-"""Instructions as calls: first what needs no addresses, then the call, which takes the rest from a frame."""
+"""Prepared calls: an instruction becomes a template on a device, and a template becomes a call on a frame."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,37 +7,37 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.binding.slots import Frame, Slot, filled, slots_of
 from runtime.lowering.rewrite import host_gather
-from runtime.lowering.specialize import Instruction
+from runtime.lowering.slots import Frame, Slot, filled, slots_of
+from runtime.lowering.trace import Instruction
 
 Call = Callable[[Frame], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """An instruction on one device, with its slots found: to bind it takes tensors alone."""
+class CallTemplate:
+    """An instruction on one device with its slots found: binding it needs tensors only."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: int
     flat: tuple[tuple[int, int], ...]
-    """Positions of the arguments that are slots, with these."""
+    """(position, slot) of each argument that is a slot."""
     nested: tuple[int, ...]
-    """Positions of the arguments that hold slots further in."""
+    """Positions of arguments that contain slots."""
     keyword_slots: bool
     table: str | None
-    """The embedding table of the host that stands first."""
+    """The host's embedding table that is the first argument."""
 
 
-def form_of(instruction: Instruction, device: torch.device) -> Form:
-    """Find out what every binding of an instruction has in common."""
+def template_of(instruction: Instruction, device: torch.device) -> CallTemplate:
+    """Prepare what all bindings of an instruction have in common."""
     target, arguments, table = instruction.target, instruction.args, None
     if target is host_gather:
         target, table = torch.embedding, str(arguments[0])
     args, kwargs = on_device(target, arguments, instruction.kwargs, device)
-    return Form(
+    return CallTemplate(
         target=target,
         args=args,
         kwargs=kwargs,
@@ -49,40 +49,41 @@ def form_of(instruction: Instruction, device: torch.device) -> Form:
     )
 
 
-def bind(form: Form, statics: Mapping[int, Any], frees: tuple[int, ...], table: torch.Tensor | None = None) -> Call:
-    """A call that takes its slots from the frame, leaves its result there, and forgets what nobody reads again.
+def bind_call(
+    template: CallTemplate, statics: Mapping[int, Any], frees: tuple[int, ...], table: torch.Tensor | None = None
+) -> Call:
+    """Return a call that reads its slots from the frame, writes its result there, and clears the slots in `frees`.
 
-    `statics` are values that are known now, by slot.
+    `statics` has the values that are known now, by slot.
     """
-    target, out = form.target, form.out
-    template = list(form.args)
+    target, out = template.target, template.out
+    arguments = list(template.args)
     if table is not None:
-        template[0] = table
-    flat = tuple(entry for entry in form.flat if entry[1] not in statics)
-    nested: list[tuple[int, Any]] = []
-    kwargs, keyword_slots = form.kwargs, form.keyword_slots
+        arguments[0] = table
+    flat = tuple(entry for entry in template.flat if entry[1] not in statics)
+    kwargs, keyword_slots = template.kwargs, template.keyword_slots
     if statics:
 
         def known(slot: Slot) -> Any:
             return statics.get(slot.index, slot)
 
-        for position, slot in form.flat:
+        for position, slot in template.flat:
             if slot in statics:
-                template[position] = statics[slot]
-        for position in form.nested:
-            template[position] = filled(template[position], known)
+                arguments[position] = statics[slot]
+        for position in template.nested:
+            arguments[position] = filled(arguments[position], known)
         if keyword_slots:
             kwargs = filled(kwargs, known)
             keyword_slots = _has_slot(kwargs)
-    nested = [(position, template[position]) for position in form.nested if _has_slot(template[position])]
+    nested = [(position, arguments[position]) for position in template.nested if _has_slot(arguments[position])]
 
     if target is torch.ops.aten.alias.default and flat:
-        return _same(flat[0][1], out, frees)
+        return _renaming(flat[0][1], out, frees)
 
     function = target._op if isinstance(target, torch._ops.OpOverload) else target  # it only passes on
 
     def plain(frame: Frame) -> None:
-        values = template.copy()
+        values = arguments.copy()
         for position, slot in flat:
             values[position] = frame[slot]
         frame[out] = function(*values, **kwargs)
@@ -93,7 +94,7 @@ def bind(form: Form, statics: Mapping[int, Any], frees: tuple[int, ...], table: 
         return plain
 
     def call(frame: Frame) -> None:
-        values = template.copy()
+        values = arguments.copy()
         for position, slot in flat:
             values[position] = frame[slot]
         for position, tree in nested:
@@ -106,8 +107,8 @@ def bind(form: Form, statics: Mapping[int, Any], frees: tuple[int, ...], table: 
     return call
 
 
-def _same(source: int, out: int, frees: tuple[int, ...]) -> Call:
-    """A call of `alias`, which has nothing to compute: another name for a value."""
+def _renaming(source: int, out: int, frees: tuple[int, ...]) -> Call:
+    """Return a call of `alias`, which computes nothing."""
 
     def call(frame: Frame) -> None:
         frame[out] = frame[source]
@@ -117,20 +118,20 @@ def _same(source: int, out: int, frees: tuple[int, ...]) -> Call:
     return call
 
 
-def apply(form: Form, statics: Mapping[int, Any]) -> Any:
-    """The result of a call all of whose slots are known now."""
+def static_value(template: CallTemplate, statics: Mapping[int, Any]) -> Any:
+    """Return the result of a call all of whose slots are in `statics`."""
 
     def known(slot: Slot) -> Any:
         return statics[slot.index]
 
     with torch.inference_mode():
-        return form.target(*filled(form.args, known), **filled(form.kwargs, known))
+        return template.target(*filled(template.args, known), **filled(template.kwargs, known))
 
 
 def on_device(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Point an operator at the device: what it is told to make elsewhere or out of nothing, and constants."""
+    """Redirect an operator's `device` argument and its constants to the device."""
     args, kwargs = pytree.tree_map(
         lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
         (args, kwargs),

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from planner.errors import format_bytes
-from runtime.cpu.pages import Bytes, anonymous_memory
 from runtime.errors import MemoryExceeded
+from runtime.host.pages import Bytes, anonymous_memory
 
 
-class Arena:
+class CpuArena:
     """One anonymous mapping, page aligned. Views keep it alive; `close` forgets it."""
 
     device = torch.device("cpu")
@@ -21,7 +21,7 @@ class Arena:
         self.nbytes = nbytes
         self._map = anonymous_memory(nbytes)
 
-    def __enter__(self) -> "Arena":
+    def __enter__(self) -> "CpuArena":
         return self
 
     def __exit__(

@@ -1,6 +1,7 @@
-"""The CPU as a device: anonymous memory, stores that threads read, and executors with two threads each."""
+"""The CPU as a device: anonymous memory, host stores, and executors with two or three threads each."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,79 +9,99 @@ import torch
 from planner.plan import Plan
 from planner.profile import Profile
 from runtime.backend import OnProgress
-from runtime.binding.program import Bases, Program, build
-from runtime.cpu.arena import Arena
-from runtime.cpu.executor import Executor
-from runtime.cpu.pages import Bytes
-from runtime.cpu.store import LimitedStore, Links, open_store
+from runtime.binding.cache import ProgramCache
+from runtime.binding.program import Bases, Program, joined
+from runtime.cpu.arena import CpuArena
+from runtime.cpu.executor import CpuExecutor
+from runtime.cpu.segments import ScriptSegmenter
+from runtime.host.pages import Bytes
+from runtime.host.store import LimitedStore, Links, open_store
 from runtime.lowering.lower import Lowered
 from runtime.lowering.weights import Manifest
-from runtime.memory import Memory, Source, StoreKind
-from runtime.profiling.profile import device_name, profile
-from runtime.shared_region.moving import Movable
+from runtime.memory import DeviceArena, HostStore, StoreKind
+from runtime.profiling.profile import cached_profiles, device_name, measure
+from runtime.shared_region.relocatable import RelocatableModel
 
 
 class CpuBackend:
     """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash.
 
-    With `scripted`, stretches of a program's calls run outside of Python's interpreter, and profiles are of such runs.
+    With `scripted`, segments of a program's calls run outside of Python's interpreter, and are profiled so.
     """
 
     name = "cpu"
+    pinned_memory = None
 
     def __init__(self, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool = False) -> None:
         self._bandwidth = link_bandwidth_bytes_per_s
-        self.scripted = scripted
+        self._cache = ProgramCache()
+        self._segmenter = ScriptSegmenter() if scripted else None
         self._links = Links()
-        self._executors: list[Executor] = []
+        self._executors: list[CpuExecutor] = []
 
-    def arena(self, nbytes: int) -> Arena:
-        return Arena(nbytes)
+    @property
+    def scripted(self) -> bool:
+        return self._segmenter is not None
 
-    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> Source[Bytes]:
+    def arena(self, nbytes: int) -> CpuArena:
+        return CpuArena(nbytes)
+
+    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[Bytes]:
         store = open_store(kind, path, manifest)
         return store if self._bandwidth is None else LimitedStore(store, self._bandwidth, links=self._links)
 
     @property
-    def executor(self) -> Executor:
+    def executor(self) -> CpuExecutor:
         return self.executors(1)[0]
 
-    def executors(self, count: int) -> Sequence[Executor]:
-        """Started when they are first asked for."""
+    def executors(self, count: int) -> Sequence[CpuExecutor]:
+        """Return one executor per compute lane, started when it is first asked for."""
         while len(self._executors) < count:
-            self._executors.append(Executor())
+            self._executors.append(CpuExecutor())
             self._executors[-1].start()
         return self._executors[:count]
 
     def measure(
-        self, lowered: Lowered, store: Source[Bytes], cache: Path | None, on_progress: OnProgress
+        self, lowered: Lowered, store: HostStore[Bytes], cache: Path | None, on_progress: OnProgress
     ) -> tuple[Lowered, dict[int, Profile]]:
         limit = "" if self._bandwidth is None else f" at {self._bandwidth:.0f} B/s"
         device = device_name(torch.get_num_threads(), store, limit, scripted=self.scripted)
-        return lowered, profile(lowered, store, device, cache, on_progress, scripted=self.scripted)
+
+        def measured() -> dict[int, Profile]:
+            with CpuArena(2 * lowered.manifest.segment_bytes) as arena, CpuExecutor() as executor:
+                return measure(lowered, device, self.build, arena, store, executor, on_progress)
+
+        return lowered, cached_profiles(lowered, device, cache, measured)
 
     def build(
         self,
         lowered: Lowered,
         plan: Plan,
         profile: Profile | None,
-        arena: Memory[Bytes],
+        arena: DeviceArena[Bytes],
         bases: Bases,
-        store: Source[Bytes],
+        store: HostStore[Bytes],
     ) -> Program:
-        return build(lowered, plan, profile, arena, bases, store, scripted=self.scripted)
+        program = self._cache.build(lowered, plan, profile, arena, bases, store)
+        return program if self._segmenter is None else _with_segments(program, self._segmenter, store)
 
-    def movable(
+    def relocatable(
         self,
         lowered: Lowered,
         plan: Plan,
         profile: Profile | None,
-        arena: Memory[Bytes],
+        arena: DeviceArena[Bytes],
         bases: Bases,
-        store: Source[Bytes],
-    ) -> Movable:
-        return Movable(lowered, plan, profile, arena, store, scripted=self.scripted)
+        store: HostStore[Bytes],
+    ) -> RelocatableModel:
+        return RelocatableModel(self._cache, lowered, plan, profile, arena, store, self._segmenter)
 
     def close(self) -> None:
         for executor in self._executors:
             executor.close()
+
+
+def _with_segments(program: Program, segmenter: ScriptSegmenter, store: HostStore[Bytes]) -> Program:
+    statics, segments = program.statics, segmenter.at_waits(program.draft)
+    calls = [(s.steps, (s.bind(statics.__getitem__, store.table),)) for s in segments]
+    return replace(program, segments=joined(program.computes, calls))

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from runtime.binding.program import SwapStep
+from runtime.binding.draft import SwapStep
 from runtime.recording import NoteStep
 
 _log = logging.getLogger("cohabit.runtime")
@@ -40,59 +40,59 @@ class Counter:
 
 
 @dataclass(slots=True)
-class Run:
-    """One inference under way: where its steps stand on the lanes' counters, and what went wrong."""
+class LaneRun:
+    """One inference in progress: where its steps are on the lanes' counters, and what went wrong.
+
+    A *ticket* is the value of a swap lane's counter once some number of the run's steps on that lane have ended.
+    """
 
     start_s: float
     compute_base: int
+    """The compute lane's counter before this run."""
     swap_out_base: int = 0
     """The swap-out lane's counter before this run's swap-outs."""
     error: BaseException | None = None
-    ahead: "Run | None" = None
+    prefetch: "LaneRun | None" = None
     """The earlier submission of this run's prefix."""
-    retracted: bool = False
-    """What has not begun of it is left out."""
+    is_retracted: bool = False
+    """Copies that have not started are skipped."""
     note: NoteStep | None = None
-    """Where somebody wants to know what the lanes did."""
+    """Notes each step, for a run that is followed."""
     hand_over: Callable[[], None] | None = None
-    """What to do with the notes when nothing is left to do."""
+    """What to do with the notes after the last copy."""
     parts: list[tuple[int, int]] = field(default_factory=list)
     """Swap-ins are submitted in parts: (index of the part's first, the lane's counter before it)."""
 
-    def ticket(self, count: int) -> int:
-        """The swap-in lane's counter when the first `count` swap-ins of this run have ended."""
+    def swap_in_ticket(self, count: int) -> int:
+        """Return the ticket of the first `count` swap-ins."""
         if count == 0:
             return 0
         first, base = next(part for part in reversed(self.parts) if part[0] < count)
         return base + count - first
 
     def swap_out_ticket(self, count: int) -> int:
-        """The swap-out lane's counter when the first `count` swap-outs of this run have ended."""
+        """Return the ticket of the first `count` swap-outs."""
         return self.swap_out_base + count
 
 
-@dataclass(frozen=True, slots=True)
-class Other:
-    """The other swap lane, and what its counter is when so many of a run's steps there have ended."""
-
-    done: Counter
-    ticket: Callable[[Run, int], int]
-
-
 class SwapLane:
-    """A thread that does prepared copies in the order in which they are submitted. `other` is set before it starts."""
+    """A thread that makes prepared copies in the order in which they are submitted."""
 
     def __init__(self, name: str, computes: Counter) -> None:
         self.done = Counter()
         self.submitted = 0
         self.busy_s = 0.0
-        self.other: Other | None = None
         self._computes = computes
-        self._queue: deque[tuple[Run, Sequence[SwapStep]]] = deque()
+        self._wait_for_others: Callable[[LaneRun, int], None] | None = None
+        self._queue: deque[tuple[LaneRun, Sequence[SwapStep]]] = deque()
         self._wake = threading.Semaphore(0)
         self._closing = False
         self._name = name
         self._thread: threading.Thread | None = None
+
+    def pair(self, wait_for_others: Callable[[LaneRun, int], None]) -> None:
+        """Set, before the start, the call that waits for a number of a run's steps on the other swap lane."""
+        self._wait_for_others = wait_for_others
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
@@ -107,15 +107,15 @@ class SwapLane:
         if self._thread is not None:
             self._thread.join()
 
-    def submit(self, run: Run, steps: Sequence[SwapStep]) -> None:
+    def submit(self, run: LaneRun, steps: Sequence[SwapStep]) -> None:
         """Queue copies; `done` counts them on from `submitted` as it was before."""
         if steps:
             self.submitted += len(steps)
             self._queue.append((run, steps))
             self._wake.release()
 
-    def finish(self, run: Run) -> None:
-        """Hand over a run's notes behind its last copy, and what came before that."""
+    def finish(self, run: LaneRun) -> None:
+        """Hand over a run's notes after everything that was submitted before."""
         self._queue.append((run, ()))
         self._wake.release()
 
@@ -128,28 +128,29 @@ class SwapLane:
             if not steps:
                 _hand_over(run)
             for step in steps:
-                if run.retracted:
-                    self.done.advance(self.done.value + 1)
-                    continue
-                self._computes.wait(run.compute_base + step.computes_before)
-                if step.others_before:
-                    assert self.other is not None
-                    self.other.done.wait(self.other.ticket(run, step.others_before))
-                start = time.perf_counter()
-                try:
-                    step.copy()
-                except Exception as error:  # whatever it is, the lane lives and the run is told
-                    run.error = run.error or error
-                end = time.perf_counter()
-                self.busy_s += end - start
-                if run.note is not None:
-                    run.note(step, start, end)
+                if not run.is_retracted:
+                    self._copy(run, step)
                 self.done.advance(self.done.value + 1)
 
+    def _copy(self, run: LaneRun, step: SwapStep) -> None:
+        self._computes.wait(run.compute_base + step.computes_before)
+        if step.others_before:
+            assert self._wait_for_others is not None
+            self._wait_for_others(run, step.others_before)
+        start = time.perf_counter()
+        try:
+            step.copy()
+        except Exception as error:  # whatever it is, the lane goes on and the run is told
+            run.error = run.error or error
+        end = time.perf_counter()
+        self.busy_s += end - start
+        if run.note is not None:
+            run.note(step, start, end)
 
-def _hand_over(run: Run) -> None:
+
+def _hand_over(run: LaneRun) -> None:
     assert run.hand_over is not None
     try:
         run.hand_over()
-    except Exception:  # the lane lives on, whoever it was that wanted to know
+    except Exception:  # the lane goes on
         _log.exception("what the lanes did could not be handed over")

@@ -5,7 +5,7 @@ import math
 import torch
 
 from planner.errors import format_bytes
-from runtime.cuda.surface import Driver
+from runtime.cuda.api import Driver
 from runtime.errors import MemoryExceeded
 
 

@@ -1,21 +1,125 @@
-"""A CUDA device as a backend: it can also measure models on itself."""
+"""A CUDA device as a backend: one arena, pinned stores, streams for each compute lane, captured programs."""
 
+import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from planner.plan import Plan
 from planner.profile import Profile
 from runtime.backend import OnProgress
-from runtime.cuda.device import CudaDevice
+from runtime.binding.cache import ProgramCache
+from runtime.binding.program import Bases
+from runtime.cuda.api import Driver, HostBytes
+from runtime.cuda.arena import CudaArena
+from runtime.cuda.executor import CudaExecutor, SharedDevice
+from runtime.cuda.issue import Streams
 from runtime.cuda.profiling.measure import measured
+from runtime.cuda.program import CudaProgram, CudaRelocatableModel, prepare
+from runtime.cuda.stores import PinnedMemory, PinnedStore, Ring, StagedStore
+from runtime.host.store import open_store
 from runtime.lowering.lower import Lowered
-from runtime.memory import Source
+from runtime.lowering.weights import Manifest
+from runtime.memory import DeviceArena, HostStore, StoreKind
+
+_log = logging.getLogger("cohabit.cuda")
+PINNED_SHARE = 0.5
+"""Default share of the machine's memory that may be pinned."""
 
 
-class CudaBackend(CudaDevice):
-    """What `runtime.backend.Backend` asks for."""
+class CudaBackend:
+    """One device. `pinned_limit_bytes` caps pinned host memory: models beyond it pass through a staging ring."""
+
+    def __init__(self, driver: Driver, pinned_limit_bytes: int | None = None) -> None:
+        self.driver = driver
+        self.name = driver.name
+        self.pinned_memory = PinnedMemory(driver, pinned_limit_bytes or _default_limit_bytes())
+        self.streams = Streams.of(driver)
+        self._cache = ProgramCache()
+        self._ring = Ring(driver, self.pinned_memory)
+        self._shared = SharedDevice()
+        self._executors = [CudaExecutor(self.streams, self._shared)]
+        self.executor.start()
+
+    @property
+    def executor(self) -> CudaExecutor:
+        return self._executors[0]
+
+    def executors(self, count: int) -> Sequence[CudaExecutor]:
+        """Return one executor per compute lane, each with streams of its own."""
+        while len(self._executors) < count:
+            self._executors.append(CudaExecutor(Streams.of(self.driver), self._shared))
+            self._executors[-1].start()
+        return self._executors[:count]
+
+    def arena(self, nbytes: int) -> CudaArena:
+        before = self.driver.memory()
+        arena = CudaArena(self.driver, nbytes)
+        fields = {
+            "device": self.name,
+            "arena_bytes": nbytes,
+            "total_bytes": before.total_bytes,
+            "free_bytes_before": before.free_bytes,
+            "process_bytes_before": before.process_bytes,
+            "pinned_bytes": self.pinned_memory.used_bytes,
+            "pinned_limit_bytes": self.pinned_memory.limit_bytes,
+        }
+        _log.info("device memory taken", extra={"fields": fields})
+        return arena
+
+    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[torch.Tensor]:
+        """Pin parameters in host memory if they fit under the cap. All others, and files, are staged."""
+        if kind == "ram" and self.pinned_memory.fits(manifest.file_bytes):
+            return PinnedStore(path, manifest, self.driver, self.pinned_memory)
+        return self.staged(open_store(kind, path, manifest), manifest)
+
+    def staged(self, source: HostStore[HostBytes], manifest: Manifest) -> StagedStore:
+        """Return a store whose copies pass through the staging ring."""
+        for executor in self._executors:
+            executor.settle()
+        return StagedStore(source, manifest, self.driver, self._ring, self.pinned_memory)
 
     def measure(
-        self, lowered: Lowered, store: Source[torch.Tensor], cache: Path | None, on_progress: OnProgress
+        self, lowered: Lowered, store: HostStore[torch.Tensor], cache: Path | None, on_progress: OnProgress
     ) -> tuple[Lowered, dict[int, Profile]]:
-        return measured(self, lowered, store, cache, on_progress)
+        return measured(self, self.streams, self.pinned_memory, lowered, store, cache, on_progress)
+
+    def build(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: DeviceArena[torch.Tensor],
+        bases: Bases,
+        store: HostStore[torch.Tensor],
+    ) -> CudaProgram:
+        """Check a plan and bind it; any thread. The executor admits it to the device when it is first loaded."""
+        program = self._cache.build(lowered, plan, profile, arena, bases, store)
+        return prepare(self.driver, self.pinned_memory, lowered, program, profile, arena, bases, store)
+
+    def relocatable(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: DeviceArena[torch.Tensor],
+        bases: Bases,
+        store: HostStore[torch.Tensor],
+    ) -> CudaRelocatableModel:
+        return CudaRelocatableModel(
+            self.driver, self.pinned_memory, self._cache, lowered, plan, profile, arena, bases, store
+        )
+
+    def close(self) -> None:
+        """Dismiss every program, and unpin what is still pinned."""
+        for executor in self._executors:
+            executor.close()
+        if self._shared.lost is None:
+            self._ring.close()
+            self.pinned_memory.close()
+
+
+def _default_limit_bytes() -> int:
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * PINNED_SHARE)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.binding.slots import Frame
-from runtime.cuda.host import Pinned
-from runtime.cuda.surface import HostBytes
+from runtime.cuda.api import HostBytes
+from runtime.cuda.stores import PinnedMemory
 from runtime.errors import DeviceError
 from runtime.lowering.model import Port
+from runtime.lowering.slots import Frame
 
 _ALIGNMENT_BYTES = 64
 
@@ -17,7 +17,7 @@ class Buffers:
     """Pinned host memory for the inputs and outputs of one program at one batch size."""
 
     def __init__(
-        self, name: str, inputs: Sequence[Port], outputs: Sequence[Port], batch: int, pinned: Pinned
+        self, name: str, inputs: Sequence[Port], outputs: Sequence[Port], batch: int, pinned: PinnedMemory
     ) -> None:
         self._name = name
         self._ports = tuple(inputs)

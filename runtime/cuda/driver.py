@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from planner.errors import format_bytes
+from runtime.cuda.api import DeviceMemory, HostBytes, Kernels
 from runtime.cuda.pools import CarvedPool
-from runtime.cuda.surface import DeviceMemory, HostBytes, Kernels
 from runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 
 _cuda: Any = torch.cuda  # in large part without types

@@ -4,46 +4,42 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.binding.slots import Frame
-from runtime.cuda.issue import Lanes, Marks, Perform, issue, issue_serially, issue_some
-from runtime.cuda.lower import Commands, Work
+from runtime.cuda.api import Event
+from runtime.cuda.issue import Marks, Perform, Streams, issue, issue_some
 from runtime.cuda.program import CudaProgram
-from runtime.cuda.surface import Event
+from runtime.cuda.schedule import Commands, Work
 from runtime.cuda.transfers import Feeder
 from runtime.errors import DeviceError
+from runtime.lowering.slots import Frame
 
 
 def issue_inference(
-    lanes: Lanes,
+    streams: Streams,
     program: CudaProgram,
     commands: Commands,
     events: Sequence[Event],
     frame: Frame,
     perform: Perform,
     feeder: Feeder | None,
-    *,
-    serial: bool = False,
 ) -> None:
     """Issue an inference. With a feeder, its thread issues the copies, in step with this one.
 
     Raises what a kernel or a copy raises, when everything that could be issued has been.
     """
-    driver = lanes.driver
+    driver = streams.driver
     with driver.tf32(program.tf32), torch.inference_mode():
-        with driver.on(lanes.compute):
+        with driver.on(streams.compute):
             driver.launch(lambda: program.begin(frame))
-        if serial:
-            issue_serially(lanes, commands, perform)
-        elif feeder is not None:
-            _issue_by_two(lanes, commands, events, perform, feeder)
+        if feeder is not None:
+            _issue_by_two(streams, commands, events, perform, feeder)
         else:
-            issue(lanes, commands, events, perform)
-        with driver.on(lanes.compute):
+            issue(streams, commands, events, perform)
+        with driver.on(streams.compute):
             driver.launch(lambda: program.finish(frame))
 
 
 def _issue_by_two(
-    lanes: Lanes, commands: Commands, events: Sequence[Event], perform: Perform, feeder: Feeder
+    streams: Streams, commands: Commands, events: Sequence[Event], perform: Perform, feeder: Feeder
 ) -> None:
     marks = Marks()
     errors: list[Exception] = []
@@ -51,12 +47,12 @@ def _issue_by_two(
     def attempt(command: Work) -> None:
         try:
             perform(command)
-        except Exception as error:  # the lane goes on, so that nobody waits for its records in vain
+        except Exception as error:  # the lane goes on, because the other one waits for its records
             errors.append(error)
 
-    feeder.submit(lambda: issue_some(lanes, ["swap_in"], commands, events, attempt, marks))
+    feeder.submit(lambda: issue_some(streams, ["swap_in"], commands, events, attempt, marks))
     try:
-        issue_some(lanes, ["compute", "swap_out"], commands, events, perform, marks)
+        issue_some(streams, ["compute", "swap_out"], commands, events, perform, marks)
     finally:
         marks.abandon()
         feeder.drain()

@@ -1,7 +1,7 @@
-"""Issues commands to the three streams: by one thread in their order, or the swap-in lane's by another.
+"""Issues commands to the three streams: by one thread in their order, or the swap-in stream's by another.
 
-A wait issued before its record waits for nothing. Where each lane has its own thread, `Marks` holds a thread back
-until the other one has issued the record.
+A wait issued before its record waits for nothing. Where two threads issue, `Marks` delays a thread until
+the other one has issued the record.
 """
 
 import threading
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from runtime.cuda.lower import Commands, Issue, Lane, Record, Wait, Work
-from runtime.cuda.surface import Driver, Event, Stream
+from runtime.cuda.api import Driver, Event, Stream
+from runtime.cuda.schedule import Commands, Issue, Lane, Record, Wait, Work
 
 Perform = Callable[[Work], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class Streams:
     """The device's three streams."""
 
     driver: Driver
@@ -25,8 +25,8 @@ class Lanes:
     swap_out: Stream
 
     @staticmethod
-    def of(driver: Driver) -> "Lanes":
-        return Lanes(driver, driver.stream(), driver.stream(), driver.stream())
+    def of(driver: Driver) -> "Streams":
+        return Streams(driver, driver.stream(), driver.stream(), driver.stream())
 
     def stream(self, lane: Lane) -> Stream:
         match lane:
@@ -52,7 +52,7 @@ class Marks:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Hold nobody back any more: the rest of the records will not come."""
+        """Release all waits: the rest of the records will not come."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
@@ -63,32 +63,29 @@ class Marks:
             self._changed.wait_for(lambda: self._abandoned or event in self._recorded)
 
 
-def issue(lanes: Lanes, commands: Commands, events: Sequence[Event], perform: Perform) -> None:
+def issue(streams: Streams, commands: Commands, events: Sequence[Event], perform: Perform) -> None:
     """Issue everything from this thread."""
-    _issue_lanes(lanes, commands.issues, events, perform, None)
+    _issue_lanes(streams, commands.issues, events, perform, None)
 
 
 def issue_some(
-    lanes: Lanes, some: Sequence[Lane], commands: Commands, events: Sequence[Event], perform: Perform, marks: Marks
+    streams: Streams,
+    some: Sequence[Lane],
+    commands: Commands,
+    events: Sequence[Event],
+    perform: Perform,
+    marks: Marks,
 ) -> None:
-    """Issue some lanes' commands, while another thread issues the others'."""
-    _issue_lanes(lanes, [i for i in commands.issues if i.lane in some], events, perform, marks)
+    """Issue some streams' commands, while another thread issues the others'."""
+    _issue_lanes(streams, [i for i in commands.issues if i.lane in some], events, perform, marks)
 
 
 def _issue_lanes(
-    lanes: Lanes, issues: Iterable[Issue], events: Sequence[Event], perform: Perform, marks: Marks | None
+    streams: Streams, issues: Iterable[Issue], events: Sequence[Event], perform: Perform, marks: Marks | None
 ) -> None:
     for lane, part in groupby(issues, key=lambda i: i.lane):
-        with lanes.driver.on(lanes.stream(lane)):
-            _issue(lanes.driver, part, events, perform, marks)
-
-
-def issue_serially(lanes: Lanes, commands: Commands, perform: Perform) -> None:
-    """Issue everything to the compute stream: the same work without overlap."""
-    with lanes.driver.on(lanes.compute):
-        for item in commands.issues:
-            if not isinstance(item.command, Record | Wait):
-                perform(item.command)
+        with streams.driver.on(streams.stream(lane)):
+            _issue(streams.driver, part, events, perform, marks)
 
 
 def _issue(

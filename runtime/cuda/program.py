@@ -1,7 +1,7 @@
-"""A program prepared for a CUDA device: its schedule, prepared copies, fixed buffers, pool, and captured graphs."""
+"""Programs prepared for a CUDA device: schedule, copies, fixed buffers, pool, and captured graphs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -9,66 +9,75 @@ from torch._ops import HigherOrderOperator
 
 from planner.plan import Plan
 from planner.profile import Profile
-from runtime.binding.program import Bases, Program, build
-from runtime.binding.slots import Frame
+from runtime.binding.cache import ProgramCache
+from runtime.binding.program import Bases, Program
+from runtime.cuda.api import AllocatorPool, CapturedGraph, Driver, Event
 from runtime.cuda.buffers import Buffers
-from runtime.cuda.host import Pinned
 from runtime.cuda.issue import Perform
-from runtime.cuda.lower import Copy, Empty, Kernels, Refill, Return, Save, Schedule, Work, schedule
-from runtime.cuda.surface import Driver, Event, Graph, Pool
-from runtime.cuda.zone import zone_of
+from runtime.cuda.pool_range import pool_range
+from runtime.cuda.schedule import Copy, Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
+from runtime.cuda.stores import PinnedMemory
 from runtime.lowering.lower import Lowered
-from runtime.lowering.specialize import Trace
-from runtime.memory import Memory, Source
-from runtime.offload.traveller import Traveller
+from runtime.lowering.slots import Frame
+from runtime.lowering.trace import Trace
+from runtime.memory import DeviceArena, HostStore
+from runtime.offload.activation import OffloadedActivation
+from runtime.shared_region.region import FetchPlan
+from runtime.shared_region.relocatable import RelocatableModel
 
 _READS_ON_HOST = ("item", "_local_scalar_dense")
+_RELOCATED = "its parameters lie elsewhere at every run"
 
 
 @dataclass(slots=True)
-class Readiness:
-    """What a program gets when it is admitted to the device, by the thread that owns that."""
+class AdmissionState:
+    """What a program gets when it is admitted to the device, by the thread that owns the device."""
 
-    pool: Pool | None = None
-    whole: Graph | None = None
-    """The captured program that brings the prefix in,"""
-    rest: Graph | None = None
-    """and the one that counts on it to be there."""
+    pool: AllocatorPool | None = None
+    whole: CapturedGraph | None = None
+    """The captured program that copies the prefix itself."""
+    rest: CapturedGraph | None = None
+    """The one that expects the prefix to be there."""
     refused: str | None = None
     """Why there are no graphs."""
     graph_bytes: int = 0
-    """Device memory that the graphs have taken beside the arena."""
+    """Device memory that the graphs take outside of the arena."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaProgram(Program):
     """One model at one batch size, ready to be issued or replayed."""
 
-    schedule: Schedule
+    schedule: IssueSchedule
     copies: Mapping[Copy, Callable[[], None]]
     buffers: Buffers
-    zone: torch.Tensor
-    """The bytes of the workspace for activations and scratch."""
+    pool_memory: torch.Tensor
+    """The bytes of the arena for activations and scratch."""
     examples: Callable[[], list[torch.Tensor]]
     device: torch.device
     link_free: Event
     """Reached when the last copy of a replayed graph has ended."""
     staged: bool
-    """Copies pass through host code, which no graph can hold."""
+    """Copies pass through host code, which no graph can contain."""
     compute_s: float | None
     """Time of the kernels alone, where there is a profile."""
     tf32: bool
-    ready: Readiness
-    borrows: bool = False
-    """Its buffers are those of another program of its model."""
+    admission: AdmissionState
+    borrows_buffers: bool = False
+    """Its buffers belong to another program of its model."""
 
     @property
-    def pool(self) -> Pool:
-        assert self.ready.pool is not None, "not admitted"
-        return self.ready.pool
+    def prefix(self) -> int:
+        """Only swap-ins to its own partition: a replayed graph does not tell when it is done with the workspace."""
+        return self.draft.own_prefix
+
+    @property
+    def pool(self) -> AllocatorPool:
+        assert self.admission.pool is not None, "not admitted"
+        return self.admission.pool
 
     def begin(self, frame: Frame) -> None:
-        """Bring the inputs in."""
+        """Copy the inputs in."""
         self.buffers.upload(frame, self.input_slots, self.device)
 
     def compute(self, index: int, frame: Frame) -> None:
@@ -77,40 +86,34 @@ class CudaProgram(Program):
             call(frame)
 
     def finish(self, frame: Frame) -> None:
-        """Make the outputs that are views, and copy all of them out."""
+        """Make the outputs that are views, and copy all outputs out."""
         for call in self.final_calls:
             call(frame)
         values = [self.constants[s] if s in self.constants else frame[s] for s in self.output_slots]
         self.buffers.download(values)
         frame[:] = [None] * len(frame)
 
-    def returning(self, index: int) -> Traveller:
-        """The activation that a swap-in brings back."""
-        traveller = self.swap_ins[index].traveller
-        assert traveller is not None
-        return traveller
-
     def forget(self) -> None:
-        """Let go of activations that an inference has left behind because it failed."""
-        for traveller in self.travellers:
-            traveller.forget()
+        """Drop the activations that a failed inference has left."""
+        for activation in self.offloaded:
+            activation.forget()
 
     def close(self) -> None:
-        """Give up graphs, pool, buffers and places in the host. Nothing may be under way."""
-        for traveller in self.travellers:
-            traveller.close()
-        ready = self.ready
-        for graph in {id(g): g for g in (ready.whole, ready.rest) if g is not None}.values():
+        """Release graphs, pool, buffers and spill buffers. Nothing may be in progress."""
+        for activation in self.offloaded:
+            activation.close()
+        admission = self.admission
+        for graph in {id(g): g for g in (admission.whole, admission.rest) if g is not None}.values():
             graph.close()
-        if ready.pool is not None:
-            ready.pool.close()
-        ready.whole = ready.rest = ready.pool = None
-        ready.graph_bytes = 0
-        if not self.borrows:
+        if admission.pool is not None:
+            admission.pool.close()
+        admission.whole = admission.rest = admission.pool = None
+        admission.graph_bytes = 0
+        if not self.borrows_buffers:
             self.buffers.close()
 
     def performing(self, driver: Driver, frame: Frame) -> Perform:
-        """How commands are carried out for one inference."""
+        """Return a call that issues a command of one inference."""
 
         def perform(command: Work) -> None:
             match command:
@@ -119,67 +122,93 @@ class CudaProgram(Program):
                 case Copy():
                     self.copies[command]()
                 case Save(index):
-                    driver.carry(self.swap_outs[index].traveller.way_out)
+                    driver.carry(_activation(self.swap_outs[index].activation).copy_out)
                 case Return(index):
-                    driver.carry(self.returning(index).way_back)
-                case Empty(traveller):
-                    driver.launch(self.travellers[traveller].empty)
-                case Refill(traveller):
-                    driver.launch(self.travellers[traveller].refill)
+                    driver.carry(_activation(self.swap_ins[index].activation).copy_back)
+                case Empty(index):
+                    driver.launch(self.offloaded[index].empty)
+                case Refill(index):
+                    driver.launch(self.offloaded[index].refill)
 
         return perform
 
 
+def _activation(activation: OffloadedActivation | None) -> OffloadedActivation:
+    assert activation is not None, "a copy of a parameter"
+    return activation
+
+
+class CudaRelocatableModel(RelocatableModel):
+    """Lasting programs have a pool and graphs of their own; others share a pool and are issued command by command."""
+
+    is_admitted = True
+    home: CudaProgram
+
+    def __init__(
+        self,
+        driver: Driver,
+        pinned: PinnedMemory,
+        cache: ProgramCache,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: DeviceArena[torch.Tensor],
+        bases: Bases,
+        store: HostStore[Any],
+    ) -> None:
+        super().__init__(cache, lowered, plan, profile, arena, store)
+        self._driver = driver
+        self.home = prepare(driver, pinned, lowered, self.home, profile, arena, bases, store)
+        self._shared_admission = AdmissionState(refused=_RELOCATED)
+
+    def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> CudaProgram:
+        own = replace(self.home, **self._changes(fetch_plan, blocking))
+        scheduled = schedule(own, join=not own.staged)
+        return replace(
+            own,
+            schedule=scheduled,
+            copies=_prepared_copies(scheduled, self._arena, self._store),
+            link_free=self._driver.event(external=True),
+            admission=AdmissionState(refused=own.admission.refused) if lasting else self._shared_admission,
+            borrows_buffers=True,
+        )
+
+
 def prepare(
     driver: Driver,
-    pinned: Pinned,
-    lowered: Lowered,
-    plan: Plan,
-    profile: Profile | None,
-    arena: Memory[torch.Tensor],
-    bases: Bases,
-    store: Source[torch.Tensor],
-) -> CudaProgram:
-    """Check a plan and bind it. For any thread; nothing runs. Raises what `runtime.binding.program.build` raises."""
-    program = build(lowered, plan, profile, arena, bases, store)
-    return equip(driver, pinned, lowered, program, profile, arena, bases, store)
-
-
-def equip(
-    driver: Driver,
-    pinned: Pinned,
+    pinned: PinnedMemory,
     lowered: Lowered,
     program: Program,
     profile: Profile | None,
-    arena: Memory[torch.Tensor],
+    arena: DeviceArena[torch.Tensor],
     bases: Bases,
-    store: Source[torch.Tensor],
+    store: HostStore[torch.Tensor],
 ) -> CudaProgram:
-    """Give a bound program what it needs to be issued. Raises UnsupportedPlan, and MemoryExceeded for its buffers."""
-    graph = lowered.graphs[program.batch]
-    staged = bool(getattr(store, "staged", False))
-    lowered_to = schedule(program, join=not staged)
-    zone = zone_of(graph, program.plan)
-    own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program)}
-    own["prefix"] = program.own_prefix  # a replayed graph does not say how much of the workspace it has left
+    """Prepare a bound program to be issued; nothing runs. Any thread.
+
+    Raises UnsupportedPlan, and MemoryExceeded for its buffers.
+    """
+    scheduled = schedule(program, join=not store.staged)
+    memory = pool_range(program.graph, program.plan)
+    own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
     return CudaProgram(
         **own,
-        schedule=lowered_to,
-        copies=prepared_copies(lowered_to, arena, store),
+        schedule=scheduled,
+        copies=_prepared_copies(scheduled, arena, store),
         buffers=Buffers(program.name, lowered.inputs, lowered.outputs, program.batch, pinned),
-        zone=arena.bytes(bases.offset(zone.address), zone.nbytes),
+        pool_memory=arena.bytes(bases.offset(memory.address), memory.nbytes),
         examples=lambda: lowered.examples(program.batch),
-        ready=Readiness(refused=obstacle(lowered.traces[program.batch], staged=staged)),
+        admission=AdmissionState(refused=_obstacle(lowered.traces[program.batch], staged=store.staged)),
         device=arena.device,
         link_free=driver.event(external=True),
-        staged=staged,
+        staged=store.staged,
         compute_s=None if profile is None else profile.compute_s,
         tf32=lowered.options.tf32,
     )
 
 
-def obstacle(trace: Trace, *, staged: bool) -> str | None:
-    """Why a program cannot be captured, as far as can be told beforehand."""
+def _obstacle(trace: Trace, *, staged: bool) -> str | None:
+    """Return why a program cannot be captured, as far as its trace tells."""
     if staged:
         return "its parameters are not pinned: copies pass through the staging ring, which the host fills"
     for instruction in trace.instructions:
@@ -190,12 +219,11 @@ def obstacle(trace: Trace, *, staged: bool) -> str | None:
     return None
 
 
-def prepared_copies(
-    lowered_to: Schedule, arena: Memory[torch.Tensor], store: Source[torch.Tensor]
+def _prepared_copies(
+    scheduled: IssueSchedule, arena: DeviceArena[torch.Tensor], store: HostStore[torch.Tensor]
 ) -> dict[Copy, Callable[[], None]]:
-    """Every copy of a schedule, ready to be issued."""
-    parts = (lowered_to.prefix, lowered_to.epilogue, lowered_to.residents)
-    copies = {c for part in parts for c in part}
-    for commands in (lowered_to.whole, lowered_to.rest):
+    """Return every copy of a schedule, ready to be issued."""
+    copies = {c for part in (scheduled.prefix, scheduled.epilogue, scheduled.residents) for c in part}
+    for commands in (scheduled.whole, scheduled.rest):
         copies |= {i.command for i in commands.issues if isinstance(i.command, Copy)}
     return {c: store.copy(c.segment, arena.bytes(c.offset, c.nbytes)) for c in copies}

@@ -1,8 +1,8 @@
-"""Reads a `.pt2` archive of `torch.export.save` without ever unpickling or evaluating what it holds.
+"""Reads a `.pt2` archive of `torch.export.save` without unpickling or evaluating its contents.
 
-`torch.export.load` is not for files from strangers: it unpickles sample inputs and legacy weights, passes shape
+`torch.export.load` is unsafe for untrusted files: it unpickles sample inputs and legacy weights, passes shape
 expressions to `sympify` (which evaluates them), resolves any name below `torch`, and runs compiled libraries.
-Here weights must be raw records, sample inputs are left alone, and names and expressions are checked first.
+Here weights must be raw records, sample inputs are not read, and names and expressions are checked first.
 """
 
 import hashlib
@@ -43,96 +43,39 @@ _QUOTED = re.compile(r"'([^']*)'")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 _SYMBOL = re.compile(r"[suz][a-z]*\d+")
 _FUNCTIONS = frozenset(
-    [
-        "Symbol",
-        "Integer",
-        "Float",
-        "Rational",
-        "Add",
-        "Mul",
-        "Pow",
-        "Max",
-        "Min",
-        "Mod",
-        "PythonMod",
-        "FloorDiv",
-        "ModularIndexing",
-        "CleanDiv",
-        "CeilDiv",
-        "CeilToInt",
-        "FloorToInt",
-        "TruncToInt",
-        "RoundToInt",
-        "RoundDecimal",
-        "IntTrueDiv",
-        "FloatTrueDiv",
-        "TrueDiv",
-        "ToFloat",
-        "PowByNatural",
-        "FloatPow",
-        "Where",
-        "Piecewise",
-        "ExprCondPair",
-        "Identity",
-        "Abs",
-        "floor",
-        "ceiling",
-        "sqrt",
-        "LShift",
-        "RShift",
-        "Tuple",
-        "Eq",
-        "Ne",
-        "Lt",
-        "Le",
-        "Gt",
-        "Ge",
-        "Equality",
-        "Unequality",
-        "StrictLessThan",
-        "LessThan",
-        "StrictGreaterThan",
-        "GreaterThan",
-        "And",
-        "Or",
-        "Not",
-        "true",
-        "false",
-        "True",
-        "False",
-        "precision",
-        "positive",
-        "negative",
-        "integer",
-        "nonnegative",
-        "nonzero",
-        "oo",
-        "int_oo",
-    ]
+    _IDENTIFIER.findall(
+        """
+        Symbol Integer Float Rational Add Mul Pow Max Min Mod PythonMod FloorDiv ModularIndexing CleanDiv CeilDiv
+        CeilToInt FloorToInt TruncToInt RoundToInt RoundDecimal IntTrueDiv FloatTrueDiv TrueDiv ToFloat PowByNatural
+        FloatPow Where Piecewise ExprCondPair Identity Abs floor ceiling sqrt LShift RShift Tuple Eq Ne Lt Le Gt Ge
+        Equality Unequality StrictLessThan LessThan StrictGreaterThan GreaterThan And Or Not true false True False
+        precision positive negative integer nonnegative nonzero oo int_oo
+        """
+    )
 )
 _TARGET = re.compile(r"(torch\.ops\.[A-Za-z_0-9.]+|_operator\.[a-z][a-z_]*|math\.[a-z]+|torch\.sym_[a-z]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A checked archive: the exported program, with weights that are views of the mapped file."""
+    """A checked archive: the exported program, whose weights are views of the mapped file."""
 
     program: ExportedProgram
     fingerprint: str
 
 
 def fingerprint(path: Path) -> str:
-    """Hex SHA-256 over the names, sizes and checksums of an archive's records. Raises ArchiveError."""
+    """Return the hex SHA-256 over the names, sizes and checksums of an archive's records. Raises ArchiveError."""
     with _open(path) as archive:
         listing = [(i.filename, i.file_size, i.CRC) for i in archive.infolist()]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
 def read(path: Path) -> Archive:
-    """Load an exported program. Raises ArchiveError with the reason, never anything else for a bad file."""
+    """Load an exported program. Raises ArchiveError, and nothing else, for a bad file."""
     with _open(path) as archive:
         records = _Records(path, archive)
-        records.refuse_what_is_never_loaded()
+        records.refuse_unsafe()
         weights = records.tensors(_WEIGHTS, "data/weights/")
         constants = records.tensors(_CONSTANTS, "data/constants/")
         raw = records.checked(_MODEL, _MAX_JSON_BYTES)
@@ -164,7 +107,7 @@ class _Records:
         self.archive = archive
         self.infos = {i.filename.split("/", 1)[-1]: i for i in archive.infolist()}
 
-    def refuse_what_is_never_loaded(self) -> None:
+    def refuse_unsafe(self) -> None:
         for name in self.infos:
             if name.startswith("data/aotinductor/"):
                 raise ArchiveError(

@@ -1,7 +1,7 @@
-"""The lowered model as a file: ports, instructions and storages as plain JSON, so that a restart needs no archive.
+"""The cache file of a lowered model: ports, instructions and storages as JSON, so that a restart needs no archive.
 
-Operators are written by name and looked up below `torch.ops` alone. A program with sub-programs as arguments
-(`torch.cond`) has no such form; it is lowered anew at every start.
+Operators are written by name and looked up below `torch.ops` only. A program with sub-programs as arguments
+(`torch.cond`) cannot be written; it is lowered anew at every start.
 """
 
 import math
@@ -14,10 +14,10 @@ import torch
 
 from planner.errors import FormatError
 from planner.graph import decode_as
-from runtime.binding.slots import Slot
-from runtime.lowering import fused, rewrite
+from runtime.lowering import fused_ops, rewrite
 from runtime.lowering.model import Port
-from runtime.lowering.specialize import Instruction, Storage, Trace, TracedOp
+from runtime.lowering.slots import Slot
+from runtime.lowering.trace import Instruction, Storage, Trace, TracedOp
 from runtime.lowering.weights import dtype_name, dtype_of
 
 FORMAT_VERSION = 2
@@ -26,7 +26,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "item": rewrite.getitem,
     "host_gather": rewrite.host_gather,
-    **{f.__name__: f for f in fused.PLAIN},
+    **{f.__name__: f for f in fused_ops.PLAIN},
     **{f"operator.{f.__name__}": f for f in (operator.add, operator.sub, operator.mul, operator.truediv)},
     **{f"operator.{f.__name__}": f for f in (operator.floordiv, operator.neg, operator.lt, operator.le)},
     **{f"operator.{f.__name__}": f for f in (operator.gt, operator.ge, operator.eq, operator.ne)},
@@ -39,13 +39,13 @@ class NotPlain(Exception):
     """A value of a program has no plain form."""
 
 
-class PortFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PortRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     dtype: str
     shape: tuple[int | None, ...]
 
 
-class InstructionFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class InstructionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     target: str
     args: Any
@@ -54,9 +54,9 @@ class InstructionFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     op: int | None
 
 
-class TraceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TraceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch: int
-    instructions: tuple[InstructionFile, ...]
+    instructions: tuple[InstructionRecord, ...]
     ops: tuple[TracedOp, ...]
     weight_slots: dict[int, str]
     input_slots: tuple[int, ...]
@@ -70,10 +70,10 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything about a lowered model but its weights. `lowering` says what made it, and from what."""
 
     lowering: str
-    inputs: tuple[PortFile, ...]
-    outputs: tuple[PortFile, ...]
+    inputs: tuple[PortRecord, ...]
+    outputs: tuple[PortRecord, ...]
     batched: bool
-    traces: tuple[TraceFile, ...]
+    traces: tuple[TraceRecord, ...]
     format_version: int = FORMAT_VERSION
 
 
@@ -82,10 +82,10 @@ def encode(
 ) -> bytes | None:
     """The artifact's JSON, or None for a program that has no plain form."""
     try:
-        files = tuple(_trace_file(trace) for _, trace in sorted(traces.items()))
+        records = tuple(_trace_record(trace) for _, trace in sorted(traces.items()))
     except NotPlain:
         return None
-    return msgspec.json.encode(Artifact(lowering, _port_files(inputs), _port_files(outputs), batched, files))
+    return msgspec.json.encode(Artifact(lowering, _port_records(inputs), _port_records(outputs), batched, records))
 
 
 def decode(raw: bytes, lowering: str) -> tuple[tuple[Port, ...], tuple[Port, ...], bool, dict[int, Trace]]:
@@ -100,48 +100,29 @@ def decode(raw: bytes, lowering: str) -> tuple[tuple[Port, ...], tuple[Port, ...
     return _ports(artifact.inputs), _ports(artifact.outputs), artifact.batched, traces
 
 
-def _port_files(ports: tuple[Port, ...]) -> tuple[PortFile, ...]:
-    return tuple(PortFile(p.name, dtype_name(p.dtype), p.shape) for p in ports)
+def _port_records(ports: tuple[Port, ...]) -> tuple[PortRecord, ...]:
+    return tuple(PortRecord(p.name, dtype_name(p.dtype), p.shape) for p in ports)
 
 
-def _ports(files: tuple[PortFile, ...]) -> tuple[Port, ...]:
+def _ports(files: tuple[PortRecord, ...]) -> tuple[Port, ...]:
     return tuple(Port(f.name, dtype_of(f.dtype), f.shape) for f in files)
 
 
-def _trace_file(trace: Trace) -> TraceFile:
+def _trace_record(trace: Trace) -> TraceRecord:
     instructions = tuple(
-        InstructionFile(i.name, _target_name(i.target), _plain(i.args), _plain(i.kwargs), i.out, i.op)
+        InstructionRecord(i.name, _target_name(i.target), _plain(i.args), _plain(i.kwargs), i.out, i.op)
         for i in trace.instructions
     )
-    return TraceFile(
-        trace.batch,
-        instructions,
-        trace.ops,
-        trace.weight_slots,
-        trace.input_slots,
-        trace.output_slots,
-        trace.output_storages,
-        trace.input_bytes,
-        trace.slots,
-    )
+    values = {name: getattr(trace, name) for name in TraceRecord.__struct_fields__}
+    return TraceRecord(**values | {"instructions": instructions})
 
 
-def _trace(file: TraceFile) -> Trace:
+def _trace(record: TraceRecord) -> Trace:
     instructions = tuple(
         Instruction(i.name, _target(i.target), _value(i.args), _value(i.kwargs), i.out, i.op)
-        for i in file.instructions
+        for i in record.instructions
     )
-    return Trace(
-        file.batch,
-        instructions,
-        file.ops,
-        file.weight_slots,
-        file.input_slots,
-        file.output_slots,
-        file.output_storages,
-        file.input_bytes,
-        file.slots,
-    )
+    return Trace(**msgspec.structs.asdict(record) | {"instructions": instructions})
 
 
 def _target_name(target: Any) -> str:

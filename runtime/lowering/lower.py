@@ -10,21 +10,20 @@ import torch
 
 from planner.errors import FormatError
 from planner.graph import Graph
-from runtime.binding.blueprint import Blueprint, Bound
-from runtime.cpu.scripted import Scripts
 from runtime.errors import UnsupportedModel
 from runtime.lowering import archive, artifact, weights
-from runtime.lowering.model import Model, Port, from_program
+from runtime.lowering.model import FxModel, Port, from_program
+from runtime.lowering.precision import apply_options
 from runtime.lowering.rewrite import rewrite
-from runtime.lowering.specialize import Trace, build_graph, specialize
+from runtime.lowering.trace import Trace, build_graph, trace_model
 from runtime.lowering.weights import Manifest
-from runtime.options import DEFAULTS, Options, apply
+from runtime.options import DEFAULTS, Options
 
 _LOWERING = "7"
 """Changes whenever lowering writes other bytes for the same archive."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lowered:
     """A model ready to be profiled and planned. `traces[b]` and `graphs[b]` are for batch `b`."""
 
@@ -41,21 +40,6 @@ class Lowered:
     @cached_property
     def graphs(self) -> dict[int, Graph]:
         return {b: build_graph(self.name, trace, self.manifest) for b, trace in self.traces.items()}
-
-    @cached_property
-    def blueprints(self) -> dict[int, Blueprint]:
-        """The newest of each batch size, so that a plan can be bound elsewhere without being drafted again."""
-        return {}
-
-    @cached_property
-    def bound(self) -> dict[int, Bound]:
-        """The newest of each batch size, so that a model that comes back to its place is not bound again."""
-        return {}
-
-    @cached_property
-    def scripts(self) -> dict[int, Scripts]:
-        """The newest of each batch size, so that a model that moves is not compiled again."""
-        return {}
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -100,7 +84,7 @@ def lower(
     read = archive.read(path)
     model = from_program(name, read.program)
     rewrite(model, fused=options.fused)
-    apply(model, options)
+    apply_options(model, options)
     own = own_storages(model.weights)
     traces: dict[int, Trace] = {}
     for batch in _usable(model, wanted):
@@ -108,7 +92,7 @@ def lower(
         traces[batch] = _trace(model, own, batch)
     first = traces[min(traces)]
     readers = first.readers()
-    uses = [weights.Use(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
+    uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
     manifest = weights.lay_out(f"{read.fingerprint}/{_LOWERING}{options.label}", uses, model.tables)
     weights_path = folder / "weights.bin"
     if weights.read(weights_path) != manifest:
@@ -122,7 +106,7 @@ def lower(
 
 
 def _stamp(batches: Sequence[int]) -> str:
-    """What an artifact depends on besides its archive."""
+    """Return what the cached file depends on besides its archive."""
     return f"lowering {_LOWERING}, torch {torch.__version__}, batches {','.join(map(str, batches))}"
 
 
@@ -131,7 +115,7 @@ def _artifact_name(batches: Sequence[int]) -> str:
 
 
 def _known(name: str, folder: Path, batches: Sequence[int], options: Options) -> Lowered | None:
-    """What an earlier run lowered from the same archive, if all of it is there and whole."""
+    """Return what an earlier run lowered from the same archive, if all of it is there and undamaged."""
     weights_path = folder / "weights.bin"
     try:
         raw = (folder / _artifact_name(batches)).read_bytes()
@@ -144,7 +128,7 @@ def _known(name: str, folder: Path, batches: Sequence[int], options: Options) ->
     return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path, options)
 
 
-def _usable(model: Model, batches: Iterable[int]) -> list[int]:
+def _usable(model: FxModel, batches: Iterable[int]) -> list[int]:
     if model.max_batch is None:
         return [model.inputs[0].shape[0] or 1 if model.inputs[0].shape else 1]
     usable = sorted({b for b in batches if 1 <= b <= model.max_batch})
@@ -155,9 +139,9 @@ def _usable(model: Model, batches: Iterable[int]) -> list[int]:
     return usable
 
 
-def _trace(model: Model, own: dict[str, torch.Tensor], batch: int) -> Trace:
+def _trace(model: FxModel, own: dict[str, torch.Tensor], batch: int) -> Trace:
     try:
-        return specialize(model, own, batch, example_inputs(model.inputs, batch))
+        return trace_model(model, own, batch, example_inputs(model.inputs, batch))
     except UnsupportedModel:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:

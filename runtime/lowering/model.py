@@ -25,7 +25,7 @@ class Port:
 
 
 @dataclass(slots=True)
-class Model:
+class FxModel:
     """`weights` maps placeholder names to tensors, `tables` the names that host gathers use."""
 
     name: str
@@ -59,7 +59,7 @@ def same_form(first: fx.Node, second: fx.Node) -> bool:
     return a.dtype == b.dtype and [str(d) for d in a.shape] == [str(d) for d in b.shape]
 
 
-def from_program(name: str, program: ExportedProgram) -> Model:
+def from_program(name: str, program: ExportedProgram) -> FxModel:
     """Take an exported program apart. Raises UnsupportedModel for state, tokens and other shapes than the batch."""
     signature = program.graph_signature
     graph = fx.Graph()
@@ -87,7 +87,7 @@ def from_program(name: str, program: ExportedProgram) -> Model:
     batch = _batch_symbol(name, inputs)
     if not inputs:
         raise UnsupportedModel(f"{name}: the program takes no tensors")
-    return Model(
+    return FxModel(
         name=name,
         root=program.graph_module,
         graph=graph,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from runtime.lowering.fused import PLAIN
-from runtime.lowering.fusing import fuse_convolutions
-from runtime.lowering.model import Model, same_form
+from runtime.lowering.fused_ops import PLAIN
+from runtime.lowering.fusion import fuse_convolutions
+from runtime.lowering.model import FxModel, same_form
 
 aten = torch.ops.aten
 
@@ -57,11 +57,11 @@ _ASSERTIONS = (
 
 
 def host_gather(table: str, indices: torch.Tensor) -> torch.Tensor:
-    """Stand for `embedding(table, indices)` with the table in the host store; a program binds it to a store."""
+    """Placeholder for `embedding(table, indices)` with the table in the host store; binding supplies the store."""
     raise AssertionError(f"host_gather of {table} was not bound to a store")
 
 
-def rewrite(model: Model, *, fused: bool = False) -> None:
+def rewrite(model: FxModel, *, fused: bool = False) -> None:
     """Apply every rewrite, in an order in which each sees what the one before it made. `fused` is a model's option."""
     inline_grad_regions(model)
     drop_assertions(model)
@@ -76,7 +76,7 @@ def rewrite(model: Model, *, fused: bool = False) -> None:
     drop_unused(model)
 
 
-def inline_grad_regions(model: Model) -> None:
+def inline_grad_regions(model: FxModel) -> None:
     """Replace `with torch.no_grad()` regions by their bodies: nothing here records gradients."""
     wrap = torch.ops.higher_order.wrap_with_set_grad_enabled
     while regions := [n for n in model.graph.nodes if n.op == "call_function" and n.target is wrap]:
@@ -98,7 +98,7 @@ def inline_grad_regions(model: Model) -> None:
             model.graph.erase_node(node)
 
 
-def drop_assertions(model: Model) -> None:
+def drop_assertions(model: FxModel) -> None:
     """Remove export's run-time assertions: the server checks shapes and types before the model sees them."""
     for node in reversed(list(model.graph.nodes)):
         name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
@@ -106,7 +106,7 @@ def drop_assertions(model: Model) -> None:
             model.graph.erase_node(node)
 
 
-def fold_batch_norms(model: Model) -> None:
+def fold_batch_norms(model: FxModel) -> None:
     """Fold inference-mode batch norms into the convolutions before them, in float64."""
     for norm in list(model.graph.nodes):
         if norm.op != "call_function" or norm.target is not aten.batch_norm.default or norm.args[5]:
@@ -146,7 +146,7 @@ def _fold(
     return folded.to(weight.dtype), shift.to(weight.dtype)
 
 
-def split_recurrent_layers(model: Model) -> None:
+def split_recurrent_layers(model: FxModel) -> None:
     """Issue a recurrent network of L layers as L calls of one layer, so that one layer's weights suffice."""
     for node in list(model.graph.nodes):
         states = _RECURRENT.get(node.target) if node.op == "call_function" else None
@@ -173,7 +173,7 @@ def split_recurrent_layers(model: Model) -> None:
         _replace_items(model, node, outputs)
 
 
-def _replace_items(model: Model, node: fx.Node, outputs: Sequence[fx.Node]) -> None:
+def _replace_items(model: FxModel, node: fx.Node, outputs: Sequence[fx.Node]) -> None:
     for user in list(node.users):
         user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
         model.graph.erase_node(user)
@@ -185,7 +185,7 @@ def getitem(values: Sequence[Any], index: int) -> Any:
     return values[index]
 
 
-def gather_on_host(model: Model) -> None:
+def gather_on_host(model: FxModel) -> None:
     """Leave large embedding tables in the host store: an inference needs a few of their rows."""
     for node in list(model.graph.nodes):
         if node.op != "call_function" or node.target is not aten.embedding.default:
@@ -202,7 +202,7 @@ def gather_on_host(model: Model) -> None:
         model.graph.erase_node(node)
 
 
-def split_large_layers(model: Model) -> None:
+def split_large_layers(model: FxModel) -> None:
     """Compute linear layers and convolutions with large weights in slices of output features or channels.
 
     Each slice has its part of the weight, so that it can start, and be dropped, on its own.
@@ -239,7 +239,7 @@ def _grouped(node: fx.Node) -> bool:
 
 
 def _sliced(
-    model: Model, known: dict[str, list[fx.Node]], node: fx.Node, tensor: torch.Tensor, rows: int
+    model: FxModel, known: dict[str, list[fx.Node]], node: fx.Node, tensor: torch.Tensor, rows: int
 ) -> list[fx.Node]:
     key = f"{node.name}/{rows}"
     if key not in known:
@@ -248,10 +248,10 @@ def _sliced(
     return known[key]
 
 
-def undo_own_changes(model: Model) -> None:
-    """Write what the model changes in place as if it were new, where nobody can tell: `work_in_place` decides anew.
+def undo_own_changes(model: FxModel) -> None:
+    """Replace the model's own in-place ops by plain ones where no other op can see the difference.
 
-    A ReLU behind a sum that the model itself makes in place would make new bytes otherwise.
+    `work_in_place` then decides anew: a ReLU after an in-place sum of the model's would make new bytes otherwise.
     """
     for node in model.graph.nodes:
         new = _AS_IF_NEW.get(node.target) if node.op == "call_function" else None
@@ -265,8 +265,8 @@ def _keeps_dtype(node: fx.Node) -> bool:
     return all(isinstance(v, torch.Tensor) for v in values) and len({v.dtype for v in values}) == 1
 
 
-def work_in_place(model: Model) -> None:
-    """Let elementwise ops overwrite an operand that nobody else reads: half the activations, and the same bits."""
+def work_in_place(model: FxModel) -> None:
+    """Let elementwise ops overwrite an operand that nothing else reads: half the activations, and the same bits."""
     ours: set[fx.Node] = set()
     for node in model.graph.nodes:
         if node.op != "call_function" or not node.args or not _dies_with(node.args[0], node, ours):
@@ -292,7 +292,7 @@ def _dies_with(operand: Any, reader: fx.Node, ours: set[fx.Node]) -> bool:
     )
 
 
-def drop_unused(model: Model) -> None:
+def drop_unused(model: FxModel) -> None:
     """Remove ops and weights that nothing uses any more."""
     model.graph.eliminate_dead_code()
     for node in list(model.graph.nodes):

@@ -1,13 +1,14 @@
-"""The weights file: a model's parameters in plan order, ready to be copied or read straight into the arena.
+"""The weights file: a model's parameters in plan order, ready to be copied or read into the arena.
 
-Parameters come as *segments*, the units of swapping: what the same ops read, one piece behind the other, padded to
-the block size that O_DIRECT asks for. Embedding tables stand behind the segments and never move.
+Parameters are grouped into *segments*, the units of swapping: what the same ops read, piece after piece, padded to the
+block size that O_DIRECT asks for. Embedding tables follow the segments and are never swapped.
 """
 
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ PIECE_ALIGNMENT = 64
 COALESCE_BYTES = 256 << 10
 """Neighbouring segments are joined while they stay below this, because small copies cost latency alone."""
 LARGE_BYTES = 8 << 20
-"""Of weights of this size only one comes per segment, even if the same ops read them: no need for one large hole."""
+"""A segment has at most one weight of this size, even if the same ops read several: large ranges are hard to free."""
 FORMAT_VERSION = 2
 
 _COPY_BYTES = 16 << 20
@@ -102,7 +103,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The file beside a weights file: what is in it, and its CRC-32."""
+    """The description file of a weights file: its manifest and its CRC-32."""
 
     manifest: Manifest
     crc32: int
@@ -110,7 +111,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class WeightUse:
     """A weight and the ops that read it, by their indices."""
 
     name: str
@@ -118,10 +119,10 @@ class Use:
     readers: tuple[int, ...]
 
 
-def lay_out(archive: str, uses: Sequence[Use], tables: Mapping[str, torch.Tensor]) -> Manifest:
+def lay_out(archive: str, uses: Sequence[WeightUse], tables: Mapping[str, torch.Tensor]) -> Manifest:
     """Group weights into segments, in the order in which ops first read them; unread ones come last."""
     last = 1 + max((r for use in uses for r in use.readers), default=0)
-    groups: dict[tuple[int, ...], list[Use]] = {}
+    groups: dict[tuple[int, ...], list[WeightUse]] = {}
     for use in sorted(uses, key=lambda u: (u.readers or (last,), u.name)):
         groups.setdefault(use.readers, []).append(use)
     segments: list[Segment] = []
@@ -137,14 +138,14 @@ def lay_out(archive: str, uses: Sequence[Use], tables: Mapping[str, torch.Tensor
     return Manifest(archive, tuple(segments), tuple(placed))
 
 
-def _parted(group: list[Use]) -> list[list[Use]]:
+def _parted(group: list[WeightUse]) -> list[list[WeightUse]]:
     """One segment for all but the second and further large weights."""
     apart = {use.name: use for use in [u for u in group if u.tensor.nbytes >= LARGE_BYTES][1:]}
     return [[use for use in group if use.name not in apart], *([use] for use in apart.values())]
 
 
-def _coalesce(groups: list[list[Use]]) -> list[list[Use]]:
-    joined: list[list[Use]] = []
+def _coalesce(groups: list[list[WeightUse]]) -> list[list[WeightUse]]:
+    joined: list[list[WeightUse]] = []
     size = COALESCE_BYTES
     for group in groups:
         nbytes = sum(round_up(u.tensor.nbytes, PIECE_ALIGNMENT) for u in group)
@@ -157,7 +158,7 @@ def _coalesce(groups: list[list[Use]]) -> list[list[Use]]:
     return joined
 
 
-def _segment(offset: int, group: Sequence[Use]) -> Segment:
+def _segment(offset: int, group: Sequence[WeightUse]) -> Segment:
     pieces: list[Piece] = []
     position = 0
     for use in group:
@@ -189,7 +190,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> Manifest | None:
-    """The manifest of a weights file that is there and whole, or None."""
+    """Return the manifest of a weights file, or None if it is missing or damaged."""
     try:
         raw = description_path(path).read_bytes()
         description = decode_as(raw, Description, "weights description", FORMAT_VERSION)
@@ -222,21 +223,16 @@ def _write_tensor(fd: int, tensor: torch.Tensor, offset: int) -> None:
         os.pwrite(fd, raw[position : position + _COPY_BYTES].data, offset + position)
 
 
-class _replacing:  # noqa: N801  (reads as a statement: with _replacing(path) as fd)
-    """A new file that takes the path's place when the block ends well, and vanishes when it does not."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> int:
-        self.fd, self.temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        return self.fd
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            os.fsync(self.fd)
-        os.close(self.fd)
-        if kind is None:
-            os.replace(self.temporary, self.path)
-        else:
-            os.unlink(self.temporary)
+@contextmanager
+def _replacing(path: Path) -> Iterator[int]:
+    """Open a new file that replaces the path when the block succeeds, and is deleted when it does not."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        yield fd
+        os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    finally:
+        os.close(fd)

@@ -1,9 +1,10 @@
-"""A lowered model's profiles on this machine, measured or from the cache."""
+"""A lowered model's profiles, measured with every parameter resident, or read from the cache."""
 
 import platform
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,41 +13,29 @@ from planner.errors import FormatError
 from planner.graph import Graph, fingerprint
 from planner.plan import Address, Compute, Placement, Plan
 from planner.profile import Profile
-from runtime.binding.program import Bases, build
-from runtime.cpu.arena import Arena
-from runtime.cpu.executor import Executor
-from runtime.cpu.store import Store
+from runtime.backend import Executor
+from runtime.binding.program import Bases, Program
 from runtime.lowering.lower import Lowered
-from runtime.profiling.measuring import (
-    Cold,
-    copies_of,
-    measure_contention,
-    measure_link,
-    measure_ops,
-    measure_way_out,
-)
-from runtime.profiling.stretch_end import measure_stretch
+from runtime.memory import DeviceArena, HostStore
+from runtime.profiling.link import measure_contention, measure_swap_in, measure_swap_out, segment_copies
+from runtime.profiling.stopwatch import ColdCaches, measure_ops
 
-_METHOD = 2
-"""Counted up with whatever is measured otherwise: what a cache has from before is measured anew."""
+_METHOD = 3
+"""Changes when something is measured in another way, so that cached profiles are measured anew."""
+
+Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]], Program]
 
 
-def device_name(threads: int, store: Store, limit: str = "", *, scripted: bool = False) -> str:
-    """What a profile is valid for: processor, threads, torch, store, and whether ops run in stretches."""
+def device_name(threads: int, store: HostStore[Any], limit: str = "", *, scripted: bool = False) -> str:
+    """Return what a profile is valid for: processor, threads, torch, store, and whether ops run in segments."""
     way = ", scripted" if scripted else ""
     return f"{_processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}{way}"
 
 
-def profile(
-    lowered: Lowered,
-    store: Store,
-    device: str,
-    cache: Path | None = None,
-    on_progress: Callable[[str], None] = lambda text: None,
-    *,
-    scripted: bool = False,
+def cached_profiles(
+    lowered: Lowered, device: str, cache: Path | None, measured: Callable[[], dict[int, Profile]]
 ) -> dict[int, Profile]:
-    """Profiles by batch size, from the cache where these graphs were measured on this device before."""
+    """Return profiles by batch size, from the cache if all these graphs were measured on this device before."""
     paths = {
         batch: cache / f"{fingerprint([graph.fingerprint, device, _METHOD])[:32]}.json"
         for batch, graph in lowered.graphs.items()
@@ -55,11 +44,11 @@ def profile(
     known = {batch: p for batch, path in paths.items() if (p := _cached(path, lowered.graphs[batch])) is not None}
     if len(known) == len(lowered.graphs):
         return known
-    measured = measure(lowered, store, device, on_progress, scripted=scripted)
+    profiles = measured()
     for batch, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(profile_format.encode(measured[batch]))
-    return measured
+        path.write_bytes(profile_format.encode(profiles[batch]))
+    return profiles
 
 
 def _cached(path: Path, graph: Graph) -> Profile | None:
@@ -72,47 +61,49 @@ def _cached(path: Path, graph: Graph) -> Profile | None:
 
 def measure(
     lowered: Lowered,
-    store: Store,
     device: str,
+    build: Build,
+    arena: DeviceArena[Any],
+    store: HostStore[Any],
+    executor: Executor,
     on_progress: Callable[[str], None] = lambda text: None,
-    *,
-    scripted: bool = False,
 ) -> dict[int, Profile]:
-    """Run a model with every parameter resident, at every batch size, alone and beside a busy link.
+    """Run a model with every parameter resident, at every batch size, alone and alongside a busy link.
 
-    With `scripted`, as served in stretches: each op has its share of its stretch's time. What the link does, and what
-    it and the ops do to each other, is measured at the smallest batch.
+    `arena` holds the model's segments twice. Where programs have segments, each op gets its share of its segment's
+    time. The link, and how much it and the ops slow each other down, are measured at the smallest batch.
     """
     profiles: dict[int, Profile] = {}
-    cold = Cold.beside(lowered.manifest)
-    with Arena(2 * lowered.manifest.segment_bytes) as arena, Executor() as executor:
-        for batch, graph in sorted(lowered.graphs.items()):
-            on_progress(f"{lowered.name}: measuring batch {batch}")
-            program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store, scripted=scripted)
-            if not profiles:
-                executor.load(program)
-                link = measure_link(lowered.manifest, store, arena, executor, cold)
-                way_out = measure_way_out(store)
-            alone_s, op_seconds = measure_ops(lowered, program, executor, cold)
-            if not profiles:
-                copies = copies_of(lowered.manifest, store, arena, None)
-                slowdowns = measure_contention(program, lowered.examples(batch), executor, copies, cold, alone_s)
-                stretch_s = measure_stretch(lowered, program, store, executor, cold) if program.stretched else 0.0
-            profiles[batch] = Profile(graph.fingerprint, device, op_seconds, link, way_out, *slowdowns, stretch_s)
+    cold = ColdCaches.for_model(lowered.manifest)
+    for batch, graph in sorted(lowered.graphs.items()):
+        on_progress(f"{lowered.name}: measuring batch {batch}")
+        program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store)
+
+        def examples(batch: int = batch) -> list[torch.Tensor]:
+            return lowered.examples(batch)
+
+        if not profiles:
+            executor.load(program)
+            swap_in, swap_out = measure_swap_in(lowered.manifest, store, arena, cold), measure_swap_out(store)
+        alone_s, op_seconds = measure_ops(program, examples, executor, cold)
+        if not profiles:
+            copies = segment_copies(lowered.manifest, store, arena)
+            slowdowns = measure_contention(program, examples, executor, copies, cold, alone_s)
+        profiles[batch] = Profile(graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns)
     return profiles
 
 
 def resident_plan(graph: Graph) -> Plan:
-    """Everything resident, every activation at bytes of its own: right for any graph, and wasteful."""
+    """Return a plan with every parameter resident and every activation at bytes of its own: valid, and wasteful."""
     partition = workspace = 0
     residents: list[Placement] = []
     for i in graph.parameters:
         residents.append(Placement(i, Address("partition", partition)))
         partition += graph.tensors[i].nbytes
-    places: dict[int, Address] = {}
+    addresses: dict[int, Address] = {}
     for i, tensor in enumerate(graph.tensors):
         if tensor.kind != "parameter":
-            places[i] = Address("workspace", workspace)
+            addresses[i] = Address("workspace", workspace)
             workspace += -(-tensor.nbytes // tensor.alignment) * tensor.alignment
     scratch = Address("workspace", workspace)
     return Plan(
@@ -120,10 +111,10 @@ def resident_plan(graph: Graph) -> Plan:
         profile="",
         partition_bytes=partition,
         workspace_bytes=workspace + max((op.scratch_bytes for op in graph.ops), default=0),
-        inputs=tuple(Placement(i, places[i]) for i, t in enumerate(graph.tensors) if t.kind == "input"),
+        inputs=tuple(Placement(i, addresses[i]) for i, t in enumerate(graph.tensors) if t.kind == "input"),
         residents=tuple(residents),
         steps=tuple(
-            Compute(n, tuple(places[i] for i in op.writes), scratch if op.scratch_bytes else None)
+            Compute(n, tuple(addresses[i] for i in op.writes), scratch if op.scratch_bytes else None)
             for n, op in enumerate(graph.ops)
         ),
     )

@@ -1,9 +1,9 @@
-"""Models that share one region: what stays there between runs, and how parameters come. The published systems, as data.
+"""The published ways to share one region among models: what stays between runs, and how parameters are copied.
 
-- `time_shared`: one model at a time, copied in whole and waited for (SwapAdvisor's baseline)
-- `pipelined`: one model at a time, layer by layer beside its computing (PipeSwitch)
-- `lru`: whole models, the least recently used ones leave (Clockwork, Ray's multiplexing)
-- `on_demand`: parameters, the least recently used ones leave (SwapAdvisor's ODSwap)
+- `time_shared`: one model at a time, copied as a whole before the run (SwapAdvisor's baseline)
+- `pipelined`: one model at a time, copied layer by layer while it computes (PipeSwitch)
+- `lru`: whole models, of which the least recently used are evicted (Clockwork, Ray's multiplexing)
+- `on_demand`: parameters, of which the least recently used are evicted (SwapAdvisor's ODSwap)
 """
 
 from collections import OrderedDict
@@ -21,13 +21,13 @@ from runtime.binding.program import Bases, Program
 from runtime.captures import Capture, together
 from runtime.errors import MemoryExceeded
 from runtime.lowering.lower import Lowered
-from runtime.memory import Memory, Source
+from runtime.memory import DeviceArena, HostStore
 from runtime.recording import Follow
-from runtime.shared_region.moving import Movable
-from runtime.shared_region.region import PLACES_REMEMBERED, Keeps, Region, Visit
+from runtime.shared_region.region import PLACEMENTS_KEPT, FetchPlan, Keeps, ParameterRegion
+from runtime.shared_region.relocatable import RelocatableModel
 
-PROGRAMS_KEPT = PLACES_REMEMBERED
-"""Visits of a program that stay prepared: on CUDA each has graphs of its own."""
+PROGRAMS_KEPT = PLACEMENTS_KEPT
+"""Fetch plans of a model whose programs are kept: on CUDA each has its own graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Sharing:
 
     keeps: Keeps
     arrives: Literal["whole", "by layer", "on demand"]
-    """Before the run; or while it computes, each op waiting for its own; or so, but on a model's first run only when
-    an op is next, and prefetched once that run has shown the order."""
+    """Before the run; while it computes; or while it computes, where a model's first run fetches each parameter only
+    when its op is next, and later runs prefetch in the order that the first has shown."""
 
     @property
     def blocking(self) -> bool:
@@ -53,65 +53,64 @@ SHARINGS = {
 
 
 @dataclass(slots=True)
-class _Guest:
-    """One model at one batch size, and the visits that it was prepared for last."""
+class _SharedModel:
+    """One model at one batch size, with the programs of its last fetch plans."""
 
-    movable: Movable
-    programs: OrderedDict[Visit, Program] = field(default_factory=OrderedDict)
+    relocatable: RelocatableModel
+    programs: OrderedDict[FetchPlan, Program] = field(default_factory=OrderedDict)
     first: Program | None = None
-    """What was loaded first; on CUDA it holds the pool of those that are not prepared for good."""
+    """The program that was loaded first; on CUDA it holds the pool of those that are not kept."""
 
 
 class SharedRegion:
     """Runs programs of models that share a region, by the backend's own executor. Belongs to the engine's thread.
 
-    To those who run programs it is an executor: each run first decides what has to be copied where.
+    It is a `runtime.backend.Runner`: each run first decides what has to be copied where.
     """
 
     changes_threads = False
 
     def __init__(
-        self, backend: Backend, sharing: Sharing, arena: Memory[Any], workspace_bytes: int, region_bytes: int
+        self, backend: Backend, sharing: Sharing, arena: DeviceArena[Any], workspace_bytes: int, region_bytes: int
     ) -> None:
-        """The region lies behind the workspace, which begins with the arena."""
-        self.region = Region(workspace_bytes, region_bytes, sharing.keeps, whole=sharing.blocking)
+        """The workspace is at the arena's start, and the region follows it."""
+        self.region = ParameterRegion(workspace_bytes, region_bytes, sharing.keeps, whole=sharing.blocking)
         self._workspace_bytes = workspace_bytes
         self._backend = backend
         self._executor = backend.executor
         self._sharing = sharing
         self._arena = arena
-        self._guests: dict[tuple[str, int], _Guest] = {}
-        self._known: set[str] = set()
-        """Models that have run."""
+        self._models: dict[tuple[str, int], _SharedModel] = {}
+        self._have_run: set[str] = set()
 
     @property
     def lost(self) -> str | None:
         return self._executor.lost
 
-    def add(self, lowered: Lowered, plan: Plan, profile: Profile | None, store: Source[Any]) -> Program:
-        """Bind a plan that keeps every parameter, and make its program ready for visits.
+    def add(self, lowered: Lowered, plan: Plan, profile: Profile | None, store: HostStore[Any]) -> Program:
+        """Prepare a plan that keeps every parameter, and return the program to run.
 
-        Raises MemoryExceeded if it can never run here, and what binding raises.
+        Raises MemoryExceeded if it can never run here, and what `Backend.build` raises.
         """
         if plan.workspace_bytes > self._workspace_bytes:
             raise MemoryExceeded(
                 f"{lowered.name}: the plan has a workspace of {format_bytes(plan.workspace_bytes)}, there are"
                 f" {format_bytes(self._workspace_bytes)} below the region that models share"
             )
-        movable = self._backend.movable(lowered, plan, profile, self._arena, Bases(0, 0), store)
-        self.region.require(movable.uses)
-        guest = self._guests[lowered.name, movable.home.batch] = _Guest(movable)
-        if movable.is_admitted:
-            self._admit(guest)
-        return movable.home
+        relocatable = self._backend.relocatable(lowered, plan, profile, self._arena, Bases(0, 0), store)
+        self.region.require(relocatable.uses)
+        model = self._models[lowered.name, relocatable.home.batch] = _SharedModel(relocatable)
+        if relocatable.is_admitted:
+            self._admit(model)
+        return relocatable.home
 
-    def _admit(self, guest: _Guest) -> None:
-        """Load the programs of a model that comes, and of one that is found there."""
-        uses = guest.movable.uses
-        guest.first = self._program(guest, self.region.visit(uses))
-        self._executor.load(guest.first)
-        again = self._program(guest, self.region.visit(uses))
-        if again is not guest.first:
+    def _admit(self, model: _SharedModel) -> None:
+        """Load the programs of a model that is fetched, and of one that is in the region already."""
+        uses = model.relocatable.uses
+        model.first = self._program(model, self.region.plan_run(uses))
+        self._executor.load(model.first)
+        again = self._program(model, self.region.plan_run(uses))
+        if again is not model.first:
             self._executor.load(again)
         self.region.forget(uses.model)
 
@@ -122,62 +121,62 @@ class SharedRegion:
         *,
         traced: bool = False,
         follow: Follow | None = None,
-        serial: bool = False,
     ) -> Result:
         """Run one inference of a program that `add` returned. See `runtime.backend.Executor`."""
-        guest = self._guests[program.name, program.batch]
-        prefetch = self._sharing.arrives != "on demand" or program.name in self._known
-        visit = self.region.visit(guest.movable.uses, prefetch=prefetch)
+        model = self._models[program.name, program.batch]
+        uses = model.relocatable.uses
+        prefetch = self._sharing.arrives != "on demand" or program.name in self._have_run
+        fetch_plan = self.region.plan_run(uses, prefetch=prefetch)
         try:
-            visiting = self._program(guest, visit)
-            comes_whole = self._sharing.blocking and visit.fetches
-            waited_s = self._executor.load(visiting, follow=follow) if comes_whole else 0.0
-            result = self._executor.run(visiting, inputs, traced=traced, follow=follow, serial=serial)
+            placed = self._program(model, fetch_plan)
+            must_load = self._sharing.blocking and fetch_plan.fetches
+            waited_s = self._executor.load(placed, follow=follow) if must_load else 0.0
+            result = self._executor.run(placed, inputs, traced=traced, follow=follow)
         except BaseException:
             self.region.forget(program.name)
             raise
-        self._known.add(program.name)
+        self._have_run.add(program.name)
         result.latency_s += waited_s
         result.stall_s += waited_s
-        result.link_bytes = sum(guest.movable.uses.nbytes[fetch.segment] for fetch in visit.fetches)
+        result.link_bytes = sum(uses.nbytes[fetch.segment] for fetch in fetch_plan.fetches)
         return result
 
     def expect(self, program: Program | None, *, followed: bool = False) -> None:
-        """There are no bytes of the next model's own in which its copies could begin."""
+        """Do nothing: the next model has no bytes of its own to prefetch into."""
 
     def expect_behind(self, program: Program, *, followed: bool = False) -> None:
         """As `expect`."""
 
     def capture(self, program: Program) -> Capture | None:
-        """How a program's visits are issued. Any thread."""
-        guest = self._guests[program.name, program.batch]
-        programs = list(guest.programs.values())
-        if guest.first is not None and not any(p is guest.first for p in programs):
-            programs.append(guest.first)
-        if self._sharing.keeps == "tensors":  # they have one pool, and what it stands for
+        """Return how a model's programs are issued. Any thread."""
+        model = self._models[program.name, program.batch]
+        programs = list(model.programs.values())
+        if model.first is not None and not any(p is model.first for p in programs):
+            programs.append(model.first)
+        if self._sharing.keeps == "tensors":  # they share one pool and are issued alike
             programs = programs[:1]
         return together(self._executor.capture(p) for p in programs)
 
     def close(self) -> None:
-        """Give back what the programs hold."""
-        for guest in self._guests.values():
-            for program in (guest.first, *guest.programs.values(), guest.movable.home):
+        """Release what the programs hold."""
+        for model in self._models.values():
+            for program in (model.first, *model.programs.values(), model.relocatable.home):
                 if program is not None:
                     self._executor.dismiss(program)
-        self._guests = {}
+        self._models = {}
 
-    def _program(self, guest: _Guest, visit: Visit) -> Program:
-        """The program for a visit; with `blocking` it is the same whether its model was there or came."""
-        blocking, programs = self._sharing.blocking, guest.programs
+    def _program(self, model: _SharedModel, fetch_plan: FetchPlan) -> Program:
+        """Return the program of a fetch plan; with `blocking` it does not depend on what is present."""
+        blocking, programs = self._sharing.blocking, model.programs
         if blocking:
-            found = {**dict(visit.places), **{f.segment: f.offset for f in visit.fetches}}
-            visit = Visit(tuple(sorted(found.items())), ())
+            offsets = {**dict(fetch_plan.present), **{f.segment: f.offset for f in fetch_plan.fetches}}
+            fetch_plan = FetchPlan(tuple(sorted(offsets.items())), ())
         lasting = self._sharing.keeps != "tensors"
-        if visit not in programs:
-            programs[visit] = guest.movable.placed(visit, blocking=blocking, lasting=lasting)
+        if fetch_plan not in programs:
+            programs[fetch_plan] = model.relocatable.placed(fetch_plan, blocking=blocking, lasting=lasting)
             if len(programs) > PROGRAMS_KEPT:
                 _, oldest = programs.popitem(last=False)
                 if lasting:
                     self._executor.dismiss(oldest)
-        programs.move_to_end(visit)
-        return programs[visit]
+        programs.move_to_end(fetch_plan)
+        return programs[fetch_plan]

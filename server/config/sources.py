@@ -3,7 +3,7 @@
 import argparse
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,8 +212,3 @@ def _of_models(models: Mapping[str, Any], path: Path) -> Mapping[str, list[str]]
         if table.get("load"):
             loaded.append(model)
     return {"model_rate": rates, "load_model": loaded}
-
-
-def selected(keys: Iterable[str]) -> list[Setting]:
-    """Return the settings of these keys, for commands that share some of the flags of `serve`."""
-    return [BY_KEY[key] for key in keys]

@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from server.engine.device_thread import Chore, DeviceThread, Executed, LoadedModel, Order
+from server.engine.device_thread import Chore, DeviceThread, Executed, LoadedModel, PendingChore
 from server.engine.execution import Servable
 from server.errors import (
-    DeviceLost,
+    DeviceUnavailable,
     ExecutionFailed,
     ModelNotFound,
     RequestError,
     RequestTimedOut,
     ShuttingDown,
 )
-from server.protocol.execution import InferResult
+from server.ipc.execution import InferResult
+from server.ipc.statistics import FailureReason, ModelStatistics
 from server.protocol.request import InferRequest
-from server.protocol.statistics import FailureReason, ModelStatistics
 from server.scheduling.policy import Policy
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler
@@ -115,7 +115,7 @@ class ComputeLane:
     async def infer(self, request: InferRequest) -> InferResult:
         """Execute a request. Cancelling this takes it out of the queue, if it has not started.
 
-        Raises Overloaded, RequestTimedOut, ShuttingDown, DeviceLost, ModelNotFound, ExecutionFailed, or what the
+        Raises Overloaded, RequestTimedOut, ShuttingDown, DeviceUnavailable, ModelNotFound, ExecutionFailed, or what the
         servable refuses with.
         """
         self._refuse_if_over()
@@ -164,7 +164,7 @@ class ComputeLane:
                 future.set_exception(error)
 
         with self._device.changed:
-            self._device.orders.append(Order(chore, end))
+            self._device.orders.append(PendingChore(chore, end))
             self._device.changed.notify()
         await future
 
@@ -235,7 +235,7 @@ class ComputeLane:
         if self._draining:
             raise ShuttingDown
         if self._lost is not None:
-            raise DeviceLost(self._lost)
+            raise DeviceUnavailable(self._lost)
 
     def _cancel(self, ticket: Ticket) -> None:
         """Take a request out of the queue; one that has started is executed, counted and not sent."""
@@ -309,7 +309,7 @@ class ComputeLane:
             orders = list(self._device.orders)
             self._device.orders.clear()
         for order in orders:
-            order.settle(DeviceLost(reason))
+            order.settle(DeviceUnavailable(reason))
         for ticket in list(self._waiting):
-            self.refused(ticket, DeviceLost(reason), "BACKEND")
+            self.refused(ticket, DeviceUnavailable(reason), "BACKEND")
         self._on_lost(reason)

@@ -7,10 +7,10 @@ from typing import Any
 
 from server.engine.compute_lane import ComputeLane
 from server.engine.execution import Servable
-from server.protocol.execution import InferResult
-from server.protocol.model import lane_name
+from server.ipc.execution import InferResult
+from server.ipc.model import lane_name
+from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
-from server.protocol.statistics import ModelStatistics
 from server.scheduling.policy import Policy
 from server.scheduling.scheduler import Scheduler
 

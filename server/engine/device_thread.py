@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from server.engine.execution import Execution, Servable
 from server.errors import ExecutionFailed, RequestError
-from server.protocol.execution import DeviceSpan, ExecutionTiming, InferResult, OnSpans
-from server.protocol.model import Inputs
+from server.ipc.execution import DeviceSpan, ExecutionTiming, InferResult, OnSpans
+from server.ipc.model import Inputs
+from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
-from server.protocol.statistics import ModelStatistics
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler, Work
 
@@ -39,7 +39,7 @@ class Chore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PendingChore:
     """A chore, and the function that reports its end."""
 
     chore: Chore
@@ -80,7 +80,7 @@ class DeviceThread:
     ) -> None:
         self.changed = threading.Condition()
         self.scheduler = scheduler
-        self.orders: deque[Order] = deque()
+        self.orders: deque[PendingChore] = deque()
         self.stopped = False
         self.models: dict[tuple[str, int], LoadedModel] = {}
         """By name and generation."""
@@ -138,7 +138,7 @@ class DeviceThread:
             self._tell(self._listener.too_late, hopeless)
         return work
 
-    def _advance(self, order: Order) -> None:
+    def _advance(self, order: PendingChore) -> None:
         error: BaseException | None = None
         try:
             ended = order.chore.advance()

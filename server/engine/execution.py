@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from server.protocol.model import Array, GraphCapture, Inputs, ModelInfo
+from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo
 from server.scheduling.estimates import Readiness
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from runtime.lowering.lower import Lowered
 from runtime.lowering.model import Port
 from runtime.recording import Follow
 from server.engine.execution import Execution
-from server.protocol.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
+from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
 from server.scheduling.estimates import Readiness
 
 _DATATYPES = {

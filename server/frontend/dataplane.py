@@ -20,17 +20,17 @@ from server.errors import (
 )
 from server.frontend.engine_client import EngineClient
 from server.frontend.memory import Lease, RequestMemory
+from server.ipc.catalog import ModelEntry, ModelState
+from server.ipc.model import Array, ModelInfo
+from server.ipc.statistics import EngineReport
 from server.observe.machine import Machine
 from server.observe.metrics_page import metrics_page
 from server.observe.settings import LogSettings, TraceControl, log_changes
 from server.observe.tracing import Tracer
 from server.protocol import descriptions
-from server.protocol.catalog import ModelEntry, ModelState
-from server.protocol.model import Array, ModelInfo
 from server.protocol.model_config import ModelConfig, config_of
 from server.protocol.request import InferRequest, InferResponse, respond
 from server.protocol.shared_memory import Regions
-from server.protocol.statistics import EngineReport
 
 ControlParameters = Mapping[str, bool | int | float | str | bytes]
 """What a client adds to an order to load or unload."""

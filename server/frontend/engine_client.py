@@ -3,12 +3,12 @@
 from typing import Protocol
 
 from server.frontend.memory import Lease
+from server.ipc.catalog import Catalog
+from server.ipc.execution import InferResult
+from server.ipc.model import ModelInfo
+from server.ipc.statistics import EngineReport
 from server.observe.settings import LogSettings
-from server.protocol.catalog import Catalog
-from server.protocol.execution import InferResult
-from server.protocol.model import ModelInfo
 from server.protocol.request import InferRequest
-from server.protocol.statistics import EngineReport
 
 
 class EngineClient(Protocol):

@@ -22,11 +22,10 @@ from server.errors import (
     from_wire,
 )
 from server.frontend.memory import MARK, Lease, RequestMemory, round_up
-from server.observe.settings import LogSettings
-from server.protocol.catalog import Catalog, ModelEntry, ModelState
-from server.protocol.channel import Channel
-from server.protocol.datatypes import DTYPES
-from server.protocol.engine_messages import (
+from server.ipc.catalog import Catalog, ModelEntry, ModelState
+from server.ipc.channel import MessageChannel
+from server.ipc.execution import InferResult, OnSpans
+from server.ipc.messages import (
     AskReport,
     Cancel,
     ChangeLog,
@@ -52,10 +51,11 @@ from server.protocol.engine_messages import (
     UnloadModel,
     decode_to_frontend,
 )
-from server.protocol.execution import InferResult, OnSpans
-from server.protocol.model import ModelInfo
+from server.ipc.model import ModelInfo
+from server.ipc.statistics import EngineReport
+from server.observe.settings import LogSettings
+from server.protocol.datatypes import DTYPES
 from server.protocol.request import InferRequest
-from server.protocol.statistics import EngineReport
 
 _log = logging.getLogger("cohabit.frontend")
 
@@ -111,7 +111,7 @@ class EngineProcess:
         self.restarts = 0
         self._memory = memory
         self._clock = clock
-        self._channel: Channel[ToFrontend] | None = None
+        self._channel: MessageChannel[ToFrontend] | None = None
         self._started = False
         """Whether the connected process has tried to load everything."""
         self._was_started = False
@@ -145,7 +145,7 @@ class EngineProcess:
         socket.send_fds(connection, [self._memory.nbytes.to_bytes(8, "little")], [self._memory.descriptor])
         connection.setblocking(False)
         _, self._channel = await loop.create_unix_connection(
-            lambda: Channel(decode_to_frontend, self._received, self._lost.set), sock=connection
+            lambda: MessageChannel(decode_to_frontend, self._received, self._lost.set), sock=connection
         )
 
     async def start(

@@ -13,7 +13,7 @@ import numpy as np
 from planner.errors import format_bytes
 from planner.free_list import FreeList
 from server.errors import Overloaded
-from server.protocol.model import Array
+from server.ipc.model import Array
 
 ALIGNMENT = 64
 PAGE_BYTES = mmap.PAGESIZE

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from google.protobuf import json_format
@@ -12,13 +12,14 @@ from tritonclient.grpc import service_pb2 as pb
 
 from server.errors import InvalidRequest, RequestError, Unsupported
 from server.frontend.dataplane import DataPlane
+from server.frontend.threads import call
 from server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
 from server.grpc.errors import internal_error, message_of
 from server.grpc.handlers import metadata_of
+from server.observe.request_trace import HEADER, RequestTrace
 from server.protocol import descriptions
-from server.protocol.request_trace import HEADER
-from server.protocol.shared_memory import CudaRequest, SystemRequest
-from server.protocol.threads import call
+from server.protocol.matching import errors_of
+from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
 _QUICK_BYTES = 64 << 10
 """The event loop converts typed contents up to this size; threads do the rest."""
@@ -74,7 +75,7 @@ class InferenceCalls:
 
     async def system_shared_memory_status(self, request: Any, context: Any) -> Any:
         response = pb.SystemSharedMemoryStatusResponse()
-        for region in self._plane.regions.system(request.name or None):
+        for region in self._plane.regions.listed(request.name or None):
             status = response.regions[region.name]
             status.name, status.key = region.name, region.key
             status.offset, status.byte_size = region.offset, region.nbytes
@@ -82,27 +83,21 @@ class InferenceCalls:
 
     async def system_shared_memory_register(self, request: Any, context: Any) -> Any:
         region = SystemRequest(request.name, request.key, request.offset, request.byte_size)
-        self._plane.regions.register_system(region)
+        self._plane.regions.register(region)
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def system_shared_memory_unregister(self, request: Any, context: Any) -> Any:
-        self._plane.regions.unregister("system", request.name or None)
+        self._plane.regions.unregister(request.name or None)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def cuda_shared_memory_status(self, request: Any, context: Any) -> Any:
-        response = pb.CudaSharedMemoryStatusResponse()
-        for region in self._plane.regions.cuda(request.name or None):
-            status = response.regions[region.name]
-            status.name, status.device_id, status.byte_size = region.name, region.device, region.nbytes
-        return response
+        require_no_cuda(request.name or None)
+        return pb.CudaSharedMemoryStatusResponse()
 
     async def cuda_shared_memory_register(self, request: Any, context: Any) -> Any:
-        region = CudaRequest(request.name, request.raw_handle, request.device_id, request.byte_size)
-        self._plane.regions.register_cuda(region)
-        return pb.CudaSharedMemoryRegisterResponse()
+        refuse_cuda(request.name)
 
     async def cuda_shared_memory_unregister(self, request: Any, context: Any) -> Any:
-        self._plane.regions.unregister("cuda", request.name or None)
         return pb.CudaSharedMemoryUnregisterResponse()
 
     async def trace_setting(self, request: Any, context: Any) -> Any:
@@ -124,10 +119,8 @@ class InferenceCalls:
 
     async def model_infer(self, request: bytes, context: Any) -> Any:
         traceparent = metadata_of(context, HEADER)
-        if traceparent is None and not self._plane.tracer.traces_all:
-            return await self._infer(request, context.time_remaining())
-        with self._plane.tracer.request(traceparent) as trace:
-            if traceparent is not None:
+        with self._tracing(traceparent) as trace:
+            if traceparent is not None and trace is not None:
                 await context.send_initial_metadata(((HEADER, trace.context.header),))
             return await self._infer(request, context.time_remaining())
 
@@ -162,20 +155,19 @@ class InferenceCalls:
 
     async def _answer(self, request: bytes, traceparent: str | None) -> Any:
         """Answer one request of a stream, with an error message if it fails."""
-        if traceparent is None and not self._plane.tracer.traces_all:
-            return await self._answer_untraced(request)
-        with self._plane.tracer.request(traceparent):
-            return await self._answer_untraced(request)
-
-    async def _answer_untraced(self, request: bytes) -> Any:
-        try:
-            response = await self._infer(request, None)
-        except RequestError as error:
-            return _failed(message_of(error), request)
-        except Exception:
-            return _failed(internal_error("ModelStreamInfer"), request)
+        with self._tracing(traceparent):
+            try:
+                response = await self._infer(request, None)
+            except RequestError as error:
+                return _failed(message_of(error), request)
+            except Exception:
+                return _failed(internal_error("ModelStreamInfer"), request)
         response.parameters[_FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response)
+
+    def _tracing(self, traceparent: str | None) -> AbstractContextManager[RequestTrace | None]:
+        tracer = self._plane.tracer
+        return tracer.request(traceparent) if traceparent is not None or tracer.traces_all else nullcontext()
 
     async def _infer(self, data: bytes, left_s: float | None) -> Any:
         """Answer a request; `left_s` is the time to the call's own deadline."""
@@ -189,11 +181,8 @@ class InferenceCalls:
                 request = replace(request, timeout_s=left_s)
             response = await self._plane.infer(request, info, lease)
             large = sum(output.array.nbytes for output in response.outputs) > _QUICK_TENSOR_BYTES
-            try:
+            with errors_of(response.id):
                 return await call(large, encode_response, response)
-            except RequestError as error:
-                error.of_request(response.id)
-                raise
 
 
 def _failed(text: str, request: bytes) -> Any:

@@ -7,15 +7,13 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 
-from server.errors import InvalidRequest, RequestError
-from server.protocol import strings
-from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
-from server.protocol.matching import check_size, fit, window_of
-from server.protocol.model import Array, ModelInfo
+from server.errors import InvalidRequest
+from server.ipc.model import Array, ModelInfo
+from server.protocol.datatypes import BINARY_ONLY, DTYPES
+from server.protocol.matching import InputBody, Parameters, RequestBody, WantedBody, errors_of, fit, window_of
 from server.protocol.request import InferRequest, InferResponse
 from server.protocol.shared_memory import Regions
-from server.protocol.tensors import from_binary, to_binary
-from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
+from server.protocol.tensors import check_size, from_binary, from_window, to_binary
 
 _CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",
@@ -29,7 +27,6 @@ _CONTENTS: Mapping[str, str] = {
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
-    BYTES: "bytes_contents",
 }
 _MOST_TENSORS = 4096
 _EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
@@ -50,7 +47,7 @@ def parse_request(data: bytes) -> Any:
 
 def decode_request(message: Any, info: ModelInfo, regions: Regions) -> InferRequest:
     """Turn a ModelInferRequest into tensors that fit the model. Raises RequestError, with the client's id in front."""
-    try:
+    with errors_of(message.id):
         request = RequestBody(
             inputs=[
                 InputBody(t.name, t.datatype, list(t.shape), parameters=parameters_of(t.parameters))
@@ -62,9 +59,6 @@ def decode_request(message: Any, info: ModelInfo, regions: Regions) -> InferRequ
         )
         request.parameters.pop(_EMPTY_FINAL_RESPONSE, None)  # each request has one response, which is final
         return fit(request, info, regions, _Contents(message, info, regions).read, binary=True)
-    except RequestError as error:
-        error.of_request(message.id)
-        raise
 
 
 def encode_response(response: InferResponse) -> Any:
@@ -118,8 +112,7 @@ class _Contents:
         if window is not None:
             if typed is not None:
                 raise InvalidRequest(f"input '{body.name}' is in shared memory, and must not have contents as well")
-            check_size(body, window.nbytes)
-            return from_binary(window.read(), body.name, body.datatype, body.shape)
+            return from_window(window, body.name, body.datatype, body.shape)
         if typed is not None:
             return _from_typed(typed, body)
         return from_binary(self._next(body), body.name, body.datatype, body.shape)
@@ -148,10 +141,8 @@ def _from_typed(contents: Any, body: InputBody) -> Array:
             f"input '{body.name}' is {body.datatype}, whose values go into {field}, not {others[0]}"
         )
     values = getattr(contents, field)
-    if body.datatype == BYTES:
-        return strings.shaped(list(values), body.name, body.shape)
     dtype = DTYPES[body.datatype]
-    check_size(body, len(values) * dtype.itemsize)
+    check_size(len(values) * dtype.itemsize, body.name, body.datatype, body.shape)
     array = np.empty(len(values), dtype)
     for start in range(0, len(values), _CHUNK):
         array[start : start + _CHUNK] = _narrowed(values[start : start + _CHUNK], body)

@@ -26,7 +26,7 @@ CODES: Mapping[type[errors.RequestError], StatusCode] = {
     errors.ShuttingDown: StatusCode.UNAVAILABLE,
     errors.ExecutionFailed: StatusCode.INTERNAL,
     errors.EngineFailed: StatusCode.INTERNAL,
-    errors.DeviceLost: StatusCode.UNAVAILABLE,
+    errors.DeviceUnavailable: StatusCode.UNAVAILABLE,
     errors.ControlOff: StatusCode.UNAVAILABLE,
     errors.LoadFailed: StatusCode.INVALID_ARGUMENT,
     errors.NotInRepository: StatusCode.INTERNAL,

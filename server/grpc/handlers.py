@@ -17,19 +17,21 @@ from server.observe.access import Access, Permission
 MESSAGE_S = 120.0
 """How long the message of a unary call may take; grpc.aio does not say how much of it has arrived."""
 
-_HEALTH_CALLS = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
-_CONTROL_CALLS = frozenset(
-    {
-        "RepositoryModelLoad",
-        "RepositoryModelUnload",
-        "SystemSharedMemoryRegister",
-        "SystemSharedMemoryUnregister",
-        "CudaSharedMemoryRegister",
-        "CudaSharedMemoryUnregister",
-        "TraceSetting",
-        "LogSettings",
-    }
+_CONTROL_CALLS = (
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
+    "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister",
+    "CudaSharedMemoryRegister",
+    "CudaSharedMemoryUnregister",
+    "TraceSetting",
+    "LogSettings",
 )
+_PERMISSIONS = {
+    **dict.fromkeys(("ServerLive", "ServerReady", "Check", "Watch"), Permission.HEALTH),
+    **dict.fromkeys(_CONTROL_CALLS, Permission.CONTROL),
+}
+"""What a call needs a token for; every other call needs one for inference."""
 
 
 def service_handler(service: Any, calls: object, access: Access) -> grpc.GenericRpcHandler:
@@ -41,12 +43,6 @@ def service_handler(service: Any, calls: object, access: Access) -> grpc.Generic
     return grpc.method_handlers_generic_handler(
         service.full_name, {method.name: _method_handler(method, calls, access) for method in service.methods}
     )
-
-
-def permission_of(call: str) -> Permission:
-    if call in _HEALTH_CALLS:
-        return Permission.HEALTH
-    return Permission.CONTROL if call in _CONTROL_CALLS else Permission.INFERENCE
 
 
 def metadata_of(context: Any, name: str) -> str | None:
@@ -61,7 +57,7 @@ def _method_handler(method: Any, calls: object, access: Access) -> grpc.RpcMetho
     function: Callable[..., Any] = getattr(calls, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
     request_type, write = GetMessageClass(method.input_type), GetMessageClass(method.output_type).SerializeToString
     read = None if request_type is ModelInferRequest else request_type.FromString
-    permission = permission_of(method.name)
+    permission = _PERMISSIONS.get(method.name, Permission.INFERENCE)
 
     async def request_of(requests: Any, context: Any) -> Any:
         if permission not in access.open:

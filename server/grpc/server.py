@@ -11,11 +11,11 @@ from tritonclient.grpc import service_pb2
 
 from server.errors import ConfigError
 from server.frontend.dataplane import DataPlane
+from server.frontend.listening import TlsFiles, address_of, without_covered
 from server.grpc.api import InferenceCalls
 from server.grpc.handlers import service_handler
 from server.grpc.health import HealthCalls
 from server.observe.access import OPEN, Access
-from server.protocol.listening import TlsFiles, address_of, without_covered
 
 _FLAG = "--grpc-port"
 _MOST_CALLS = 4096

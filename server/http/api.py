@@ -4,8 +4,8 @@ import asyncio
 
 from aiohttp import hdrs, web
 
-from server.errors import RequestError
 from server.frontend.dataplane import DataPlane
+from server.frontend.threads import call
 from server.http import generate
 from server.http.answers import JSON, json_response, model_of
 from server.http.body import read_body
@@ -13,9 +13,9 @@ from server.http.codec import EncodedResponse, decode_request, encode_response, 
 from server.http.compression import chosen_encoding, compress
 from server.http.errors import error_response
 from server.protocol import descriptions
+from server.protocol.matching import errors_of
 from server.protocol.model_config import config_as_json
 from server.protocol.request import InferResponse
-from server.protocol.threads import call
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -93,11 +93,8 @@ class InferenceApi:
 async def _encode(response: InferResponse) -> EncodedResponse:
     binary_bytes = sum(output.array.nbytes for output in response.outputs)
     slow = binary_bytes > _QUICK_BINARY_BYTES or _json_bytes(response, only=True) > _QUICK_JSON_BYTES
-    try:
+    with errors_of(response.id):
         return await call(slow, encode_response, response)
-    except RequestError as error:
-        error.of_request(response.id)
-        raise
 
 
 def _json_bytes(response: InferResponse, only: bool = False) -> int:

@@ -2,38 +2,36 @@
 
 import logging
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from server.errors import RequestError
 from server.frontend.dataplane import DataPlane
-from server.http.answers import json_response
-from server.http.api import InferenceApi
-from server.http.control import ControlApi
+from server.http.answers import JSON, json_response
+from server.http.endpoints import Endpoint, endpoints
 from server.http.errors import error_response, response_of
 from server.http.openapi import document
 from server.observe.access import OPEN, Access, Permission
 from server.observe.prometheus import CONTENT_TYPE
+from server.observe.request_trace import HEADER
 from server.observe.tracing import Tracer
 from server.protocol.descriptions import product_version
-from server.protocol.request_trace import HEADER
 
-Route = tuple[str, str, Handler]
-"""Method, path and handler."""
-
-_MODELS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:[0-9]+}")
 _log = logging.getLogger("cohabit.http")
 
 
 def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> web.Application:
     """Make the application of the HTTP port; a body may take `max_body_bytes`."""
-    api, control = InferenceApi(plane, max_body_bytes), ControlApi(plane)
+    served = list(endpoints(plane, max_body_bytes))
+    described = json_response(document(product_version(), served, access)).body
+
+    async def openapi(request: web.Request) -> web.Response:
+        return web.Response(body=described, content_type=JSON)
+
     app = web.Application(middlewares=[_traced(plane.tracer)])
-    _add(app, access, Permission.INFERENCE, (*_inference(api), *_listings(control), _document(access)))
-    _add(app, access, Permission.HEALTH, _health(api))
-    _add(app, access, Permission.CONTROL, _control(control))
+    _add(app, access, [*served, Endpoint("GET", ("/v2/openapi.json",), openapi)])
     return app
 
 
@@ -44,14 +42,15 @@ def make_metrics_app(plane: DataPlane, access: Access = OPEN) -> web.Application
         return web.Response(body=await plane.metrics(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     app = web.Application(middlewares=[_answered])
-    _add(app, access, Permission.METRICS, [("GET", "/metrics", metrics)])
+    _add(app, access, [Endpoint("GET", ("/metrics",), metrics, permission=Permission.METRICS)])
     return app
 
 
-def _add(app: web.Application, access: Access, permission: Permission, routes: Iterable[Route]) -> None:
-    for method, path, handler in routes:
-        guarded = _guarded(handler, access, permission)
-        app.router.add_route(method, path, guarded, expect_handler=_read_body_continues)
+def _add(app: web.Application, access: Access, served: Iterable[Endpoint]) -> None:
+    for endpoint in served:
+        handler = _guarded(endpoint.handler, access, endpoint.permission)
+        for path in endpoint.paths:
+            app.router.add_route(endpoint.method, path, handler, expect_handler=_read_body_continues)
 
 
 async def _read_body_continues(request: web.Request) -> None:
@@ -88,8 +87,11 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         incident = uuid.uuid4().hex[:12]
         _log.exception("internal error", extra={"fields": {"incident": incident, "path": request.path}})
         response = error_response(500, f"internal error {incident}; the server's log has the details")
-    if hdrs.EXPECT in request.headers and not request.content.is_eof():
-        response.force_close()  # the client may or may not send the body after this answer
+    response.headers[hdrs.SERVER] = "cohabit"
+    expecting = hdrs.EXPECT in request.headers and not request.content.is_eof()
+    if expecting or hdrs.TRANSFER_ENCODING in request.headers:
+        # The client may or may not send the body now; and aiohttp 3.14 takes trailers for the next request's headers.
+        response.force_close()
     return response
 
 
@@ -108,60 +110,3 @@ def _traced(tracer: Tracer) -> Middleware:
         return response
 
     return traced
-
-
-def _document(access: Access) -> Route:
-    written = document(product_version(), access)
-
-    async def answer(request: web.Request) -> web.Response:
-        return json_response(written)
-
-    return "GET", "/v2/openapi.json", answer
-
-
-def _health(api: InferenceApi) -> Iterator[Route]:
-    yield "GET", "/v2/health/live", api.live
-    yield "GET", "/v2/health/ready", api.ready
-
-
-def _inference(api: InferenceApi) -> Iterator[Route]:
-    """Inference first: aiohttp tries the routes of a prefix in this order."""
-    for model in _MODELS:
-        yield "POST", f"{model}/infer", api.infer
-    yield "GET", "/v2", api.server_metadata
-    yield "GET", "/v2/", api.server_metadata
-    yield "GET", "/v2/models/stats", api.statistics
-    for model in _MODELS:
-        yield "GET", model, api.model_metadata
-        yield "GET", f"{model}/ready", api.model_ready
-        yield "GET", f"{model}/config", api.model_config
-        yield "GET", f"{model}/stats", api.statistics
-        yield "POST", f"{model}/generate", api.generate
-        yield "POST", f"{model}/generate_stream", api.generate_stream
-
-
-def _listings(api: ControlApi) -> Iterator[Route]:
-    yield "POST", "/v2/repository/index", api.index
-    for path, status in (
-        ("/v2/systemsharedmemory", api.system_status),
-        ("/v2/cudasharedmemory", api.cuda_status),
-    ):
-        yield "GET", f"{path}/status", status
-        yield "GET", f"{path}/region/{{region}}/status", status
-
-
-def _control(api: ControlApi) -> Iterator[Route]:
-    yield "POST", "/v2/repository/models/{model}/load", api.load
-    yield "POST", "/v2/repository/models/{model}/unload", api.unload
-    yield "POST", "/v2/repository/{repository}/models/{model}/{order:(un)?load}", api.other_repository
-    for path, register, unregister in (
-        ("/v2/systemsharedmemory", api.system_register, api.system_unregister),
-        ("/v2/cudasharedmemory", api.cuda_register, api.cuda_unregister),
-    ):
-        for regions in (path, f"{path}/region/{{region}}"):
-            yield "POST", f"{regions}/unregister", unregister
-        yield "POST", f"{path}/region/{{region}}/register", register
-    for method in ("GET", "POST"):
-        yield method, "/v2/trace/setting", api.trace_settings
-        yield method, "/v2/models/{model}/trace/setting", api.trace_settings
-        yield method, "/v2/logging", api.log_settings

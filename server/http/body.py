@@ -7,6 +7,7 @@ from typing import Protocol
 from aiohttp import StreamReader, hdrs, web
 
 from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
+from server.frontend.threads import call
 
 PATIENCE_S = 30.0
 LEAST_BYTES_PER_S = 4096
@@ -107,11 +108,12 @@ async def _receive(content: StreamReader, body: _Buffer) -> None:
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     try:
-        async with asyncio.timeout(PATIENCE_S) as timeout:
+        async with asyncio.timeout(None if content.is_eof() else PATIENCE_S) as timeout:
             while not content.at_eof():
                 chunk, _ = await content.readchunk()
                 body.append(chunk)
-                timeout.reschedule(started_s + PATIENCE_S + body.nbytes / LEAST_BYTES_PER_S)
+                if not content.is_eof():
+                    timeout.reschedule(started_s + PATIENCE_S + body.nbytes / LEAST_BYTES_PER_S)
     except TimeoutError as error:
         raise ClientTooSlow(body.nbytes, loop.time() - started_s) from error
 
@@ -125,7 +127,7 @@ async def _inflate(data: memoryview, encoding: str, body: _Buffer) -> None:
             start += len(piece)
             inflated = b""
             while piece or len(inflated) == _INFLATED_BYTES:
-                inflated = await asyncio.to_thread(inflater.decompress, piece, _INFLATED_BYTES)
+                inflated = await call(True, inflater.decompress, piece, _INFLATED_BYTES)
                 body.append(inflated)
                 piece = inflater.unconsumed_tail
     except zlib.error as error:

@@ -7,22 +7,24 @@ from typing import Any
 
 import msgspec
 
-from server.errors import InvalidRequest, RequestError
-from server.protocol.datatypes import BYTES, DTYPES
-from server.protocol.matching import check_size, fit, unsigned, window_of
-from server.protocol.model import Array, ModelInfo
-from server.protocol.request import InferRequest, InferResponse, OutputTensor
-from server.protocol.shared_memory import Regions
-from server.protocol.tensors import from_binary, from_json, to_binary, to_json
-from server.protocol.wire import (
+from server.errors import InvalidRequest
+from server.http.answers import parse_json
+from server.ipc.model import Array, ModelInfo
+from server.protocol.datatypes import DTYPES
+from server.protocol.matching import (
     NO_DATA,
     InputBody,
     OutputBody,
     RequestBody,
     ResponseBody,
-    encoder,
-    request_decoder,
+    errors_of,
+    fit,
+    unsigned,
+    window_of,
 )
+from server.protocol.request import InferRequest, InferResponse, OutputTensor
+from server.protocol.shared_memory import Regions
+from server.protocol.tensors import from_binary, from_json, from_window, to_binary, to_json
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EXPLAINED_BYTES = 1 << 20
@@ -60,12 +62,9 @@ def decode_request(body: memoryview, header_length: int | None, info: ModelInfo,
     json_length = len(body) if header_length is None else header_length
     message = _parse(body[:json_length])
     tail = _Tail(body[json_length:], regions)
-    try:
+    with errors_of(message.id):
         request = fit(message, info, regions, tail.read)
         tail.check_end(info)
-    except RequestError as error:
-        error.of_request(message.id)
-        raise
     return request
 
 
@@ -81,7 +80,7 @@ def encode_response(response: InferResponse) -> EncodedResponse:
         elif binary is not None:
             tail.append(binary)
     body = ResponseBody(response.model, str(response.version), described, response.id or msgspec.UNSET)
-    header = encoder.encode(body)
+    header = msgspec.json.encode(body)
     return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
 
 
@@ -120,8 +119,7 @@ class _Tail:
                 f" {'two' if has_data or window or size is not None else 'none'}"
             )
         if window is not None:
-            check_size(body, window.nbytes)
-            return from_binary(window.read(), body.name, body.datatype, body.shape)
+            return from_window(window, body.name, body.datatype, body.shape)
         if size is not None:
             return from_binary(self._next(body, size), body.name, body.datatype, body.shape)
         return from_json(body.data, body.name, body.datatype, body.shape)
@@ -146,18 +144,14 @@ class _Tail:
 
 def _parse(header: memoryview) -> RequestBody:
     try:
-        return request_decoder.decode(header)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the request's JSON has the wrong form: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest("failed to parse the request JSON: it is nested too deeply") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return parse_json(header, RequestBody)
+    except InvalidRequest as error:
         culprit = _input_with_constant(header)
-        if culprit is not None:
-            raise InvalidRequest(
-                f"data of input '{culprit}' has NaN or Infinity, which JSON cannot express; send it as binary"
-            ) from error
-        raise InvalidRequest(f"failed to parse the request JSON: {error}") from error
+        if culprit is None:
+            raise
+        raise InvalidRequest(
+            f"data of input '{culprit}' has NaN or Infinity, which JSON cannot express; send it as binary"
+        ) from error
 
 
 def _input_with_constant(header: memoryview) -> str | None:
@@ -184,8 +178,6 @@ def _raw_request(body: memoryview, info: ModelInfo, regions: Regions) -> InferRe
             f" '{info.name}' has {len(info.inputs)}"
         )
     (tensor,) = info.inputs
-    if tensor.datatype == BYTES:
-        raise InvalidRequest(f"raw binary input '{tensor.name}' is BYTES, whose shape cannot be deduced")
     shape = info.wire_shape(tensor)
     item_bytes = math.prod(d for d in shape if d >= 0) * DTYPES[tensor.datatype].itemsize
     free = sum(d < 0 for d in shape)

@@ -24,7 +24,7 @@ STATUS: Mapping[type[errors.RequestError], int] = {
     errors.ShuttingDown: 503,
     errors.ExecutionFailed: 500,
     errors.EngineFailed: 500,
-    errors.DeviceLost: 503,
+    errors.DeviceUnavailable: 503,
     errors.ControlOff: 503,
     errors.LoadFailed: 400,
     errors.NotInRepository: 500,

@@ -5,17 +5,15 @@ from typing import Any
 
 import msgspec
 
-from server.errors import InvalidRequest, RequestError, Unsupported
+from server.errors import InvalidRequest, Unsupported
 from server.http.answers import parse_json
+from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY
-from server.protocol.matching import fit
-from server.protocol.model import Array, ModelInfo, TensorSpec
+from server.protocol.matching import InputBody, Parameters, RequestBody, errors_of, fit
 from server.protocol.request import InferRequest, InferResponse
 from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_json, to_json
-from server.protocol.wire import InputBody, Parameters, RequestBody
 
-_OURS = frozenset({"id", "parameters"})
 _OPENING = re.compile(rb"[\s\[]*")
 
 
@@ -28,15 +26,12 @@ def decode_request(body: memoryview, info: ModelInfo, regions: Regions) -> Infer
     given = parse_json(body, dict[str, msgspec.Raw])
     request_id = _typed(given.pop("id", msgspec.Raw(b'""')), str, "id")
     parameters = _typed(given.pop("parameters", msgspec.Raw(b"{}")), Parameters, "parameters")
-    try:
+    with errors_of(request_id):
         inputs = [
             _described(tensor, given.pop(tensor.name), info) for tensor in info.inputs if tensor.name in given
         ]
         parameters |= {key: _typed(raw, bool | int | float | str, key) for key, raw in given.items()}
         return fit(RequestBody(inputs, id=request_id, parameters=parameters), info, regions, _value, binary=True)
-    except RequestError as error:
-        error.of_request(request_id)
-        raise
 
 
 def encode_response(response: InferResponse) -> bytes:

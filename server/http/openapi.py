@@ -1,9 +1,10 @@
-"""The OpenAPI document of the HTTP port, as data."""
+"""The OpenAPI document of the HTTP port."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from server.http.endpoints import Endpoint
 from server.observe.access import OPEN, Access, Permission
 from server.protocol.datatypes import BYTES, DTYPES
 
@@ -28,10 +29,6 @@ _PARAMETERS: Schema = {
 }
 
 
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
 def _array(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
@@ -44,17 +41,19 @@ def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | Non
 _TENSOR = {"name": _TEXT, "datatype": _DATATYPE, "shape": _array(_COUNT)}
 _METADATA_TENSOR = _object({"name": _TEXT, "datatype": _DATATYPE, "shape": _array(_DIM)})
 _DURATION = _object({"count": _COUNT, "ns": _COUNT})
-_BATCH_DURATIONS = ("compute_input", "compute_infer", "compute_output")
-_DURATIONS = (
-    "success",
-    "fail",
-    "queue",
-    "compute_input",
-    "compute_infer",
-    "compute_output",
-    "cache_hit",
-    "cache_miss",
-)
+_STAGES = dict.fromkeys(("compute_input", "compute_infer", "compute_output"), _DURATION)
+_DURATIONS = _STAGES | dict.fromkeys(("success", "fail", "queue", "cache_hit", "cache_miss"), _DURATION)
+_OUTPUTS = _array(_object(_TENSOR, {"data": _DATA, "parameters": _PARAMETERS}))
+
+_MODEL_STATISTICS = {
+    "name": _TEXT,
+    "version": _TEXT,
+    "last_inference": _COUNT,
+    "inference_count": _COUNT,
+    "execution_count": _COUNT,
+    "inference_stats": _object(_DURATIONS),
+    "batch_stats": _array(_object({"batch_size": _COUNT, **_STAGES})),
+}
 
 _SCHEMAS: Mapping[str, Schema] = {
     "Error": _object({"error": _TEXT}),
@@ -82,39 +81,14 @@ _SCHEMAS: Mapping[str, Schema] = {
             "parameters": _PARAMETERS,
         },
     ),
-    "InferResponse": _object(
-        {
-            "model_name": _TEXT,
-            "model_version": _TEXT,
-            "outputs": _array(_object(_TENSOR, {"data": _DATA, "parameters": _PARAMETERS})),
-        },
-        {"id": _TEXT},
-    ),
+    "InferResponse": _object({"model_name": _TEXT, "model_version": _TEXT, "outputs": _OUTPUTS}, {"id": _TEXT}),
     "GenerateRequest": {
         "type": "object",
         "properties": {"id": _TEXT, "parameters": _PARAMETERS},
-        "description": "besides, each input of the model by its name: a value, or an array nested like its shape",
+        "description": "and each input of the model by its name: a value, or an array nested like its shape",
     },
     "GenerateResponse": _object({"model_name": _TEXT, "model_version": _TEXT}, {"id": _TEXT}),
-    "Statistics": _object(
-        {
-            "model_stats": _array(
-                _object(
-                    {
-                        "name": _TEXT,
-                        "version": _TEXT,
-                        "last_inference": _COUNT,
-                        "inference_count": _COUNT,
-                        "execution_count": _COUNT,
-                        "inference_stats": _object(dict.fromkeys(_DURATIONS, _DURATION)),
-                        "batch_stats": _array(
-                            _object({"batch_size": _COUNT, **dict.fromkeys(_BATCH_DURATIONS, _DURATION)})
-                        ),
-                    }
-                )
-            )
-        }
-    ),
+    "Statistics": _object({"model_stats": _array(_object(_MODEL_STATISTICS))}),
     "IndexRequest": _object({}, {"ready": _FLAG}),
     "Index": _array(_object({"name": _TEXT}, {"version": _TEXT, "state": _TEXT, "reason": _TEXT})),
     "ControlRequest": _object({}, {"parameters": _PARAMETERS}),
@@ -146,88 +120,21 @@ _SCHEMAS: Mapping[str, Schema] = {
     ),
 }
 
-_MODELS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
-_TRACE = ("/v2/trace/setting", "/v2/models/{model}/trace/setting")
-
-
-@dataclass(frozen=True, slots=True)
-class _Operation:
-    method: str
-    paths: Sequence[str]
-    summary: str
-    request: str | None = None
-    response: str | None = None
-    """The schema's name; None for an empty body."""
-    permission: Permission = Permission.INFERENCE
-
-
-def _get(summary: str, response: str, *paths: str) -> _Operation:
-    return _Operation("get", paths, summary, None, response)
-
-
-def _post(summary: str, request: str | None, response: str | None, *paths: str) -> _Operation:
-    return _Operation("post", paths, summary, request, response)
-
-
-def _health(operation: _Operation) -> _Operation:
-    return replace(operation, permission=Permission.HEALTH)
-
-
-def _control(operation: _Operation) -> _Operation:
-    return replace(operation, permission=Permission.CONTROL)
-
-
-def _of_models(suffix: str) -> Sequence[str]:
-    return [f"{model}{suffix}" for model in _MODELS]
-
-
-def _shared_memory(kind: str, path: str) -> Sequence[_Operation]:
-    region = f"{path}/region/{{region}}"
-    return (
-        _get(f"List {kind} shared memory", f"{kind}Regions", f"{path}/status", f"{region}/status"),
-        _control(_post(f"Register {kind} shared memory", f"{kind}Region", None, f"{region}/register")),
-        _control(_post(f"Forget {kind} shared memory", None, None, f"{path}/unregister", f"{region}/unregister")),
-    )
-
-
-_OPERATIONS = (
-    _get("Describe the server", "ServerMetadata", "/v2", "/v2/"),
-    _health(_get("Say whether the server runs", "Live", "/v2/health/live")),
-    _health(_get("Say whether every model asked for can serve", "Ready", "/v2/health/ready")),
-    _get("Describe a model", "ModelMetadata", *_MODELS),
-    _get("Say whether a model can serve", "ModelReady", *_of_models("/ready")),
-    _get("Return a model's configuration", "ModelConfig", *_of_models("/config")),
-    _get("Return statistics", "Statistics", "/v2/models/stats", *_of_models("/stats")),
-    _post("Run an inference", "InferRequest", "InferResponse", *_of_models("/infer")),
-    _post("Run an inference with plain values", "GenerateRequest", "GenerateResponse", *_of_models("/generate")),
-    _post("List the repository's models", "IndexRequest", "Index", "/v2/repository/index"),
-    _control(_post("Load a model", "ControlRequest", None, "/v2/repository/models/{model}/load")),
-    _control(_post("Unload a model", "ControlRequest", None, "/v2/repository/models/{model}/unload")),
-    *_shared_memory("System", "/v2/systemsharedmemory"),
-    *_shared_memory("Cuda", "/v2/cudasharedmemory"),
-    _control(_get("Return trace settings", "TraceSettings", *_TRACE)),
-    _control(_post("Change trace settings", "TraceSettings", "TraceSettings", *_TRACE)),
-    _control(_get("Return log settings", "LogSettings", "/v2/logging")),
-    _control(_post("Change log settings", "LogSettings", "LogSettings", "/v2/logging")),
-)
-
 _BEARER = "bearer"
 _SCHEME = {"type": "http", "scheme": "bearer", "description": "a line of a --token-file or --control-token-file"}
 
 
-def document(version: str, access: Access = OPEN) -> Mapping[str, Any]:
-    """Return the whole document, with what needs a token as `access` has it.
-
-    Tensors may also travel as bytes behind the JSON, which OpenAPI has no words for.
-    """
+def document(version: str, endpoints: Iterable[Endpoint], access: Access = OPEN) -> Mapping[str, Any]:
+    """Return the document of endpoints that have a summary, and which of them need a token."""
     paths: dict[str, dict[str, Any]] = {}
-    for operation in _OPERATIONS:
-        for path in operation.paths:
-            written = _written(operation, path)
-            if operation.permission not in access.open:
-                written["security"] = [{_BEARER: []}]
-                written["responses"] |= _refusals(operation.permission)
-            paths.setdefault(path, {})[operation.method] = written
+    for endpoint in endpoints:
+        for pattern in endpoint.paths if endpoint.summary is not None else ():
+            path = re.sub(r":[^{}]+}", "}", pattern)
+            operation = _operation(endpoint, path)
+            if endpoint.permission not in access.open:
+                operation["security"] = [{_BEARER: []}]
+                operation["responses"] |= _refusals(endpoint.permission)
+            paths.setdefault(path, {})[endpoint.method.lower()] = operation
     schemes = {} if access.open == frozenset(Permission) else {"securitySchemes": {_BEARER: _SCHEME}}
     return {
         "openapi": "3.1.0",
@@ -243,28 +150,28 @@ def document(version: str, access: Access = OPEN) -> Mapping[str, Any]:
 
 
 def _refusals(permission: Permission) -> dict[str, Any]:
-    refusals = {"401": {"description": "a token is needed, or this is none", "content": _json("Error")}}
+    refusals = {"401": {"description": "no token, or an unknown one", "content": _json("Error")}}
     if permission is Permission.CONTROL:
         refusals["403"] = {"description": "the token does not permit control", "content": _json("Error")}
     return refusals
 
 
-def _written(operation: _Operation, path: str) -> dict[str, Any]:
+def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    done = {"content": _json(operation.response)} if operation.response else {}
-    written: dict[str, Any] = {
-        "summary": operation.summary,
+    answer = {"content": _json(endpoint.response)} if endpoint.response else {}
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
         "parameters": [{"name": n, "in": "path", "required": True, "schema": _TEXT} for n in names],
         "responses": {
-            "200": {"description": "done", **done},
+            "200": {"description": "done", **answer},
             "default": {"description": "what is wrong", "content": _json("Error")},
         },
     }
-    if operation.request is not None:
-        required = "required" in _SCHEMAS[operation.request]
-        written["requestBody"] = {"content": _json(operation.request), "required": required}
-    return written
+    if endpoint.request is not None:
+        required = "required" in _SCHEMAS[endpoint.request]
+        operation["requestBody"] = {"content": _json(endpoint.request), "required": required}
+    return operation
 
 
 def _json(name: str) -> Mapping[str, Any]:
-    return {"application/json": {"schema": _ref(name)}}
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}

@@ -12,15 +12,16 @@ from aiohttp import web
 
 from server.errors import ConfigError
 from server.frontend.dataplane import DataPlane
+from server.frontend.listening import TlsFiles, open_sockets, url_of
 from server.http.app import make_app, make_metrics_app
 from server.http.errors import error_response
 from server.observe.access import OPEN, Access
-from server.protocol.listening import TlsFiles, open_sockets, url_of
 
 KEEP_ALIVE_S = 75.0
 _READ_AHEAD_BYTES = 256 << 10
 """How much of a body may wait to be read before its client is paused."""
 _BACKLOG = 512
+_HANDSHAKE_S = 20.0
 _MOST_ERROR_CHARACTERS = 300
 
 _log = logging.getLogger("cohabit.http")
@@ -63,7 +64,14 @@ class AppServer:
         await self._runner.setup()
         sockets = open_sockets(hosts, port, flag, self._reuse_port)
         for sock in sockets:
-            self._listening.append(await loop.create_server(self._accept, sock=sock, ssl=tls, backlog=_BACKLOG))
+            listening = await loop.create_server(
+                self._accept,
+                sock=sock,
+                ssl=tls,
+                backlog=_BACKLOG,
+                ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
+            )
+            self._listening.append(listening)
         if unix is not None:
             try:
                 self._listening.append(await loop.create_unix_server(self._accept, unix, backlog=_BACKLOG))

@@ -13,12 +13,12 @@ from planner.graph import fingerprint
 from planner.profile import Profile
 from planner.sizing.deployment import ModelDemand
 from runtime.backend import Backend
-from runtime.cpu.scripted import unavailable
+from runtime.cpu.segments import unavailable
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
 from runtime.lowering import archive
 from runtime.lowering.lower import Lowered, lower
-from runtime.memory import Source
+from runtime.memory import HostStore
 from server.config.config import ServeConfig
 from server.engine.servable import describe
 from server.models.cache import FileState, Known
@@ -37,7 +37,7 @@ class Prepared:
 
     source: ModelSource
     known: Known
-    store: Source[Any]
+    store: HostStore[Any]
     rate_per_s: float = 1.0
 
     @property

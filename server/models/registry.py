@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from server.engine.execution import Servable
-from server.protocol.catalog import ModelEntry, ModelState
-from server.protocol.model import ModelFootprint
+from server.ipc.catalog import ModelEntry, ModelState
+from server.ipc.model import ModelFootprint
+from server.ipc.statistics import ModelStatistics, rejection_reason
 from server.protocol.model_config import ModelConfig
-from server.protocol.statistics import ModelStatistics, rejection_reason
 
 
 @dataclass(slots=True)

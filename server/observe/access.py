@@ -1,4 +1,4 @@
-"""Who may call what: bearer tokens, with a permission of its own for calls that change the server."""
+"""Access control with bearer tokens; calls that change the server need a permission of their own."""
 
 import hashlib
 import hmac
@@ -15,37 +15,37 @@ _TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 _LARGEST_FILE_BYTES = 1 << 20
 
 Digest = bytes
-"""Of a token: comparing digests tells nothing about the token, or about its length."""
+"""SHA-256 of a token. Comparing digests reveals neither the token nor its length."""
 
 
 class Permission(Enum):
     HEALTH = "health"
     METRICS = "metrics"
     INFERENCE = "inference"
-    """Infer, and read what there is to know of models."""
+    """Infer, and read metadata, statistics and listings."""
     CONTROL = "control"
-    """Load and unload, register shared memory, trace and log settings."""
+    """Load and unload models, register shared memory, read and change trace and log settings."""
 
 
 @dataclass(slots=True)
 class Access:
-    """Whose tokens permit what. Tokens for control permit everything else as well. Event loop's thread."""
+    """The accepted tokens and what they permit; control tokens permit everything. Event loop's thread only."""
 
     tokens: tuple[Digest, ...] = ()
     control_tokens: tuple[Digest, ...] = ()
     open: frozenset[Permission] = frozenset(Permission)
-    """What needs no token."""
+    """Permissions that need no token."""
     refused: dict[str, int] = field(
         default_factory=lambda: {"unauthenticated": 0, "not_permitted": 0}, compare=False, repr=False
     )
-    """How many calls, by the reason."""
+    """Number of refused calls by reason."""
 
     def exchange(self, tokens: tuple[Digest, ...], control_tokens: tuple[Digest, ...]) -> None:
-        """Permit other tokens from now on; what needs one stays what it was."""
+        """Replace the tokens; which calls need one does not change."""
         self.tokens, self.control_tokens = tokens, control_tokens
 
     def require(self, authorization: str | None, permission: Permission) -> None:
-        """Judge a call by its Authorization header. Raises Unauthenticated or PermissionMissing."""
+        """Check a call's Authorization header. Raises Unauthenticated or PermissionMissing."""
         if permission in self.open:
             return
         token = _bearer(authorization)
@@ -83,7 +83,7 @@ def open_access(config: ServeConfig) -> Access:
 
 
 def read_tokens(config: ServeConfig) -> tuple[tuple[Digest, ...], tuple[Digest, ...]]:
-    """What the token files and those for control hold. Raises ConfigError."""
+    """Return digests of the tokens and of the control tokens. Raises ConfigError."""
     return _read_all(config.token_files), _read_all(config.control_token_files)
 
 
@@ -92,7 +92,7 @@ def _read_all(paths: Sequence[Path]) -> tuple[Digest, ...]:
 
 
 def _read(path: Path) -> list[str]:
-    """A token a line; empty lines and those that begin with # are none."""
+    """Return one token per line, without empty lines and lines that begin with #."""
     try:
         if path.stat().st_size > _LARGEST_FILE_BYTES:
             raise ConfigError(f"token file {path} is over {_LARGEST_FILE_BYTES} bytes")
@@ -122,7 +122,7 @@ def _digest(token: str) -> Digest:
 
 
 def _among(digest: Digest, tokens: Sequence[Digest]) -> bool:
-    """Look at every token, so that the time taken does not depend on which one it is."""
+    """Compare with every token, so that the duration does not depend on which one matches."""
     found = False
     for token in tokens:
         found |= hmac.compare_digest(digest, token)

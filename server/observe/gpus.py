@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as NVML sees them; none where there is no driver or no `nvidia-ml-py`."""
+"""NVIDIA GPUs through NVML; none without a driver or without `nvidia-ml-py`."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class Gpu:
     _handle: Any
 
     def read(self) -> dict[str, float]:
-        """What the GPU tells, by Triton's metric; what it does not tell is left out."""
+        """Return the GPU's figures by Triton's metric names, without those that it does not report."""
         nvml, handle = self._nvml, self._handle
         readers: dict[str, Callable[[], float]] = {
             "nv_gpu_utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
@@ -31,12 +31,14 @@ class Gpu:
             try:
                 found[name] = reader()
             except nvml.NVMLError as error:
-                _log.debug("a GPU does not tell", extra={"fields": {"metric": name, "reason": str(error)}})
+                _log.debug(
+                    "a GPU does not report a figure", extra={"fields": {"metric": name, "reason": str(error)}}
+                )
         return found
 
 
 def open_gpus() -> tuple[Gpu, ...]:
-    """Look for GPUs; takes a while where there are some."""
+    """Return this machine's GPUs. Blocks for a while if there are any."""
     try:
         import pynvml
     except ImportError:
@@ -46,5 +48,5 @@ def open_gpus() -> tuple[Gpu, ...]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         return tuple(Gpu(str(pynvml.nvmlDeviceGetUUID(handle)), pynvml, handle) for handle in handles)
     except pynvml.NVMLError as error:
-        _log.debug("no GPU to be seen", extra={"fields": {"reason": str(error)}})
+        _log.debug("no GPU found", extra={"fields": {"reason": str(error)}})
         return ()

@@ -1,25 +1,25 @@
-"""The metrics of the machine and of the device: processors, memory, GPUs, lanes, what the arena is used for."""
+"""Metrics of the machine and the device: processors, memory, GPUs, lanes, use of the arena."""
 
 import threading
 from collections.abc import Callable, Iterator
 
 import psutil
 
+from server.ipc.model import DeviceUse
 from server.observe.access import Access
 from server.observe.gpus import Gpu, open_gpus
 from server.observe.prometheus import Family, Kind, Sample
-from server.protocol.model import DeviceUse
 
 
 class Machine:
-    """Reads what is asked for. May be called by any thread."""
+    """Reads the metrics anew at each call. Any thread."""
 
     def __init__(self, access: Access, gpus: Callable[[], tuple[Gpu, ...]] = open_gpus) -> None:
         self._access = access
         self._open_gpus = gpus
         self._gpus: tuple[Gpu, ...] | None = None
         self._lock = threading.Lock()
-        psutil.cpu_percent()  # counts from here to the first reading
+        psutil.cpu_percent()  # the first reading counts from here
 
     def families(self, use: DeviceUse) -> Iterator[Family]:
         yield from _processors()
@@ -27,7 +27,7 @@ class Machine:
         yield Family(
             "cohabit_refused_calls",
             "counter",
-            "Calls without a token that permits them",
+            "Calls refused for want of a token that permits them",
             [({"reason": reason}, count) for reason, count in self._access.refused.items()],
         )
         yield from self._gpu_families()
@@ -66,19 +66,19 @@ def _device(use: DeviceUse) -> Iterator[Family]:
     yield Family(
         "cohabit_memory_bytes",
         "gauge",
-        "Device memory by what it is used for",
+        "Device memory by use",
         [({"use": name}, nbytes) for name, nbytes in sizes.items()],
     )
     yield Family(
         "cohabit_lane_busy_seconds",
         "counter",
-        "Seconds that a lane has worked",
+        "Seconds that a lane was busy",
         [({"lane": lane}, seconds) for lane, seconds in use.lane_busy_s.items()],
     )
     if use.pinned_total_bytes is not None:
         total, used = use.pinned_total_bytes, use.pinned_used_bytes
-        yield _gauge("nv_pinned_memory_pool_total_bytes", "Most host memory that may be pinned, in bytes", total)
-        yield _gauge("nv_pinned_memory_pool_used_bytes", "Host memory that is pinned, in bytes", used)
+        yield _gauge("nv_pinned_memory_pool_total_bytes", "Limit of pinned host memory, in bytes", total)
+        yield _gauge("nv_pinned_memory_pool_used_bytes", "Pinned host memory, in bytes", used)
 
 
 def _gauge(name: str, text: str, value: float) -> Family:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from server.ipc.catalog import ModelEntry, ModelState
+from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from server.observe.machine import Machine
 from server.observe.model_metrics import View, families_of
 from server.observe.prometheus import Family, written
-from server.protocol.catalog import ModelEntry, ModelState
-from server.protocol.statistics import EngineReport, ModelReport, ModelStatistics
 
 
 def metrics_page(
@@ -14,7 +14,7 @@ def metrics_page(
 ) -> bytes:
     """Write all metrics in Prometheus' text format. Any thread."""
     ready = [entry for entry in entries if entry.state is ModelState.READY]
-    views = [View(e, report.models.get(e.name) or ModelReport(ModelStatistics())) for e in ready]
+    views = [View(e, report.models.get(e.name) or ModelCounters(ModelStatistics())) for e in ready]
     states = {entry.name: entry.state is ModelState.READY for entry in entries if entry.wanted}
     engine = Family(
         "cohabit_engine_restarts", "counter", "Times that the engine's process was started again", [({}, restarts)]

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.ipc.catalog import ModelEntry
+from server.ipc.statistics import ModelCounters, ModelStatistics
 from server.observe.prometheus import Family, Kind, Sample, Value
-from server.protocol.catalog import ModelEntry
-from server.protocol.statistics import ModelReport, ModelStatistics
 
 Read = Callable[["View"], Iterable[Sample]]
 
@@ -16,7 +16,7 @@ class View:
     """A model that is ready, and what the engine reports of it."""
 
     entry: ModelEntry
-    report: ModelReport
+    report: ModelCounters
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
-"""Prometheus' text format.
+"""Writes metrics in Prometheus' text format.
 
-Written by hand, because prometheus_client appends `_total` to counters, and dashboards know Triton's names.
+prometheus_client cannot write Triton's names: it declares a counter `nv_inference_count` as `nv_inference_count_total`,
+also for metrics of a custom collector, and the sample without the suffix then has no type.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from server.protocol.histogram import Histogram
+from server.ipc.histogram import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from server.protocol.execution import DeviceSpan
-from server.protocol.request_trace import RequestTrace
+from server.ipc.execution import DeviceSpan
+from server.observe.request_trace import RequestTrace
 
 REQUESTS, DEVICE = 1, 2
 """The processes of the picture: a track per request, and the device's lanes."""

@@ -1,4 +1,4 @@
-"""Token files that are read again when they change, so that tokens can be exchanged without a restart."""
+"""Reloads token files when they change, so that tokens can be replaced without a restart."""
 
 import asyncio
 import logging
@@ -17,10 +17,10 @@ _State = tuple[int, int, int]
 
 
 class TokenFiles:
-    """Keeps an `Access` up to date. Belongs to the event loop's thread."""
+    """Keeps an `Access` up to date. Event loop's thread only."""
 
     def __init__(self, config: ServeConfig, access: Access) -> None:
-        """Begin with what `access` was made of just now."""
+        """`access` has to be made from the files' current contents."""
         self._config = config
         self._access = access
         self._seen = _states(self._paths)
@@ -30,7 +30,7 @@ class TokenFiles:
         return (*self._config.token_files, *self._config.control_token_files)
 
     async def follow(self, interval_s: float = _INTERVAL_S) -> None:
-        """Look again and again, until cancelled; a file that nobody writes is not read."""
+        """Poll the files until cancelled; reload all when one has changed."""
         while self._paths:
             await asyncio.sleep(interval_s)
             states = await asyncio.to_thread(_states, self._paths)
@@ -39,21 +39,21 @@ class TokenFiles:
                 await self.reread()
 
     async def reread(self) -> None:
-        """Take the tokens that the files have now. Where one cannot be used, all stay as they were."""
+        """Reload all files. If one is unusable, keep every token as it was."""
         if not self._paths:
             return
         try:
             tokens, control_tokens = await asyncio.to_thread(read_tokens, self._config)
         except ConfigError as error:
             fields = {"reason": str(error)}
-            _log.error("tokens not read again, those so far stay valid", extra={"fields": fields})
+            _log.error("token files not reloaded, the tokens stay as they were", extra={"fields": fields})
             return
         self._access.exchange(tokens, control_tokens)
-        _log.info("tokens read again", extra={"fields": {"tokens": len(tokens), "control": len(control_tokens)}})
+        _log.info("token files reloaded", extra={"fields": {"tokens": len(tokens), "control": len(control_tokens)}})
 
 
 def _states(paths: Sequence[Path]) -> tuple[_State | None, ...]:
-    """What changes when a file is written, replaced, or taken away."""
+    """Return what changes when a file is written, replaced or removed."""
     return tuple(map(_state, paths))
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from planner.sizing.fitting import Room, fit, workspaces_for
 from runtime.backend import Backend
 from runtime.binding.program import Bases, Program
-from runtime.memory import Memory
+from runtime.memory import DeviceArena
 from runtime.shared_region.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
+from server.ipc.model import DeviceUse, ModelFootprint, lane_name
 from server.models.cache import Plans
 from server.models.prepared import Prepared, say_what_is_done_otherwise
 from server.placement.lane_choice import least_busy
 from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
-from server.protocol.model import DeviceUse, ModelFootprint, lane_name
 
 Programs = dict[int, Program]
 
@@ -66,7 +66,7 @@ def expected_load(prepared: Prepared, plans: Plans) -> float:
     return prepared.rate_per_s * seconds
 
 
-class DeviceMemory:
+class PartitionedMemory:
     """Binding is for any thread; chores are for the engine's, and bookkeeping for the event loop's."""
 
     def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int, lanes: int = 1) -> None:
@@ -74,7 +74,7 @@ class DeviceMemory:
         self.executors = backend.executors(lanes)
         self.memory_bytes = memory_bytes
         self.partitions = Partitions(arena_bytes, lanes=lanes)
-        self.arena: Memory[object] = backend.arena(arena_bytes)
+        self.arena: DeviceArena[object] = backend.arena(arena_bytes)
         self.placed_models: dict[str, PlacedModel] = {}
         self.shared: SharedRegion | None = None
         """Where models share one region instead of having partitions."""
@@ -168,8 +168,8 @@ class DeviceMemory:
 
     def use(self) -> DeviceUse:
         """What the memory is used for now, and how long the swap-in lanes have worked, where the device tells."""
-        pinned = getattr(self.backend, "pinned", None)
-        busy_s = [getattr(executor, "swap_busy_s", None) for executor in self.executors]
+        pinned = self.backend.pinned_memory
+        busy_s = [executor.swap_busy_s for executor in self.executors]
         return DeviceUse(
             workspace_bytes=self.partitions.workspaces.nbytes,
             partition_bytes=sum(extent.nbytes for extent in self.partitions.held.values()),

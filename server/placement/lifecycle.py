@@ -15,7 +15,7 @@ from server.protocol.model_config import parse_config
 
 if TYPE_CHECKING:
     from server.placement.device_memory import PlacedModel
-    from server.placement.placement import Placement
+    from server.placement.placement import ModelPlacement
 
 _log = logging.getLogger("cohabit.lifecycle")
 
@@ -28,13 +28,13 @@ class Lifecycle:
         self._config = config
         self._registry = registry
         self._lanes = lanes
-        self._placement: Placement | None = None
+        self._placement: ModelPlacement | None = None
         self._opened = asyncio.Event()
         self._serving: dict[str, PlacedModel] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._orders: set[asyncio.Task[None]] = set()
 
-    def open(self, placement: "Placement", placed_models: Mapping[str, "PlacedModel"]) -> None:
+    def open(self, placement: "ModelPlacement", placed_models: Mapping[str, "PlacedModel"]) -> None:
         """Begin, with what was loaded at start."""
         placement.open(self._lanes, self)
         self._placement = placement
@@ -125,7 +125,7 @@ class Lifecycle:
             self._registry.unloaded(model)
             _log.info("model unloaded", extra={"fields": {"model": model}})
 
-    async def _load(self, placement: "Placement", source: ModelSource) -> None:
+    async def _load(self, placement: "ModelPlacement", source: ModelSource) -> None:
         prepared = await asyncio.to_thread(placement.workshop.prepare, source)
         old = self._serving.get(source.name)
         placed: PlacedModel | None = None
@@ -164,7 +164,7 @@ class Lifecycle:
             del self._serving[placed.name]
             self._registry.failed(placed.name, f"it could not be moved: {reason}")
 
-    async def _opened_placement(self) -> "Placement":
+    async def _opened_placement(self) -> "ModelPlacement":
         if self._lanes.draining:
             raise ShuttingDown
         await self._opened.wait()

@@ -10,6 +10,7 @@ from planner.sizing.deployment import Deployment, deploy
 from runtime.shared_region.sharing import SHARINGS
 from server.config.config import ServeConfig
 from server.engine.servable import ProgramServable
+from server.ipc.model import DeviceUse, ModelFootprint
 from server.models.prepared import (
     OnProgress,
     Prepared,
@@ -20,13 +21,12 @@ from server.models.prepared import (
 )
 from server.models.preparing import Workshop
 from server.models.repository import ModelSource
-from server.placement.device_memory import DeviceMemory, PlacedModel, expected_load
+from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
 from server.placement.loading import ResidentLoad
 from server.placement.memory_map import draw
 from server.placement.partitions import Extent
-from server.placement.placement import Placement
-from server.protocol.model import DeviceUse, ModelFootprint
+from server.placement.placement import ModelPlacement
 
 _log = logging.getLogger("cohabit.loader")
 
@@ -35,9 +35,9 @@ _log = logging.getLogger("cohabit.loader")
 class Loaded:
     """What serving needs; `close` gives the memory back."""
 
-    memory: DeviceMemory
+    memory: PartitionedMemory
     deployment: Deployment
-    placement: Placement | None = None
+    placement: ModelPlacement | None = None
     failures: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -92,10 +92,10 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     )
     # Where nothing is loaded later, what nobody has is not taken from the device either.
     arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
-    memory = DeviceMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
+    memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
     placement = None
     if config.model_control != "none":
-        placement = Placement(memory, Workshop(config, backend), keeps_all=config.layout == "resident")
+        placement = ModelPlacement(memory, Workshop(config, backend), keeps_all=config.layout == "resident")
     loaded = Loaded(memory, deployment, placement, failures)
     _place(loaded, prepared, on_progress)
     return loaded

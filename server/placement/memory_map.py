@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.errors import format_bytes
-from planner.sizing.deployment import ONE_REGION, Deployment, Entry
+from planner.sizing.deployment import ONE_REGION, Deployment, DeploymentEntry
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
@@ -42,7 +42,7 @@ def _title(deployment: Deployment) -> str:
     return f"{deployment.layout} layout: {taken} of {memory} for {len(deployment.entries)} models"
 
 
-def _row(entry: Entry, weight_bytes: int, shared: bool) -> list[str]:
+def _row(entry: DeploymentEntry, weight_bytes: int, shared: bool) -> list[str]:
     share = entry.resident_bytes / entry.parameter_bytes if entry.parameter_bytes else 1.0
     filled = round(share * _BAR_CELLS)
     plan = entry.plans[min(entry.plans)].provenance

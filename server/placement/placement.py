@@ -16,7 +16,7 @@ from server.errors import RequestError
 from server.models.cache import Plans
 from server.models.prepared import Prepared
 from server.models.preparing import Workshop, is_better
-from server.placement.device_memory import DeviceMemory, PlacedModel, Programs
+from server.placement.device_memory import PartitionedMemory, PlacedModel, Programs
 from server.placement.moves import Move, Vacate, moves, packed, vacate_all
 from server.placement.partitions import Extent
 
@@ -38,10 +38,10 @@ class PlacementListener(Protocol):
         ...
 
 
-class Placement:
+class ModelPlacement:
     """All methods belong to the event loop's thread. What changes places in memory happens one after the other."""
 
-    def __init__(self, memory: DeviceMemory, workshop: Workshop, keeps_all: bool) -> None:
+    def __init__(self, memory: PartitionedMemory, workshop: Workshop, keeps_all: bool) -> None:
         self.memory = memory
         self.workshop = workshop
         self._keeps_all = keeps_all

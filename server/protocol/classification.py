@@ -2,14 +2,14 @@
 
 import numpy as np
 
+from server.ipc.model import Array, TensorSpec
 from server.protocol.datatypes import BF16, float32_of_bf16
-from server.protocol.model import Array, TensorSpec
 
 
 def classify(array: Array, tensor: TensorSpec, classes: int, batched: bool) -> Array:
     """Return `value:index` of the largest values, a row of bytes objects per sample.
 
-    A sample's values are numbered as they lie in memory; of equal ones the lower index stands first.
+    Indices count a sample's values in memory order. Of equal values, the lower index comes first.
     """
     values = float32_of_bf16(array) if tensor.datatype == BF16 else array
     rows = values.reshape(values.shape[0], -1) if batched else values.reshape(1, -1)
@@ -27,8 +27,6 @@ def _largest(row: Array, count: int) -> Array:
         return np.empty(0, np.intp)
     keys = np.where(np.isnan(row), -np.inf, row) if row.dtype.kind == "f" else row
     threshold = np.partition(keys, -count)[-count]
-    backwards = np.flatnonzero(keys >= threshold)[
-        ::-1
-    ]  # so that a stable sort, reversed, keeps equal values in order
-    ascending = np.argsort(keys[backwards], kind="stable")
-    return backwards[ascending[::-1]][:count]
+    candidates = np.flatnonzero(keys >= threshold)[::-1]
+    ascending = np.argsort(keys[candidates], kind="stable")  # reversed below, which puts the lower index first
+    return candidates[ascending[::-1]][:count]

@@ -1,4 +1,4 @@
-"""KServe's datatypes, as numpy and as Triton's ModelConfig know them."""
+"""KServe's datatypes, with their numpy dtypes and their names in Triton's ModelConfig."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -23,15 +23,15 @@ _LITTLE_ENDIAN = {
 }
 
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType({name: np.dtype(s) for name, s in _LITTLE_ENDIAN.items()})
-"""Every datatype that a model's tensors can have. numpy knows no bfloat16: its bits travel as uint16."""
+"""Every datatype that a model's tensors can have. numpy has no bfloat16, so its bits are uint16."""
 
 BF16 = "BF16"
 
 BINARY_ONLY = frozenset({"FP16", BF16})
-"""JSON has no agreed form for these, so they travel as bytes."""
+"""Datatypes without an agreed JSON form, which are sent as bytes."""
 
 BYTES = "BYTES"
-"""KServe's strings: arrays of `bytes` objects here. No tensor of a PyTorch program has them."""
+"""KServe's strings: arrays of `bytes` objects. Only classifications have them; PyTorch tensors do not."""
 
 
 def float32_of_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -4,9 +4,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from server.protocol.catalog import ModelEntry
-from server.protocol.model import ModelInfo, TensorSpec
-from server.protocol.statistics import ModelReport, ModelStatistics, Total
+from server.ipc.catalog import ModelEntry
+from server.ipc.model import ModelInfo, TensorSpec
+from server.ipc.statistics import ModelCounters, ModelStatistics, Total
 
 _EXTENSIONS = (
     "classification",
@@ -63,7 +63,7 @@ def repository_index(entries: Iterable[ModelEntry]) -> list[dict[str, str]]:
     ]
 
 
-def statistics(entries: Iterable[ModelEntry], reports: Mapping[str, ModelReport]) -> dict[str, Any]:
+def statistics(entries: Iterable[ModelEntry], reports: Mapping[str, ModelCounters]) -> dict[str, Any]:
     """Describe the models' counters; a model that the engine has not reported yet has counted nothing."""
     return {
         "model_stats": [

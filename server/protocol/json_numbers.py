@@ -1,6 +1,6 @@
-"""Arrays of numbers as JSON. Long ones are read and written in pieces, so that other threads get their turn.
+"""Arrays of numbers as JSON. Long arrays are read and written in pieces, so that other threads can run in between.
 
-One call of a JSON library holds the interpreter from beginning to end: half a second for 64 MiB of numbers.
+One call of a JSON library holds the interpreter lock until it ends: half a second for 64 MiB of numbers.
 """
 
 import json
@@ -15,8 +15,8 @@ import numpy as np
 from msgspec import Meta
 
 from server.errors import InvalidRequest
+from server.ipc.model import Array
 from server.protocol.datatypes import DTYPES
-from server.protocol.model import Array
 
 _LARGEST_INT64 = 2**63 - 1
 _OPENING = re.compile(rb"[\s\[]*")
@@ -28,7 +28,7 @@ _PIECE_VALUES = 16 << 10
 
 
 def decode(data: memoryview, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """Read a flat array, or one nested like the shape. Raises InvalidRequest for all that is not exactly that."""
+    """Read a flat array, or one nested like the shape. Raises InvalidRequest for anything else."""
     depth = _depth(data, name, rank=len(shape))
     if len(data) > 4 * _PIECE_BYTES:
         return _decode_in_pieces(data, name, datatype, shape, depth)
@@ -42,7 +42,7 @@ def decode(data: memoryview, name: str, datatype: str, shape: Sequence[int]) -> 
 
 
 def encode(array: Array) -> bytes:
-    """Write a flat array; NaN and infinities stand bare, as Triton writes them."""
+    """Write a flat array, with bare NaN and Infinity, as Triton does."""
     flat = array.ravel()
     finite = array.dtype.kind != "f" or bool(np.isfinite(array).all())
     dump: Callable[[list[Any]], bytes] = msgspec.json.encode if finite else _dump_with_constants
@@ -71,7 +71,7 @@ def _depth(data: memoryview, name: str, rank: int) -> int:
 
 
 def _decode_in_pieces(data: memoryview, name: str, datatype: str, shape: Sequence[int], depth: int) -> Array:
-    """Read the values as if there were no brackets inside, and check separately that these are where they belong."""
+    """Read the values without the inner brackets, and check separately that these are in the right places."""
     flat = np.empty(math.prod(shape), DTYPES[datatype])
     structure = bytearray()
     done = 0
@@ -90,7 +90,7 @@ def _decode_in_pieces(data: memoryview, name: str, datatype: str, shape: Sequenc
 
 
 def _pieces(data: memoryview, name: str) -> Iterator[bytes]:
-    """Cut at commas, which go."""
+    """Cut at commas, and leave these out."""
     start = 0
     while start < len(data):
         piece = bytes(data[start : start + _PIECE_BYTES])
@@ -104,7 +104,7 @@ def _pieces(data: memoryview, name: str) -> Iterator[bytes]:
 
 
 def _brackets(shape: Sequence[int]) -> bytes:
-    """What is left of an array's JSON without its values."""
+    """Return an array's JSON without its values."""
     text = b"[%b]" % (b"," * (shape[-1] - 1))
     for count in reversed(shape[:-1]):
         text = b"[%b]" % b",".join([text] * count)

@@ -1,23 +1,83 @@
-"""Whether a request fits its model: names, datatypes, shapes, batch, outputs and parameters, in every protocol."""
+"""KServe v2's inference messages, and their checks against a model: tensors, batch, outputs, parameters."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated
 
-from server.errors import InvalidRequest, Unsupported
-from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
-from server.protocol.model import Array, ModelInfo, TensorSpec
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from server.errors import InvalidRequest, RequestError, Unsupported
+from server.ipc.model import Array, ModelInfo, TensorSpec
+from server.protocol.datatypes import BINARY_ONLY, BYTES
 from server.protocol.request import InferRequest, RequestedOutput
 from server.protocol.shared_memory import Regions, Window
-from server.protocol.wire import InputBody, Parameters, RequestBody, WantedBody
+
+Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Parameters = dict[str, bool | Int64 | float | str]
+
+NO_DATA = Raw(b"")
+"""The values of a tensor without `data`; compared by identity."""
+
+
+class InputBody(msgspec.Struct):
+    """A tensor that the client sends. `data` is `NO_DATA` where the values are not in the JSON."""
+
+    name: str
+    datatype: str
+    shape: list[Dim]
+    data: Raw = NO_DATA
+    parameters: Parameters = {}
+
+
+class WantedBody(msgspec.Struct):
+    """An output that the client asks for."""
+
+    name: str
+    parameters: Parameters = {}
+
+
+class RequestBody(msgspec.Struct):
+    inputs: list[InputBody]
+    id: str = ""
+    outputs: list[WantedBody] = []
+    parameters: Parameters = {}
+
+
+class OutputBody(msgspec.Struct, omit_defaults=True):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: dict[str, int | str] | UnsetType = UNSET
+    data: Raw | UnsetType = UNSET
+
+
+class ResponseBody(msgspec.Struct, omit_defaults=True):
+    model_name: str
+    model_version: str
+    outputs: list[OutputBody]
+    id: str | UnsetType = UNSET
+
 
 Read = Callable[[InputBody], Array]
-"""Returns an input's values, wherever the protocol has put them; its name, datatype and shape fit already."""
+"""Returns the values of an input whose name, datatype and shape fit the model. Raises InvalidRequest."""
+
+
+@contextmanager
+def errors_of(request_id: str | None) -> Iterator[None]:
+    """Put the client's id in front of the message of every RequestError that is raised."""
+    try:
+        yield
+    except RequestError as error:
+        error.of_request(request_id)
+        raise
 
 
 def fit(message: RequestBody, info: ModelInfo, regions: Regions, read: Read, binary: bool = False) -> InferRequest:
-    """Check a request against its model, then read its tensors. Raises InvalidRequest, or Unsupported.
+    """Check a request against its model, then read its tensors.
 
-    `binary` says how outputs travel that the client says nothing about.
+    `binary` is the form of outputs for which the client names none. Raises InvalidRequest or Unsupported.
     """
     parameters, priority, timeout_s = message.parameters, None, None
     if parameters:
@@ -46,7 +106,7 @@ def window_of(parameters: Parameters, regions: Regions, where: str) -> Window | 
         )
     size = unsigned(parameters, "shared_memory_byte_size", where)
     if size is None:
-        raise InvalidRequest(f"'shared_memory_byte_size' is missing beside 'shared_memory_region' of {where}")
+        raise InvalidRequest(f"'shared_memory_byte_size' is missing with 'shared_memory_region' of {where}")
     return regions.window(region, unsigned(parameters, "shared_memory_offset", where) or 0, size)
 
 
@@ -59,27 +119,8 @@ def unsigned(parameters: Mapping[str, object], key: str, where: str) -> int | No
     return value
 
 
-def check_size(body: InputBody, nbytes: int) -> None:
-    """Raise InvalidRequest if this many bytes cannot be the input; the length of BYTES follows from their contents."""
-    if body.datatype == BYTES:
-        return
-    expected = math.prod(body.shape) * DTYPES[body.datatype].itemsize
-    if expected != nbytes:
-        raise InvalidRequest(
-            f"input byte size mismatch for input '{body.name}': {body.datatype} {list(body.shape)} takes {expected}"
-            f" bytes, got {nbytes}"
-        )
-
-
 def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
-    """Check names, datatypes and shapes; values come later."""
-    if len(bodies) == len(info.inputs):
-        for body, tensor in zip(bodies, info.inputs, strict=True):
-            if body.name != tensor.name:
-                break
-            _match_input(body, tensor, info)
-        else:
-            return
+    """Check names, datatypes and shapes. Raises InvalidRequest."""
     specs = {tensor.name: tensor for tensor in info.inputs}
     seen: set[str] = set()
     for body in bodies:
@@ -150,7 +191,7 @@ def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
 def _outputs(
     bodies: Sequence[WantedBody], info: ModelInfo, regions: Regions, binary: bool
 ) -> tuple[RequestedOutput, ...]:
-    """What the client wants, in the model's order; all outputs if it names none."""
+    """Return the requested outputs in the model's order, or all if the client names none."""
     if not bodies:
         return tuple([_output(tensor, {}, regions, binary) for tensor in info.outputs])
     wanted: dict[str, WantedBody] = {}
@@ -188,7 +229,7 @@ def _output(tensor: TensorSpec, parameters: Parameters, regions: Regions, defaul
 
 
 def _check_parameters(parameters: Parameters) -> None:
-    """Custom parameters pass; a model made of tensors has no use for them."""
+    """Refuse reserved parameters and sequences. Custom parameters are accepted and not used."""
     for key in parameters:
         if key.startswith("triton_"):
             raise InvalidRequest(
@@ -208,5 +249,5 @@ def _flag(parameters: Mapping[str, object], key: str, default: bool) -> bool:
 
 
 def _seconds(microseconds: int | None) -> float | None:
-    """A timeout of 0 is none."""
+    """Convert a timeout; 0 means none."""
     return microseconds / 1e6 if microseconds else None

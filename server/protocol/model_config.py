@@ -8,8 +8,8 @@ from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 from server.errors import RepositoryError
+from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
 from server.protocol.datatypes import config_type
-from server.protocol.model import GraphCapture, ModelInfo, TensorSpec
 
 __all__ = ["ModelConfig", "config_as_json", "config_mismatch", "config_of", "parse_config", "read_config"]
 

@@ -6,10 +6,10 @@ from typing import Protocol
 import msgspec
 
 from server.errors import ExecutionFailed
+from server.ipc.execution import OnSpans
+from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol.classification import classify
 from server.protocol.datatypes import BYTES
-from server.protocol.execution import OnSpans
-from server.protocol.model import Array, ModelInfo, TensorSpec
 from server.protocol.shared_memory import Window
 
 

@@ -1,27 +1,39 @@
-"""Memory that clients share with the server: regions registered by name, windows of them as tensors' places.
+"""Memory that clients share with the server: regions registered by name, and windows of them that hold tensors.
 
-A region is never mapped. Reading and writing go through the file, so that a client that shrinks its region meanwhile
-gets an error: touching a mapping there would kill the server.
+A region is never mapped, but read and written through its file. A client that shrinks its region then gets an error,
+where touching a mapping would kill the server.
 """
 
-from collections.abc import Callable, Iterable
+import os
+import re
+import stat
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from pathlib import Path
+from typing import NoReturn, Protocol
 
 from server.errors import AlreadyRegistered, InvalidRequest, RegionNotFound, Unsupported
 
-_T = TypeVar("_T")
-Kind = Literal["system", "cuda"]
-
 MOST_REGIONS = 1024
 _QUICK_BYTES = 4 << 20
+_FOLDER = Path("/dev/shm")
+_KEY = re.compile(r"/?([^/\0]{1,250})")
+_NOT_OURS = ("sem.", "triton_python_backend_shm_region_")
+"""Semaphores, and regions that belong to other servers."""
 
 
-class Region(Protocol):
-    """A registered region. Whoever holds one may use it, even after it has been unregistered."""
+class ClientRegion(Protocol):
+    """A registered region. It stays usable after it was unregistered."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def offset(self) -> int: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -37,9 +49,9 @@ class Region(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Bytes of a region that hold, or are to hold, a tensor; they lie within the region as it was registered."""
+    """Bytes of a region for a tensor, within the region as it was registered."""
 
-    region: Region
+    region: ClientRegion
     offset: int
     nbytes: int
 
@@ -64,34 +76,10 @@ class SystemRequest:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class CudaRequest:
-    name: str
-    handle: bytes
-    """A cudaIpcMemHandle_t."""
-    device: int
-    nbytes: int
+OpenSystem = Callable[[SystemRequest], ClientRegion]
 
 
-class SystemRegion(Region, Protocol):
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def offset(self) -> int: ...
-
-
-class CudaRegion(Region, Protocol):
-    @property
-    def device(self) -> int: ...
-
-
-OpenSystem = Callable[[SystemRequest], SystemRegion]
-OpenCuda = Callable[[CudaRequest], CudaRegion]
-"""Opens a client's device memory. Raises InvalidRequest for a handle that is none."""
-
-
-def no_system(request: SystemRequest) -> SystemRegion:
+def no_system(request: SystemRequest) -> ClientRegion:
     """Refuse: the operator does not let clients name memory of this machine."""
     raise Unsupported(
         f"failed to register shared memory region '{request.name}': client shared memory is off; it is on where the"
@@ -99,67 +87,70 @@ def no_system(request: SystemRequest) -> SystemRegion:
     )
 
 
-def no_cuda(request: CudaRequest) -> CudaRegion:
-    """Refuse: models run on the CPU here, so there is no device memory to share."""
+def refuse_cuda(name: str) -> NoReturn:
+    """Raise InvalidRequest for every region of device memory."""
     raise InvalidRequest(
-        f"failed to register CUDA shared memory region: '{request.name}', GPUs not supported: this server runs its"
-        " models on the CPU; use system shared memory"
+        f"failed to register CUDA shared memory region: '{name}', GPUs not supported: this server takes no device"
+        " memory of clients; use system shared memory"
     )
 
 
-class Regions:
-    """The regions of one server, both kinds under one set of names. Belongs to the event loop's thread."""
+def require_no_cuda(name: str | None) -> None:
+    """Raise RegionNotFound for a named region of device memory, of which there are none."""
+    if name is not None:
+        raise RegionNotFound(f"Unable to find CUDA shared memory region: '{name}'")
 
-    def __init__(self, open_system: OpenSystem = no_system, open_cuda: OpenCuda = no_cuda) -> None:
+
+class Regions:
+    """The registered regions of one server. Belongs to the event loop's thread."""
+
+    def __init__(self, open_system: OpenSystem = no_system) -> None:
         self._open_system = open_system
-        self._open_cuda = open_cuda
-        self._system: dict[str, SystemRegion] = {}
-        self._cuda: dict[str, CudaRegion] = {}
-        self._largest = 0
+        self._regions: dict[str, ClientRegion] = {}
 
     @property
     def refused(self) -> frozenset[str]:
-        """The extensions, by Triton's names, that this server does without."""
+        """The extensions, by Triton's names, that this server does not have."""
         system = ("system_shared_memory",) if self._open_system is no_system else ()
-        return frozenset((*system, *(("cuda_shared_memory",) if self._open_cuda is no_cuda else ())))
+        return frozenset((*system, "cuda_shared_memory"))
 
     @property
     def slow(self) -> bool:
-        """Whether reading a tensor may take over a millisecond, and had better not be done on the event loop."""
-        return self._largest > _QUICK_BYTES
+        """Whether reading or writing a tensor may take over a millisecond, so that a thread should do it."""
+        return any(region.nbytes > _QUICK_BYTES for region in self._regions.values())
 
-    def register_system(self, request: SystemRequest) -> None:
-        """Raises AlreadyRegistered, or InvalidRequest for a key or range that is not there."""
-        self._admit(request.name, request.nbytes)
-        self._system[request.name] = self._open_system(request)
-        self._measure()
+    def register(self, request: SystemRequest) -> None:
+        """Raises AlreadyRegistered, or InvalidRequest for a key or range that does not exist."""
+        if not request.name:
+            raise InvalidRequest("a shared memory region needs a name")
+        if request.name in self._regions:
+            raise AlreadyRegistered(f"shared memory region '{request.name}' already in manager")
+        if len(self._regions) >= MOST_REGIONS:
+            raise InvalidRequest(f"{MOST_REGIONS} shared memory regions are registered already; unregister one")
+        if request.nbytes == 0:
+            raise InvalidRequest(
+                f"shared memory region '{request.name}' must have at least 1 byte, got byte_size 0"
+            )
+        self._regions[request.name] = self._open_system(request)
 
-    def register_cuda(self, request: CudaRequest) -> None:
-        """Raises AlreadyRegistered, or InvalidRequest for a handle or device that is not there."""
-        self._admit(request.name, request.nbytes)
-        self._cuda[request.name] = self._open_cuda(request)
-        self._measure()
-
-    def unregister(self, kind: Kind, name: str | None = None) -> None:
-        """Forget a region, or all of a kind. One that is not there is fine, as in Triton."""
-        regions: dict[str, SystemRegion] | dict[str, CudaRegion] = self._system if kind == "system" else self._cuda
+    def unregister(self, name: str | None = None) -> None:
+        """Forget one region, or all. An unknown name is no error, as in Triton."""
         if name is None:
-            regions.clear()
+            self._regions.clear()
         else:
-            regions.pop(name, None)
-        self._measure()
+            self._regions.pop(name, None)
 
-    def system(self, name: str | None = None) -> Iterable[SystemRegion]:
-        """All system regions, or one. Raises RegionNotFound."""
-        return _listed(self._system, "system", name)
-
-    def cuda(self, name: str | None = None) -> Iterable[CudaRegion]:
-        """All CUDA regions, or one. Raises RegionNotFound."""
-        return _listed(self._cuda, "CUDA", name)
+    def listed(self, name: str | None = None) -> list[ClientRegion]:
+        """Return one region, or all. Raises RegionNotFound."""
+        if name is None:
+            return list(self._regions.values())
+        if name not in self._regions:
+            raise RegionNotFound(f"Unable to find system shared memory region: '{name}'")
+        return [self._regions[name]]
 
     def window(self, name: str, offset: int, nbytes: int) -> Window:
         """Find bytes of a region. Raises RegionNotFound, or InvalidRequest for a range beyond the region."""
-        region: Region | None = self._system.get(name) or self._cuda.get(name)
+        region = self._regions.get(name)
         if region is None:
             raise RegionNotFound(f"Unable to find shared memory region: '{name}'")
         if offset + nbytes > region.nbytes:
@@ -169,23 +160,70 @@ class Regions:
             )
         return Window(region, offset, nbytes)
 
-    def _measure(self) -> None:
-        self._largest = max((r.nbytes for r in (*self._system.values(), *self._cuda.values())), default=0)
 
-    def _admit(self, name: str, nbytes: int) -> None:
-        if not name:
-            raise InvalidRequest("a shared memory region needs a name")
-        if name in self._system or name in self._cuda:
-            raise AlreadyRegistered(f"shared memory region '{name}' already in manager")
-        if len(self._system) + len(self._cuda) >= MOST_REGIONS:
-            raise InvalidRequest(f"{MOST_REGIONS} shared memory regions are registered already; unregister one")
-        if nbytes == 0:
-            raise InvalidRequest(f"shared memory region '{name}' must have at least 1 byte, got byte_size 0")
+class FileRegion:
+    """A range of a file in /dev/shm that belongs to a client."""
+
+    def __init__(self, request: SystemRequest, descriptor: int) -> None:
+        self.name = request.name
+        self.key = request.key
+        self.offset = request.offset
+        self.nbytes = request.nbytes
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        data = memoryview(bytearray(nbytes))
+        done = 0
+        while done < nbytes:
+            count = os.preadv(self._descriptor, [data[done:]], self.offset + offset + done)
+            if count == 0:
+                raise self._shrunk(offset + nbytes)
+            done += count
+        return data
+
+    def write(self, offset: int, data: memoryview) -> None:
+        if os.fstat(self._descriptor).st_size < self.offset + offset + len(data):
+            raise self._shrunk(offset + len(data))
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._descriptor, data[done:], self.offset + offset + done)
+
+    def _shrunk(self, wanted: int) -> InvalidRequest:
+        actual = os.fstat(self._descriptor).st_size
+        return InvalidRequest(
+            f"shared memory region '{self.name}' has shrunk since it was registered: its file has {actual} bytes,"
+            f" {self.offset + wanted} are needed"
+        )
 
 
-def _listed(regions: dict[str, _T], kind: str, name: str | None) -> Iterable[_T]:
-    if name is None:
-        return list(regions.values())
-    if name not in regions:
-        raise RegionNotFound(f"Unable to find {kind} shared memory region: '{name}'")
-    return [regions[name]]
+def open_region(request: SystemRequest) -> FileRegion:
+    """Open a key as shm_open does. Raises InvalidRequest for a key or range that does not exist."""
+    match = _KEY.fullmatch(request.key)
+    if match is None or match[1] in (".", "..") or match[1].startswith(_NOT_OURS):
+        raise InvalidRequest(
+            f"shared memory key {request.key[:80]!r} of region '{request.name}' is not usable; take the name of a POSIX"
+            " shared memory object, like '/input'"
+        )
+    descriptor = _open(match[1], request)
+    region = FileRegion(request, descriptor)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidRequest(f"shared memory key '{request.key}' of region '{request.name}' is not shared memory")
+    if request.offset + request.nbytes > status.st_size:
+        raise InvalidRequest(
+            f"Invalid shared memory region: '{request.name}': {request.offset} + {request.nbytes} bytes are beyond the"
+            f" {status.st_size} bytes of '{request.key}'"
+        )
+    return region
+
+
+def _open(file_name: str, request: SystemRequest) -> int:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(_FOLDER / file_name, flags)
+    except (OSError, ValueError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "not a file name"
+        raise InvalidRequest(
+            f"Unable to open shared memory region: '{request.name}', key '{request.key}': {reason}"
+        ) from error

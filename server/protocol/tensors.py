@@ -1,52 +1,65 @@
 """Tensor data on the wire, by datatype: little-endian bytes or JSON, to and from numpy."""
 
 import math
+import struct
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from server.errors import InvalidRequest
-from server.protocol import json_numbers, strings
+from server.ipc.model import Array
+from server.protocol import json_numbers
 from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
-from server.protocol.model import Array
+from server.protocol.shared_memory import Window
+
+_LENGTH = struct.Struct("<I")
 
 
 def from_binary(body: memoryview, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """View bytes as a tensor, without copying. Raises InvalidRequest if they are not one of this shape."""
-    if datatype == BYTES:
-        return strings.from_binary(body, name, shape)
-    dtype = DTYPES[datatype]
-    expected = math.prod(shape) * dtype.itemsize
-    if expected != len(body):
+    """View bytes as a tensor, without copying. Raises InvalidRequest if their number does not fit the shape."""
+    check_size(len(body), name, datatype, shape)
+    return np.frombuffer(body, DTYPES[datatype]).reshape(shape)
+
+
+def from_window(window: Window, name: str, datatype: str, shape: Sequence[int]) -> Array:
+    """Copy a tensor out of shared memory. Raises InvalidRequest before a read if the window does not fit the shape."""
+    check_size(window.nbytes, name, datatype, shape)
+    return from_binary(window.read(), name, datatype, shape)
+
+
+def check_size(nbytes: int, name: str, datatype: str, shape: Sequence[int]) -> None:
+    """Raise InvalidRequest if an input of this datatype and shape does not have this many bytes."""
+    expected = math.prod(shape) * DTYPES[datatype].itemsize
+    if expected != nbytes:
         raise InvalidRequest(
             f"input byte size mismatch for input '{name}': {datatype} {list(shape)} takes {expected} bytes,"
-            f" got {len(body)}"
+            f" got {nbytes}"
         )
-    return np.frombuffer(body, dtype).reshape(shape)
 
 
 def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """Read a flat array, or one nested like the shape. Raises InvalidRequest for all that is not exactly that."""
+    """Read a flat array, or one nested like the shape. Raises InvalidRequest for anything else."""
     if datatype in BINARY_ONLY:
         raise InvalidRequest(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input"
             f" '{name}'"
         )
-    if datatype == BYTES:
-        return strings.from_json(data, name, shape)
     return json_numbers.decode(memoryview(data), name, datatype, shape)
 
 
 def to_binary(array: Array, datatype: str) -> bytes | memoryview:
-    """Return a tensor's bytes: a view of the array where it lies in one piece and has the type already."""
+    """Return a tensor's bytes: a view of the array if it is contiguous and has the datatype already.
+
+    Each element of BYTES follows its length in four bytes.
+    """
     if datatype == BYTES:
-        return strings.to_binary(array)
+        return b"".join(_LENGTH.pack(len(element)) + element for element in array.ravel())
     return np.ascontiguousarray(array, DTYPES[datatype]).reshape(-1).view(np.uint8).data
 
 
 def to_json(array: Array) -> msgspec.Raw:
-    """Write a flat array; NaN and infinities stand bare, as Triton writes them."""
+    """Write a flat array, with bare NaN and Infinity, as Triton does. Bytes that are not UTF-8 become U+FFFD."""
     if array.dtype.kind == "O":
-        return strings.to_json(array)
+        return msgspec.Raw(msgspec.json.encode([element.decode(errors="replace") for element in array.ravel()]))
     return msgspec.Raw(json_numbers.encode(array))

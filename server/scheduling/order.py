@@ -13,7 +13,7 @@ from server.scheduling.queues import Ticket
 BYPASSES = 8
 
 
-class Order:
+class DispatchOrder:
     """Looks at the models for which something waits that may be executed, and remembers what was executed."""
 
     def __init__(self, waiting: Mapping[str, KnownModel]) -> None:

@@ -18,7 +18,7 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
 
     request: InferRequest
     number: int
-    """Order of arrival over all models."""
+    """DispatchOrder of arrival over all models."""
     generation: int
     """Which of the model's successive versions was there when the request arrived."""
     arrived_s: float

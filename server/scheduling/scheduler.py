@@ -14,7 +14,7 @@ from server.scheduling.batching import Batch
 from server.scheduling.deadlines import Deadlines
 from server.scheduling.estimates import Delay, Estimate, Readiness
 from server.scheduling.known import KnownModel
-from server.scheduling.order import Order
+from server.scheduling.order import DispatchOrder
 from server.scheduling.policy import Policy
 from server.scheduling.queues import Ticket
 
@@ -43,7 +43,7 @@ class Scheduler:
         self._models: dict[str, KnownModel] = {}
         self._waiting: dict[str, KnownModel] = {}
         """Those for which something waits that may be executed."""
-        self._order = Order(self._waiting)
+        self._order = DispatchOrder(self._waiting)
         self._arrivals = 0
         self._generations = 0
         self._busy_until_s = -math.inf

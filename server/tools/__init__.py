@@ -1,1 +1,1 @@
-"""The commands that make plans and look at them: `cohabit plan`, `show` and `compare-plans`."""
+"""The commands other than `serve`: those that plan, and in `remote` those that query a running server."""

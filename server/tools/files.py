@@ -1,4 +1,4 @@
-"""Plan, graph and profile files: what they are called, and how the ones that belong together are found."""
+"""Files of plans, graphs and profiles: their names, and how a plan's graph and profile are found."""
 
 import os
 import re
@@ -17,23 +17,24 @@ from planner.profile import Profile
 from server.errors import ConfigError
 
 _T = TypeVar("_T", Graph, Profile)
+_Decoded = TypeVar("_Decoded", Plan, Graph, Profile)
 
 _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises FormatError or ConfigError, naming the file."""
-    return _decoded(path, planner.plan.decode)
+    """Read a plan. Raises FormatError or ConfigError, naming the file."""
+    return _read(path, planner.plan.decode)
 
 
 def read_graph(path: Path) -> Graph:
-    """Raises FormatError, InvalidGraph or ConfigError, naming the file."""
-    return _decoded(path, planner.graph.decode)
+    """Read a graph. Raises FormatError, InvalidGraph or ConfigError, naming the file."""
+    return _read(path, planner.graph.decode)
 
 
 def read_profile(path: Path, graph: Graph) -> Profile:
     """Read the profile of a graph. Raises FormatError or ConfigError, naming the file."""
-    profile = _decoded(path, planner.profile.decode)
+    profile = _read(path, planner.profile.decode)
     if profile.graph != graph.fingerprint:
         raise FormatError(f"{path}: {FingerprintMismatch('profile', graph.fingerprint, profile.graph)}")
     if wrong := _nonsense(profile, graph):
@@ -46,46 +47,34 @@ def read_pair(graph: Path, profile: Path) -> tuple[Graph, Profile]:
     return read, read_profile(profile, read)
 
 
-def find_graph(plan: Plan, beside: Path) -> Graph:
-    """The graph that a plan names, from the files around it. Raises ConfigError if it is not there."""
-    return _find("graph", plan.graph, beside, planner.graph.decode)
+def find_graph(plan: Plan, path: Path) -> Graph:
+    """Return the graph of a plan from the files near the plan's. Raises ConfigError if none matches."""
+    return _find("graph", plan.graph, path, planner.graph.decode)
 
 
-def find_profile(plan: Plan, beside: Path) -> Profile:
-    """The profile that a plan names, from the files around it. Raises ConfigError if it is not there."""
-    return _find("profile", plan.profile, beside, planner.profile.decode)
+def find_profile(plan: Plan, path: Path) -> Profile:
+    """Return the profile of a plan from the files near the plan's. Raises ConfigError if none matches."""
+    return _find("profile", plan.profile, path, planner.profile.decode)
 
 
 def write_graph(folder: Path, graph: Graph) -> Path:
-    return _write(folder / f"{_stem(graph)}.graph.json", planner.graph.encode(graph))
+    return write_file(folder / f"{_stem(graph)}.graph.json", planner.graph.encode(graph))
 
 
 def write_profile(folder: Path, graph: Graph, profile: Profile) -> Path:
-    return _write(folder / f"{_stem(graph)}.profile.json", planner.profile.encode(profile))
+    return write_file(folder / f"{_stem(graph)}.profile.json", planner.profile.encode(profile))
 
 
 def write_plan(folder: Path, graph: Graph, plan: Plan, memory: str, searcher: str) -> Path:
-    """`memory` is the budget as it was typed; other seeds, and one budget instead of two, show in the name too."""
+    """Write a plan; its name has the budget as it was typed, and the seed if it is not 0."""
     assert plan.provenance is not None
     seed = f"-seed{plan.provenance.seed}" if plan.provenance.seed else ""
     name = f"{_stem(graph)}-{_plain(memory.replace('%', 'pct'))}-{searcher}{seed}.plan.json"
-    return _write(folder / name, planner.plan.encode(plan))
+    return write_file(folder / name, planner.plan.encode(plan))
 
 
-def write_text(path: Path, text: str) -> Path:
-    return _write(path, text.encode())
-
-
-def _stem(graph: Graph) -> str:
-    return f"{_plain(graph.name) or 'model'}-b{graph.batch}"
-
-
-def _plain(text: str) -> str:
-    return _UNUSUAL.sub("_", text)
-
-
-def _write(path: Path, raw: bytes) -> Path:
-    """Whole or not at all, like every file here. Raises ConfigError if that is impossible."""
+def write_file(path: Path, raw: bytes) -> Path:
+    """Write a file whole or not at all. Raises ConfigError if that is impossible."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +87,15 @@ def _write(path: Path, raw: bytes) -> Path:
     return path
 
 
-def _decoded(path: Path, decode: Callable[[bytes], "_Decoded"]) -> "_Decoded":
+def _stem(graph: Graph) -> str:
+    return f"{_plain(graph.name) or 'model'}-b{graph.batch}"
+
+
+def _plain(text: str) -> str:
+    return _UNUSUAL.sub("_", text)
+
+
+def _read(path: Path, decode: Callable[[bytes], _Decoded]) -> _Decoded:
     try:
         return decode(path.read_bytes())
     except OSError as error:
@@ -107,40 +104,34 @@ def _decoded(path: Path, decode: Callable[[bytes], "_Decoded"]) -> "_Decoded":
         raise FormatError(f"{path}: {error}") from error
 
 
-_Decoded = TypeVar("_Decoded", Plan, Graph, Profile)
-
-
-def _find(what: str, fingerprint: str, beside: Path, decode: Callable[[bytes], _T]) -> _T:
-    looked_at = 0
-    for path in _candidates(what, beside):
-        looked_at += 1
-        try:
+def _find(what: str, fingerprint: str, plan: Path, decode: Callable[[bytes], _T]) -> _T:
+    candidates = list(_candidates(what, plan))
+    for path in candidates:
+        with suppress(OSError, CohabitError):
             found = decode(path.read_bytes())
-        except (OSError, CohabitError):
-            continue
-        if found.fingerprint == fingerprint:
-            return found
+            if found.fingerprint == fingerprint:
+                return found
     raise ConfigError(
-        f"{beside}: none of the {looked_at} files beside it is the {what} it was made for, {fingerprint[:12]};"
+        f"{plan}: none of the {len(candidates)} files near it is the {what} it was made for, {fingerprint[:12]};"
         f" an edited {what} is another one. Give the right one with --{what} FILE"
     )
 
 
-def _candidates(what: str, beside: Path) -> Iterator[Path]:
-    """Files that may be it, likely ones first: those named so, a library's folder, any other JSON."""
-    folder = beside.resolve().parent
+def _candidates(what: str, plan: Path) -> Iterator[Path]:
+    """Yield files by name, then those of a library's folder, then any other JSON in the plan's folder."""
+    folder = plan.resolve().parent
     named = sorted(folder.glob(f"*.{what}.json"))
-    shelf = sorted((folder.parent / f"{what}s").glob("*.json"))
-    rest = sorted(set(folder.glob("*.json")).difference(named, folder.glob("*.plan.json")))
-    yield from (*named, *shelf, *rest)
+    yield from named
+    yield from sorted((folder.parent / f"{what}s").glob("*.json"))
+    yield from sorted(set(folder.glob("*.json")).difference(named, folder.glob("*.plan.json")))
 
 
 def _nonsense(profile: Profile, graph: Graph) -> str | None:
-    """What no measurement can have yielded."""
+    """Return why a profile cannot have been measured, or None."""
     if len(profile.op_seconds) != len(graph.ops):
         return f"it has the times of {len(profile.op_seconds)} ops, the graph has {len(graph.ops)}"
     links = (profile.swap_in, profile.swap_out)
-    if min((*profile.op_seconds, profile.stretch_s, *(link.latency_s for link in links))) < 0:
+    if min((*profile.op_seconds, *(link.latency_s for link in links))) < 0:
         return "a time in it is below 0"
     if min(link.bandwidth_bytes_per_s for link in links) <= 0:
         return "a bandwidth in it is not above 0"

@@ -1,25 +1,27 @@
-"""What is planned: graphs and profiles, measured from a model or read from files."""
+"""Planning instances: a model's graph and profile at one batch size, measured from the model or read from files."""
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from planner.graph import Graph
-from planner.problem import Problem
+from planner.plan import Plan
+from planner.problem import Limit, Problem
 from planner.profile import Profile
+from planner.search.driver import search
 from planner.sizing.fitting import split_budget
+from server.config.sources import config_of
 from server.errors import ConfigError
 from server.tools.files import read_pair
-from server.tools.options import Memory, Subject
+from server.tools.flags import MEASURING, MemoryBudget
+from server.tools.progress import SearchProgress
 
 SPLITTING = ("best", "streaming")
-"""Searchers that serving uses: they plan a partition and a workspace."""
+"""The searchers of serving, which plan a partition and a workspace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One model at one batch size, and what its steps cost."""
-
     graph: Graph
     profile: Profile
 
@@ -27,11 +29,24 @@ class Instance:
     def weight_bytes(self) -> int:
         return sum(t.nbytes for t in self.graph.tensors if t.kind in ("parameter", "state"))
 
-    def bytes_of(self, memory: Memory) -> int:
+    def bytes_of(self, memory: MemoryBudget) -> int:
         return memory.size.of(self.weight_bytes)
 
-    def problem(self, memory_bytes: int, searcher: str, single: bool) -> Problem:
-        """The memory as the searcher takes it. Raises InfeasibleBudget."""
+    def search(
+        self, searcher: str, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
+    ) -> Plan:
+        """Plan with the flags' effort. Raises InfeasibleBudget and what else `planner.search.driver` raises."""
+        return search(
+            self._problem(self.bytes_of(memory), searcher, options.single),
+            searcher,
+            seed=options.seed,
+            limit=Limit(options.evaluations, options.time_limit),
+            workers=options.workers,
+            on_progress=progress.searched,
+            is_stopped=lambda: progress.is_stopped,
+        )
+
+    def _problem(self, memory_bytes: int, searcher: str, single: bool) -> Problem:
         if searcher not in SPLITTING or single:
             return Problem(self.graph, self.profile, memory_bytes, overlay=True)
         batch = self.graph.batch
@@ -39,35 +54,36 @@ class Instance:
         return Problem(self.graph, self.profile, partition, workspace)
 
 
-def instances(subject: Subject, on_progress: Callable[[str], None]) -> list[Instance]:
-    """Every batch size that was asked for, smallest first. Raises CohabitError."""
-    if subject.model is None:
-        assert subject.graph is not None
-        assert subject.profile is not None
-        return [_from_files(subject.graph, subject.profile, subject.batches)]
-    return _from_model(subject.model, subject, on_progress)
+def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
+    """Return an instance per batch size, smallest first. Raises CohabitError."""
+    if options.model is None:
+        if options.graph is None or options.profile is None:
+            raise ConfigError("give a MODEL, or both --graph and --profile")
+        graph, profile = read_pair(options.graph, options.profile)
+        if options.batch not in (None, (graph.batch,)):
+            raise ConfigError(f"--batch: {options.graph} is a graph for batch {graph.batch}")
+        return [Instance(graph, profile)]
+    if options.graph is not None or options.profile is not None:
+        raise ConfigError("--graph and --profile are there to plan without a model; leave out MODEL or them")
+    return _measured(options, on_progress)
 
 
-def _from_files(graph_path: Path, profile_path: Path, batches: tuple[int, ...] | None) -> Instance:
-    graph, profile = read_pair(graph_path, profile_path)
-    if batches is not None and batches != (graph.batch,):
-        raise ConfigError(f"--batch: {graph_path} is a graph for batch {graph.batch}")
-    return Instance(graph, profile)
-
-
-def _from_model(model: Path, subject: Subject, on_progress: Callable[[str], None]) -> list[Instance]:
+def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
     from server.models.repository import find
 
-    source = replace(find(model), config=None)
+    given = {key: vars(options)[key] for key in MEASURING if key in vars(options)}
+    config = config_of({"repository": str(options.model), "memory": "1B", **given})
+    config = replace(config, batch_sizes=options.batch or (1,))
+    source = replace(find(options.model), config=None)
     on_progress(f"{source.name}: starting torch")
     from server.models.prepared import open_backend, prepare
 
-    backend = open_backend(subject.config)
-    prepared = prepare(source, subject.config, backend, lambda name, stage: on_progress(f"{name}: {stage}"))
+    backend = open_backend(config)
+    prepared = prepare(source, config, backend, lambda name, stage: on_progress(f"{name}: {stage}"))
     prepared.store.close()
     backend.close()
     graphs, profiles = prepared.lowered.graphs, prepared.profiles
-    if subject.batches is not None and (missing := sorted(set(subject.batches) - set(graphs))):
+    if missing := sorted(set(options.batch or ()) - set(graphs)):
         has = ", ".join(map(str, sorted(graphs))) if not prepared.lowered.batched else "smaller ones"
         raise ConfigError(f"--batch: {source.name} was not exported for batch {missing[0]}, but for {has}")
     return [Instance(graphs[batch], profiles[batch]) for batch in sorted(graphs)]

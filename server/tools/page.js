@@ -2,7 +2,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const charts = [...document.querySelectorAll("svg.time")];
-  const heights = charts.map((svg) => svg.viewBox.baseVal.height);
+  const heights = charts.map((svg) => svg.getAttribute("viewBox").split(" ")[3]);
   const tip = document.getElementById("tip");
   const told = new Map();
   const byTensor = new Map();
@@ -24,47 +24,85 @@
     return unit ? `${value.toFixed(1)} ${["B", "KiB", "MiB", "GiB"][unit]}` : `${n} B`;
   };
 
-  const whenOf = (rect) => {
-    const [x, width] = [rect.x.baseVal.value, rect.width.baseVal.value];
-    return `${time(seconds(x))} to ${time(seconds(x + width))}, ${time(seconds(width))}`;
+  const nameOf = (kind, what) => (kind === "op" || kind === "scratch" ? data.ops[what][0] : data.tensors[what][0]);
+  const subjects = new Map(Object.values(data.lanes).flat().map(([step, kind, what]) => [step, [kind, what]]));
+  const phrase = (step) => {
+    const [kind, what] = subjects.get(step);
+    return `${{ op: "op", in: "swap-in of", out: "swap-out of" }[kind]} ${nameOf(kind, what)}`;
   };
   const relate = (rect, tensor) => {
     if (!byTensor.has(tensor)) byTensor.set(tensor, []);
     byTensor.get(tensor).push(rect);
   };
-  const nameOf = (kind, what) => (kind === "op" ? data.ops[what][0] : data.tensors[what][0]);
-  const subjects = new Map(data.steps.map(([step, kind, what]) => [step, [kind, what]]));
-  const phrase = (step) => {
-    const [kind, what] = subjects.get(step);
-    return `${{ op: "op", in: "swap-in of", out: "swap-out of" }[kind]} ${nameOf(kind, what)}`;
+
+  const add = (parent, name, attributes) => {
+    const element = document.createElementNS(parent.namespaceURI, name);
+    Object.entries(attributes).forEach(([key, value]) => element.setAttribute(key, value));
+    parent.append(element);
+    return element;
   };
+  const rectangle = (group, from, to, y, height, tell) => {
+    const rect = add(group, "rect", { x: from, y, width: to - from, height });
+    const when = `${time(seconds(from))} to ${time(seconds(to))}, ${time(seconds(to - from))}`;
+    told.set(rect, () => tell(when));
+    return rect;
+  };
+  const height = 100000;
+  const levelOf = (n) => Math.round((1 - n / data.memory) * height);
 
   const lanes = document.getElementById("lanes");
-  lanes.querySelectorAll("g.stall rect").forEach((rect, i) => {
-    const [step, cause] = data.stalls[i];
-    told.set(rect, () => ["stall", `${phrase(step)} waits${cause === null ? "" : ` for the ${phrase(cause)}`}`, whenOf(rect)]);
+  const stalls = add(lanes, "g", { class: "stall" });
+  data.stalls.forEach(([step, cause, from, to]) => {
+    const what = `${phrase(step)} waits${cause === null ? "" : ` for the ${phrase(cause)}`}`;
+    rectangle(stalls, from, to, 1, 8, (when) => ["stall", what, when]);
   });
-  lanes.querySelectorAll("g:not(.stall) rect").forEach((rect, i) => {
-    const [step, kind, what, late] = data.steps[i];
-    if (kind !== "op") relate(rect, what);
-    told.set(rect, () => [
-      nameOf(kind, what),
-      kind === "op" ? data.ops[what][1] : `${kind === "in" ? "swap-in" : "swap-out"}, ${bytes(data.tensors[what][1])}`,
-      whenOf(rect),
-      `step ${step}`,
-      ...(late === null ? [] : [`waited for the ${phrase(late)}`]),
-    ]);
+  Object.entries(data.lanes).forEach(([lane, steps], row) => {
+    const group = add(lanes, "g", { class: lane });
+    steps.forEach(([step, kind, what, late, from, to]) => {
+      const rect = rectangle(group, from, to, row * 10 + 1, 8, (when) => [
+        nameOf(kind, what),
+        kind === "op" ? data.ops[what][1] : `${kind === "in" ? "swap-in" : "swap-out"}, ${bytes(data.tensors[what][1])}`,
+        when,
+        `step ${step}`,
+        ...(late === null ? [] : [`waited for the ${phrase(late)}`]),
+      ]);
+      if (kind !== "op") relate(rect, what);
+    });
   });
-  document.querySelectorAll("#memory g rect").forEach((rect, i) => {
-    const [what, kind, offset, workspace, size] = data.stays[i];
-    if (kind !== "scratch") relate(rect, what);
-    told.set(rect, () => [
-      kind === "scratch" ? `scratch of ${data.ops[what][0]}` : data.tensors[what][0],
+
+  const use = document.getElementById("use");
+  let below = data.use.map(() => 0);
+  data.kinds.forEach((kind, k) => {
+    const above = data.use.map(([, now], i) => below[i] + now[k]);
+    const outline = (values) => data.use.flatMap(([x], i) =>
+      i ? [`${x},${levelOf(values[i - 1])}`, `${x},${levelOf(values[i])}`] : [`${x},${levelOf(values[i])}`]);
+    if (above.some((n, i) => n !== below[i])) {
+      add(use, "path", { class: kind, d: `M${outline(above).join(" ")} ${outline(below).reverse().join(" ")}Z` });
+    }
+    below = above;
+  });
+
+  const memory = document.getElementById("memory");
+  const groups = new Map(data.kinds.map((kind) => [kind, add(memory, "g", { class: kind })]));
+  data.occupancies.forEach(([kind, what, start, size, from, to]) => {
+    const top = levelOf(start + size);
+    const workspace = start >= data.partition && data.partition < data.memory;
+    const offset = workspace ? start - data.partition : start;
+    const rect = rectangle(groups.get(kind), from, to, top, levelOf(start) - top, (when) => [
+      kind === "scratch" ? `scratch of ${nameOf(kind, what)}` : nameOf(kind, what),
       `${{ resident: "resident parameter", parameter: "parameter, swapped in" }[kind] || kind}, ${bytes(size)}`,
       `${workspace ? "workspace" : "partition"} ${offset.toLocaleString()} to ${(offset + size).toLocaleString()}`,
-      whenOf(rect),
+      when,
     ]);
+    if (kind !== "scratch") relate(rect, what);
   });
+  if (data.partition > 0 && data.partition < data.memory) {
+    const y = levelOf(data.partition);
+    add(memory, "line", { class: "border", x1: 0, x2: data.units, y1: y, y2: y });
+  }
+  if (data.answer !== null) {
+    charts.forEach((svg) => add(svg, "line", { class: "answer", x1: data.answer, x2: data.answer, y1: 0, y2: "100%" }));
+  }
   if (told.size > 1500) document.body.classList.add("many");
 
   const ticks = (from, to, most) => {

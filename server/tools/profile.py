@@ -1,65 +1,48 @@
-"""`cohabit profile`: what a model costs on a device, and how fast the device's link is."""
+"""`cohabit profile`: measures a model's ops on a device, and the device's link."""
 
-from rich.box import SIMPLE_HEAD
+import argparse
+
 from rich.console import Console
-from rich.table import Table
 
 from planner.errors import format_bytes
 from planner.profile import Link
-from server.tools.instances import Instance, instances
-from server.tools.options import ProfileOptions
-from server.tools.progress import Watch, milliseconds
+from server.tools.format import make_table, milliseconds
+from server.tools.instances import instances
+from server.tools.progress import SearchProgress
 
 _SLOWEST = 5
 
 
-def run(options: ProfileOptions, out: Console, errors: Console) -> int:
-    """Measure every batch size that was asked for, or read what was measured before, and show it."""
-    with Watch(errors) as watch:
-        subjects = instances(options.subject, watch.doing)
-    out.print(f"{subjects[0].graph.name} on {subjects[0].profile.device}")
-    out.print(_batches(subjects))
-    out.print(_slowest(subjects[0]))
-    return 0
-
-
-def _batches(subjects: list[Instance]) -> Table:
-    table = Table(
-        "batch",
-        "resident",
-        "swap in",
-        "swap out",
-        "ops beside copies",
-        "copies beside ops",
-        "per stretch",
-        box=SIMPLE_HEAD,
-    )
-    for subject in subjects:
-        profile = subject.profile
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Measure every batch size, or read earlier measurements from the cache, and print tables."""
+    with SearchProgress(errors) as progress:
+        measured = instances(options, progress.doing)
+    first = measured[0]
+    out.print(f"{first.graph.name} on {first.profile.device}")
+    table = make_table("batch", "resident", "swap in", "swap out", "ops during copies", "copies during ops")
+    for instance in measured:
+        profile = instance.profile
         table.add_row(
-            str(subject.graph.batch),
+            str(instance.graph.batch),
             milliseconds(profile.compute_s),
             _link(profile.swap_in),
             _link(profile.swap_out),
             f"{profile.compute_slowdown:.2f}x as long",
             f"{profile.swap_slowdown:.2f}x as long",
-            f"{profile.stretch_s * 1e6:.0f} us" if profile.stretch_s else "-",
         )
-    return table
-
-
-def _link(link: Link) -> str:
-    return f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s after {link.latency_s * 1e6:.1f} us"
-
-
-def _slowest(subject: Instance) -> Table:
-    """The ops that take longest, with what they read and need."""
-    graph, seconds = subject.graph, subject.profile.op_seconds
-    table = Table(f"slowest ops at batch {graph.batch}", "time", "parameters", "scratch", box=SIMPLE_HEAD)
+    out.print(table)
+    graph, seconds = first.graph, first.profile.op_seconds
+    heading = f"slowest ops at batch {graph.batch}"
+    table = make_table(heading, "time", "parameters", "scratch", left=(heading,))
     for index in sorted(range(len(seconds)), key=lambda i: -seconds[i])[:_SLOWEST]:
         op = graph.ops[index]
         parameters = sum(graph.tensors[i].nbytes for i in op.reads if graph.tensors[i].kind == "parameter")
         table.add_row(
             op.name, milliseconds(seconds[index]), format_bytes(parameters), format_bytes(op.scratch_bytes)
         )
-    return table
+    out.print(table)
+    return 0
+
+
+def _link(link: Link) -> str:
+    return f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s after {link.latency_s * 1e6:.1f} us"

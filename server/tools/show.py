@@ -1,5 +1,6 @@
-"""`cohabit show`: a plan read from its file, checked, and drawn in the terminal or on a page."""
+"""`cohabit show`: checks a plan and draws it in the terminal or as an HTML page."""
 
+import argparse
 import sys
 import tempfile
 import webbrowser
@@ -9,41 +10,47 @@ from rich.console import Console
 
 from planner.check import check
 from planner.errors import CohabitError, FormatError, format_bytes
-from server.tools.files import find_graph, find_profile, read_graph, read_plan, read_profile, write_text
-from server.tools.options import ShowOptions
+from server.errors import ConfigError
+from server.tools.analysis import PlanAnalysis, analyze
+from server.tools.files import find_graph, find_profile, read_graph, read_plan, read_profile, write_file
+from server.tools.format import milliseconds
 from server.tools.page import page
-from server.tools.picture import Picture, picture
-from server.tools.progress import milliseconds
 from server.tools.terminal import draw
 
 _SAME = 1e-6
 """Relative difference of predicted latencies that rounding explains."""
 
 
-def run(options: ShowOptions, out: Console, errors: Console) -> int:
-    """Draw a plan. Raises ConfigError for files that are not there, FormatError for bad ones."""
-    shown = load(options)
-    if (doubt := doubts(shown)) is not None:
-        errors.print(f"cohabit: {options.plan}: {doubt}", markup=False, soft_wrap=True)
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Draw a plan. Raises ConfigError for files that are missing, FormatError for bad ones."""
+    if options.open and options.html == Path("-"):
+        raise ConfigError("--open: a page on standard output cannot be opened; give --html a file")
+    analysis = _load(options)
+    about, latency_s = analysis.plan.provenance, analysis.timeline.latency_s
+    if about is not None and abs(about.latency_s - latency_s) > _SAME * latency_s:
+        errors.print(
+            f"cohabit: {options.plan}: the file promises {milliseconds(about.latency_s)}, its steps take"
+            f" {milliseconds(latency_s)}; it was changed after it was made, or made by another version",
+            markup=False,
+            soft_wrap=True,
+        )
     if options.html == Path("-"):
-        sys.stdout.write(page(shown))
+        sys.stdout.write(page(analysis))
         return 0
-    draw(shown, out)
+    draw(analysis, out)
     target = options.html
-    if target is None and options.open_it:
+    if target is None and options.open:
         target = Path(tempfile.mkdtemp(prefix="cohabit-")) / f"{options.plan.stem}.html"
     if target is not None:
-        write_text(target, page(shown))
-        errors.print(
-            f"{target}: {format_bytes(target.stat().st_size)}", markup=False, soft_wrap=True, highlight=False
-        )
-        if options.open_it and not webbrowser.open(target.resolve().as_uri()):
+        write_file(target, page(analysis).encode())
+        size = format_bytes(target.stat().st_size)
+        errors.print(f"{target}: {size}", markup=False, soft_wrap=True, highlight=False)
+        if options.open and not webbrowser.open(target.resolve().as_uri()):
             errors.print(f"cohabit: no browser to open {target} with", markup=False, soft_wrap=True)
     return 0
 
 
-def load(options: ShowOptions) -> Picture:
-    """Read a plan with its graph and profile, and check it."""
+def _load(options: argparse.Namespace) -> PlanAnalysis:
     plan = read_plan(options.plan)
     graph = find_graph(plan, options.plan) if options.graph is None else read_graph(options.graph)
     profile = find_profile(plan, options.plan) if options.profile is None else read_profile(options.profile, graph)
@@ -51,15 +58,4 @@ def load(options: ShowOptions) -> Picture:
         check(graph, profile, plan)
     except CohabitError as error:
         raise FormatError(f"{options.plan}: {error}") from error
-    return picture(graph, profile, plan)
-
-
-def doubts(shown: Picture) -> str | None:
-    """Whether the plan was changed since its latency was noted in it."""
-    about, latency_s = shown.plan.provenance, shown.timeline.latency_s
-    if about is None or abs(about.latency_s - latency_s) <= _SAME * latency_s:
-        return None
-    return (
-        f"the file promises {milliseconds(about.latency_s)}, its steps take {milliseconds(latency_s)};"
-        " it was changed after it was made, or made by another version"
-    )
+    return analyze(graph, profile, plan)

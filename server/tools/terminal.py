@@ -1,19 +1,18 @@
-"""A plan drawn for a terminal: header, lanes and memory over time, the longest stalls, the most copied tensors."""
+"""Draws a plan in the terminal: lanes and memory over time, the longest stalls, the most copied tensors."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from planner.errors import format_bytes
-from planner.plan import Lane
-from server.tools.picture import Picture, held, nice_ticks, peak_bytes, shortened
-from server.tools.progress import gap, milliseconds, percent, round_time
+from server.tools.analysis import LANES, PlanAnalysis, bytes_in_use
+from server.tools.format import gap, make_table, milliseconds, nice_ticks, percent, round_time, shortened
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
+_STYLES = {"compute": "cyan", "swap_in": "yellow", "swap_out": "magenta"}
 _LABEL_CELLS = 11
 _NOTE_CELLS = 18
 _MOST_CELLS = 120
@@ -22,31 +21,23 @@ _MOST_TENSORS = 8
 _MOST_STALLS = 5
 _NAME_CELLS = 54
 
-_LANES: tuple[tuple[Lane, str, str], ...] = (
-    ("compute", "compute", "cyan"),
-    ("swap_in", "swap in", "yellow"),
-    ("swap_out", "swap out", "magenta"),
-)
 
-
-def draw(picture: Picture, console: Console) -> None:
+def draw(analysis: PlanAnalysis, console: Console) -> None:
     """Print a plan."""
     cells = max(20, min(console.width, _MOST_CELLS) - _LABEL_CELLS - _NOTE_CELLS)
-    parts: list[RenderableType] = [header(picture), Text()]
-    if picture.end_s > 0:
-        parts += [chart(picture, cells), Text()]
-    if picture.stalls:
-        parts.append(_stall_table(picture))
-    if picture.traffic:
-        parts.append(_traffic_table(picture))
-    console.print(Group(*parts))
+    console.print(_header(analysis), end="\n\n")
+    if analysis.end_s > 0:
+        console.print(_chart(analysis, cells), end="\n\n")
+    if analysis.stalls:
+        console.print(_stall_table(analysis))
+    if analysis.traffic:
+        console.print(_traffic_table(analysis))
 
 
-def header(picture: Picture) -> Text:
-    """What was planned, with what, and how good it is."""
-    graph, plan, timeline, about = picture.graph, picture.plan, picture.timeline, picture.plan.provenance
+def _header(analysis: PlanAnalysis) -> Text:
+    graph, plan, timeline, about = analysis.graph, analysis.plan, analysis.timeline, analysis.plan.provenance
     text = Text()
-    text.append(f"{graph.name}, batch {graph.batch}, in {format_bytes(picture.memory_bytes)}", "bold")
+    text.append(f"{graph.name}, batch {graph.batch}, in {format_bytes(analysis.memory_bytes)}", "bold")
     if plan.workspace_bytes:
         text.append(
             f" ({format_bytes(plan.partition_bytes)} partition + {format_bytes(plan.workspace_bytes)} workspace)"
@@ -54,57 +45,52 @@ def header(picture: Picture) -> Text:
     text.append("\n")
     if about is not None:
         text.append(f"{about.searcher}, seed {about.seed}, {about.evaluations} evaluations")
-        text.append(f" · {picture.profile.device}\n", "dim")
-    resident_s = picture.profile.compute_s
+        text.append(f" · {analysis.profile.device}\n", "dim")
+    resident_s = analysis.profile.compute_s
     text.append(f"latency {milliseconds(timeline.latency_s)}", "bold")
     if about is not None:
         text.append(f" · bound {milliseconds(about.bound_s)} (gap {gap(timeline.latency_s, about.bound_s)})")
     text.append(f" · resident {milliseconds(resident_s)} (+{gap(timeline.latency_s, resident_s)})")
     if timeline.period_s is not None:
         text.append(f" · period {milliseconds(timeline.period_s)}")
-    residents = sum(graph.tensors[p.tensor].nbytes for p in plan.residents)
-    weights = sum(t.nbytes for t in graph.tensors if t.kind in ("parameter", "state"))
-    text.append(
-        f"\nstalled {milliseconds(picture.stall_s)}, slowed by copies {milliseconds(picture.slowed_s)}"
-        f"\n{len(graph.ops)} ops, {len(plan.steps)} steps · {format_bytes(residents)} of {format_bytes(weights)} of"
-        f" parameters resident · {format_bytes(timeline.link_bytes)} over the link"
+    return text.append(
+        f"\nstalled {milliseconds(analysis.stall_s)}, slowed by copies {milliseconds(analysis.slowed_s)}"
+        f"\n{len(graph.ops)} ops, {len(plan.steps)} steps · {format_bytes(analysis.resident_bytes)} of"
+        f" {format_bytes(analysis.weight_bytes)} of parameters resident · {format_bytes(timeline.link_bytes)} over the"
+        " link"
     )
-    return text
 
 
-def chart(picture: Picture, cells: int) -> Text:
-    """Lanes, stalls and memory over one time axis."""
-    text = _axis(picture, cells)
-    total_s = picture.end_s
-    for lane, label, style in _LANES:
-        spans = [(s.start_s, s.end_s) for s in picture.timeline.spans if s.lane == lane]
+def _chart(analysis: PlanAnalysis, cells: int) -> Text:
+    """Draw lanes, stalls and memory over one time axis."""
+    text = _axis(analysis, cells)
+    total_s = analysis.end_s
+    for lane, label in LANES:
+        spans = [(s.start_s, s.end_s) for s in analysis.spans_of(lane)]
         busy_s = sum(end - start for start, end in spans)
         note = f"{percent(busy_s / total_s)} busy" if spans else "not used"
-        text.append_text(_row(label, _covered(spans, total_s, cells), style, note))
+        text.append_text(_row(label, _covered(spans, total_s, cells), _STYLES[lane], note))
         if lane == "compute":
-            stalls = [(s.start_s, s.end_s) for s in picture.stalls]
-            note = milliseconds(picture.stall_s) if stalls else "never"
+            stalls = [(s.start_s, s.end_s) for s in analysis.stalls]
+            note = milliseconds(analysis.stall_s) if stalls else "never"
             text.append_text(_row("  stalled", _covered(stalls, total_s, cells), "red", note))
-    text.append("\n")
-    text.append_text(_memory(picture, cells))
-    return text
+    return text.append("\n").append_text(_memory(analysis, cells))
 
 
-def _axis(picture: Picture, cells: int) -> Text:
-    """Round times above the lanes; the answer's where steps go on behind it."""
+def _axis(analysis: PlanAnalysis, cells: int) -> Text:
+    """Draw round times, and a mark where the outputs are complete if steps end after that."""
     line, marks = [" "] * (cells + _NOTE_CELLS), ["─"] * cells
-    for tick in nice_ticks(picture.end_s, max(2, cells // 14)):
-        at = min(cells - 1, int(tick / picture.end_s * cells))
+    for tick in nice_ticks(analysis.end_s, max(2, cells // 14)):
+        at = min(cells - 1, int(tick / analysis.end_s * cells))
         label = round_time(tick)
         marks[at] = "┬"
         line[at : at + len(label)] = label
-    if picture.end_s > picture.timeline.latency_s * (1 + 1e-9):
-        marks[min(cells - 1, int(picture.timeline.latency_s / picture.end_s * cells))] = "┴"
-    text = Text(" " * _LABEL_CELLS + "".join(line).rstrip() + "\n", "dim")
-    text.append(" " * _LABEL_CELLS + "".join(marks), "dim")
-    if "┴" in marks:
-        text.append(" ┴ answer", "dim")
-    return text.append("\n")
+    note = ""
+    if analysis.has_epilogue:
+        marks[min(cells - 1, int(analysis.timeline.latency_s / analysis.end_s * cells))] = "┴"
+        note = " ┴ answer"
+    indent = " " * _LABEL_CELLS
+    return Text(f"{indent}{''.join(line).rstrip()}\n{indent}{''.join(marks)}{note}\n", "dim")
 
 
 def _row(label: str, shares: Sequence[float], style: str, note: str) -> Text:
@@ -113,38 +99,35 @@ def _row(label: str, shares: Sequence[float], style: str, note: str) -> Text:
     return text.append(f" {note}\n", "dim")
 
 
-def _memory(picture: Picture, cells: int) -> Text:
-    """Bytes in use, a column per cell, the full height being the budget."""
+def _memory(analysis: PlanAnalysis, cells: int) -> Text:
+    """Draw the most bytes in use during each cell; the full height is the budget."""
     most = [0] * cells
-    uses = [(time_s, sum(now.values())) for time_s, now in held(picture.stays)]
+    uses = [(time_s, sum(now.values())) for time_s, now in bytes_in_use(analysis.occupancies)]
     for (start_s, nbytes), (end_s, _) in pairwise(uses):
-        first = min(cells - 1, int(start_s / picture.end_s * cells))
-        last = min(cells - 1, max(first, int(end_s / picture.end_s * cells - 1e-9)))
+        first = min(cells - 1, int(start_s / analysis.end_s * cells))
+        last = min(cells - 1, max(first, int(end_s / analysis.end_s * cells - 1e-9)))
         for cell in range(first, last + 1):
             most[cell] = max(most[cell], nbytes)
-    memory = max(picture.memory_bytes, 1)
+    memory = max(analysis.memory_bytes, 1)
+    notes = [f"of {format_bytes(analysis.memory_bytes)}", f"peak {percent(analysis.peak_bytes / memory)}"]
     text = Text()
-    for row in reversed(range(_MEMORY_ROWS)):
-        label = "memory" if row == _MEMORY_ROWS - 1 else ""
-        shares = [min(1.0, max(0.0, nbytes / memory * _MEMORY_ROWS - row)) for nbytes in most]
-        note = {
-            _MEMORY_ROWS - 1: f"of {format_bytes(picture.memory_bytes)}",
-            _MEMORY_ROWS - 2: f"peak {percent(peak_bytes(picture.stays) / memory)}",
-        }.get(row, "")
-        text.append_text(_row(label, shares, "green", note))
+    for row in range(_MEMORY_ROWS):
+        below = _MEMORY_ROWS - 1 - row
+        shares = [min(1.0, max(0.0, nbytes / memory * _MEMORY_ROWS - below)) for nbytes in most]
+        text.append_text(_row("" if row else "memory", shares, "green", notes[row] if row < len(notes) else ""))
     text.right_crop(1)
     return text
 
 
 def _bar(share: float) -> str:
-    """A block as high as the share; whatever is above nothing shows."""
+    """Return a block as high as the share; every share above 0 is visible."""
     if share <= 1e-9:
         return " "
     return _EIGHTHS[max(1, min(8, round(share * 8)))]
 
 
-def _covered(intervals: Iterable[tuple[float, float]], total_s: float, cells: int) -> list[float]:
-    """The share of each cell's time that the intervals, which do not overlap, cover."""
+def _covered(intervals: Sequence[tuple[float, float]], total_s: float, cells: int) -> list[float]:
+    """Return the share of each cell's time that the disjoint intervals cover."""
     covered = [0.0] * cells
     for start_s, end_s in intervals:
         start, end = start_s / total_s * cells, end_s / total_s * cells
@@ -153,46 +136,33 @@ def _covered(intervals: Iterable[tuple[float, float]], total_s: float, cells: in
     return covered
 
 
-def _stall_table(picture: Picture) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=_counted("longest stalls", len(picture.stalls), _MOST_STALLS))
-    _left_title(table)
-    table.add_column("waits", justify="right", no_wrap=True)
-    table.add_column("at", justify="right", no_wrap=True)
-    table.add_column("op")
-    table.add_column("for", overflow="fold")
-    for stall in sorted(picture.stalls, key=lambda s: -s.seconds)[:_MOST_STALLS]:
-        cause = "" if stall.waits_for is None else _phrase(picture, stall.waits_for)
-        op = picture.name_of(stall.step).removeprefix("op ")
+def _stall_table(analysis: PlanAnalysis) -> Table:
+    title = _counted("longest stalls", len(analysis.stalls), _MOST_STALLS)
+    table = make_table("waits", "at", "op", "for", left=("op", "for"), title=title)
+    for stall in analysis.longest_stalls[:_MOST_STALLS]:
+        op = analysis.name_of(stall.step).removeprefix("op ")
+        cause = "" if stall.waits_for is None else analysis.name_of(stall.waits_for)
+        verb, separator, name = cause.rpartition(" ")
         table.add_row(
             milliseconds(stall.seconds),
             milliseconds(stall.start_s),
-            shortened(op, _NAME_CELLS // 2),
-            cause,
+            Text(shortened(op, _NAME_CELLS // 2)),
+            Text(verb + separator + shortened(name, _NAME_CELLS)),
         )
     return table
 
 
-def _phrase(picture: Picture, step: int) -> str:
-    """`swap-in of weight`; of long names the end."""
-    verb, separator, name = picture.name_of(step).rpartition(" ")
-    return verb + separator + shortened(name, _NAME_CELLS)
-
-
-def _traffic_table(picture: Picture) -> Table:
-    title = _counted("most copied tensors", len(picture.traffic), _MOST_TENSORS)
-    table = Table(box=SIMPLE_HEAD, title=title)
-    _left_title(table)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("kind")
-    for name in ("size", "in", "out", "bytes"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("share")
-    link_bytes = max(picture.timeline.link_bytes, 1)
-    for row in picture.traffic[:_MOST_TENSORS]:
-        tensor = picture.graph.tensors[row.tensor]
+def _traffic_table(analysis: PlanAnalysis) -> Table:
+    title = _counted("most copied tensors", len(analysis.traffic), _MOST_TENSORS)
+    table = make_table(
+        "tensor", "kind", "size", "in", "out", "bytes", "share", left=("tensor", "kind", "share"), title=title
+    )
+    link_bytes = max(analysis.timeline.link_bytes, 1)
+    for row in analysis.traffic[:_MOST_TENSORS]:
+        tensor = analysis.graph.tensors[row.tensor]
         share = row.nbytes / link_bytes
         table.add_row(
-            shortened(tensor.name, _NAME_CELLS),
+            Text(shortened(tensor.name, _NAME_CELLS)),
             tensor.kind,
             format_bytes(tensor.nbytes),
             f"{row.swapped_in}x" if row.swapped_in else "",
@@ -205,8 +175,3 @@ def _traffic_table(picture: Picture) -> Table:
 
 def _counted(what: str, count: int, shown: int) -> str:
     return f"{what} ({shown} of {count})" if count > shown else what
-
-
-def _left_title(table: Table) -> None:
-    table.title_justify = "left"
-    table.title_style = "bold"

@@ -52,7 +52,6 @@ def fixed_plans(monkeypatch: pytest.MonkeyPatch, _fixed_cache: Path) -> Path:
                 swap_in=Link(5e-6, 5e9),
                 compute_slowdown=1.0,
                 swap_slowdown=1.0,
-                stretch_s=100e-6,
             )
             for batch, profile in measured(lowered, *others, **options).items()
         }

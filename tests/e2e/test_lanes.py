@@ -10,7 +10,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from runtime.binding.program import Program
-from server.placement.device_memory import DeviceMemory
+from server.placement.device_memory import PartitionedMemory
 from tests.e2e.serving import Running, eventually, serving
 from tests.e2e.stacks import Stacks, answer, controlled, held, is_answer_of, under_load
 
@@ -29,7 +29,7 @@ def lanes_of(server: Running) -> dict[str, int]:
     return {placed.name: placed.lane for placed in server.loaded.placed_models.values()}
 
 
-def byte_ranges(memory: DeviceMemory) -> dict[str, set[tuple[int, int]]]:
+def byte_ranges(memory: PartitionedMemory) -> dict[str, set[tuple[int, int]]]:
     """Where each model's programs copy parameters to."""
     found: dict[str, set[tuple[int, int]]] = {}
     for placed in memory.placed_models.values():

@@ -14,14 +14,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.cpu.backend
-from planner.check import live_bytes, peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.plan import Compute, Drop, Plan, SwapIn
-from planner.sizing.deployment import Deployment, Entry
+from planner.sizing.deployment import Deployment, DeploymentEntry
 from runtime.binding.program import Program
-from runtime.cpu.arena import Arena
-from runtime.cpu.executor import Frame
+from runtime.cpu.arena import CpuArena
 from runtime.lowering.lower import Lowered
+from runtime.lowering.slots import Frame
 from server.config.config import ServeConfig
 from server.config.sizes import parse_memory
 from server.engine.servable import ProgramServable
@@ -30,7 +29,9 @@ from server.placement import loader
 from server.placement.partitions import Extent
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
+from tests.planner.reference import live_bytes, peak_bytes
 from tests.runtime.late import LateStore
+from tests.runtime.observing import observed
 
 NON_PARAMETERS = ("input", "activation")
 
@@ -39,13 +40,13 @@ NON_PARAMETERS = ("input", "activation")
 class Deployed:
     """What the loader made of a repository."""
 
-    arena: Arena
+    arena: CpuArena
     deployment: Deployment
     lowered: dict[str, Lowered]
     servables: dict[str, ProgramServable]
     extents: dict[str, Extent]
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> DeploymentEntry:
         (entry,) = (e for e in self.deployment.entries if e.name == name)
         return entry
 
@@ -61,7 +62,8 @@ class Deployed:
     def run(self, name: str, batch: int, observe: Any = None) -> list[torch.Tensor]:
         servable = self.servables[name]
         inputs = self.lowered[name].examples(batch)
-        return servable.executor.run(servable.programs[batch], inputs, observe=observe).outputs
+        program = servable.programs[batch]
+        return servable.executor.run(program if observe is None else observed(program, observe), inputs).outputs
 
 
 @contextmanager
@@ -71,7 +73,7 @@ def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iter
     loaded = loader.load(scan(repository), config, lambda *_: None)
     try:
         assert not loaded.failures
-        assert isinstance(loaded.memory.arena, Arena)
+        assert isinstance(loaded.memory.arena, CpuArena)
         yield Deployed(
             loaded.memory.arena,
             loaded.deployment,
@@ -95,7 +97,7 @@ class Use:
 class Watch(TorchDispatchMode):
     """Notes every tensor in the arena that reaches an operator, at the operator and not where plans are bound."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: CpuArena) -> None:
         super().__init__()
         self.arena = range(arena.address, arena.address + arena.nbytes)
         self.step = -1

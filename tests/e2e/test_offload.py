@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from loadgen.zoo.exporting import export_model, save_model
-from planner.check import peak_bytes
 from planner.errors import InfeasibleBudget
 from planner.layout.feasible import Footprint
 from planner.plan import SwapIn, SwapOut
 from runtime.binding.calls import Call
-from runtime.binding.program import ComputeStep, Program
+from runtime.binding.draft import ComputeStep
+from runtime.binding.program import Program
 from runtime.memory import StoreKind
 from tests.e2e.serving import infer, serving
 from tests.e2e.test_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
+from tests.planner.reference import peak_bytes
 
 LEVELS = 6
 BATCH = 4
@@ -104,7 +105,7 @@ def on_one_thread(program: Program) -> Program:
     copies = {s.step: s for s in (*program.swap_ins, *program.swap_outs)}
     computes = {c.step: c for c in program.computes}
     waiting: list[Call] = []
-    steps: list[ComputeStep] = []
+    steps: list[ComputeStep[Call]] = []
     for step in sorted({**copies, **computes}):
         if step in copies:
             waiting.append(lambda frame, copy=copies[step].copy: copy())
@@ -112,7 +113,7 @@ def on_one_thread(program: Program) -> Program:
             calls = (*waiting, *computes[step].calls)
             steps.append(replace(computes[step], calls=calls, swap_ins_before=0, swap_outs_before=0))
             waiting = []
-    return replace(program, computes=tuple(steps), swap_ins=(), swap_outs=(), epilogue=0, prefix=0, restored={})
+    return replace(program, computes=tuple(steps), swap_ins=(), swap_outs=(), epilogue=0)
 
 
 def test_torch_allocates_no_more_than_the_plan_counts(small: Deployed) -> None:

@@ -9,11 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 from loadgen.sentences import EXAMPLES
-from loadgen.zoo.pitch import decode_hz, tone_frames
+from loadgen.zoo.pitch import tone_frames
 from loadgen.zoo.tokens import tokenize
 from planner.errors import InfeasibleBudget
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, serving
+from tests.pitch import decode_hz
 
 BATCHES = (1, 4)
 TOLERANCE = 1e-4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cpu.store import StoreKind
+from runtime.host.store import StoreKind
 from tests.e2e.serving import READY_S, Running, eventually, metric, serving
 from tests.e2e.stacks import Stacks, answer, is_answer_of
 

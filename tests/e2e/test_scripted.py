@@ -28,7 +28,7 @@ def test_a_scripted_server_gives_the_same_bits(archives: Archives, memory: str) 
                 for batch in BATCHES
             ]
             programs = server.loaded.servables["bert_small"].programs
-            stretches[scripted] = [max((s.length for s in p.stretched), default=0) for p in programs.values()]
+            stretches[scripted] = [max((s.length for s in p.segments), default=0) for p in programs.values()]
             profiles = server.loaded.placed_models["bert_small"].prepared.profiles.values()
             devices[scripted] = {profile.device.endswith(", scripted") for profile in profiles}
     for plain, scripted_answer in zip(answers[False], answers[None], strict=True):

@@ -1,15 +1,17 @@
+"""The open loop: requests go out at their times, independently of answers."""
+
 import asyncio
 import time
 from collections.abc import Callable
 
 import pytest
 
-from loadgen.arrivals import Arrival
+from loadgen.arrivals import RequestArrival
 from loadgen.openloop import NOT_SENT, RequestFailed, Tally, run_open_loop
 
 
-def every(gap_s: float, count: int) -> list[Arrival]:
-    return [Arrival(gap_s * k, "m") for k in range(count)]
+def every(gap_s: float, count: int) -> list[RequestArrival]:
+    return [RequestArrival(gap_s * k, "m") for k in range(count)]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -37,17 +39,18 @@ async def test_nothing_waits_for_an_answer() -> None:
 
 
 async def test_latency_counts_from_the_intended_time() -> None:
-    """The first request stalls the generator; those that were due meanwhile are late, and that shows."""
+    """The first request stalls the generator; requests that were due meanwhile count the delay."""
 
     async def send(model: str) -> None:
         if model == "stall":
             time.sleep(0.3)  # noqa: ASYNC251
 
-    arrivals = [Arrival(0.0, "stall"), *(Arrival(0.01 * k, "m") for k in range(1, 11))]
+    arrivals = [RequestArrival(0.0, "stall"), *(RequestArrival(0.01 * k, "m") for k in range(1, 11))]
     outcomes = await run_open_loop(arrivals, send, max_in_flight=100)
     for outcome in outcomes:
         if outcome.arrival.model == "m":
-            assert outcome.latency_s >= outcome.lag_s >= 0.3 - outcome.arrival.at_s - 0.01
+            assert outcome.latency_s >= outcome.lag_s
+            assert outcome.arrival.at_s + outcome.latency_s >= 0.3
 
 
 async def test_no_request_is_sent_before_its_time() -> None:
@@ -77,7 +80,7 @@ async def test_a_failure_is_recorded_and_the_run_goes_on() -> None:
         if model == "bad":
             raise RequestFailed("HTTP 503", "queue full")
 
-    outcomes = await run_open_loop([Arrival(0, "bad"), Arrival(0, "good")], send, max_in_flight=9)
+    outcomes = await run_open_loop([RequestArrival(0, "bad"), RequestArrival(0, "good")], send, max_in_flight=9)
     assert {o.arrival.model: o.failure and o.failure.kind for o in outcomes} == {"bad": "HTTP 503", "good": None}
 
 
@@ -92,7 +95,7 @@ async def test_cancelling_ends_the_requests_and_the_pacer() -> None:
             ended += 1
 
     tally = Tally()
-    run = asyncio.create_task(run_open_loop([*every(0.001, 5), Arrival(3600, "m")], send, 9, tally))
+    run = asyncio.create_task(run_open_loop([*every(0.001, 5), RequestArrival(3600, "m")], send, 9, tally))
     await until(lambda: tally.sent == 5)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):

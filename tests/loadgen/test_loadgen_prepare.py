@@ -5,7 +5,7 @@ import torch
 
 from loadgen.cli import main
 from loadgen.errors import UsageError
-from loadgen.prepare import Recipe, is_intact, prepare, recipes
+from loadgen.repository import Recipe, is_intact, prepare, recipes
 from loadgen.zoo import ZOO
 
 

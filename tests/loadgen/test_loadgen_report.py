@@ -4,19 +4,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.arrivals import Arrival
+from loadgen.arrivals import RequestArrival
 from loadgen.openloop import NOT_SENT, Outcome, RequestFailed
-from loadgen.report import Report, Run, make_report, spread
+from loadgen.report import Report, RunDescription, make_report, spread
 
-RUN = Run(url="u", seed=0, batch=1, rate_per_s=10, duration_s=10.0, warmup_s=1.0, slo_s=0.1)
+RUN = RunDescription(url="u", seed=0, batch=1, rate_per_s=10, duration_s=10.0, warmup_s=1.0, slo_s=0.1)
 
 
 def answered(at_s: float, latency_s: float, model: str = "a") -> Outcome:
-    return Outcome(Arrival(at_s, model), 0.0, latency_s)
+    return Outcome(RequestArrival(at_s, model), 0.0, latency_s)
 
 
 def failed(at_s: float, kind: str, model: str = "a") -> Outcome:
-    return Outcome(Arrival(at_s, model), 0.0, 0.5, RequestFailed(kind, f"{kind} happened"))
+    return Outcome(RequestArrival(at_s, model), 0.0, 0.5, RequestFailed(kind, f"{kind} happened"))
 
 
 def test_percentiles_agree_with_the_standard_library() -> None:
@@ -67,7 +67,7 @@ def test_a_run_without_answers_is_not_a_success() -> None:
 
 
 def test_a_late_generator_is_noticed() -> None:
-    late = Outcome(Arrival(2, "a"), lag_s=0.02, latency_s=0.03)
+    late = Outcome(RequestArrival(2, "a"), lag_s=0.02, latency_s=0.03)
     assert make_report(RUN, [late], ["a"]).generator_was_late
     assert not make_report(RUN, [answered(2, 0.03)], ["a"]).generator_was_late
 

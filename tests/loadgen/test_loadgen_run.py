@@ -1,19 +1,14 @@
-import dataclasses
-
 import pytest
 from fake_kserve import FakeKServe, serving
+from msgspec.structs import replace
 
 from loadgen.errors import ServerFailed, UsageError
-from loadgen.run import Load, in_turns, run_load, send_load
+from loadgen.load import Load
+from loadgen.run import joined, run_load, send_load
 
 LOAD = Load(
     rate_per_s=200,
     duration_s=0.5,
-    models=None,
-    weights={},
-    zipf=0.0,
-    seed=0,
-    batch=1,
     slo_s=5.0,
     timeout_s=20.0,
     warmup_s=0.0,
@@ -31,13 +26,13 @@ async def test_every_request_is_answered_and_reported() -> None:
 
 
 async def test_turns_are_one_run_without_their_warm_ups() -> None:
-    load = dataclasses.replace(LOAD, duration_s=0.4, warmup_s=0.1)
+    load = replace(LOAD, duration_s=0.4, warmup_s=0.1)
     async with serving(FakeKServe(models=("a", "b"))) as url:
-        turns = [await send_load(url, dataclasses.replace(load, seed=seed)) for seed in range(3)]
-    together = in_turns(turns).report
+        turns = [await send_load(url, replace(load, seed=seed)) for seed in range(3)]
+    together = joined(turns).report
     assert together.duration_s == pytest.approx(1.2)
     assert together.completed == sum(turn.report.completed for turn in turns) > 0
-    assert together.achieved_per_s == pytest.approx(together.completed / 1.2, rel=0.1)
+    assert together.goodput_per_s == pytest.approx(together.completed / 1.2)
     assert together.latency is not None
     latencies_s = [turn.report.latency.max_s for turn in turns if turn.report.latency is not None]
     assert together.latency.max_s == max(latencies_s)
@@ -62,7 +57,7 @@ async def test_errors_are_counted_by_kind() -> None:
         hangs_up=("hung",),
     )
     async with serving(fake) as url:
-        report = await run_load(url, dataclasses.replace(LOAD, timeout_s=2.0))
+        report = await run_load(url, replace(LOAD, timeout_s=2.0))
     by_model = {m.model: m for m in report.models}
     assert by_model["fine"].errors == {}
     assert by_model["fine"].completed == by_model["fine"].sent > 0
@@ -74,34 +69,34 @@ async def test_errors_are_counted_by_kind() -> None:
 
 async def test_the_first_models_by_name_are_taken() -> None:
     async with serving(FakeKServe(models=("c", "b", "a"))) as url:
-        report = await run_load(url, dataclasses.replace(LOAD, models=2))
+        report = await run_load(url, replace(LOAD, model_count=2))
     assert [m.model for m in report.models] == ["a", "b"]
 
 
 async def test_fewer_models_than_asked_for_is_an_error() -> None:
     async with serving(FakeKServe()) as url:
         with pytest.raises(UsageError, match="2 models ready, fewer than --models 3: a, b"):
-            await run_load(url, dataclasses.replace(LOAD, models=3))
+            await run_load(url, replace(LOAD, model_count=3))
 
 
 async def test_a_server_without_an_index_needs_names() -> None:
     async with serving(FakeKServe(has_index=False)) as url:
         with pytest.raises(UsageError, match="name them with --model"):
             await run_load(url, LOAD)
-        report = await run_load(url, dataclasses.replace(LOAD, weights={"b": 1.0}))
+        report = await run_load(url, replace(LOAD, weights={"b": 1.0}))
     assert [m.model for m in report.models] == ["b"]
 
 
 async def test_an_unknown_model_is_an_error() -> None:
     async with serving(FakeKServe()) as url:
         with pytest.raises(UsageError, match="no model 'z'"):
-            await run_load(url, dataclasses.replace(LOAD, weights={"z": 1.0}))
+            await run_load(url, replace(LOAD, weights={"z": 1.0}))
 
 
 async def test_requests_carry_binary_tensors_of_the_batch() -> None:
     fake = FakeKServe()
     async with serving(fake) as url:
-        await run_load(url, dataclasses.replace(LOAD, batch=3))
+        await run_load(url, replace(LOAD, batch=3))
     head, raw = fake.received[0][: -3 * 4 * 4], fake.received[0][-3 * 4 * 4 :]
     assert b'"shape":[3,4]' in head
     assert b'"binary_data_size":48' in head

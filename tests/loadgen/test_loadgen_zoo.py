@@ -8,6 +8,7 @@ import torch
 
 from loadgen.zoo import ZOO
 from loadgen.zoo.exporting import export_model, save_model
+from tests.pitch import decode_hz
 
 SMALL = ("bert_small", "minilm_short", "mobilenet_v2", "ranker", "torchcrepe")
 LARGE = tuple(name for name in ZOO if name not in SMALL)
@@ -54,7 +55,7 @@ def test_any_15_rankers_in_a_row_differ_in_size() -> None:
 
 
 def test_torchcrepe_hears_the_pitch_of_a_tone() -> None:
-    from loadgen.zoo.pitch import decode_hz, tone_frames
+    from loadgen.zoo.pitch import tone_frames
 
     model, _ = ZOO["torchcrepe"].build()
     tones_hz = [110.0, 261.63, 440.0, 880.0]

@@ -1,13 +1,15 @@
-"""A slow simulator with exact arithmetic, written without a look at the fast one: one object per step."""
+"""Slow references, written independently: a simulator with exact arithmetic, and counts of bytes in memory."""
 
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 
-from planner.graph import Graph
-from planner.plan import Compute, Drop, Plan, SwapIn, lane_of
+from planner.graph import Graph, TensorKind
+from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut, lane_of
 from planner.profile import Profile
+from planner.sequence.sequence import Action, Verb
+
+ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "state", "input", "activation")
 
 
 @dataclass(eq=False)
@@ -69,10 +71,7 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
                 if isinstance(other, SwapIn) and other.tensor in residents and other.tensor in touched
                 if before
             ]
-            seconds = Fraction(profile.op_seconds[step.op])
-            if _begins_a_stretch(graph, plan, i):
-                seconds += Fraction(profile.stretch_s)
-            jobs[i] = Job("compute", seconds, [*restored, *last_out])
+            jobs[i] = Job("compute", Fraction(profile.op_seconds[step.op]), [*restored, *last_out])
         else:
             link = profile.swap_in if isinstance(step, SwapIn) else profile.swap_out
             lane = lane_of(step)
@@ -80,39 +79,6 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
             jobs[i] = Job(lane, Fraction(link.seconds(graph.tensors[step.tensor].nbytes)), [*last_op, *last_out])
         jobs[i].waits += (jobs[j] for j in step.after)
     return list(jobs.values())
-
-
-def _begins_a_stretch(graph: Graph, plan: Plan, at: int) -> bool:
-    """Whether a compute step that is not the first newly waits for a copy, or a copy waits for the one before it."""
-    computes = [i for i, step in enumerate(plan.steps) if isinstance(step, Compute)]
-    earlier = computes[: computes.index(at)]
-    if not earlier:
-        return False
-    copies = [step for step in plan.steps if not isinstance(step, Compute | Drop)]
-    if any(max(set(copy.after) & set(computes), default=-1) == earlier[-1] for copy in copies):
-        return True
-    return any(
-        max(waits(at), default=-1) > max((j for i in earlier for j in waits(i)), default=-1)
-        for waits in (_copies(plan, "swap_in"), _copies(plan, "swap_out"), partial(_restoring, graph, plan))
-    )
-
-
-def _copies(plan: Plan, lane: str) -> Callable[[int], list[int]]:
-    def waits(at: int) -> list[int]:
-        step = plan.steps[at]
-        assert isinstance(step, Compute)
-        return [j for j in step.after if lane_of(plan.steps[j]) == lane]
-
-    return waits
-
-
-def _restoring(graph: Graph, plan: Plan, at: int) -> list[int]:
-    """The copies of the inference before that a compute step waits for."""
-    step, residents = plan.steps[at], {p.tensor for p in plan.residents}
-    assert isinstance(step, Compute)
-    touched = {*graph.ops[step.op].reads, *_overwritten(graph, plan, at)}
-    last = {s.tensor: j for j, s in enumerate(plan.steps) if isinstance(s, SwapIn)}
-    return [j for tensor, j in last.items() if tensor in residents and tensor in touched]
 
 
 def _overwritten(graph: Graph, plan: Plan, at: int) -> set[int]:
@@ -131,4 +97,58 @@ def _overwritten(graph: Graph, plan: Plan, at: int) -> set[int]:
         meets = (a.region == home.region and a.offset < end and home.offset < a.offset + n for a, n in writes)
         if given_up and any(meets):
             found.add(t)
+    return found
+
+
+def live_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS) -> list[int]:
+    """Bytes of tensors in memory after each step, partition and workspace together. Assumes a checked plan."""
+    live = {p.tensor for p in (*plan.inputs, *plan.residents)}
+    counted = [t.nbytes if t.kind in kinds else 0 for t in graph.tensors]
+    total = sum(counted[i] for i in live)
+    after_step = []
+    for step in plan.steps:
+        match step:
+            case Compute():
+                total += sum(counted[i] for i in graph.ops[step.op].writes)
+            case SwapIn():
+                total += counted[step.tensor]
+            case Drop():
+                total -= counted[step.tensor]
+            case SwapOut():
+                pass
+        after_step.append(total)
+    return after_step
+
+
+def peak_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS) -> int:
+    """Most bytes in memory at once, scratch included. Assumes a checked plan."""
+    held = {p.tensor for p in (*plan.inputs, *plan.residents)}
+    peak = sum(graph.tensors[i].nbytes for i in held if graph.tensors[i].kind in kinds)
+    for step, total in zip(plan.steps, live_bytes(graph, plan, kinds), strict=True):
+        scratch = graph.ops[step.op].scratch_bytes if isinstance(step, Compute) else 0
+        peak = max(peak, total + scratch)
+    return peak
+
+
+def sequence_peak_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> int:
+    """Most bytes in memory at once, scratch included, fragmentation not."""
+    return max(sequence_held_bytes(graph, actions, residents), default=0)
+
+
+def sequence_held_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[int]:
+    """Bytes in memory during each action, scratch included."""
+    size = [t.nbytes for t in graph.tensors]
+    held = sum(size[t] for t in (*graph.inputs, *residents))
+    found = []
+    for action in actions:
+        scratch = 0
+        match action.verb:
+            case Verb.COMPUTE:
+                held += sum(size[t] for t in graph.ops[action.what].writes)
+                scratch = graph.ops[action.what].scratch_bytes
+            case Verb.SWAP_IN:
+                held += size[action.what]
+        found.append(held + scratch)
+        if action.verb is Verb.DROP:
+            held -= size[action.what]
     return found

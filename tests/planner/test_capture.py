@@ -22,7 +22,7 @@ from benchmarks.planner.training import (
     training_graph,
 )
 from planner.graph import Graph
-from planner.layout.liveness import peak_activation_bytes
+from planner.lifetimes import peak_activation_bytes
 from planner.sequence.serial import least_bytes
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from planner.check import check, live_bytes, peak_bytes
+from planner.check import check
 from planner.errors import FingerprintMismatch, InvalidPlan
 from planner.graph import Graph, Op, Tensor
 from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
+from tests.planner.reference import live_bytes, peak_bytes
 
 GRAPH = chain([PAGE] * 3)
 PROFILE = profile_of(GRAPH)

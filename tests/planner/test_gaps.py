@@ -11,7 +11,7 @@ from planner.graph import Graph, Op, Tensor
 from planner.problem import Problem
 from planner.sequence.gaps import START, Fate, Gap, Gaps
 from planner.sequence.no_wait import fit, lean, no_wait
-from planner.sequence.sequence import compute, drop, peak_bytes, swap_in, swap_out
+from planner.sequence.sequence import compute, drop, swap_in, swap_out
 from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import (
@@ -22,6 +22,7 @@ from tests.planner.graphs import (
     random_profile,
     random_training_graph,
 )
+from tests.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
 KEEP, SWAP, RECOMPUTE, RESTORE = Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE, Fate.RESTORE
@@ -175,7 +176,7 @@ def test_random_fates_make_safe_plans_or_none(seed: int) -> None:
     if plan is not None:
         check(graph, profile, plan)
         assert decided is not None
-        assert peak_bytes(graph, *decided) <= memory
+        assert sequence_peak_bytes(graph, *decided) <= memory
         kept = {g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not SWAP}
         assert {p.tensor for p in plan.residents} == kept
     elif decided is not None:

@@ -13,12 +13,13 @@ from planner.check import check
 from planner.errors import InvalidPlan
 from planner.graph import Graph, Op, Tensor
 from planner.papers.swapadvisor.allocations import Allocation, Space, raised, shrink
-from planner.papers.swapadvisor.genetic import SERIAL, Candidate, Genetic
-from planner.papers.swapadvisor.pool_lanes import judge, write
+from planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
+from planner.papers.swapadvisor.pool_lanes import evaluate, write
 from planner.papers.swapadvisor.pools import object_bytes, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import (
+    Ints,
+    Precedence,
     cross_schedules,
-    is_schedule,
     mutate_schedule,
     precedence,
     random_schedule,
@@ -27,8 +28,7 @@ from planner.plan import Compute, SwapIn, SwapOut
 from planner.problem import UNFIT, Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
-from planner.sequence.sequence import write as write_sequence
-from planner.sequence.serial import lay_out_serial, least_bytes, serial
+from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
@@ -60,17 +60,17 @@ def test_costs_are_those_of_the_written_plan(seed: int) -> None:
     allocation = random_allocation(space, rng)
     pool = pool_of(sizes, allocation.classes, allocation.counts)
     threshold, double_pass = rng.choice((0.0, 1.0, 3.0)), rng.random() < 0.8
-    cost = judge(uses, order, pool, threshold, np.inf, double_pass)
+    cost = evaluate(uses, order, pool, threshold, np.inf, double_pass)
     if cost == UNFIT:  # another last op may need more than the one that `least` goes by
         assert order[-1] != len(order) - 1
         return
-    plan = write(graph, profile, pool.nbytes, uses, order, pool, threshold, double_pass)
+    plan = write(Problem(graph, profile, pool.nbytes), uses, order, pool, threshold, double_pass)
     check(graph, profile, plan)
     timeline = simulate(graph, plan, profile)
     assert timeline.latency_s == pytest.approx(cost.latency_s)
     assert timeline.period_s == pytest.approx(cost.period_s)
     assert timeline.link_bytes == cost.link_bytes
-    lower = judge(uses, order, pool, threshold, cost.latency_s / 2 - 1, double_pass)
+    lower = evaluate(uses, order, pool, threshold, cost.latency_s / 2 - 1, double_pass)
     assert (lower.latency_s, lower.period_s, lower.link_bytes) == (cost.latency_s, np.inf, cost.link_bytes)
 
 
@@ -87,7 +87,7 @@ def test_too_few_objects_for_an_op_are_unfit(seed: int) -> None:
     scarce = rng.choice(np.flatnonzero(space.least(allocation.classes)).tolist())
     counts[scarce] = space.least(allocation.classes)[scarce] - 1
     pool = pool_of(sizes, allocation.classes, counts)
-    assert judge(uses, np.arange(len(graph.ops)), pool, 1.0, np.inf) == UNFIT
+    assert evaluate(uses, np.arange(len(graph.ops)), pool, 1.0, np.inf) == UNFIT
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -109,7 +109,7 @@ def test_the_first_pass_swaps_in_no_more_than_it_must(reads: list[int], objects:
 
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1]), np.array([objects]))
-    cost = judge(uses, np.arange(len(ops)), pool, 0.0, 0.0, double_pass=False)
+    cost = evaluate(uses, np.arange(len(ops)), pool, 0.0, 0.0, double_pass=False)
     assert cost.link_bytes == PAGE * fewest(0, frozenset())
 
 
@@ -123,7 +123,7 @@ def test_the_double_pass_keeps_what_belady_keeps() -> None:
     profile = profile_of(graph)
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1]), np.array([5]))
-    plan = write(graph, profile, 5 * PAGE, uses, np.arange(6), pool, 1.0)
+    plan = write(Problem(graph, profile, 5 * PAGE), uses, np.arange(6), pool, 1.0)
     check(graph, profile, plan)
     assert [p.tensor for p in plan.residents] == [0, 1]
     assert [s.tensor for s in plan.steps if isinstance(s, SwapIn)] == [2, 3, 4, 5]
@@ -140,7 +140,7 @@ def test_the_threshold_prefers_what_was_used_long_ago() -> None:
     pool = pool_of(sizes, np.array([1]), np.array([2]))
     swapped = []
     for threshold in (0.0, 1.0):
-        plan = write(graph, profile, 2 * PAGE, uses, np.arange(5), pool, threshold, double_pass=False)
+        plan = write(Problem(graph, profile, 2 * PAGE), uses, np.arange(5), pool, threshold, double_pass=False)
         check(graph, profile, plan)
         swapped.append([s.tensor for s in plan.steps if isinstance(s, SwapIn)])
     assert swapped == [[0, 1, 2, 1], [0, 1, 2, 0, 1]]
@@ -187,12 +187,24 @@ def test_a_change_in_place_stays_between_the_ops_around_it() -> None:
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1, 1]), np.array([3]))
     for order in map(np.array, itertools.permutations(range(3))):
-        plan = write(graph, profile, pool.nbytes, uses, order, pool, 1.0)
+        plan = write(Problem(graph, profile, pool.nbytes), uses, order, pool, 1.0)
         if is_schedule(order, rule):
             check(graph, profile, plan)
         else:
             with pytest.raises(InvalidPlan, match="changed in place"):
                 check(graph, profile, plan)
+
+
+def is_schedule(order: Ints, rule: Precedence) -> bool:
+    """Whether every op is there once, and behind all that must come before it."""
+    if sorted(order.tolist()) != list(range(len(rule.before))):
+        return False
+    position = np.argsort(order)
+    return all(
+        position[k] < position[j]
+        for k in range(len(order))
+        for j in rule.after[rule.start[k] : rule.start[k + 1]].tolist()
+    )
 
 
 def valid_classes(length: int) -> list[tuple[int, ...]]:
@@ -263,27 +275,17 @@ def test_the_leanest_cls_needs_least_memory(seed: int) -> None:
     assert needed(tuple(space.leanest.tolist())) == min(map(needed, valid_classes(len(sizes.nbytes))))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(seed=seeds)
-def test_the_serial_plan_is_laid_out_in_the_least_memory(seed: int) -> None:
-    graph, profile, _ = random_case(seed)
-    actions = serial(graph)
-    placed = lay_out_serial(graph, actions)
-    assert placed.peak_bytes <= least_bytes(graph)
-    check(graph, profile, write_sequence(graph, profile, least_bytes(graph), actions, (), placed))
-
-
 def problem_of(memory_bytes: int) -> Problem:
     graph = random_training_graph(random.Random(5), 6)
     return Problem(graph, profile_of(graph), memory_bytes)
 
 
-def evolve(searcher: Genetic, generations: int) -> list[list[Candidate]]:
+def evolve(searcher: Genetic, generations: int) -> list[list[Chromosome]]:
     asked = []
     for _ in range(generations + 2):
         candidates = list(searcher.ask())
         asked.append(candidates)
-        searcher.tell(candidates, [searcher.judge(c, 0.0) for c in candidates])
+        searcher.tell(candidates, [searcher.evaluate(c, 0.0) for c in candidates])
     return asked
 
 
@@ -311,7 +313,7 @@ def test_the_first_generation_has_pools_that_fit_where_any_restricted_one_does()
     for memory, fits in ((least, True), (least - 1, False)):
         searcher = Genetic(problem_of(memory), 1, population=12)
         asked = evolve(searcher, 0)
-        found = [searcher.judge(c, 0.0) != UNFIT for c in asked[1]]
+        found = [searcher.evaluate(c, 0.0) != UNFIT for c in asked[1]]
         assert any(found) == fits
     assert least - 1 >= least_bytes(graph)
     plan = search(problem_of(least - 1), "genetic", limit=Limit(evaluations=40))
@@ -355,7 +357,7 @@ def test_the_population_keeps_its_size_and_those_that_fit() -> None:
 def test_a_plan_has_its_ops_in_the_order_of_its_chromosome() -> None:
     searcher = Genetic(roomy(), 3, population=12)
     for candidate in evolve(searcher, 0)[1]:
-        if searcher.judge(candidate, 0.0) != UNFIT:
+        if searcher.evaluate(candidate, 0.0) != UNFIT:
             plan = searcher.write(candidate)
             check(searcher.problem.graph, searcher.problem.profile, plan)
             assert tuple(s.op for s in plan.steps if isinstance(s, Compute)) == candidate.order

@@ -1,13 +1,40 @@
-"""Lifespans, and offsets that respect them."""
+"""Lifespans, live ranges, and offsets that respect them."""
 
 import random
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from benchmarks.planner.minimalloc import HEIGHT, guillotine, read
 from planner.layout.feasible import Footprint
-from planner.layout.liveness import Lifespan, lifespans, needed_bytes, peak_activation_bytes
-from planner.layout.placement import Block, most_live_bytes, place, place_activations
-from tests.planner.graphs import PAGE, chain, random_graph
+from planner.layout.placement import Block, Layout, most_live_bytes, place, place_activations
+from planner.lifetimes import START, Lifespan, lifespans, live_ranges, peak_activation_bytes
+from planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn, SwapOut
+from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph
+
+EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
+"""The example of MiniMalloc's README, which fits in 12."""
+
+
+def meet(a: Block, b: Block) -> bool:
+    """Whether two blocks are ever needed at the same time."""
+    spans = [[s for s in (block.span, block.again) if s is not None] for block in (a, b)]
+    return any(x.first < y.end and y.first < x.end for x in spans[0] for y in spans[1])
+
+
+def assert_sound(blocks: Sequence[Block], layout: Layout) -> None:
+    """Independent of the search: no two blocks share a byte at any time, all are aligned, the peak is the peak."""
+    for offset, block in zip(layout.offsets, blocks, strict=True):
+        assert offset >= 0
+        assert offset % block.alignment == 0
+        assert offset + block.nbytes <= layout.peak_bytes
+    for (at, a), (bt, b) in combinations(zip(layout.offsets, blocks, strict=True), 2):
+        if meet(a, b) and a.nbytes and b.nbytes:
+            assert at + a.nbytes <= bt or bt + b.nbytes <= at
 
 
 def test_lifespans_are_half_open() -> None:
@@ -16,13 +43,37 @@ def test_lifespans_are_half_open() -> None:
     assert lifespans(graph)[3] == Lifespan(0, 1)  # A0, the input
     assert lifespans(graph)[4] == Lifespan(0, 2)  # A1, written by op0 and read by op1
     assert lifespans(graph)[6] == Lifespan(2, 3)  # A3, the output
+    assert peak_activation_bytes(graph) == place_activations(graph).peak_bytes == 2 * PAGE
 
 
-def test_chain_needs_two_activations_at_a_time() -> None:
+def test_live_ranges_of_a_plan_are_found_by_hand() -> None:
     graph = chain([PAGE] * 3)
-    assert peak_activation_bytes(graph) == 2 * PAGE
-    assert needed_bytes(graph) == (3 * PAGE, 3 * PAGE, 3 * PAGE)
-    assert place_activations(graph).peak_bytes == 2 * PAGE
+    found = live_ranges(graph, hand_written_plan(graph, profile_of(graph)))
+    assert [(r.tensor, r.start, r.end, r.uses) for r in found] == [
+        (3, START, 2, (1,)),  # A0
+        (0, START, 10, (1,)),  # W0 stays
+        (1, 0, 4, (3,)),
+        (4, 1, 5, (1, 3)),
+        (5, 3, 9, (3, 7)),
+        (2, 6, 8, (7,)),
+        (6, 7, 10, (7,)),
+    ]
+
+
+def test_an_activation_that_returns_has_two_live_ranges() -> None:
+    graph = chain([0, 0, 0])
+    at = [Address("workspace", i * PAGE) for i in range(3)]
+    steps = (
+        Compute(0, (at[1],)),
+        SwapOut(4, (0,)),
+        Drop(4),
+        SwapIn(4, at[2], (1,)),
+        Compute(1, (at[1],), after=(3,)),
+    )
+    weights = tuple(Placement(i, Address("partition", 0)) for i in range(3))
+    plan = Plan(graph.fingerprint, "", 0, 3 * PAGE, (Placement(3, at[0]),), weights, steps)
+    found = [r for r in live_ranges(graph, plan) if r.tensor == 4]
+    assert [(r.address, r.start, r.end, r.uses) for r in found] == [(at[1], 0, 2, (0, 1)), (at[2], 3, 5, (4,))]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,28 +81,85 @@ def test_layouts_do_not_overlap_and_come_close_to_the_bound(seed: int) -> None:
     rng = random.Random(seed)
     blocks = []
     for _ in range(rng.randint(1, 60)):
-        first = rng.randint(0, 40)
-        alignment = rng.choice((1, 64, 256))
-        blocks.append(
-            Block(rng.choice((0, 1, 100, 5000, 70000)), alignment, Lifespan(first, first + rng.randint(1, 9)))
-        )
+        span = Lifespan(first := rng.randint(0, 40), first + rng.randint(1, 9))
+        blocks.append(Block(rng.choice((0, 1, 100, 5000, 70000)), rng.choice((1, 64, 256)), span))
     layout = place(blocks)
-    ends = [o + b.nbytes for o, b in zip(layout.offsets, blocks, strict=True)]
-    assert layout.peak_bytes == max(ends)
+    assert_sound(blocks, layout)
     assert most_live_bytes(blocks) <= layout.peak_bytes <= 1.3 * most_live_bytes(blocks) + 256
-    for i, a in enumerate(blocks):
-        assert layout.offsets[i] % a.alignment == 0
-        for j, b in enumerate(blocks[:i]):
-            disjoint = ends[i] <= layout.offsets[j] or ends[j] <= layout.offsets[i]
-            assert disjoint or not a.span.overlaps(b.span) or not a.nbytes or not b.nbytes
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_activations_take_at_least_their_peak(seed: int) -> None:
-    graph = random_graph(random.Random(seed))
+    graph = random_graph(rng)
     assert place_activations(graph).peak_bytes >= peak_activation_bytes(graph)
     assert Footprint.of(graph).activation_bytes >= peak_activation_bytes(graph)
 
 
 def test_nothing_takes_nothing() -> None:
     assert place([]).peak_bytes == most_live_bytes([]) == 0
+
+
+def test_minimallocs_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "problem.csv"
+    path.write_text(EXAMPLE)
+    blocks = read(path)
+    assert blocks[1] == Block(4, 1, Lifespan(3, 9))
+    assert place(blocks).peak_bytes == most_live_bytes(blocks) == 12
+    path.write_text("buffer_id,start,end,size\nb1,0,2,4\nb2,3,8,4\nb3,0,8,4\nb4,9,20,4\nb5,0,20,4\n")
+    assert read(path) == blocks
+    path.write_text("size,id,lower,upper,alignment,hint,gaps\n8,a,0,30,4,-1,5-10 12-20 21-29@0:4\n8,b,12,20,8,0,\n")
+    assert read(path) == (Block(8, 4, Lifespan(0, 12), Lifespan(20, 30)), Block(8, 8, Lifespan(12, 20)))
+
+
+@pytest.mark.parametrize(("count", "seed"), [(30, 0), (60, 0), (100, 1)])
+def test_a_search_closes_the_gap_that_greedy_rules_leave(count: int, seed: int) -> None:
+    """Of a rectangle that is cut into blocks, all of the height is in use at all times."""
+    blocks = guillotine(count, seed)
+    assert most_live_bytes(blocks) == HEIGHT
+    greedy, searched = place(blocks), place(blocks, nodes=20_000)
+    assert_sound(blocks, searched)
+    assert greedy.peak_bytes > HEIGHT  # else these instances show nothing
+    assert searched.peak_bytes - HEIGHT < 0.5 * (greedy.peak_bytes - HEIGHT)
+    assert place(blocks, greedy.peak_bytes, nodes=20_000) == greedy, "enough is enough"
+
+
+def test_the_same_seed_finds_the_same_layout() -> None:
+    blocks = guillotine(60, 3)
+    assert place(blocks, nodes=3000, seed=1) == place(blocks, nodes=3000, seed=1)
+    assert place(blocks) == place(blocks, nodes=0, seed=7)
+
+
+SPANS = st.tuples(st.integers(0, 9), st.integers(1, 4)).map(lambda s: Lifespan(s[0], s[0] + s[1]))
+LATER = st.one_of(
+    st.none(), st.tuples(st.integers(14, 18), st.integers(1, 3)).map(lambda s: Lifespan(s[0], sum(s)))
+)
+BLOCKS = st.lists(st.builds(Block, st.integers(0, 9), st.sampled_from([1, 2, 4]), SPANS, LATER), max_size=12)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(BLOCKS)
+def test_searched_layouts_are_sound_and_never_worse(blocks: list[Block]) -> None:
+    searched = place(blocks, nodes=400)
+    assert_sound(blocks, searched)
+    assert most_live_bytes(blocks) <= searched.peak_bytes <= place(blocks).peak_bytes
+
+
+def best_peak(blocks: Sequence[Block]) -> int:
+    """By trying every order with every block as low as it goes: some order yields an optimal layout."""
+
+    def least(placed: tuple[tuple[int, Block], ...], rest: tuple[Block, ...]) -> int:
+        if not rest:
+            return max((at + b.nbytes for at, b in placed), default=0)
+        peaks = []
+        for i, block in enumerate(rest):
+            in_the_way = [(at, b) for at, b in placed if meet(b, block)]
+            starts = [0, *(at + b.nbytes for at, b in in_the_way)]
+            lowest = min(
+                s for s in starts if all(s + block.nbytes <= at or at + b.nbytes <= s for at, b in in_the_way)
+            )
+            peaks.append(least((*placed, (lowest, block)), rest[:i] + rest[i + 1 :]))
+        return min(peaks)
+
+    return least((), tuple(blocks))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.builds(Block, st.integers(1, 9), st.just(1), SPANS), min_size=2, max_size=6))
+def test_small_problems_are_solved_to_the_optimum(blocks: list[Block]) -> None:
+    assert place(blocks, nodes=50_000).peak_bytes == best_peak(blocks)

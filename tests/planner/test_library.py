@@ -93,18 +93,6 @@ def test_stored_residents_must_be_those_asked_for(shelf: Shelf) -> None:
     assert "other residents" in shelf.complaints[0]
 
 
-def test_graphs_and_profiles_come_back_by_fingerprint(shelf: Shelf) -> None:
-    path = shelf.library.put_graph(GRAPH)
-    shelf.library.put_profile(PROFILE)
-    assert shelf.library.graph(GRAPH.fingerprint) == GRAPH
-    assert shelf.library.profile(PROFILE.fingerprint) == PROFILE
-    path.write_bytes(path.read_bytes().replace(b'"conv"', b'"trick"'))
-    with pytest.raises(FormatError, match="graph file was made for"):
-        shelf.library.graph(GRAPH.fingerprint)
-    with pytest.raises(FileNotFoundError):
-        shelf.library.graph("0" * 64)
-
-
 def test_every_format_survives_a_round_trip() -> None:
     plan = search(PROBLEM)
     assert planner.plan.decode(planner.plan.encode(plan)) == plan

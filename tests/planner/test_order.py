@@ -5,7 +5,7 @@ import random
 import pytest
 
 from planner.graph import Graph, Op, Tensor
-from planner.layout.liveness import peak_activation_bytes
+from planner.lifetimes import peak_activation_bytes
 from planner.order import by_memory, by_parameters, predecessors
 from planner.problem import Problem
 from planner.streaming.searcher import Streaming

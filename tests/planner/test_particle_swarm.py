@@ -10,12 +10,12 @@ import pytest
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
 from planner.papers.home.cost import TOO_MUCH_S, Overhead, evaluate, overhead, seconds
-from planner.papers.home.particle_swarm import Candidate, ParticleSwarm, Start, updated
+from planner.papers.home.particle_swarm import InitialParticles, Particle, ParticleSwarm, updated
 from planner.plan import Compute, Plan
 from planner.problem import Problem
 from planner.profile import Link, Profile
+from planner.sequence.alap import FATES, KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
 from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.late import FATES, KEEP, RECOMPUTE, SWAP, Codes, codes, late, tables
 from planner.sequence.no_wait import FAR, fit, hastened, no_wait
 from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
@@ -42,9 +42,9 @@ def four_layers() -> Graph:
 
 def searched(problem: Problem, evaluations: int) -> tuple[Plan, float, float]:
     """The fastest plan, checked, its latency and that of the first candidate."""
-    swarm, latency_s = ParticleSwarm(problem, 0), dict[Candidate, float]()
+    swarm, latency_s = ParticleSwarm(problem, 0), dict[Particle, float]()
     while len(latency_s) < evaluations and (candidates := swarm.ask()):
-        costs = [swarm.judge(c, math.inf) for c in candidates]
+        costs = [swarm.evaluate(c, math.inf) for c in candidates]
         swarm.tell(candidates, costs)
         latency_s |= {c: cost.latency_s for c, cost in zip(candidates, costs, strict=True)}
     best = min(latency_s, key=lambda c: latency_s[c])
@@ -54,7 +54,7 @@ def searched(problem: Problem, evaluations: int) -> tuple[Plan, float, float]:
 
 
 def estimate(gaps: Gaps, profile: Profile, fates: Codes, memory_bytes: int, ahead: int = FAR) -> Overhead:
-    t, made = tables(gaps), late(tables(gaps), fates)
+    t, made = tables(gaps), alap(tables(gaps), fates)
     order = hastened(made, t.nbytes, memory_bytes, ahead)
     return overhead(t, seconds(gaps, profile), made, order, memory_bytes, ahead != FAR)
 
@@ -102,7 +102,7 @@ def test_cost_model_predicts_the_simulator() -> None:
         memory = least_bytes(graph) + rng.randrange(12) * PAGE
         if no_wait(gaps, memory, fates) is None:
             continue
-        plan = fit(Problem(graph, profile, memory), gaps, fates, (1.0,), by_clock=True)
+        plan = fit(Problem(graph, profile, memory), gaps, fates, (1.0,), delayed=True)
         if plan is not None:
             estimates.append(estimate(gaps, profile, codes(fates), memory).total_s)
             simulated.append(simulate(graph, plan, profile).latency_s)
@@ -142,7 +142,7 @@ def test_first_particles_fit() -> None:
         rng = random.Random(seed)
         graph = random_training_graph(rng)
         problem = Problem(graph, random_profile(rng, graph), least_bytes(graph) + rng.randrange(8) * PAGE)
-        start = Start(problem, Gaps(graph))
+        start = InitialParticles(problem, Gaps(graph))
         draw = np.random.default_rng(seed)
         for particle in (start.base, start.greedy(1.0), start.greedy(0.5), *(start.random(draw) for _ in range(3))):
             fates = [FATES[code] for code in particle]
@@ -171,7 +171,7 @@ def test_swarm_comes_close_to_the_best_of_all_fates() -> None:
             continue
         problem = Problem(graph, random_profile(rng, graph), least_bytes(graph) + rng.randrange(5) * PAGE)
         swarm = ParticleSwarm(problem, 0)
-        all_s = [swarm.judge(Candidate(codes(c).tobytes()), 0.0).latency_s for c in itertools.product(*choices)]
+        all_s = [swarm.evaluate(Particle(codes(c).tobytes()), 0.0).latency_s for c in itertools.product(*choices)]
         if not min(all_s):
             continue
         _, best_s, first_s = searched(problem, 40)

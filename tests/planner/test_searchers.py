@@ -14,7 +14,7 @@ from planner.check import check
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.problem import TIE, Limit, Problem
 from planner.search.driver import search
-from planner.search.judges import Judges
+from planner.search.evaluation import EvaluationPool
 from planner.search.registry import maker
 from planner.sequence.serial import least_bytes
 from planner.simulate import MOST_INFERENCES, simulate
@@ -81,12 +81,12 @@ def test_other_processes_judge_alike_and_end_with_the_search(searcher: str) -> N
     problem = long_chain()
     state = maker(searcher)(problem, 3)
     while len(asked := state.ask()) < 2:
-        state.tell(asked, [state.judge(c, 0.0) for c in asked])
-    with Judges(searcher, problem, 3, 2, state) as judges:
-        while not judges.has_processes():
-            judges.judge(asked, 0.0, lambda: False)
-        there = judges.judge(asked, math.inf, lambda: False)
-    assert there == [state.judge(c, math.inf) for c in asked]
+        state.tell(asked, [state.evaluate(c, 0.0) for c in asked])
+    with EvaluationPool(searcher, problem, 3, 2, state) as pool:
+        while not pool.has_processes():
+            pool.evaluate(asked, 0.0, lambda: False)
+        there = pool.evaluate(asked, math.inf, lambda: False)
+    assert there == [state.evaluate(c, math.inf) for c in asked]
     assert not multiprocessing.active_children()
 
 

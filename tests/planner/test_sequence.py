@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from planner.check import check
 from planner.errors import InfeasibleBudget
 from planner.problem import Problem
-from planner.sequence.sequence import compute, drop, lay_out, peak_bytes, swap_in, swap_out, write
-from planner.sequence.serial import least_bytes, require, serial
+from planner.sequence.sequence import compute, drop, lay_out, swap_in, swap_out, write
+from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+from tests.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
 
@@ -23,12 +24,10 @@ def test_serial_plan_runs_in_the_least_memory(seed: int, training: bool) -> None
     graph = random_training_graph(rng) if training else random_graph(rng)
     profile = random_profile(rng, graph)
     least = least_bytes(graph)
-    placed = lay_out(graph, serial(graph), ())
-    assert placed.peak_bytes <= least
-    check(graph, profile, write(graph, profile, least, serial(graph), (), placed))
+    check(graph, profile, serial_plan(Problem(graph, profile, least)))
     if least > 0:
         with pytest.raises(InfeasibleBudget) as refusal:
-            require(Problem(graph, profile, least - 1))
+            require_single_budget(Problem(graph, profile, least - 1), "test")
         assert refusal.value.least_bytes == least
 
 
@@ -42,7 +41,7 @@ def test_activation_is_swapped_out_and_computed_again() -> None:
         compute(1), drop(w1), drop(a1), swap_in(w2), compute(2), drop(a2), drop(w2),
     ]  # fmt: skip
     placed = lay_out(graph, actions, (w0,))
-    assert placed.peak_bytes == peak_bytes(graph, actions, (w0,)) == 4 * PAGE
+    assert placed.peak_bytes == sequence_peak_bytes(graph, actions, (w0,)) == 4 * PAGE
     plan = write(graph, profile, 4 * PAGE, actions, (w0,), placed)
     check(graph, profile, plan)
     assert a3 in graph.outputs

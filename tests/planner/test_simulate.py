@@ -49,16 +49,6 @@ def test_contention_slows_both_down() -> None:
     assert [(s.start_s, s.end_s) for s in spans[:3]] == [(0, 2.5), (0, 2), (2.5, 3.5)]
 
 
-def test_an_op_that_begins_a_stretch_costs_more() -> None:
-    """op2 waits for a copy that no op before it waits for; op1 does too, and so op0 begins alone."""
-    graph = chain([PAGE] * 3)
-    plain = profile_of(graph)
-    profile = replace(plain, stretch_s=0.25)
-    spans = simulate(graph, hand_written_plan(graph, plain), profile).spans
-    assert [s.end_s - s.start_s for s in spans if s.lane == "compute"] == [1, 1.25, 1.25]
-    assert [s.end_s - s.start_s for s in spans if s.lane == "swap_in"] == [1, 1]
-
-
 def given_up_resident() -> tuple[Graph, Plan]:
     """W1 starts in page 0, which op0 writes over; it is copied to page 2 for op1, and back behind it."""
     graph = chain([PAGE] * 2)
@@ -128,7 +118,7 @@ def random_steps(rng: random.Random, graph: Graph) -> tuple[Step, ...]:
 def test_simulator_agrees_with_exact_one_on_random_steps(seed: int) -> None:
     rng = random.Random(seed)
     graph = chain([PAGE, 2 * PAGE, 3 * PAGE])
-    profile = replace(random_profile(rng, graph), stretch_s=rng.choice((0.0, 0.25)))
+    profile = random_profile(rng, graph)
     plan = hand_written_plan(graph, profile)
     agree(graph, replace(plan, steps=random_steps(rng, graph)), profile)
 
@@ -138,7 +128,7 @@ def test_simulator_agrees_with_exact_one_on_random_steps(seed: int) -> None:
 def test_simulator_agrees_with_exact_one_on_plans(seed: int) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng)
-    profile = replace(random_profile(rng, graph), stretch_s=rng.choice((0.0, 0.25)))
+    profile = random_profile(rng, graph)
     plan = search(Problem(graph, profile, PAGE * rng.randint(0, 12), 40 * PAGE), limit=Limit(evaluations=80))
     agree(graph, plan, profile)
 

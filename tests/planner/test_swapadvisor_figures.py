@@ -11,6 +11,7 @@ from planner.papers.swapadvisor.pool_lanes import write
 from planner.papers.swapadvisor.pools import Sizes, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import cross_schedules
 from planner.plan import Compute, Plan, SwapIn, SwapOut
+from planner.problem import Problem
 from planner.profile import Profile
 from planner.simulate import simulate
 from tests.planner.graphs import profile_of
@@ -80,7 +81,7 @@ def run_figure_1(schedule: tuple[str, ...], allocation: tuple[list[int], list[in
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, *map(np.array, allocation))
     assert pool.nbytes == 10 * MB
-    plan = write(graph, profile, 10 * MB, uses, np.array(order), pool, THRESHOLD, double_pass=False)
+    plan = write(Problem(graph, profile, 10 * MB), uses, np.array(order), pool, THRESHOLD, double_pass=False)
     check(graph, profile, plan)
     return table(graph, profile, plan, "Concat")
 
@@ -134,7 +135,7 @@ def test_figure_3_w1_makes_room_for_w3_and_w2_for_a3() -> None:
     profile = profile_of(graph, bandwidth=MB)
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1]), np.array([4]))
-    plan = write(graph, profile, 4 * MB, uses, np.arange(3), pool, THRESHOLD, double_pass=False)
+    plan = write(Problem(graph, profile, 4 * MB), uses, np.arange(3), pool, THRESHOLD, double_pass=False)
     check(graph, profile, plan)
     place = {step.tensor: step.address for step in plan.steps if isinstance(step, SwapIn)}
     results = {graph.ops[s.op].writes[0]: s.outputs[0] for s in plan.steps if isinstance(s, Compute)}

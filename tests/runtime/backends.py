@@ -15,11 +15,11 @@ from planner.plan import Plan
 from runtime.backend import Backend, Executor, Result
 from runtime.binding.program import Bases, Program
 from runtime.cpu.backend import CpuBackend
-from runtime.cpu.store import open_store
 from runtime.cuda.backend import CudaBackend
+from runtime.host.store import open_store
 from runtime.lowering.lower import Lowered
 from runtime.lowering.weights import Manifest
-from runtime.memory import Memory, Source, StoreKind
+from runtime.memory import DeviceArena, HostStore, StoreKind
 from tests.runtime.cuda_fake import FakeDriver
 
 ARENA_BYTES = 64 << 20
@@ -49,7 +49,7 @@ def fake_streams(seed: int = 0) -> CudaBackend:
 class StagedBackend(CudaBackend):
     """No store is pinned: copies pass through the ring."""
 
-    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> Source[Any]:
+    def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[Any]:
         return self.staged(open_store(kind, path, manifest), manifest)
 
 
@@ -85,8 +85,8 @@ class Bench:
 
     backend: Backend
     lowered: Lowered
-    store: Source[Any]
-    arena: Memory[Any]
+    store: HostStore[Any]
+    arena: DeviceArena[Any]
 
     @property
     def executor(self) -> Executor:
@@ -96,16 +96,16 @@ class Bench:
     def graph(self) -> Graph:
         return self.lowered.graphs[2]
 
-    def host(self, source: Source[Any]) -> Source[Any]:
+    def host(self, source: HostStore[Any]) -> HostStore[Any]:
         """A store of the tests' own, as this backend takes it."""
         if isinstance(self.backend, CudaBackend):
             return self.backend.staged(source, self.lowered.manifest)
         return source
 
-    def program(self, plan: Plan, store: Source[Any] | None = None) -> Program:
+    def program(self, plan: Plan, store: HostStore[Any] | None = None) -> Program:
         return self.beside(self.lowered, plan, Bases(0, plan.partition_bytes), store)
 
-    def beside(self, lowered: Lowered, plan: Plan, bases: Bases, store: Source[Any] | None = None) -> Program:
+    def beside(self, lowered: Lowered, plan: Plan, bases: Bases, store: HostStore[Any] | None = None) -> Program:
         """Bind a plan, with some room for activations on top, and bring its residents in."""
         roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
         program = self.backend.build(lowered, roomy, None, self.arena, bases, store or self.store)

@@ -1,4 +1,4 @@
-"""A CUDA device made of CPU tensors, as hostile as CUDA's rules allow. See `runtime.cuda.surface`.
+"""A CUDA device made of CPU tensors, as hostile as CUDA's rules allow. See `runtime.cuda.api`.
 
 Device memory and pinned memory are CPU tensors. A stream is a queue of closures; an event gates what waits for its
 last record. Nothing runs until somebody blocks, and then streams advance in an order that is drawn from a seed: on
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from runtime.cuda.surface import DeviceMemory, HostBytes
+from runtime.cuda.api import DeviceMemory, HostBytes
 from runtime.errors import CaptureFailed, MemoryExceeded
 
 _POISON = 0xA5

@@ -3,8 +3,8 @@
 import threading
 from typing import Any
 
-from runtime.cpu.pages import Bytes
-from runtime.cpu.store import RamStore
+from runtime.host.pages import Bytes
+from runtime.host.store import RamStore
 from runtime.memory import Copy
 
 WAIT_S = 20.0

@@ -2,8 +2,8 @@
 
 import time
 
-from runtime.cpu.pages import Bytes
-from runtime.cpu.store import RamStore
+from runtime.host.pages import Bytes
+from runtime.host.store import RamStore
 from runtime.memory import Copy
 
 

@@ -1,10 +1,13 @@
 """Small models, each with one thing that lowering has to get right."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.export import Dim
+
+from runtime.lowering.lower import Lowered
 
 
 class ConvNorm(nn.Module):
@@ -221,3 +224,18 @@ CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "residual": (Residual, {"x": torch.zeros(3, 16)}),
     "wide": (Wide, {"x": torch.zeros(3, 384)}),
 }
+
+
+def made(name: str) -> nn.Module:
+    """A model of `CASES` with the same weights every time."""
+    make, _ = CASES[name]
+    assert callable(make)
+    torch.manual_seed(0)
+    model = make()
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def contents(lowered: Lowered) -> list[object]:
+    """All that was lowered, to be compared: a lowered model is equal to itself only."""
+    return [getattr(lowered, field.name) for field in fields(lowered)]

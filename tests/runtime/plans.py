@@ -6,8 +6,8 @@ from msgspec import structs
 
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
+from planner.sequence.plan_writer import PlanWriter
 from planner.sequence.sequence import Action, Verb, compute, drop, lay_out, swap_in, swap_out
-from planner.sequence.writer import Writer
 
 
 def _up(value: int, multiple: int) -> int:
@@ -55,16 +55,18 @@ def streaming_plan(graph: Graph, resident: frozenset[int] = frozenset()) -> Plan
     return Plan(graph.fingerprint, "", partition, position, inputs, tuple(residents), tuple(steps))
 
 
-def travelling_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
+def offloading_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
     """Every parameter is resident; every activation but those to keep leaves when the next op does not use it."""
     bare = without_parameters(graph)
     actions = _travels(bare, keep)
     placed = lay_out(bare, actions, ())
-    at = {(s.tensor, s.span.first): o for s, o in zip(placed.stays, placed.offsets, strict=True)}
+    at = {(s.tensor, s.span.first): o for s, o in zip(placed.ranges, placed.offsets, strict=True)}
     partition = sum(graph.tensors[i].nbytes for i in graph.parameters)
     starts = accumulate((graph.tensors[i].nbytes for i in graph.parameters), initial=0)
     inputs = {i: partition + at[i, 0] for i, t in enumerate(graph.tensors) if t.kind == "input"}
-    writer = Writer(graph, partition, placed.peak_bytes, inputs, dict(zip(graph.parameters, starts, strict=False)))
+    writer = PlanWriter(
+        graph, partition, placed.peak_bytes, inputs, dict(zip(graph.parameters, starts, strict=False))
+    )
     for n, action in enumerate(actions):
         match action.verb:
             case Verb.COMPUTE:

@@ -15,18 +15,17 @@ from planner.plan import Plan
 from runtime.backend import Executor
 from runtime.binding.program import Bases, Program
 from runtime.cpu.backend import CpuBackend
-from runtime.cpu.store import LimitedStore, Links, RamStore, open_store
 from runtime.cuda.backend import CudaBackend
 from runtime.errors import DeviceError, DeviceLost
+from runtime.host.store import LimitedStore, Links, RamStore, open_store
 from runtime.lowering.lower import Lowered
-from runtime.memory import Source
+from runtime.memory import HostStore
 from runtime.profiling.profile import resident_plan
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, Bench, cpu, opened
 from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.plans import streaming_plan
-from tests.runtime.test_executor import FailingStore, evicting_plan, wide
+from tests.runtime.test_executor import FailingStore, evicting_plan
 
-__all__ = ["wide"]
 WORKSPACE_BYTES = 14 << 20
 PARTITIONS = (32 << 20, 48 << 20)
 RUNS = 12
@@ -38,7 +37,7 @@ def bench(request: pytest.FixtureRequest, wide: Lowered) -> Iterator[Bench]:
         yield bench
 
 
-def placed(bench: Bench, plan: Plan, lane: int, store: Source[Any] | None = None) -> Program:
+def placed(bench: Bench, plan: Plan, lane: int, store: HostStore[Any] | None = None) -> Program:
     """A model of its own on a lane, with its residents there."""
     lowered = replace(bench.lowered, name=f"model {lane}")
     roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
@@ -144,34 +143,42 @@ def test_a_program_is_admitted_while_the_other_lane_replays(wide: Lowered, monke
 
 
 def test_a_link_with_a_limit_carries_one_copy_at_a_time_whichever_lane_asks(wide: Lowered) -> None:
-    under_way, most = 0, 0
-    lock = threading.Lock()
+    busy, both = threading.Lock(), threading.Barrier(2, timeout=20)
+    met: set[int] = set()
 
-    class Counting(RamStore):
+    class Exclusive(RamStore):
         def copy(self, segment: int, destination: Any) -> Any:
             copy = super().copy(segment, destination)
 
-            def counted() -> None:
-                nonlocal under_way, most
-                with lock:
-                    under_way += 1
-                    most = max(most, under_way)
+            def alone() -> None:
+                assert busy.acquire(blocking=False), "two copies at once"
                 copy()
-                threading.Event().wait(0.002)
-                with lock:
-                    under_way -= 1
+                busy.release()
 
-            return counted
+            return alone
+
+    class Meeting(RamStore):
+        def copy(self, segment: int, destination: Any) -> Any:
+            copy = super().copy(segment, destination)
+
+            def met_once() -> None:
+                if threading.get_ident() not in met and threading.current_thread().name == "swap-in" and meeting:
+                    both.wait()
+                    met.add(threading.get_ident())
+                copy()
+
+            return met_once
 
     with opened(cpu, wide) as bench:
-        links = Links()
-        store = Counting(wide.weights_path, wide.manifest)
+        links, meeting = Links(), False
+        store = Exclusive(wide.weights_path, wide.manifest)
         limited = [LimitedStore(store, 1e12, links=links) for _ in range(2)]
         plan = streaming_plan(bench.graph)
         side_by_side(bench, [placed(bench, plan, lane, limited[lane]) for lane in range(2)])
-        assert most == 1
-        side_by_side(bench, [placed(bench, plan, lane, store) for lane in range(2)])
-        assert most == 2, "without a limit two threads copy at once"
+        programs = [placed(bench, plan, lane, Meeting(wide.weights_path, wide.manifest)) for lane in range(2)]
+        meeting = True
+        side_by_side(bench, programs)
+        assert len(met) == 2, "without a limit two lanes copy at once"
 
 
 def test_every_store_of_a_backend_shares_its_link(wide: Lowered, tmp_path: Path) -> None:

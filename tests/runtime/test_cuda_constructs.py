@@ -1,8 +1,6 @@
 """Every construct of the model zoo runs on a CUDA device as it does on the CPU, captured or not."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from runtime.backend import Backend
 from runtime.binding.program import Bases
-from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.lower import Lowered
 from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS
@@ -24,42 +22,15 @@ ROOM_BYTES = 64 * MIB
 NOT_CAPTURED = {"scalar": "reads a number on the host", "branch": "chooses what to run by values"}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A construct, lowered, with inputs and what eager PyTorch makes of them."""
-
-    lowered: Lowered
-    inputs: dict[str, torch.Tensor]
-    expected: list[torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """Each construct is exported and lowered once for all backends."""
-
-    @cache
-    def case(name: str) -> Case:
-        folder = tmp_path_factory.mktemp(name)
-        make, examples = models.CASES[name]
-        assert callable(make)
-        torch.manual_seed(0)
-        model = make().eval()
-        models.export(model, examples, folder / "model.pt2")
-        inputs = real_inputs(examples, 4)
-        with torch.no_grad():
-            expected = pytree.tree_leaves(model(**{k: v.clone() for k, v in inputs.items()}))
-        return Case(lower(folder / "model.pt2", name, [4], folder / "cache"), inputs, expected)
-
-    return case
-
-
 @pytest.mark.parametrize("make_backend", [p for p in BACKENDS if not str(p.id).startswith("cpu")])
 @pytest.mark.parametrize("name", models.CASES)
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 def test_every_construct_equals_eager_and_has_the_same_bits_at_every_budget(
-    name: str, make_backend: Callable[[], Backend], cases: Callable[[str], Case]
+    name: str, make_backend: Callable[[], Backend], constructs: dict[str, Lowered]
 ) -> None:
-    lowered, inputs, expected = cases(name).lowered, cases(name).inputs, cases(name).expected
+    lowered, inputs = constructs[name], real_inputs(models.CASES[name][1], 4)
+    with torch.no_grad():
+        expected = pytree.tree_leaves(models.made(name)(**{k: v.clone() for k, v in inputs.items()}))
     backend = make_backend()
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     outputs = []
@@ -75,9 +46,11 @@ def test_every_construct_equals_eager_and_has_the_same_bits_at_every_budget(
             store,
         )
         backend.executor.load(program)
-        assert (program.ready.whole is None) == (program.ready.refused is not None)
-        if program.ready.refused is not None and not program.staged:
-            assert "the test says so" in program.ready.refused or NOT_CAPTURED[name] in program.ready.refused
+        assert (program.admission.whole is None) == (program.admission.refused is not None)
+        if program.admission.refused is not None and not program.staged:
+            assert (
+                "the test says so" in program.admission.refused or NOT_CAPTURED[name] in program.admission.refused
+            )
         for _ in range(3):
             copies = [inputs[p.name].clone() for p in lowered.inputs]
             results = backend.executor.run(program, copies).outputs

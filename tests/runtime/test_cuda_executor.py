@@ -79,7 +79,7 @@ def test_nobody_expected_the_epilogue_follows_at_once(bench: Bench) -> None:
 def test_a_prefix_that_is_there_is_not_in_the_graph_that_is_replayed(bench: Bench) -> None:
     program = beside(bench, prefix_plan(bench.graph), 0, "a")
     other = beside(bench, resident_plan(bench.graph), 4 * MIB, "b")
-    ready = program.ready
+    ready = program.admission
     assert ready.whole is not ready.rest
     bench.executor.expect(program)
     bench.run(other)
@@ -126,7 +126,7 @@ def test_inputs_of_another_shape_never_reach_the_device(bench: Bench) -> None:
 def test_what_could_not_be_captured_says_why_and_runs(lowered: Lowered, caplog: pytest.LogCaptureFixture) -> None:
     with opened(fake_streams, lowered, 16 * MIB) as bench:
         program = beside(bench, streaming_plan(bench.graph), 0, "a")
-        assert program.ready.refused == "the test says so"
+        assert program.admission.refused == "the test says so"
         (event,) = [r for r in caplog.records if r.name == "cohabit.cuda" and r.levelname == "WARNING"]
         assert event.fields == {"model": "a", "batch": 2, "reason": "the test says so"}  # type: ignore[attr-defined]
         driver = driver_of(bench)
@@ -153,7 +153,7 @@ def test_a_dismissed_program_gives_everything_back(bench: Bench) -> None:
     driver = driver_of(bench)
     pinned_bytes = driver.pinned_bytes
     program = beside(bench, streaming_plan(bench.graph), 0, "a")
-    pool, graph = program.ready.pool, program.ready.whole
+    pool, graph = program.admission.pool, program.admission.whole
     assert driver.pinned_bytes > pinned_bytes
     assert isinstance(bench.backend, CudaBackend)
     bench.backend.executor.dismiss(program)

@@ -14,9 +14,9 @@ from msgspec import structs
 from planner.problem import Problem
 from planner.search.driver import search
 from runtime.binding.program import Bases
-from runtime.cpu.pages import anonymous_memory
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.profiling.scratch import live_peak_bytes
+from runtime.host.pages import anonymous_memory
 from runtime.lowering.lower import Lowered, lower
 from runtime.profiling.profile import resident_plan
 from tests.runtime import models
@@ -53,7 +53,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
 
 
 def host_bytes(backend: CudaBackend, nbytes: int) -> np.ndarray:
-    return backend.pinned.take(nbytes, "a test")
+    return backend.pinned_memory.take(nbytes, "a test")
 
 
 def test_a_copy_from_registered_memory_does_not_block(backend: CudaBackend) -> None:
@@ -61,14 +61,14 @@ def test_a_copy_from_registered_memory_does_not_block(backend: CudaBackend) -> N
     device = driver.allocate(256 * MIB)
     end = driver.event()
     start_s = time.perf_counter()
-    with driver.on(backend.lanes.swap_in):
+    with driver.on(backend.streams.swap_in):
         driver.copy(device, torch.from_numpy(host))
         driver.record(end)
     issued_s = time.perf_counter() - start_s
     driver.synchronize(end)
     ended_s = time.perf_counter() - start_s
     assert issued_s < ended_s / 2
-    backend.pinned.give(host)
+    backend.pinned_memory.give(host)
 
 
 def test_kernels_read_mapped_memory_in_place(backend: CudaBackend) -> None:
@@ -81,7 +81,7 @@ def test_kernels_read_mapped_memory_in_place(backend: CudaBackend) -> None:
 
 def test_an_external_event_of_a_graph_is_reached_inside_of_it(backend: CudaBackend) -> None:
     """What is issued behind a replay, to another stream, waits for the record of that replay."""
-    driver, lanes = backend.driver, backend.lanes
+    driver, streams = backend.driver, backend.streams
     memory, seen = driver.allocate(MIB), driver.allocate(MIB)
     memory.zero_()
     driver.drain()
@@ -94,12 +94,12 @@ def test_an_external_event_of_a_graph_is_reached_inside_of_it(backend: CudaBacke
         driver.record(reached)
         driver.hold(0.02)
 
-    with driver.on(lanes.compute):
+    with driver.on(streams.compute):
         graph = driver.capture(pool, issue)
     for count in (1, 2, 3):
-        with driver.on(lanes.compute):
+        with driver.on(streams.compute):
             graph.replay()
-        with driver.on(lanes.swap_in):
+        with driver.on(streams.swap_in):
             driver.wait(reached)
             seen.copy_(memory)
         driver.drain()
@@ -112,7 +112,7 @@ def test_tensors_of_a_pool_lie_in_its_bytes_and_nowhere_else(backend: CudaBacken
     driver = backend.driver
     memory = driver.allocate(64 * MIB)
     low, high = memory.data_ptr(), memory.data_ptr() + memory.nbytes
-    with driver.on(backend.lanes.compute):
+    with driver.on(backend.streams.compute):
         pool = driver.pool(memory, 56 * MIB)
         with driver.allocating(pool):
             made = [torch.empty(n, dtype=torch.uint8, device="cuda") for n in (100, 3 * MIB, 20 * MIB, 2 << 10)]
@@ -143,7 +143,7 @@ def test_measured_plans_have_the_resident_program_s_bits_at_every_budget(
                 program = backend.build(sized, plan, profile, arena, Bases(0, plan.partition_bytes), store)  # noqa: B023
                 backend.executor.load(program)
                 results = [backend.executor.run(program, inputs).outputs[0] for _ in range(4)]  # noqa: B023
-                assert program.ready.whole is not None, program.ready.refused
+                assert program.admission.whole is not None, program.admission.refused
                 assert all(torch.equal(results[0], r) for r in results)
                 backend.executor.dismiss(program)
                 return results[0]
@@ -238,9 +238,9 @@ def test_a_fault_of_the_device_is_an_error_and_a_state_and_never_a_hang(tmp_path
 
 
 def test_pinned_memory_is_anonymous_memory_of_exactly_that_size(backend: CudaBackend) -> None:
-    before = backend.pinned.used_bytes
+    before = backend.pinned_memory.used_bytes
     host = host_bytes(backend, 3 * MIB + 17)
-    assert backend.pinned.used_bytes - before == 3 * MIB + 17
+    assert backend.pinned_memory.used_bytes - before == 3 * MIB + 17
     assert torch.from_numpy(host).is_pinned()
-    backend.pinned.give(host)
+    backend.pinned_memory.give(host)
     assert not torch.from_numpy(np.frombuffer(anonymous_memory(4096), np.uint8)).is_pinned()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.problem import Problem
+from planner.problem import Limit, Problem
 from planner.search.driver import search
 from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
@@ -91,7 +91,8 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered) -> None:
     sized, profiles = backend.measure(lowered, store, None, lambda text: None)
     graph = sized.graphs[2]
     workspace = live_peak_bytes(graph) + 2 * max(graph.tensors[i].nbytes for i in graph.parameters)
-    plan = search(Problem(graph, profiles[2], graph.parameter_bytes // 2, -(-workspace // 4096) * 4096))
+    problem = Problem(graph, profiles[2], graph.parameter_bytes // 2, -(-workspace // 4096) * 4096)
+    plan = search(problem, limit=Limit(evaluations=20))
     arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
     program = backend.build(sized, plan, profiles[2], arena, Bases(0, plan.partition_bytes), store)
     torch.manual_seed(0)
@@ -99,4 +100,4 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered) -> None:
         expected = models.Wide(4, 264).eval()(*lowered.examples(2))
     backend.executor.load(program)
     assert torch.equal(backend.executor.run(program, lowered.examples(2)).outputs[0], expected)
-    assert program.ready.whole is not None
+    assert program.admission.whole is not None

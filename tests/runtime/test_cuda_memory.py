@@ -10,10 +10,10 @@ from planner.plan import Address, Compute, Placement, SwapIn
 from runtime.binding.program import Bases
 from runtime.cuda.arena import CudaArena
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.host import Pinned, PinnedStore, StagedStore
-from runtime.cuda.profiling.rehearsal import large_bytes
+from runtime.cuda.pool_range import pool_range
+from runtime.cuda.profiling.dry_run import large_bytes
 from runtime.cuda.profiling.scratch import live_peak_bytes
-from runtime.cuda.zone import zone_of
+from runtime.cuda.stores import PinnedMemory, PinnedStore, StagedStore
 from runtime.errors import MemoryExceeded, UnsupportedPlan
 from runtime.lowering.lower import Lowered, lower
 from runtime.profiling.profile import resident_plan
@@ -36,11 +36,11 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
 def test_a_zone_is_all_that_parameters_leave_around_the_activations() -> None:
     graph = chain([PAGE] * 3, activation_bytes=PAGE)
     plan = streaming_plan(graph)
-    zone = zone_of(graph, plan)
-    assert zone.address == Address("workspace", PAGE), "behind the window"
-    assert zone.nbytes == plan.workspace_bytes - PAGE
+    pool_memory = pool_range(graph, plan)
+    assert pool_memory.address == Address("workspace", PAGE), "behind the window"
+    assert pool_memory.nbytes == plan.workspace_bytes - PAGE
     more = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 5 * PAGE)
-    assert zone_of(graph, more).nbytes == zone.nbytes + 5 * PAGE
+    assert pool_range(graph, more).nbytes == pool_memory.nbytes + 5 * PAGE
 
 
 def test_parameters_between_activations_are_refused() -> None:
@@ -49,10 +49,10 @@ def test_parameters_between_activations_are_refused() -> None:
     middle = next(s.outputs[0] for s in plan.steps if isinstance(s, Compute))
     moved = tuple(structs.replace(s, address=middle) if isinstance(s, SwapIn) else s for s in plan.steps)
     with pytest.raises(UnsupportedPlan, match="without overlay"):
-        zone_of(graph, structs.replace(plan, steps=moved))
+        pool_range(graph, structs.replace(plan, steps=moved))
     split = tuple(Placement(p.tensor, Address("partition", 0)) for p in plan.inputs)
     with pytest.raises(UnsupportedPlan, match="one region"):
-        zone_of(graph, structs.replace(plan, inputs=split))
+        pool_range(graph, structs.replace(plan, inputs=split))
 
 
 def test_a_zone_is_one_large_piece_and_segments_for_small_tensors() -> None:
@@ -73,7 +73,7 @@ def test_the_live_peak_is_that_of_the_graph_s_own_order() -> None:
 
 def test_pinned_memory_has_a_cap() -> None:
     driver = FakeDriver()
-    pinned = Pinned(driver, limit_bytes=10_000)
+    pinned = PinnedMemory(driver, limit_bytes=10_000)
     first = pinned.take(6000, "first")
     with pytest.raises(MemoryExceeded, match=r"pinning 5\.9 KiB on top of 5\.9 KiB exceeds the cap of 9\.8"):
         pinned.take(6000, "second")
@@ -110,7 +110,7 @@ def test_copies_bring_the_file_s_bytes_whatever_the_store(
     assert bytes(table.numpy()) == raw[tied.manifest.tables[0].offset :][: table.nbytes]
     backend.close()
     store.close()
-    assert backend.pinned.used_bytes == driver.pinned_bytes == 0
+    assert backend.pinned_memory.used_bytes == driver.pinned_bytes == 0
 
 
 def test_the_arena_refuses_bytes_outside() -> None:

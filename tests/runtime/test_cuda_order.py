@@ -18,7 +18,7 @@ from planner.problem import Problem
 from planner.search.driver import search
 from runtime.cuda import program as cuda_program
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.lower import FORK, Commands, Copy, Issue, Record, Schedule, Wait, schedule
+from runtime.cuda.schedule import FORK, Commands, Copy, Issue, IssueSchedule, Record, Wait, schedule
 from runtime.errors import DeviceError
 from runtime.lowering.lower import Lowered, lower
 from tests.planner.graphs import profile_of
@@ -96,7 +96,7 @@ def test_every_order_of_the_streams_gives_eager_pytorch_s_bits(
 
 
 @contextmanager
-def lowering(change: Callable[[Schedule], Schedule]) -> Iterator[None]:
+def lowering(change: Callable[[IssueSchedule], IssueSchedule]) -> Iterator[None]:
     """Programs built inside of the block have their schedules changed."""
     original = cuda_program.schedule
     cuda_program.schedule = lambda program, *, join=True: change(schedule(program, join=join))
@@ -116,8 +116,8 @@ def wait_count(commands: Commands) -> int:
     return sum(isinstance(item.command, Wait) for item in commands.issues)
 
 
-def schedule_of(lowered: Lowered, plan: Plan) -> Schedule:
-    found: list[Schedule] = []
+def schedule_of(lowered: Lowered, plan: Plan) -> IssueSchedule:
+    found: list[IssueSchedule] = []
     with lowering(lambda s: found.append(s) or s), small(fake_cuda, lowered) as bench:
         bench.program(plan)
     return found[0]

@@ -10,35 +10,28 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner.check import check, live_bytes
+from planner.check import check
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from planner.problem import Problem
 from planner.search.driver import search
 from runtime.backend import Backend
-from runtime.binding.program import Bases, Program, require_supported
-from runtime.cpu.arena import Arena
-from runtime.cpu.executor import Executor
-from runtime.cpu.store import LimitedStore, RamStore, Store, open_store
+from runtime.binding.cache import require_supported
+from runtime.binding.program import Bases, Program
+from runtime.cpu.arena import CpuArena
+from runtime.cpu.executor import CpuExecutor
 from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
+from runtime.host.store import LimitedStore, RamStore, Store, open_store
 from runtime.lowering.lower import Lowered, lower
-from runtime.memory import Source
+from runtime.memory import HostStore
 from runtime.profiling.profile import resident_plan
 from tests.planner.graphs import PAGE, chain, profile_of
+from tests.planner.reference import live_bytes
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, Bench, cpu, opened
 from tests.runtime.late import LateStore
+from tests.runtime.observing import observed
 from tests.runtime.plans import streaming_plan
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
-    folder = tmp_path_factory.mktemp("wide")
-    torch.manual_seed(0)
-    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
-    lowered = lower(folder / "model.pt2", "wide", [2], folder / "cache")
-    assert len(lowered.manifest.segments) == 6
-    return lowered
 
 
 @pytest.fixture(params=BACKENDS)
@@ -89,7 +82,7 @@ def test_swapped_and_resident_runs_give_the_same_bits(bench: Bench) -> None:
 def test_an_evicted_resident_is_back_for_the_next_run(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
     program = bench.program(evicting_plan(bench.graph))
-    assert program.restored.keys() == {0}
+    assert program.draft.restored.keys() == {0}
     for _ in range(8):
         assert torch.equal(bench.run(program).outputs[0], expected[0])
 
@@ -127,8 +120,8 @@ def test_every_parameter_address_lies_in_the_model_s_regions_and_live_bytes_unde
 
 
 def refuse_other_addresses(bench: Bench) -> None:
-    assert isinstance(bench.arena, Arena)
-    assert isinstance(bench.executor, Executor)
+    assert isinstance(bench.arena, CpuArena)
+    assert isinstance(bench.executor, CpuExecutor)
     plan = streaming_plan(bench.graph, frozenset({1, 2}))
     program = bench.program(plan)
     low = bench.arena.address
@@ -145,7 +138,7 @@ def refuse_other_addresses(bench: Bench) -> None:
                         assert value.data_ptr() + value.nbytes <= high
                         seen += 1
 
-    bench.executor.run(program, bench.lowered.examples(2), observe=watch)
+    bench.executor.run(observed(program, watch), bench.lowered.examples(2))
     assert seen == 12, "a weight and a bias for each of six layers"
     assert max(live_bytes(bench.graph, plan)) <= plan.partition_bytes + plan.workspace_bytes
 
@@ -195,12 +188,6 @@ def test_the_measured_timeline_has_every_step_in_lane_order(bench: Bench) -> Non
     assert timeline.link_bytes == sum(
         bench.graph.tensors[s.tensor].nbytes for s in plan.steps if isinstance(s, SwapIn)
     )
-
-
-def test_serial_runs_of_a_plan_give_the_same_bits(bench: Bench) -> None:
-    program = bench.program(streaming_plan(bench.graph, frozenset({2})))
-    overlapped = bench.run(program).outputs[0]
-    assert torch.equal(bench.run(program, serial=True).outputs[0], overlapped)
 
 
 class FailingStore(RamStore):
@@ -272,7 +259,7 @@ def prefix_plan(graph: Graph) -> Plan:
     return Plan(base.graph, "", base.partition_bytes, base.workspace_bytes, base.inputs, (), tuple(steps))
 
 
-def beside(bench: Bench, plan: Plan, offset: int, name: str, store: Source[Any] | None = None) -> Program:
+def beside(bench: Bench, plan: Plan, offset: int, name: str, store: HostStore[Any] | None = None) -> Program:
     """Another model of the same weights, in another part of the arena."""
     lowered = replace(bench.lowered, name=name)
     return bench.beside(lowered, plan, Bases(offset, 0), store)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from planner.plan import Compute, SwapIn
-from runtime.cpu.executor import Executor
+from runtime.cpu.executor import CpuExecutor
+from runtime.cpu.swap_lane import Counter
 from runtime.errors import DeviceError
 from runtime.lowering.lower import Lowered
 from runtime.profiling.profile import resident_plan
@@ -17,6 +18,7 @@ from runtime.recording import LaneSpan, Recording
 from runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_streams, opened
 from tests.runtime.gated import WAIT_S, GatedStore
+from tests.runtime.observing import observed
 from tests.runtime.plans import streaming_plan
 from tests.runtime.test_executor import beside, evicting_plan, prefix_plan
 
@@ -71,14 +73,14 @@ def test_a_run_does_not_wait_for_the_epilogue_that_it_will_tell_about(bench: Ben
     store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
     store.open.set()
     program = bench.program(evicting_plan(bench.graph), store)
-    assert isinstance(bench.executor, Executor)
+    assert isinstance(bench.executor, CpuExecutor)
     last = program.computes[-1].step
 
     def close_the_gate(step: int, frame: list[object]) -> None:
         if step == last:  # its own copies have ended: what comes now is the epilogue
             store.open.clear()
 
-    bench.executor.run(program, bench.lowered.examples(2), follow=mail, observe=close_the_gate)
+    bench.executor.run(observed(program, close_the_gate), bench.lowered.examples(2), follow=mail)
     assert not mail.recordings, "the epilogue is still to come"
     store.open.set()
     spans = mail.next()
@@ -86,11 +88,18 @@ def test_a_run_does_not_wait_for_the_epilogue_that_it_will_tell_about(bench: Ben
     assert on("swap_in", spans)[-1].end_s > on("compute", spans)[-1].end_s
 
 
-def test_a_stall_is_told_with_the_op_that_waited(bench: Bench) -> None:
+def test_a_stall_is_told_with_the_op_that_waited(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     mail = Mailbox()
     store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
+    wait = Counter.wait
+
+    def opening(counter: Counter, value: int) -> None:
+        if threading.current_thread() is threading.main_thread():  # the compute lane waits
+            store.open.set()
+        wait(counter, value)
+
     program = bench.program(streaming_plan(bench.graph), store)
-    threading.Timer(0.1, store.open.set).start()
+    monkeypatch.setattr(Counter, "wait", opening)
     result = bench.executor.run(program, bench.lowered.examples(2), follow=mail)
     spans = mail.next()
     stalls = [s for s in spans if s.stalled]
@@ -106,7 +115,7 @@ def test_the_next_models_prefix_begins_while_this_one_computes(bench: Bench, fol
     plan = prefix_plan(bench.graph)
     first = beside(bench, plan, 32 << 20, "a")
     second = beside(bench, plan, 48 << 20, "b", store)
-    assert isinstance(bench.executor, Executor)
+    assert isinstance(bench.executor, CpuExecutor)
     last = first.computes[-1].step
 
     def wait(step: int, frame: list[object]) -> None:
@@ -115,7 +124,7 @@ def test_the_next_models_prefix_begins_while_this_one_computes(bench: Bench, fol
 
     inputs, follows = bench.lowered.examples(2), {n: mail[n] if followed in (n, "both") else None for n in mail}
     bench.executor.expect(second, followed=followed != "first")
-    bench.executor.run(first, inputs, follow=follows["first"], observe=wait)
+    bench.executor.run(observed(first, wait), inputs, follow=follows["first"])
     store.open.set()
     bench.executor.run(second, inputs, follow=follows["second"])
     told = {name: mail[name].next() for name in mail if follows[name] is not None}

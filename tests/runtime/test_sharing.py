@@ -1,6 +1,7 @@
 """Models that share a region give the resident run's bits, whatever leaves when, on every backend."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,15 +11,16 @@ from msgspec import structs
 from planner.plan import Address, Compute, Plan
 from runtime.backend import Backend
 from runtime.binding.program import Bases, Program
-from runtime.cpu.store import open_store
 from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
+from runtime.host.store import RamStore
 from runtime.lowering.lower import Lowered, lower
-from runtime.memory import Source
+from runtime.memory import HostStore
 from runtime.profiling.profile import resident_plan
 from runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
 from tests.runtime.plans import streaming_plan
+from tests.runtime.test_executor import FailingStore
 
 WORKSPACE_BYTES = ROOM_BYTES + (1 << 20)
 FEW = 2.5
@@ -56,7 +58,7 @@ class Shared:
             self.programs.append(self.add(model, store))
         return self
 
-    def add(self, model: Lowered, store: Source[Any]) -> Program:
+    def add(self, model: Lowered, store: HostStore[Any]) -> Program:
         plan = resident_plan(model.graphs[2])
         roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
         return self.shared.add(model, roomy, None, store)
@@ -148,16 +150,38 @@ def test_who_stays_is_what_the_layouts_differ_in(layout: str, lowered: list[Lowe
     shared.close()
 
 
-def test_only_copies_of_whole_models_are_waited_for_before_the_first_op(lowered: list[Lowered]) -> None:
+class ClockedStore(RamStore):
+    """A store whose copies take a second each, by the clock that the executor reads."""
+
+    now_s = 0.0
+
+    def copy(self, segment: int, destination: Any) -> Any:
+        copy = super().copy(segment, destination)
+
+        def timed() -> None:
+            copy()
+            ClockedStore.now_s += 1.0
+
+        return timed
+
+
+def test_copies_of_whole_models_are_waited_for_before_the_first_op(
+    lowered: list[Lowered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.cpu.executor.time", SimpleNamespace(perf_counter=lambda: ClockedStore.now_s))
     for layout in LAYOUTS:
-        shared = Shared(cpu(), layout, lowered, region_for(lowered, FEW)).add_all()
+        shared = Shared(cpu(), layout, lowered, region_for(lowered, FEW))
+        shared.stores = [ClockedStore(m.weights_path, m.manifest) for m in lowered]
+        shared.add_all()
         shared.run(0)
         result = shared.shared.run(shared.programs[1], lowered[1].examples(2), traced=True)
         assert result.timeline is not None
-        beside = [span for span in result.timeline.spans if span.lane == "swap_in"]
-        assert len(beside) == (0 if SHARINGS[layout].blocking else 6), layout
-        assert result.stall_s > 0
-        assert result.latency_s >= result.stall_s
+        copies = [span for span in result.timeline.spans if span.lane == "swap_in"]
+        if SHARINGS[layout].blocking:
+            assert (copies, result.stall_s, result.latency_s) == ([], 6.0, 6.0)
+        else:
+            assert len(copies) == 6
+            assert result.latency_s == 6.0
         shared.close()
 
 
@@ -166,36 +190,13 @@ def test_a_first_run_on_demand_copies_when_an_op_is_next_and_later_ones_ahead(lo
     waits = []
     for n in (0, 1, 0):
         shared.run(n)
-        last = next(reversed(shared.shared._guests[f"wide{n}", 2].programs.values()))
+        last = next(reversed(shared.shared._models[f"wide{n}", 2].programs.values()))
         waits.append([step.computes_before for step in last.swap_ins])
     first_reads = waits[0]
     assert first_reads == sorted(set(first_reads)), "each copy waits for the op before its own"
     assert waits[1] == first_reads
     assert waits[2] == [0] * 6
     shared.close()
-
-
-class FailingStore:
-    """Fails at one copy."""
-
-    def __init__(self, store: Source[Any]) -> None:
-        self._store, self.kind, self.fails = store, store.kind, False
-
-    def copy(self, segment: int, destination: Any) -> Any:
-        copy = self._store.copy(segment, destination)
-
-        def attempt() -> None:
-            if self.fails and segment == 3:
-                raise OSError("flash is gone")
-            copy()
-
-        return attempt
-
-    def table(self, name: str) -> torch.Tensor:
-        return self._store.table(name)
-
-    def close(self) -> None:
-        self._store.close()
 
 
 @pytest.mark.parametrize("make", [cpu, fake_cuda])
@@ -205,16 +206,16 @@ def test_a_copy_that_fails_is_an_error_of_its_request_and_the_next_one_gets_the_
 ) -> None:
     backend = make()
     shared = Shared(backend, layout, lowered[:2], region_for(lowered, 1.5))
-    store = FailingStore(open_store("ram", lowered[0].weights_path, lowered[0].manifest))
+    store = FailingStore(lowered[0].weights_path, lowered[0].manifest)
     shared.stores[0].close()
     shared.stores[0] = backend.staged(store, lowered[0].manifest) if make is fake_cuda else store
     shared.add_all()
     shared.run(1)
-    store.fails = True
-    with pytest.raises(DeviceError, match="flash is gone"):
+    store.failing = True
+    with pytest.raises(DeviceError, match="medium error"):
         shared.run(0)
     shared.run(1)
-    store.fails = False
+    store.failing = False
     for n in (0, 0, 1, 0):
         shared.run(n)
     shared.close()
@@ -248,7 +249,7 @@ def test_programs_prepared_for_places_are_given_back_beyond_the_last_few(
     shared = Shared(fake_cuda(), "pipelined", lowered[:2], region_for(lowered, 1.5)).add_all()
     for n in (0, 0, 1, 1, 0, 0):
         shared.run(n)
-    assert all(len(guest.programs) == 1 for guest in shared.shared._guests.values())
+    assert all(len(model.programs) == 1 for model in shared.shared._models.values())
     assert len(shared.backend.executor._admitted) == 2
     shared.close()
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.cpu.arena import Arena
-from runtime.cpu.store import LimitedStore, StoreKind, open_store
+from runtime.cpu.arena import CpuArena
+from runtime.host.store import LimitedStore, StoreKind, open_store
 from runtime.lowering.lower import Lowered, lower
 from tests.runtime import models
 
@@ -24,7 +24,7 @@ def lowered(tmp_path: Path) -> Lowered:
 def test_a_copy_fills_its_destination_with_the_segment_s_bytes(lowered: Lowered, kind: StoreKind) -> None:
     raw = lowered.weights_path.read_bytes()
     store = open_store(kind, lowered.weights_path, lowered.manifest)
-    with Arena(lowered.manifest.segment_bytes) as arena:
+    with CpuArena(lowered.manifest.segment_bytes) as arena:
         for index, segment in enumerate(lowered.manifest.segments):
             destination = arena.bytes(0, segment.nbytes)
             store.copy(index, destination)()

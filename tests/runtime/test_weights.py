@@ -2,14 +2,14 @@
 
 import torch
 
-from runtime.lowering.weights import BLOCK_BYTES, LARGE_BYTES, Use, lay_out
+from runtime.lowering.weights import BLOCK_BYTES, LARGE_BYTES, WeightUse, lay_out
 
 
-def use(name: str, nbytes: int, *readers: int) -> Use:
-    return Use(name, torch.empty(nbytes, dtype=torch.uint8, device="meta"), readers)
+def use(name: str, nbytes: int, *readers: int) -> WeightUse:
+    return WeightUse(name, torch.empty(nbytes, dtype=torch.uint8, device="meta"), readers)
 
 
-def names(*uses: Use) -> list[list[str]]:
+def names(*uses: WeightUse) -> list[list[str]]:
     return [[p.name for p in s.pieces] for s in lay_out("", uses, {}).segments]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from server_fakes import Running
+from server_http import Listening
 
 PROTOCOLS = ("http", "grpc")
 
@@ -52,7 +52,7 @@ class Client:
         }
 
 
-def connect(server: Running, protocol: str) -> Client:
+def connect(server: Listening, protocol: str) -> Client:
     if protocol == "http":
         return Client(protocol, triton_http, triton_http.InferenceServerClient(server.address))
     return Client(protocol, triton_grpc, triton_grpc.InferenceServerClient(server.grpc))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from server_fakes import FakeLoaded, Running, running, serving, standard_models
 
-from server.protocol.model import ModelFootprint
+from server.ipc.model import ModelFootprint
 
 
 @pytest.fixture(scope="session")

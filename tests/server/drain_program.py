@@ -17,9 +17,9 @@ from server import engine_host
 from server.cli import serve_until_stopped
 from server.config.config import ServeConfig
 from server.engine_host import OnProgress
+from server.ipc.model import Array
 from server.models.repository import ModelSource
 from server.observe.tokens import TokenFiles
-from server.protocol.model import Array
 
 REPOSITORY, FOLDER, WAITS, *TOKEN_FILES = sys.argv[1:]
 

@@ -16,8 +16,8 @@ from server.config.config import ServeConfig
 from server.engine_host import Engine, OnProgress
 from server.engine_process import main
 from server.errors import InvalidRequest
+from server.ipc.model import Array
 from server.models.repository import ModelSource
-from server.protocol.model import Array
 from tests.server.server_fakes import FakeLoaded, adder, identity, serving
 
 REFUSED, FAILS, HELD = 7.0, 8.0, 9.0

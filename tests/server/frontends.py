@@ -15,9 +15,9 @@ from server.frontend.engine_process import EngineProcess
 from server.frontend.in_process import InProcessEngine
 from server.frontend.memory import Lease, RequestMemory
 from server.frontend.supervisor import Supervisor
-from server.protocol.catalog import Catalog
-from server.protocol.execution import InferResult
-from server.protocol.model import Array
+from server.ipc.catalog import Catalog
+from server.ipc.execution import InferResult
+from server.ipc.model import Array
 from server.protocol.request import InferRequest, RequestedOutput
 from tests.server import fake_engine
 from tests.server.server_fakes import adder, config, identity, serving, write_repository

@@ -18,7 +18,7 @@ from server.config.sizes import FixedSize
 from server.engine.execution import Execution, Servable
 from server.engine_host import Engine
 from server.errors import InvalidRequest
-from server.protocol.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, TensorSpec
+from server.ipc.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, TensorSpec
 from server.scheduling.estimates import Readiness
 from server.serve import Server
 

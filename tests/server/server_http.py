@@ -4,11 +4,20 @@ import http.client
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from server_fakes import Running
+from typing import Any, Protocol
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+class Listening(Protocol):
+    """A server's addresses: host and port of HTTP, the port alone, and host and port of gRPC."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def grpc(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class Answer:
 
 
 def ask(
-    server: Running,
+    server: Listening,
     method: str,
     path: str,
     body: bytes | Iterable[bytes] | None = None,
@@ -46,13 +55,13 @@ def ask(
 
 
 def infer(
-    server: Running, model: str, body: bytes | Mapping[str, Any], headers: Mapping[str, str] | None = None
+    server: Listening, model: str, body: bytes | Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Answer:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return ask(server, "POST", f"/v2/models/{model}/infer", raw, headers)
 
 
-def infer_binary(server: Running, model: str, header: Mapping[str, Any], binary: bytes) -> Answer:
+def infer_binary(server: Listening, model: str, header: Mapping[str, Any], binary: bytes) -> Answer:
     raw = json.dumps(header).encode()
     return infer(server, model, raw + binary, {HEADER_LENGTH: str(len(raw))})
 

@@ -12,17 +12,17 @@ from server_fakes import FakeServable, Gate, identity
 
 from server.engine.compute_lane import ComputeLane
 from server.errors import (
-    DeviceLost,
+    DeviceUnavailable,
     ExecutionFailed,
     InvalidRequest,
     ModelNotFound,
     RequestTimedOut,
     ShuttingDown,
 )
-from server.protocol.execution import InferResult
-from server.protocol.model import Array
+from server.ipc.execution import InferResult
+from server.ipc.model import Array
+from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
-from server.protocol.statistics import ModelStatistics
 from server.scheduling.scheduler import Scheduler
 
 FASTER = {1: 1.0, 2: 1.1, 4: 1.2}
@@ -318,10 +318,10 @@ async def test_a_lost_device_refuses_everything_and_is_reported_once() -> None:
     servable.lost = "it fell off the bus"
     gate.open.set()
     await running
-    with pytest.raises(DeviceLost, match="fell off the bus"):
+    with pytest.raises(DeviceUnavailable, match="fell off the bus"):
         await waiting
     for refused in (lane.infer(request()), lane.between(lambda: None)):
-        with pytest.raises(DeviceLost):
+        with pytest.raises(DeviceUnavailable):
             await refused
     lane.device_lost("again")
     assert [lane.lost] == reported == ["it fell off the bus"]
@@ -337,7 +337,7 @@ async def test_a_fault_of_the_lane_itself_leaves_no_request_waiting() -> None:
     lane.add(identity("m", "FP32"), ModelStatistics())
     lane.start()
     for answer in [infer(lane), infer(lane)]:
-        with pytest.raises(DeviceLost, match="the engine has failed: KeyError"):
+        with pytest.raises(DeviceUnavailable, match="the engine has failed: KeyError"):
             await answer
     assert lane.lost is not None
     assert await lane.stop()

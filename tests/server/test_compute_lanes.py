@@ -14,13 +14,13 @@ from server_http import infer, x
 from test_compute_lane import entered, gated, request
 
 from server.engine.compute_lanes import ComputeLanes
-from server.errors import DeviceLost, ExecutionFailed, ModelNotFound, ShuttingDown
+from server.errors import DeviceUnavailable, ExecutionFailed, ModelNotFound, ShuttingDown
+from server.ipc.execution import InferResult
+from server.ipc.model import Array, ModelFootprint
+from server.ipc.statistics import ModelStatistics
 from server.models.prepared import threads_of
 from server.observe.spans import header_events
 from server.placement.lane_choice import assign_lanes
-from server.protocol.execution import InferResult
-from server.protocol.model import Array, ModelFootprint
-from server.protocol.statistics import ModelStatistics
 
 
 def meeting(*names: str) -> list[FakeServable]:
@@ -196,11 +196,11 @@ async def test_a_device_that_is_lost_is_lost_for_all_lanes() -> None:
         last = asked(lanes, "dying")
         gates[1].open.set()
         await asyncio.gather(b, last)
-        with pytest.raises(DeviceLost):
+        with pytest.raises(DeviceUnavailable):
             await a
         assert lanes.lost == "it fell off the bus"
         for model in ("a", "b", "dying"):
-            with pytest.raises(DeviceLost):
+            with pytest.raises(DeviceUnavailable):
                 await lanes.infer(request(model))
 
 

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from server.errors import ControlOff, ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
-from server.protocol.catalog import ModelState
-from server.protocol.model import ModelInfo
+from server.ipc.catalog import ModelState
+from server.ipc.model import ModelInfo
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
 

@@ -17,12 +17,13 @@ from server_http import infer, x
 from planner.plan import Compute, SwapIn
 from runtime.backend import Result
 from runtime.binding.program import Program
-from runtime.cpu.executor import Executor
+from runtime.cpu.executor import CpuExecutor
 from runtime.lowering.lower import Lowered
 from server.engine.servable import ProgramServable, describe
 from server.observe.spans import COMPUTE, SWAP_IN
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.gated import WAIT_S, GatedStore
+from tests.runtime.observing import observed
 from tests.runtime.test_executor import beside, evicting_plan, prefix_plan
 
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 384], "data": [0.5] * 768}]}
@@ -127,7 +128,7 @@ class Patient:
 
     lost = None
 
-    def __init__(self, executor: Executor, store: GatedStore) -> None:
+    def __init__(self, executor: CpuExecutor, store: GatedStore) -> None:
         self._executor, self._store = executor, store
 
     def expect(self, program: Program | None, *, followed: bool = False) -> None:
@@ -144,13 +145,13 @@ class Patient:
                 assert self._store.begun.wait(WAIT_S)
                 self._store.open.set()
 
-        return self._executor.run(program, inputs, observe=wait, **options)
+        return self._executor.run(observed(program, wait), inputs, **options)
 
 
 def test_prefetch_for_the_next_model_begins_before_this_models_compute_ends(bench: Bench, tmp_path: Path) -> None:
     plan = prefix_plan(bench.graph)
     store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
-    assert isinstance(bench.executor, Executor)
+    assert isinstance(bench.executor, CpuExecutor)
     first = servable(bench, beside(bench, plan, 32 << 20, "a"), Patient(bench.executor, store))
     program = beside(bench, plan, 48 << 20, "b", store)
     gate = Gate()

@@ -15,10 +15,10 @@ from server_http import ask, infer, x
 
 from runtime.recording import Follow
 from server.engine.execution import Execution
+from server.ipc.histogram import SECONDS, Histogram
+from server.ipc.model import DeviceUse, Inputs
 from server.observe.gpus import Gpu
 from server.observe.prometheus import Family, written
-from server.protocol.histogram import SECONDS, Histogram
-from server.protocol.model import DeviceUse, Inputs
 
 TRITONS = {
     "nv_inference_request_success",

@@ -19,8 +19,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 from server.errors import ConfigError, PermissionMissing, Unauthenticated
-from server.http import openapi
-from server.http.app import routes
+from server.http.endpoints import endpoints
+from server.http.openapi import document as openapi_document
 from server.observe.access import OPEN, Permission, open_access
 from server.serve import Server
 
@@ -65,16 +65,13 @@ def refusal(call: Any, *arguments: Any, **keywords: Any) -> InferenceServerExcep
     return caught.value
 
 
-@pytest.mark.parametrize("token", [INFER, "another-token-0123456789", CONTROL])
-def test_every_token_of_either_file_permits_inference(client: Client, token: str) -> None:
-    assert infer(client, token).tolist() == [[1, 1, 1, 1]]
-
-
-@pytest.mark.parametrize("token", [None, WRONG, INFER[:-1], f"{INFER}x"])
-def test_without_a_token_of_the_server_nothing_is_inferred(client: Client, token: str | None) -> None:
-    error = refusal(infer, client, token)
-    assert client.status(error) in ("401", "UNAUTHENTICATED")
-    assert (token or "none") not in error.message()
+def test_every_token_of_either_file_permits_inference(client: Client) -> None:
+    for token in (INFER, "another-token-0123456789", CONTROL):
+        assert infer(client, token).tolist() == [[1, 1, 1, 1]]
+    for wrong in (None, WRONG, INFER[:-1], f"{INFER}x"):
+        error = refusal(infer, client, wrong)
+        assert client.status(error) in ("401", "UNAUTHENTICATED")
+        assert (wrong or "none") not in error.message()
 
 
 def test_reading_needs_a_token_and_changing_one_for_control(client: Client) -> None:
@@ -105,13 +102,10 @@ def test_every_call_that_changes_something_needs_control(client: Client) -> None
     raw.unregister_system_shared_memory(headers=headers(CONTROL))
 
 
-def test_listings_need_no_control(client: Client) -> None:
+def test_listings_need_no_control_and_health_no_token(client: Client) -> None:
     assert client.raw.get_model_repository_index(headers=headers(INFER))
     client.raw.get_system_shared_memory_status(headers=headers(INFER))
     client.raw.get_inference_statistics(headers=headers(INFER))
-
-
-def test_health_is_open(client: Client) -> None:
     assert client.raw.is_server_live()
     assert client.raw.is_server_ready()
 
@@ -130,17 +124,18 @@ def test_the_openapi_document_says_what_needs_a_token(guarded: Running) -> None:
             assert ("403" in operation["responses"]) == (with_token == 403), path
 
 
-def test_the_openapi_document_of_an_open_server_asks_for_nothing() -> None:
-    document = openapi.document("0")
+def test_the_openapi_document_of_an_open_server_asks_for_nothing(guarded: Running) -> None:
+    document = openapi_document("0", endpoints(guarded.server.plane, 1))
     assert "securitySchemes" not in document["components"]
     assert not any("security" in op for methods in document["paths"].values() for op in methods.values())
 
 
 def test_no_route_is_left_without_a_guard(guarded: Running) -> None:
-    for method, pattern, _ in routes(guarded.server.plane, 1):
-        path = re.sub(r"\{\w+(:[^{}]+)?\}", "1", pattern.replace("{order:(un)?load}", "load"))
-        answer = ask(guarded, method, path, b"")
-        assert answer.status == (200 if path.startswith("/v2/health/") else 401), path
+    for endpoint in endpoints(guarded.server.plane, 1):
+        for pattern in endpoint.paths:
+            path = re.sub(r"\{\w+(:[^{}]+)?\}", "1", pattern.replace("{order:(un)?load}", "load"))
+            answer = ask(guarded, endpoint.method, path, b"")
+            assert answer.status == (200 if path.startswith("/v2/health/") else 401), path
 
 
 def test_no_grpc_call_is_left_without_a_guard(guarded: Running) -> None:
@@ -197,21 +192,13 @@ def test_tokens_are_never_logged(guarded: Running, caplog: pytest.LogCaptureFixt
     assert INFER not in repr(open_access(guarded.server._config))
 
 
-def test_without_token_files_everything_is_open() -> None:
+def test_each_kind_of_token_file_guards_its_calls_alone(tmp_path: Path) -> None:
     assert open_access(config()) == OPEN
-    for permission in Permission:
-        OPEN.require(None, permission)
-
-
-def test_with_inference_tokens_alone_nobody_has_control(tmp_path: Path) -> None:
     access = open_access(config(token_files=token_file(tmp_path, "t", INFER), health_access="token"))
     with pytest.raises(PermissionMissing, match="start it with a --control-token-file"):
         access.require(f"Bearer {INFER}", Permission.CONTROL)
     with pytest.raises(Unauthenticated):
         access.require(None, Permission.HEALTH)
-
-
-def test_with_control_tokens_alone_anyone_may_infer(tmp_path: Path) -> None:
     access = open_access(config(control_token_files=token_file(tmp_path, "t", CONTROL)))
     access.require(None, Permission.INFERENCE)
     access.require(f"Bearer {CONTROL}", Permission.CONTROL)

@@ -14,8 +14,8 @@ from server_fakes import Running
 
 from server.config.setting import PREFIX
 from server.config.sources import add_flags, read_settings
+from server.ipc.model import DeviceUse
 from server.observe.gpus import Gpu
-from server.protocol.model import DeviceUse
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = json.loads((DOCS / "grafana" / "cohabit.json").read_text())

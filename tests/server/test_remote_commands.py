@@ -12,13 +12,13 @@ from server_fakes import FakeLoaded, Running, adder, identity, running, serving
 from server_http import infer, x
 
 from server.cli import main
-from server.engine.histogram import Histogram
+from server.ipc.histogram import SECONDS, Histogram
+from server.ipc.model import ModelFootprint
 from server.observe.prometheus import Family, written
-from server.protocol.model import Footprint
 from server.tools.remote import tables
-from server.tools.remote.client import Remote
-from server.tools.remote.rows import snapshot
+from server.tools.remote.client import RemoteServer
 from server.tools.remote.samples import Samples, parse
+from server.tools.remote.top import snapshot
 
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 
@@ -42,7 +42,7 @@ class Orders:
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loaded: FakeLoaded = serving(adder(), identity("id", "FP32"))
     loaded.failures = {"damaged": "model.pt2 is [truncated]"}
-    loaded.footprints = {"adder": Footprint(3 << 20, 400, 100, {1: 0.5}, {1: 0.4})}
+    loaded.footprints = {"adder": ModelFootprint(3 << 20, 400, 100, {1: 0.5}, {1: 0.4})}
     with running(loaded, strict_readiness=False) as handle:
         assert infer(handle, "id", {"inputs": [x()]}).status == 200
         yield handle
@@ -161,7 +161,7 @@ def test_another_kind_of_server_is_no_traceback(own: Running, capsys: pytest.Cap
     [("gpu1:9000", "http://gpu1:8002"), ("https://[::1]:8443/", "https://[::1]:8002")],
 )
 def test_metrics_are_looked_for_beside_the_http_port(url: str, metrics: str) -> None:
-    assert Remote(url, None, None, 1.0).metrics_url == metrics
+    assert RemoteServer(url, None, None, 1.0).metrics_url == metrics
 
 
 def reading(**counters: float) -> Samples:
@@ -173,27 +173,26 @@ def reading(**counters: float) -> Samples:
 def test_rates_are_growth_over_time() -> None:
     before = reading(nv_inference_request_success=10, nv_inference_exec_count=5, nv_inference_count=10)
     now = reading(nv_inference_request_success=40, nv_inference_exec_count=15, nv_inference_count=40)
-    (row,) = snapshot(before, now, 2.0).models
-    assert (row.name, row.version, row.answered_per_s, row.rows_per_execution) == ("m", "2", 15.0, 3.0)
-    assert row.queue_p50_s is None
-    assert row.stall_share is None
+    (row,) = snapshot(before, now, 2.0)["models"]
+    wanted = {"name": "m", "version": "2", "answered_per_s": 15.0, "rows_per_execution": 3.0}
+    assert row | wanted | {"queue_p50_s": None, "stall_share": None} == row
 
 
 def test_a_counter_that_began_anew_is_counted_from_zero() -> None:
     before, now = reading(nv_inference_request_success=1000), reading(nv_inference_request_success=4)
-    assert snapshot(before, now, 2.0).answered_per_s == 2.0
+    assert snapshot(before, now, 2.0)["answered_per_s"] == 2.0
 
 
 def test_stall_share_is_of_the_computing_time() -> None:
     before = reading(cohabit_stall_seconds=1, cohabit_compute_seconds_sum=10)
     now = reading(cohabit_stall_seconds=2, cohabit_compute_seconds_sum=14)
-    assert snapshot(before, now, 1.0).models[0].stall_share == 0.25
+    assert snapshot(before, now, 1.0)["models"][0]["stall_share"] == 0.25
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
 def test_quantiles_are_within_a_bucket_of_numpys(share: float) -> None:
     durations = 10 ** np.random.default_rng(3).uniform(-3.5, 0.5, 2000)
-    histogram = Histogram()
+    histogram = Histogram.of(SECONDS)
     for seconds in durations:
         histogram.add(float(seconds))
     samples = parse(written([Family("h", "histogram", "", [({}, histogram)])]).decode())

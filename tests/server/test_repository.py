@@ -6,8 +6,8 @@ import pytest
 from google.protobuf import text_format
 
 from server.errors import RepositoryError
+from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
 from server.models.repository import ModelSource, Unloadable, scan
-from server.protocol.model import GraphCapture, ModelInfo, TensorSpec
 from server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of
 
 INFO = ModelInfo("m", 1, (TensorSpec("x", "FP32", (3, 4)),), (TensorSpec("y", "INT64", ()),), max_batch_size=8)

@@ -12,7 +12,7 @@ import pytest
 from server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
 from server_http import HEADER_LENGTH, Answer, ask, infer, x
 
-from server.protocol.statistics import ModelStatistics
+from server.ipc.statistics import ModelStatistics
 
 
 @dataclass

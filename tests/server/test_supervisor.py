@@ -15,8 +15,8 @@ import pytest
 from server.errors import EngineFailed, EngineUnavailable, RequestTimedOut
 from server.frontend.engine_process import EngineProcess
 from server.frontend.memory import RequestMemory
-from server.protocol.catalog import ModelEntry, ModelState
-from server.protocol.engine_messages import EntryChanged
+from server.ipc.catalog import ModelEntry, ModelState
+from server.ipc.messages import EntryChanged
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
 from tests.server.server_fakes import identity

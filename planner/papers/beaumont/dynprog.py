@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
-from planner.papers.beaumont.layers import Chain
+from planner.papers.beaumont.layers import LayerChain
 from planner.papers.beaumont.offload import relaxed_s, turn_s, whole
 
 Ints = NDArray[np.int64]
@@ -34,7 +34,7 @@ FINALISTS: Final = 16
 _TIE: Final = 1e-9
 
 
-class _Table(NamedTuple):
+class _OffloadTable(NamedTuple):
     """Entries of one layer; `parent` counts in the table of the layer before."""
 
     kept: Ints
@@ -57,13 +57,7 @@ class _Grid(NamedTuple):
     unit_in_s: float
 
 
-def dynprog(chain: Chain, memory_bytes: float, grid_bytes: float | None = None) -> Offloaded | None:
-    """The activations to offload; None if there is not enough memory even when all are."""
-    found = optima(chain, memory_bytes, grid_bytes)
-    return found[0] if found else None
-
-
-def optima(chain: Chain, memory_bytes: float, grid_bytes: float | None = None) -> list[Offloaded]:
+def optima(chain: LayerChain, memory_bytes: float, grid_bytes: float | None = None) -> list[Offloaded]:
     """Of the choices that were judged best, the one that offloads least, and the one that offloads most.
 
     The latter leaves memory for what the relaxation leaves out; there is none if nothing need be offloaded.
@@ -81,13 +75,13 @@ def optima(chain: Chain, memory_bytes: float, grid_bytes: float | None = None) -
     return [best[0], best[-1]] if any(best[0]) and len(best) > 1 else best[:1]
 
 
-def incumbents(chain: Chain, memory_bytes: float) -> list[Offloaded]:
+def incumbents(chain: LayerChain, memory_bytes: float) -> list[Offloaded]:
     """Eager choices: the first k, for every k."""
     last = chain.layers
     return [tuple(i < k for i in range(last)) for k in range(last + 1)]
 
 
-def _on_grid(chain: Chain, memory_bytes: float, unit: float) -> _Grid:
+def _on_grid(chain: LayerChain, memory_bytes: float, unit: float) -> _Grid:
     last = chain.layers
     rooms = [
         [int((memory_bytes - beside(i)) // unit) for i in range(last)]
@@ -109,9 +103,9 @@ def _rounded(values: Sequence[float], unit: float) -> Ints:
     return np.array([b - a for a, b in pairwise(sums)], np.int64)
 
 
-def _fill(grid: _Grid, limit_s: float) -> list[_Table]:
+def _fill(grid: _Grid, limit_s: float) -> list[_OffloadTable]:
     zero = np.zeros(1, np.int64)
-    tables = [_Table(zero, zero, zero, np.zeros(1), zero, np.zeros(1, np.bool_))]
+    tables = [_OffloadTable(zero, zero, zero, np.zeros(1), zero, np.zeros(1, np.bool_))]
     ahead = np.minimum(grid.forward_room, grid.backward_room)
     room = np.minimum.accumulate(ahead[::-1])[::-1]  # for all layers from here on
     for i in range(len(grid.x)):
@@ -119,7 +113,7 @@ def _fill(grid: _Grid, limit_s: float) -> list[_Table]:
     return tables
 
 
-def _next(grid: _Grid, i: int, table: _Table, room: int, limit_s: float) -> _Table:
+def _next(grid: _Grid, i: int, table: _OffloadTable, room: int, limit_s: float) -> _OffloadTable:
     parent = np.flatnonzero(table.kept <= room)
     kept, to_offload, to_prefetch = table.kept[parent], table.to_offload[parent], table.to_prefetch[parent]
     forward_wait = np.maximum(0, to_offload - (grid.forward_room[i] - kept))  # (1)
@@ -145,7 +139,7 @@ def _next(grid: _Grid, i: int, table: _Table, room: int, limit_s: float) -> _Tab
     kept, to_offload, to_prefetch = (a[order] for a in both)
     best = _undominated(kept, to_offload, to_prefetch, idle_s[order], grid.unit_out_s, grid.unit_in_s)
     chosen = order[best]
-    return _Table(
+    return _OffloadTable(
         kept[best], to_offload[best], to_prefetch[best], idle_s[chosen], parent[chosen], offloaded[chosen]
     )
 
@@ -175,7 +169,7 @@ def _undominated(
     return found[:count]
 
 
-def _finalists(chain: Chain, memory_bytes: float, table: _Table, unit: float) -> list[int]:
+def _finalists(chain: LayerChain, memory_bytes: float, table: _OffloadTable, unit: float) -> list[int]:
     """Entries of the last table with the least idle time, the turn between the phases included."""
     turns = [
         turn_s(chain, memory_bytes, kept * unit, out * unit, back * unit)
@@ -187,7 +181,7 @@ def _finalists(chain: Chain, memory_bytes: float, table: _Table, unit: float) ->
     return found
 
 
-def _offloaded(tables: Sequence[_Table], entry: int) -> Offloaded:
+def _offloaded(tables: Sequence[_OffloadTable], entry: int) -> Offloaded:
     """Trace an entry of the last table back."""
     found = []
     for table in tables[:0:-1]:

@@ -25,9 +25,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.layout.liveness import Lifespan, lifespans
-from planner.layout.placement import SCRATCH_ALIGNMENT
-from planner.papers.beaumont.layers import Chain
+from planner.lifetimes import Lifespan, lifespans, live_bytes
+from planner.papers.beaumont.layers import LayerChain
 from planner.profile import Link, Profile
 from planner.sequence.gaps import Gap, Gaps
 
@@ -40,7 +39,7 @@ SMALL_SHARE: Final = 0.02
 class Grouped:
     """A graph's chain. `saved[i]` are the tensors of x_i."""
 
-    chain: Chain
+    chain: LayerChain
     saved: tuple[tuple[int, ...], ...]
 
 
@@ -85,7 +84,7 @@ def grouped(gaps: Gaps, profile: Profile, turn: int, ends: Sequence[int]) -> Gro
     layer = np.searchsorted(ends, np.arange(turn)).astype(np.int64)
     layer = np.concatenate([layer, _backward_layers(gaps, layer, last)])
     saved = _saved(gaps, layer, turn, last)
-    nbytes = [_aligned(t.nbytes, t.alignment) for t in gaps.graph.tensors]
+    nbytes = [t.aligned_bytes for t in gaps.graph.tensors]
     x = [float(sum(nbytes[t] for t in tensors)) for tensors in saved]
     below = list(accumulate(x))  # the bytes of x_0, ..., x_i
     alive, between = _alive(gaps, nbytes)
@@ -96,7 +95,7 @@ def grouped(gaps: Gaps, profile: Profile, turn: int, ends: Sequence[int]) -> Gro
     if last:  # x_0 may be gone by then
         y[0] = max(min(float(behind[0]), backward_most[0] - x[0]), 0.0)
     op_s = np.array(profile.op_seconds)
-    chain = Chain(
+    chain = LayerChain(
         np.bincount(forward, op_s[:turn], last).tolist(),
         np.bincount(backward, op_s[turn:], last).tolist(),
         x,
@@ -111,7 +110,7 @@ def grouped(gaps: Gaps, profile: Profile, turn: int, ends: Sequence[int]) -> Gro
 
 def alive_bytes(gaps: Gaps) -> Ints:
     """Bytes of inputs, activations and scratch during each op, alignment counted, when nothing leaves early."""
-    return _alive(gaps, [_aligned(t.nbytes, t.alignment) for t in gaps.graph.tensors])[0]
+    return _alive(gaps, [t.aligned_bytes for t in gaps.graph.tensors])[0]
 
 
 def _waits(gaps: Gaps) -> list[Gap]:
@@ -151,20 +150,18 @@ def _saved(gaps: Gaps, layer: Ints, turn: int, last: int) -> tuple[tuple[int, ..
 
 
 def _alive(gaps: Gaps, nbytes: Sequence[int]) -> tuple[Ints, Ints]:
-    """Bytes during each op, and between it and the one before; the last entry of the latter is behind the last op."""
+    """Bytes during each op, and between it and the op before; the last entry of the latter is after the last op."""
     graph, count = gaps.graph, len(gaps.ops_at)
-    during, between = np.zeros(count + 2, np.int64), np.zeros(count + 2, np.int64)
-    spans: Sequence[Lifespan | None] = lifespans(graph)
-    for t, span in enumerate(spans):
-        if span is None or graph.tensors[t].kind in ("parameter", "state"):
-            continue
-        end = span.end + (t in graph.outputs and span.end == count)
-        during[span.first] += nbytes[t]
-        during[span.end] -= nbytes[t]
-        between[span.first + 1] += nbytes[t]
-        between[max(end, span.first + 1)] -= nbytes[t]
-    scratch = [_aligned(op.scratch_bytes, SCRATCH_ALIGNMENT) for op in graph.ops]
-    return np.cumsum(during)[:count] + np.array(scratch, np.int64), np.cumsum(between)[: count + 1]
+    during, between = list[tuple[Lifespan, int]](), list[tuple[Lifespan, int]]()
+    for t, span in enumerate(lifespans(graph)):
+        if span is not None and not graph.tensors[t].is_weight:
+            end = span.end + (t in graph.outputs and span.end == count)
+            during.append((span, nbytes[t]))
+            between.append((Lifespan(span.first + 1, max(end, span.first + 1)), nbytes[t]))
+    scratch = [op.aligned_scratch_bytes for op in graph.ops]
+    return np.array(live_bytes(during, count + 1)[:count]) + np.array(scratch), np.array(
+        live_bytes(between, count + 1)
+    )
 
 
 def _most(alive: Ints, layer: Ints, last: int) -> list[float]:
@@ -179,7 +176,3 @@ def _bytes_per_s(link: Link, profile: Profile, saved: Sequence[Sequence[int]], n
     sizes = [nbytes[t] for tensors in saved for t in tensors if nbytes[t]]
     seconds = sum(link.seconds(n) for n in sizes) * profile.swap_slowdown
     return sum(sizes) / seconds if seconds else link.bandwidth_bytes_per_s / profile.swap_slowdown
-
-
-def _aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment

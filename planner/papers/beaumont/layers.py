@@ -6,7 +6,7 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class LayerChain:
     """Layer i reads x_i and makes x_(i+1); backward it reads x_i, x_(i+1) and y_(i+1) and makes y_i.
 
     Of L + 1 layers, numbered from 0, there are L + 2 activations x and gradients y. The link copies one thing at a

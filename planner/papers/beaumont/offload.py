@@ -17,39 +17,22 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from planner.papers.beaumont.layers import Chain
+from planner.papers.beaumont.layers import LayerChain
 
 
-def greedy(chain: Chain, memory_bytes: float) -> tuple[bool, ...]:
+def greedy(chain: LayerChain, memory_bytes: float) -> tuple[bool, ...]:
     """GREEDY (section 4): offload the first k activations, k the least with M_peak - M_GPU bytes in them."""
     excess = chain.peak_bytes() - memory_bytes
     before = accumulate(chain.x_bytes[: chain.layers], initial=0.0)
     return tuple(b < excess for b, _ in zip(before, range(chain.layers), strict=False))
 
 
-def fractions(chain: Chain, memory_bytes: float) -> tuple[float, ...]:
-    """Bytes to offload of each activation where parts can be (Theorem 2): just M_peak - M_GPU, the first first."""
-    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
-    found = []
-    for x in chain.x_bytes[: chain.layers]:
-        found.append(min(x, excess))
-        excess -= found[-1]
-    return tuple(found)
-
-
-def bound(chain: Chain, memory_bytes: float) -> float:
-    """Proposition 3: seconds that no schedule beats."""
-    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
-    copies = excess / chain.offload_bytes_per_s + excess / chain.prefetch_bytes_per_s
-    return max(chain.compute_s, copies)
-
-
-def whole(chain: Chain, offloaded: Sequence[bool]) -> tuple[float, ...]:
+def whole(chain: LayerChain, offloaded: Sequence[bool]) -> tuple[float, ...]:
     """Bytes offloaded of each activation when those chosen are offloaded entirely."""
     return tuple(x * out for x, out in zip(chain.x_bytes[: chain.layers], offloaded, strict=True))
 
 
-def relaxed_s(chain: Chain, memory_bytes: float, out_bytes: Sequence[float]) -> float:
+def relaxed_s(chain: LayerChain, memory_bytes: float, out_bytes: Sequence[float]) -> float:
     """Makespan when `out_bytes[i]` of x_i are offloaded and copies are fractional; infinite if it does not fit.
 
     Forward ops as early, backward ops as late as possible (section 5.2), and between them what equation (9) says.
@@ -72,7 +55,7 @@ def relaxed_s(chain: Chain, memory_bytes: float, out_bytes: Sequence[float]) -> 
     return chain.compute_s + idle_s + turn_s(chain, memory_bytes, kept, to_offload, to_prefetch)
 
 
-def turn_s(chain: Chain, memory_bytes: float, kept: float, to_offload: float, to_prefetch: float) -> float:
+def turn_s(chain: LayerChain, memory_bytes: float, kept: float, to_offload: float, to_prefetch: float) -> float:
     """Idle time between the phases (Lemma 4, equation 9)."""
     out_rate, in_rate = chain.offload_bytes_per_s, chain.prefetch_bytes_per_s
     last, x, y = chain.layers, chain.x_bytes, chain.y_bytes

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from planner.papers.beaumont.grouping import Grouped, Ints, alive_bytes, grouped, short_layers, turn, virtual_layers
-from planner.papers.beaumont.layers import Chain
+from planner.papers.beaumont.layers import LayerChain
 from planner.papers.beaumont.offload import relaxed_s
 from planner.papers.beaumont.prefetching import Line, fetching_s
 from planner.problem import Problem
@@ -28,7 +28,7 @@ SMALL_SHARE: Final = 0.05
 BEST: Final = 4
 """Choices with streamed weights per memory that are worth a plan."""
 
-Offload = Callable[[Chain, float], Sequence[Sequence[bool]]]
+Offload = Callable[[LayerChain, float], Sequence[Sequence[bool]]]
 """Choices on a chain for an amount of memory that is at least the chain's least, the best first."""
 Keep = Callable[[Line], Sequence[Sequence[bool]]]
 

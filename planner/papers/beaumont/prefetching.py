@@ -109,7 +109,7 @@ def best(line: Line, kept_bytes: float) -> tuple[bool, ...] | None:
     return tuple(keeps)
 
 
-class _Table(NamedTuple):
+class _KeepTable(NamedTuple):
     kept: Ints
     ahead: Ints
     waited: Ints
@@ -117,7 +117,7 @@ class _Table(NamedTuple):
     keeps: NDArray[np.bool_]
 
 
-def _next(table: _Table, weight: int, copy: int, run: int, room: int, most: int) -> _Table:
+def _next(table: _KeepTable, weight: int, copy: int, run: int, room: int, most: int) -> _KeepTable:
     found = []
     for keeps in (True, False) if weight or copy else (True,):
         parent = np.flatnonzero(table.kept + weight <= most) if keeps else np.arange(len(table.kept))
@@ -128,7 +128,7 @@ def _next(table: _Table, weight: int, copy: int, run: int, room: int, most: int)
         wait = np.maximum(0, ahead - free)
         ahead = np.maximum(0, ahead - wait - run) + (0 if keeps else copy)
         kept = table.kept[parent] + (weight if keeps else 0)
-        found.append(_Table(kept, ahead, table.waited[parent] + wait, parent, np.full(len(parent), keeps)))
+        found.append(_KeepTable(kept, ahead, table.waited[parent] + wait, parent, np.full(len(parent), keeps)))
     if not found:
         return _zeros(0)
     columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
@@ -136,12 +136,12 @@ def _next(table: _Table, weight: int, copy: int, run: int, room: int, most: int)
     order = np.lexsort((ahead, waited, kept))
     rank = np.unique(waited[order], return_inverse=True)[1]
     chosen = order[_undominated(rank, (waited + ahead)[order])]
-    return _Table._make(column[chosen] for column in columns)
+    return _KeepTable._make(column[chosen] for column in columns)
 
 
-def _zeros(count: int) -> _Table:
+def _zeros(count: int) -> _KeepTable:
     zero = np.zeros(count, np.int64)
-    return _Table(zero, zero, zero, zero, np.zeros(count, np.bool_))
+    return _KeepTable(zero, zero, zero, zero, np.zeros(count, np.bool_))
 
 
 @compiled

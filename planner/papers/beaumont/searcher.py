@@ -10,20 +10,18 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Final
 
-from planner.errors import UnsupportedProblem
 from planner.papers.beaumont.dynprog import optima
-from planner.papers.beaumont.layers import Chain
 from planner.papers.beaumont.offload import greedy
 from planner.papers.beaumont.offload_choices import BEST, Choice, Chooser, Keep, Offload
 from planner.papers.beaumont.prefetching import Line, best, eager
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.by_plan import ByPlan
-from planner.sequence.departures import by_the_clock
+from planner.search.searcher import PlanSearcher
+from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import fit, lean, no_wait
 from planner.sequence.sequence import lay_out, write
-from planner.sequence.serial import require, serial
+from planner.sequence.serial import require_single_budget, serial_plan
 from planner.simulate import simulate
 
 SHARES: Final = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
@@ -40,21 +38,17 @@ SERIAL: Final = "everything leaves after every op"
 Candidate = Choice | str
 
 
-class _Offloading(ByPlan[Candidate]):
+class _ChainSearcher(PlanSearcher[Candidate]):
     """Judges the choices for each share of the memory; what needs the least memory comes last."""
 
     def __init__(self, name: str, problem: Problem, offload: Offload, keep: Keep) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                f"{name} plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+        require_single_budget(problem, name)
         self.problem = problem
         self.evaluations = len(SHARES) * (BEST + 4) + 2
         self._gaps = Gaps(problem.graph)
         self._chooser = Chooser(problem, self._gaps, offload, keep)
         self._plan = cache(self._make)
-        self._timed = cache(self._by_the_clock)
+        self._timed = cache(self._with_delayed_drops)
         self._least_s = math.inf
         self._steps = self._search()
 
@@ -87,11 +81,9 @@ class _Offloading(ByPlan[Candidate]):
             return min(fitting, key=lambda p: simulate(graph, p, problem.profile).latency_s, default=None)
         if candidate == LEAN:
             return fit(problem, self._gaps, lean(self._gaps))
-        actions = serial(graph)
-        placed = lay_out(graph, actions, (), problem.memory_bytes)
-        return write(graph, problem.profile, problem.memory_bytes, actions, (), placed)
+        return serial_plan(self.problem)
 
-    def _by_the_clock(self, choice: Choice) -> Plan | None:
+    def _with_delayed_drops(self, choice: Choice) -> Plan | None:
         """A plan in which what is swapped out stays until others need its bytes.
 
         It waits for no bytes that need not be waited for, but packs less well than one in which all leave at once.
@@ -105,7 +97,7 @@ class _Offloading(ByPlan[Candidate]):
             decided = no_wait(self._gaps, int(share * memory_bytes), fates)
             if decided is None:
                 return None
-            actions = by_the_clock(graph, profile, *decided, int(share * memory_bytes))
+            actions = delay_drops(graph, profile, *decided, int(share * memory_bytes))
             placed = lay_out(graph, actions, decided[1], memory_bytes)
             if placed.peak_bytes <= memory_bytes:
                 return write(graph, profile, memory_bytes, actions, decided[1], placed)
@@ -113,7 +105,7 @@ class _Offloading(ByPlan[Candidate]):
         return None
 
 
-class Greedy(_Offloading):
+class Greedy(_ChainSearcher):
     """GREEDY: the first activations leave, the weights used first stay."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -122,15 +114,11 @@ class Greedy(_Offloading):
         )
 
 
-class DynProg(_Offloading):
+class DynProg(_ChainSearcher):
     """DYNPROG: the set of activations that is best in the relaxation leaves, the best set of weights stays."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         super().__init__("dynprog", problem, optima, _best_by_windows)
-
-
-def _greedy_alone(chain: Chain, memory_bytes: float) -> list[Sequence[bool]]:
-    return [greedy(chain, memory_bytes)]
 
 
 def _eager_by_windows(line: Line) -> list[Sequence[bool]]:

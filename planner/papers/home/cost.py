@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from planner.compiled import compiled
 from planner.profile import Profile
-from planner.sequence.gaps import Gaps
-from planner.sequence.late import (
+from planner.sequence.alap import (
     CHANGES,
     COMPUTE,
     DROP,
@@ -25,12 +24,13 @@ from planner.sequence.late import (
     SWAP_IN,
     SWAP_OUT,
     WRITES,
+    AlapSequence,
     Codes,
     Ints,
-    Late,
     Tables,
-    late,
+    alap,
 )
+from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import FAR, hastened
 
 Floats = NDArray[np.float64]
@@ -71,7 +71,7 @@ def seconds(gaps: Gaps, profile: Profile) -> Seconds:
 @compiled
 def evaluate(t: Tables, times: Seconds, fates: Codes, memory_bytes: int, ahead: int) -> float:
     """Seconds of an iteration, and a little for its copies; TOO_MUCH_S or more where the fates do not fit."""
-    made = late(t, fates)
+    made = alap(t, fates)
     if not len(made.held):
         return float(TOO_MUCH_S * TOO_MUCH_S)
     peak_bytes = made.held.max()
@@ -82,11 +82,13 @@ def evaluate(t: Tables, times: Seconds, fates: Codes, memory_bytes: int, ahead: 
 
 
 @compiled
-def overhead(t: Tables, times: Seconds, made: Late, order: Ints, memory_bytes: int, issued: bool) -> Overhead:
+def overhead(
+    t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_bytes: int, issued: bool
+) -> Overhead:
     """Algorithm 2 over the actions of a sequence that fits in the memory, in this order.
 
     If `issued`, no prefetch starts before the ops that stand before it have ended; else whenever there is memory.
-    One long function for the reason given in planner.sequence.late.
+    One long function for the reason given in planner.sequence.alap.
     """
     start, ids, nbytes, scratch_bytes = t.start, t.ids, t.nbytes, t.scratch_bytes
     verb, what = made.verb, made.what
@@ -151,7 +153,7 @@ def overhead(t: Tables, times: Seconds, made: Late, order: Ints, memory_bytes: i
 
 
 @compiled
-def _bytes_at_start(t: Tables, made: Late) -> int:
+def _bytes_at_start(t: Tables, made: AlapSequence) -> int:
     """What is in memory before the first action."""
     i = made.what[0]
     held = made.held[0]

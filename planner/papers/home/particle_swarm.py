@@ -24,16 +24,14 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from planner.compiled import compiled
-from planner.errors import UnsupportedProblem
 from planner.papers.home.cost import evaluate, seconds
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.by_plan import ByPlan
+from planner.search.searcher import PlanSearcher
+from planner.sequence.alap import FATES, KEEP, SWAP, Codes, Ints, Tables, alap, tables
 from planner.sequence.gaps import Gaps
-from planner.sequence.late import FATES, KEEP, SWAP, Codes, Ints, Tables, late, tables
 from planner.sequence.no_wait import FAR, fit
-from planner.sequence.sequence import lay_out, write
-from planner.sequence.serial import require, serial
+from planner.sequence.serial import require_single_budget, serial_plan
 
 PARTICLES: Final = 12
 ITERATIONS: Final = 8
@@ -60,24 +58,20 @@ PERIOD: Final = 0.01
 """What a second of the period counts for beside one of the latency when particles are compared."""
 
 
-class Candidate(NamedTuple):
+class Particle(NamedTuple):
     """The code of the fate of each gap, and how hard to try to place the tensors."""
 
     fates: bytes
     nodes: int = 0
 
 
-class ParticleSwarm(ByPlan[Candidate]):
+class ParticleSwarm(PlanSearcher[Particle]):
     """Moves a swarm of fates; `particles` and `iterations` are the paper's m and iters."""
 
     def __init__(
         self, problem: Problem, seed: int, *, particles: int = PARTICLES, iterations: int = ITERATIONS
     ) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                "particle_swarm plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+        require_single_budget(problem, "particle_swarm")
         self.problem = problem
         self.evaluations = particles * iterations + 2 * POLISHED
         self._particles = particles
@@ -91,28 +85,26 @@ class ParticleSwarm(ByPlan[Candidate]):
         self._polished: set[bytes] = set()
         self._steps = self._search()
 
-    def ask(self) -> Sequence[Candidate]:
+    def ask(self) -> Sequence[Particle]:
         return next(self._steps, ())
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[Particle], costs: Sequence[Cost]) -> None:
         for c, cost in zip(candidates, costs, strict=False):
             score_s = cost.latency_s + PERIOD * cost.period_s
             self._score_s[c.fates] = min(score_s, self._score_s.get(c.fates, math.inf))
 
-    def _plan(self, candidate: Candidate) -> Plan | None:
+    def _plan(self, candidate: Particle) -> Plan | None:
         """Where all is swapped, there is always a plan: at worst, the serial one."""
-        graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
         fates, nodes = [FATES[code] for code in candidate.fates], candidate.nodes
-        plan = fit(self.problem, self._gaps, fates, PLACED, by_clock=True, nodes=nodes)
+        plan = fit(self.problem, self._gaps, fates, PLACED, delayed=True, nodes=nodes)
         plan = plan or fit(self.problem, self._gaps, fates, nodes=nodes)
         if plan is None and candidate.fates == self._lean.tobytes():
-            actions = serial(graph)
-            plan = write(graph, profile, memory_bytes, actions, (), lay_out(graph, actions, (), memory_bytes))
+            plan = serial_plan(self.problem)
         return plan
 
-    def _search(self) -> Iterator[Sequence[Candidate]]:
-        yield [Candidate(self._lean.tobytes())]
-        start = Start(self.problem, self._gaps)
+    def _search(self) -> Iterator[Sequence[Particle]]:
+        yield [Particle(self._lean.tobytes())]
+        start = InitialParticles(self.problem, self._gaps)
         if not len(start.decided):
             return
         for share in SHARES:
@@ -128,7 +120,7 @@ class ParticleSwarm(ByPlan[Candidate]):
                 return
             first = self._best(self._score_s, self._score_s.__getitem__, 1)
 
-    def _polish(self) -> Iterator[Sequence[Candidate]]:
+    def _polish(self) -> Iterator[Sequence[Particle]]:
         """Try harder to place the best particles so far."""
         fresh = [c for c in self._score_s if c not in self._polished]
         tried = dict.fromkeys(
@@ -138,12 +130,12 @@ class ParticleSwarm(ByPlan[Candidate]):
         )
         self._polished.update(tried)
         if tried:
-            yield [Candidate(c, NODES) for c in tried]
+            yield [Particle(c, NODES) for c in tried]
 
     def _best(self, fates: Iterable[bytes], score: Callable[[bytes], float], count: int) -> list[Codes]:
         return [np.frombuffer(c, np.int8) for c in sorted(fates, key=score)[:count]]
 
-    def _fly(self, first: Sequence[Codes], start: "Start") -> Iterator[Sequence[Candidate]]:
+    def _fly(self, first: Sequence[Codes], start: "InitialParticles") -> Iterator[Sequence[Particle]]:
         """Algorithm 1, begun with some particles and random ones. The best of all is for the search to keep."""
         part = max(1, AT_ONCE // (2 * len(start.decided) * len(self.problem.graph.ops)))
         swarm = list(first)
@@ -184,7 +176,7 @@ class ParticleSwarm(ByPlan[Candidate]):
         else:
             self._share = min(self._share + MORE, 1.0)
 
-    def _descended(self, particle: Codes, start: "Start") -> Codes:
+    def _descended(self, particle: Codes, start: "InitialParticles") -> Codes:
         """Give one gap after the other the action that costs the least."""
         particle = particle.copy()
         for j in self._some(start.decided):
@@ -195,11 +187,11 @@ class ParticleSwarm(ByPlan[Candidate]):
             particle[j] = min(costs)[1]
         return particle
 
-    def _new(self, particles: Sequence[Codes]) -> Iterator[Sequence[Candidate]]:
+    def _new(self, particles: Sequence[Codes]) -> Iterator[Sequence[Particle]]:
         """Those that were not judged yet."""
         new = [c for c in dict.fromkeys(p.tobytes() for p in particles) if c not in self._score_s]
         if new:
-            yield [Candidate(c) for c in new]
+            yield [Particle(c) for c in new]
 
 
 def updated(
@@ -223,7 +215,7 @@ def updated(
     return particle
 
 
-class Start:
+class InitialParticles:
     """First particles that fit."""
 
     def __init__(self, problem: Problem, gaps: Gaps) -> None:
@@ -268,7 +260,7 @@ def filled(t: Tables, fates: Codes, order: Ints, wanted: Codes, memory_bytes: in
     for gap in order:
         before = fates[gap]
         fates[gap] = wanted[gap]
-        held = late(t, fates).held
+        held = alap(t, fates).held
         if not len(held) or held.max() > memory_bytes:
             fates[gap] = before
     return fates

@@ -20,15 +20,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.errors import UnsupportedProblem
 from planner.papers.swapadvisor import pool_lanes
 from planner.papers.swapadvisor.allocations import Allocation, Space
-from planner.papers.swapadvisor.pools import Pool, pool_of, uses_of
+from planner.papers.swapadvisor.pools import MemoryPool, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
 from planner.plan import Plan
 from planner.problem import UNFIT, Cost, Problem
-from planner.sequence.sequence import write as write_sequence
-from planner.sequence.serial import lay_out_serial, require, serial
+from planner.sequence.serial import require_single_budget, serial_plan
 from planner.simulate import simulate
 
 Ints = NDArray[np.int64]
@@ -43,7 +41,7 @@ OWN_ORDER: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Chromosome:
     """A chromosome: SCH, CLS and CNT. Without any, the serial plan."""
 
     order: tuple[int, ...] = ()
@@ -51,11 +49,11 @@ class Candidate:
     counts: tuple[int, ...] = ()
 
 
-SERIAL: Final = Candidate()
+SERIAL: Final = Chromosome()
 
 
 @dataclass(frozen=True)
-class _Member:
+class _Individual:
     order: Ints
     allocation: Allocation
     cost: Cost = UNFIT
@@ -82,11 +80,7 @@ class Genetic:
         allocations: bool = True,
         threshold: float = THRESHOLD,
     ) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                "genetic plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+        require_single_budget(problem, "genetic")
         self.problem = problem
         self.evaluations = 1 + population * (GENERATIONS + 1)
         self.population_costs: tuple[Cost, ...] = ()
@@ -103,35 +97,31 @@ class Genetic:
         self._costs: Sequence[Cost] = ()
         self._steps = self._evolve()
 
-    def ask(self) -> Sequence[Candidate]:
+    def ask(self) -> Sequence[Chromosome]:
         return next(self._steps, ())
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[Chromosome], costs: Sequence[Cost]) -> None:
         self._costs = costs
 
-    def judge(self, candidate: Candidate, good_s: float) -> Cost:
+    def evaluate(self, candidate: Chromosome, good_s: float) -> Cost:
         if candidate == SERIAL:
             timeline = simulate(self.problem.graph, self.write(candidate), self.problem.profile)
             return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
         pool = self._pool(candidate)
         if pool.nbytes > self.problem.memory_bytes:
             return UNFIT
-        return pool_lanes.judge(self._uses, np.array(candidate.order), pool, self._threshold, good_s)
+        return pool_lanes.evaluate(self._uses, np.array(candidate.order), pool, self._threshold, good_s)
 
-    def write(self, candidate: Candidate) -> Plan:
-        graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
+    def write(self, candidate: Chromosome) -> Plan:
         if candidate == SERIAL:
-            actions = serial(graph)
-            return write_sequence(graph, profile, memory_bytes, actions, (), lay_out_serial(graph, actions))
+            return serial_plan(self.problem)
         order = np.array(candidate.order)
-        return pool_lanes.write(
-            graph, profile, memory_bytes, self._uses, order, self._pool(candidate), self._threshold
-        )
+        return pool_lanes.write(self.problem, self._uses, order, self._pool(candidate), self._threshold)
 
-    def _pool(self, candidate: Candidate) -> Pool:
+    def _pool(self, candidate: Chromosome) -> MemoryPool:
         return pool_of(self._space.sizes, np.array(candidate.classes), np.array(candidate.counts))
 
-    def _evolve(self) -> Generator[Sequence[Candidate], None, None]:
+    def _evolve(self) -> Generator[Sequence[Chromosome], None, None]:
         yield [SERIAL]
         if not self.problem.graph.ops or not len(self._space.sizes.nbytes):
             return
@@ -143,11 +133,11 @@ class Genetic:
             best_s = min(best_s, *(m.cost.latency_s for m in (*living, *children)))
             living = self._survivors([*living, *children], best_s)
 
-    def _judged(self, members: Sequence[_Member]) -> Generator[Sequence[Candidate], None, list[_Member]]:
+    def _judged(self, members: Sequence[_Individual]) -> Generator[Sequence[Chromosome], None, list[_Individual]]:
         yield [_candidate(m) for m in members]
-        return [_Member(m.order, m.allocation, cost) for m, cost in zip(members, self._costs, strict=False)]
+        return [_Individual(m.order, m.allocation, cost) for m, cost in zip(members, self._costs, strict=False)]
 
-    def _first_generation(self) -> list[_Member]:
+    def _first_generation(self) -> list[_Individual]:
         rng, space = self._rng, self._space
         own = np.arange(len(self.problem.graph.ops))
         fixed = space.random(space.leanest, rng)
@@ -157,19 +147,19 @@ class Genetic:
             allocation = fixed
             if self._allocations:
                 allocation = space.random(space.leanest if i % 2 == 0 else space.random_classes(rng), rng)
-            members.append(_Member(order, allocation))
+            members.append(_Individual(order, allocation))
         return members
 
-    def _children(self, living: Sequence[_Member]) -> list[_Member]:
+    def _children(self, living: Sequence[_Individual]) -> list[_Individual]:
         """Pairs of parents get two schedules and two allocations, and so four children, which then mutate."""
         rng = self._rng
-        children: list[_Member] = []
+        children: list[_Individual] = []
         while len(children) < self._population:
             for i, j in rng.permutation(len(living))[: len(living) // 2 * 2].reshape(-1, 2).tolist():
                 children += self._crossed(living[i], living[j])
         return [self._mutated(c) for c in children[: self._population]]
 
-    def _crossed(self, first: _Member, second: _Member) -> list[_Member]:
+    def _crossed(self, first: _Individual, second: _Individual) -> list[_Individual]:
         rng = self._rng
         orders: tuple[Ints, ...] = (first.order,)
         if self._schedules:
@@ -178,17 +168,17 @@ class Genetic:
         if self._allocations:
             cut = int(rng.integers(len(first.allocation.classes) + 1))
             allocations = self._space.cross(first.allocation, second.allocation, cut)
-        return [_Member(order, allocation) for order in orders for allocation in allocations]
+        return [_Individual(order, allocation) for order in orders for allocation in allocations]
 
-    def _mutated(self, member: _Member) -> _Member:
+    def _mutated(self, member: _Individual) -> _Individual:
         order, allocation = member.order, member.allocation
         if self._schedules:
             order = mutate_schedule(order, self._precedence, self._mutation, self._rng)
         if self._allocations:
             allocation = self._space.mutated(allocation, self._mutation, self._rng)
-        return _Member(order, allocation)
+        return _Individual(order, allocation)
 
-    def _survivors(self, members: Sequence[_Member], best_s: float) -> list[_Member]:
+    def _survivors(self, members: Sequence[_Individual], best_s: float) -> list[_Individual]:
         """Draw the next population by equation 1; twice the same only where fewer fit."""
         fitting = [m for m in members if np.isfinite(m.cost.latency_s)]
         if not fitting:
@@ -207,8 +197,8 @@ def survival(times_s: Sequence[float], best_s: float) -> NDArray[np.float64]:
     return chance
 
 
-def _candidate(member: _Member) -> Candidate:
-    return Candidate(
+def _candidate(member: _Individual) -> Chromosome:
+    return Chromosome(
         tuple(member.order.tolist()),
         tuple(member.allocation.classes.tolist()),
         tuple(member.allocation.counts.tolist()),

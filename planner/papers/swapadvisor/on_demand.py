@@ -15,16 +15,12 @@ from functools import cache
 from itertools import islice
 from typing import Final
 
-from msgspec.structs import replace
-
-from planner.errors import UnsupportedProblem
 from planner.graph import Graph
-from planner.layout.placement import SCRATCH_ALIGNMENT
-from planner.plan import Compute, Plan, SwapIn, SwapOut
+from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.by_plan import ByPlan
+from planner.search.searcher import PlanSearcher
 from planner.sequence.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
-from planner.sequence.serial import least_bytes, require, serial
+from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 
 SHARES: Final = (1.0, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the decisions assume to have; the rest is for fragmentation."""
@@ -33,61 +29,47 @@ FITTING: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class OnDemandCandidate:
     """Decisions for a share of the memory; without one, everything leaves after each op."""
 
     share: float | None
 
 
-class OnDemand(ByPlan[Candidate]):
-    """Asks for the decisions at the largest shares of the memory whose tensors can be placed.
+class OnDemand(PlanSearcher[OnDemandCandidate]):
+    """Evaluates the decisions at the largest shares of the memory whose tensors can be placed."""
 
-    Without `prefetch` no copy starts before the op that it is for is next: what the baseline's first iteration does.
-    """
-
-    def __init__(self, problem: Problem, seed: int, prefetch: bool = True) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                "on_demand plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+    def __init__(self, problem: Problem, seed: int) -> None:
+        require_single_budget(problem, "on_demand")
         self.problem = problem
-        self.prefetch = prefetch
         self.evaluations = FITTING + 1
         self._asked = False
         self._plan = cache(self._make)
 
-    def ask(self) -> Sequence[Candidate]:
+    def ask(self) -> Sequence[OnDemandCandidate]:
         if self._asked:
             return ()
         self._asked = True
-        fitting = (c for c in map(Candidate, SHARES) if self._plan(c) is not None)
-        return [*islice(fitting, FITTING), Candidate(None)]
+        fitting = (c for c in map(OnDemandCandidate, SHARES) if self._plan(c) is not None)
+        return [*islice(fitting, FITTING), OnDemandCandidate(None)]
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[OnDemandCandidate], costs: Sequence[Cost]) -> None:
         """Nothing to learn: the candidates do not build on one another."""
 
-    def _make(self, candidate: Candidate) -> Plan | None:
+    def _make(self, candidate: OnDemandCandidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
-        actions, residents = serial(graph), frozenset[int]()
-        if candidate.share is not None:
-            room_bytes = max(int(memory_bytes * candidate.share), least_bytes(graph))
-            course = steady(graph, room_bytes)
-            actions, residents = (prefetched if self.prefetch else on_demand)(graph, course), course.residents
-        placed = lay_out(graph, actions, residents, memory_bytes)
+        if candidate.share is None:
+            return serial_plan(self.problem)
+        room_bytes = max(int(memory_bytes * candidate.share), least_bytes(graph))
+        course = steady(graph, room_bytes)
+        actions = prefetched(graph, course)
+        placed = lay_out(graph, actions, course.residents, memory_bytes)
         if placed.peak_bytes > memory_bytes:
             return None
-        plan = write(graph, self.problem.profile, memory_bytes, actions, residents, placed)
-        return plan if self.prefetch else _in_turn(plan)
-
-
-def passive(problem: Problem, seed: int) -> OnDemand:
-    """The search without prefetching: every swap-in is issued only when its op is next, every eviction too."""
-    return OnDemand(problem, seed, prefetch=False)
+        return write(graph, self.problem.profile, memory_bytes, actions, course.residents, placed)
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Eviction:
     """A tensor is swapped out where its host copy is out of date, and dropped where it is not to stay."""
 
     tensor: int
@@ -101,12 +83,12 @@ class Leave:
 class Turn:
     """What happens right before an op, or behind the last one: first tensors leave, then others are fetched."""
 
-    leaves: tuple[Leave, ...]
+    leaves: tuple[Eviction, ...]
     fetches: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class LruDecisions:
     """The decisions of one iteration: a turn per op, and one behind the last."""
 
     room_bytes: int
@@ -116,7 +98,7 @@ class Course:
     """Weights in memory at the end, but none that was there at the start and was pressed out before its first use."""
 
 
-def steady(graph: Graph, room_bytes: int) -> Course:
+def steady(graph: Graph, room_bytes: int) -> LruDecisions:
     """The decisions of an iteration that starts with weights that it ends with.
 
     The first pass starts without any. What is there at its end starts the second; a weight that is pressed out before
@@ -130,19 +112,19 @@ def steady(graph: Graph, room_bytes: int) -> Course:
         residents &= course.kept
 
 
-def least_recently_used(graph: Graph, room_bytes: int, residents: frozenset[int]) -> Course:
+def least_recently_used(graph: Graph, room_bytes: int, residents: frozenset[int]) -> LruDecisions:
     """Run the ops in order; when there is no room for the next, what was used the longest time ago leaves.
 
     A use is the position of the op, equals leave in order of their ids. Residents were last used an iteration ago,
     inputs just before the first op. What nothing needs any more leaves at once.
     """
-    memory = _Memory(graph, room_bytes, residents)
+    memory = _LruMemory(graph, room_bytes, residents)
     turns = [memory.turn(k) for k in range(len(graph.ops))]
     kept = memory.kept()
-    return Course(room_bytes, residents, (*turns, memory.end()), kept)
+    return LruDecisions(room_bytes, residents, (*turns, memory.end()), kept)
 
 
-def on_demand(graph: Graph, course: Course) -> list[Action]:
+def on_demand(graph: Graph, course: LruDecisions) -> list[Action]:
     """The decisions as they were made: everything for an op happens right before it."""
     actions: list[Action] = []
     for k, turn in enumerate(course.turns):
@@ -152,19 +134,19 @@ def on_demand(graph: Graph, course: Course) -> list[Action]:
     return actions
 
 
-def prefetched(graph: Graph, course: Course) -> list[Action]:
+def prefetched(graph: Graph, course: LruDecisions) -> list[Action]:
     """The same decisions, carried out as early as they can be.
 
     What leaves does so right after its last use; swap-ins, in the order of demand, as soon as there is room for them
     until they are needed.
     """
-    leaves: list[list[Leave]] = [[] for _ in course.turns]
+    leaves: list[list[Eviction]] = [[] for _ in course.turns]
     for turn in course.turns:
         for leave in turn.leaves:
             leaves[leave.used + 1].append(leave)
     fetches: list[list[int]] = [[] for _ in course.turns]
     held = _held_bytes(graph, course, leaves)
-    nbytes = _sizes(graph)
+    nbytes = [t.aligned_bytes for t in graph.tensors]
     gone = dict.fromkeys(range(len(graph.tensors)), 0)
     earliest = 0
     for k, turn in enumerate(course.turns):
@@ -177,31 +159,31 @@ def prefetched(graph: Graph, course: Course) -> list[Action]:
             fetches[at].append(t)
             earliest = at
     moved = [Turn(tuple(a), tuple(b)) for a, b in zip(leaves, fetches, strict=True)]
-    return on_demand(graph, Course(course.room_bytes, course.residents, tuple(moved), course.kept))
+    return on_demand(graph, LruDecisions(course.room_bytes, course.residents, tuple(moved), course.kept))
 
 
-class _Memory:
+class _LruMemory:
     """What is in memory during one iteration, least recently used first."""
 
     def __init__(self, graph: Graph, room_bytes: int, residents: Collection[int]) -> None:
         self._graph = graph
-        self._nbytes = _sizes(graph)
+        self._nbytes = [t.aligned_bytes for t in graph.tensors]
         self._last = _last_uses(graph)
         self._residents = residents
-        inputs = [t for t, what in enumerate(graph.tensors) if what.kind == "input"]
+        inputs = graph.inputs
         self._used = dict.fromkeys((*sorted(residents, key=lambda t: (self._last[t], t)), *inputs), -1)
         self._unsaved = {t for t in self._used if graph.tensors[t].kind != "parameter"}
         self._pressed_out: set[int] = set()
         self._free = room_bytes - sum(self._nbytes[t] for t in self._used)
-        self._leaving: list[Leave] = []
+        self._leaving: list[Eviction] = []
         self._evict(())
         self._leaving += [self._leave(t) for t in inputs if t not in self._last]
 
     def turn(self, k: int) -> Turn:
         """Make room for op k and run it."""
-        op, needed = self._graph.ops[k], _needed_by(self._graph, k)
+        op, needed = self._graph.ops[k], self._graph.needed_by(k)
         missing = [t for t in needed if t not in self._used]
-        scratch = _scratch_bytes(self._graph, k)
+        scratch = self._graph.ops[k].aligned_scratch_bytes
         self._free -= scratch + sum(self._nbytes[t] for t in missing)
         self._evict(needed)
         self._free += scratch
@@ -224,7 +206,7 @@ class _Memory:
                 if t not in self._graph.outputs or self._graph.tensors[t].kind == "parameter":
                     self._leaving.append(self._leave(t))
                 elif t in self._unsaved:
-                    self._leaving.append(Leave(t, self._used[t], save=True, stays=True))
+                    self._leaving.append(Eviction(t, self._used[t], save=True, stays=True))
         return Turn(tuple(self._leaving), ())
 
     def _evict(self, needed: Collection[int]) -> None:
@@ -236,64 +218,36 @@ class _Memory:
                     self._pressed_out.add(t)
                 self._leaving.append(self._leave(t))
 
-    def _leave(self, t: int) -> Leave:
+    def _leave(self, t: int) -> Eviction:
         used = self._used.pop(t)
         needed = self._is_weight(t) or used < self._last.get(t, -1)
         self._free += self._nbytes[t]
-        leave = Leave(t, used, save=needed and t in self._unsaved)
+        leave = Eviction(t, used, save=needed and t in self._unsaved)
         self._unsaved.discard(t)
         return leave
 
     def _is_weight(self, t: int) -> bool:
-        return self._graph.tensors[t].kind in ("parameter", "state")
+        return self._graph.tensors[t].is_weight
 
 
-def _leave(leave: Leave) -> list[Action]:
+def _leave(leave: Eviction) -> list[Action]:
     actions = [swap_out(leave.tensor)] if leave.save else []
     return actions if leave.stays else [*actions, drop(leave.tensor)]
 
 
-def _held_bytes(graph: Graph, course: Course, leaves: Sequence[Sequence[Leave]]) -> list[int]:
+def _held_bytes(graph: Graph, course: LruDecisions, leaves: Sequence[Sequence[Eviction]]) -> list[int]:
     """Bytes in memory during each op when tensors leave at these turns."""
-    nbytes = _sizes(graph)
-    now = sum(nbytes[t] for t, what in enumerate(graph.tensors) if what.kind == "input" or t in course.residents)
+    nbytes = [t.aligned_bytes for t in graph.tensors]
+    now = sum(nbytes[t] for t in (*graph.inputs, *course.residents))
     held = []
     for k, op in enumerate(graph.ops):
         now -= sum(nbytes[x.tensor] for x in leaves[k] if not x.stays)
         now += sum(nbytes[t] for t in (*course.turns[k].fetches, *op.writes))
-        held.append(now + _scratch_bytes(graph, k))
+        held.append(now + op.aligned_scratch_bytes)
     return held
-
-
-def _in_turn(plan: Plan) -> Plan:
-    """Let no copy start before the op that stands in front of it has ended."""
-    steps = list(plan.steps)
-    op: int | None = None
-    for i, step in enumerate(steps):
-        match step:
-            case Compute():
-                op = i
-            case SwapIn() | SwapOut() if op is not None:
-                steps[i] = replace(step, after=tuple(sorted({*step.after, op})))
-    return replace(plan, steps=tuple(steps))
-
-
-def _needed_by(graph: Graph, k: int) -> list[int]:
-    """Tensors that op k needs at once; all outputs are there when the last op ends."""
-    outputs = graph.outputs if k == len(graph.ops) - 1 else ()
-    return list(dict.fromkeys((*graph.ops[k].reads, *graph.ops[k].writes, *outputs)))
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
     """The last op that touches a tensor; behind the last op for what must be there then."""
-    last = {t: k for k in range(len(graph.ops)) for t in _needed_by(graph, k)}
+    last = {t: k for k in range(len(graph.ops)) for t in graph.needed_by(k)}
     return last | {t: len(graph.ops) for t in graph.outputs if graph.tensors[t].kind in ("input", "activation")}
-
-
-def _sizes(graph: Graph) -> list[int]:
-    """Bytes of each tensor, rounded up to its alignment."""
-    return [-(-t.nbytes // t.alignment) * t.alignment for t in graph.tensors]
-
-
-def _scratch_bytes(graph: Graph, k: int) -> int:
-    return -(-graph.ops[k].scratch_bytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT

@@ -11,39 +11,39 @@ from numpy.typing import NDArray
 
 from planner.compiled import compiled
 from planner.graph import Graph
-from planner.papers.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SCRATCH, Log
+from planner.papers.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SCRATCH, SwapLog
 from planner.papers.swapadvisor.pool_swaps import plan_swaps
-from planner.papers.swapadvisor.pools import VALUE, Pool, Uses
+from planner.papers.swapadvisor.pools import VALUE, MemoryPool, OpUses
 from planner.plan import Plan
-from planner.problem import UNFIT, Cost
-from planner.profile import Profile
-from planner.sequence.writer import Writer
+from planner.problem import UNFIT, Cost, Problem
+from planner.sequence.plan_writer import PlanWriter
 from planner.simulate import (
     COMPUTE,
-    MOST_INFERENCES,
     NOTHING,
     SWAP_IN,
     SWAP_OUT,
-    Lanes,
-    charge_stretches,
+    LaneArrays,
     empty_lanes,
-    run,
+    latency_and_period,
+    wait_for,
 )
 
 Ints = NDArray[np.int64]
 
 
-def judge(uses: Uses, order: Ints, pool: Pool, threshold: float, good_s: float, double_pass: bool = True) -> Cost:
+def evaluate(
+    uses: OpUses, order: Ints, pool: MemoryPool, threshold: float, good_s: float, double_pass: bool = True
+) -> Cost:
     """Plan the swaps and simulate them; the period only if the latency is at most `good_s`."""
-    fits, latency_s, period_s, link_bytes = _judge(
+    fits, latency_s, period_s, link_bytes = _evaluate(
         uses, order, pool.class_of_size, pool.counts, threshold, good_s, double_pass
     )
     return Cost(latency_s, period_s, link_bytes) if fits else UNFIT
 
 
 @compiled
-def _judge(
-    uses: Uses,
+def _evaluate(
+    uses: OpUses,
     order: Ints,
     class_of_size: Ints,
     counts: Ints,
@@ -55,17 +55,12 @@ def _judge(
     if not fits:
         return False, np.inf, np.inf, 0
     lanes, link_bytes = _line_up(uses, log, start, counts.sum())
-    ops = len(order)
-    _, end, _ = run(lanes, uses.compute_slowdown, uses.swap_slowdown, 1)
-    latency_s = end[COMPUTE, ops - 1]
-    if latency_s > good_s:
-        return True, latency_s, np.inf, link_bytes
-    _, _, period_s = run(lanes, uses.compute_slowdown, uses.swap_slowdown, MOST_INFERENCES)
+    latency_s, period_s = latency_and_period(lanes, uses.compute_slowdown, uses.swap_slowdown, good_s)
     return True, latency_s, period_s, link_bytes
 
 
 @compiled
-def _line_up(uses: Uses, log: Log, start: Ints, objects: int) -> tuple[Lanes, int]:
+def _line_up(uses: OpUses, log: SwapLog, start: Ints, objects: int) -> tuple[LaneArrays, int]:
     """What `simulate.prepare` makes of the plan that this log becomes, and the bytes that are copied."""
     length, link_bytes = np.zeros(3, np.int64), 0
     for entry in log.entries[: log.length[0]]:
@@ -84,8 +79,8 @@ def _line_up(uses: Uses, log: Log, start: Ints, objects: int) -> tuple[Lanes, in
         verb, t, o = entry.verb, entry.what, entry.where
         k, i, j = done[COMPUTE], done[SWAP_IN], done[SWAP_OUT]
         if verb in (RESULT, SCRATCH):
-            _wait(lanes, COMPUTE, k, SWAP_IN, last[o, SWAP_IN])
-            _wait(lanes, COMPUTE, k, SWAP_OUT, last[o, SWAP_OUT])
+            wait_for(lanes, COMPUTE, k, SWAP_IN, last[o, SWAP_IN])
+            wait_for(lanes, COMPUTE, k, SWAP_OUT, last[o, SWAP_OUT])
             last[o, COMPUTE] = k
             if verb == RESULT:
                 place[t], arrived[t] = o, NOTHING
@@ -95,19 +90,19 @@ def _line_up(uses: Uses, log: Log, start: Ints, objects: int) -> tuple[Lanes, in
                 _run_with(lanes, uses.tensor[u], k, arrived, used, place, last)
             if k == length[COMPUTE] - 1:
                 for v in uses.outputs:
-                    _wait(lanes, COMPUTE, k, SWAP_IN, arrived[v])
+                    wait_for(lanes, COMPUTE, k, SWAP_IN, arrived[v])
             done[COMPUTE] += 1
         elif verb == IN:
             lanes.work_s[SWAP_IN, i] = uses.in_s[t]
-            _wait(lanes, SWAP_IN, i, COMPUTE, last[o, COMPUTE])
-            _wait(lanes, SWAP_IN, i, SWAP_OUT, max(last[o, SWAP_OUT], saved[t]))
+            wait_for(lanes, SWAP_IN, i, COMPUTE, last[o, COMPUTE])
+            wait_for(lanes, SWAP_IN, i, SWAP_OUT, max(last[o, SWAP_OUT], saved[t]))
             last[o, SWAP_IN] = i
             place[t], arrived[t], used[t] = o, i, NOTHING
             done[SWAP_IN] += 1
         elif verb == OUT:
             lanes.work_s[SWAP_OUT, j] = uses.out_s[t]
-            _wait(lanes, SWAP_OUT, j, COMPUTE, used[t])
-            _wait(lanes, SWAP_OUT, j, SWAP_IN, arrived[t])
+            wait_for(lanes, SWAP_OUT, j, COMPUTE, used[t])
+            wait_for(lanes, SWAP_OUT, j, SWAP_IN, arrived[t])
             if place[t] >= 0:
                 last[place[t], SWAP_OUT] = j
             saved[t] = j
@@ -115,21 +110,20 @@ def _line_up(uses: Uses, log: Log, start: Ints, objects: int) -> tuple[Lanes, in
         elif verb == GONE:
             place[t] = NOTHING
     _carry(uses, log, start, lanes, arrived)
-    charge_stretches(lanes, uses.stretch_s)
     return lanes, link_bytes
 
 
 @compiled
-def _run_with(lanes: Lanes, t: int, k: int, arrived: Ints, used: Ints, place: Ints, last: Ints) -> None:
+def _run_with(lanes: LaneArrays, t: int, k: int, arrived: Ints, used: Ints, place: Ints, last: Ints) -> None:
     """The op at position k uses a tensor."""
-    _wait(lanes, COMPUTE, k, SWAP_IN, arrived[t])
+    wait_for(lanes, COMPUTE, k, SWAP_IN, arrived[t])
     used[t] = k
     if place[t] >= 0:
         last[place[t], COMPUTE] = k
 
 
 @compiled
-def _carry(uses: Uses, log: Log, start: Ints, lanes: Lanes, arrived: Ints) -> None:
+def _carry(uses: OpUses, log: SwapLog, start: Ints, lanes: LaneArrays, arrived: Ints) -> None:
     """Ops that read initial residents wait for the previous inference to have restored them."""
     k = 0
     for entry in log.entries[: log.length[0]]:
@@ -141,26 +135,20 @@ def _carry(uses: Uses, log: Log, start: Ints, lanes: Lanes, arrived: Ints) -> No
             k += 1
 
 
-@compiled
-def _wait(lanes: Lanes, lane: int, i: int, other: int, earlier: int) -> None:
-    lanes.wait[lane, i, other] = max(lanes.wait[lane, i, other], earlier)
-
-
 def write(
-    graph: Graph,
-    profile: Profile,
-    memory_bytes: int,
-    uses: Uses,
+    problem: Problem,
+    uses: OpUses,
     order: Ints,
-    pool: Pool,
+    pool: MemoryPool,
     threshold: float,
     double_pass: bool = True,
 ) -> Plan:
     """The plan of an order that can run in this pool."""
     fits, log, start = plan_swaps(uses, order, pool.class_of_size, pool.counts, threshold, double_pass)
     assert fits
+    graph = problem.graph
     offsets = pool.offsets.tolist()
-    writer = Writer(graph, memory_bytes, 0, *_at_start(graph, uses, offsets, start))
+    writer = PlanWriter(graph, problem.memory_bytes, 0, *_at_start(graph, uses, offsets, start))
     results: dict[int, int] = {}
     scratch: int | None = None
     last = int(order[-1])
@@ -180,11 +168,11 @@ def write(
             writer.swap_out(what, behind_uses=True)
         else:
             writer.drop(what)
-    return writer.plan(profile.fingerprint)
+    return writer.plan(problem.profile.fingerprint)
 
 
 def _at_start(
-    graph: Graph, uses: Uses, offsets: Sequence[int], start: Ints
+    graph: Graph, uses: OpUses, offsets: Sequence[int], start: Ints
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Offsets of the inputs and the initial residents. What has no bytes is always in memory."""
     inputs: dict[int, int] = {}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
-from planner.papers.swapadvisor.pools import NO_SIZE, VALUE, Uses
+from planner.papers.swapadvisor.pools import NO_SIZE, VALUE, OpUses
 
 Ints = NDArray[np.int64]
 Table = NDArray[Any]
@@ -58,7 +58,7 @@ ENTRY: Final = np.dtype([("verb", np.int64), ("what", np.int64), ("where", np.in
 """What happened: to the op of a RUN or SCRATCH, or to a tensor; and the object that an IN, RESULT or SCRATCH fills."""
 
 
-class Log(NamedTuple):
+class SwapLog(NamedTuple):
     """`entries` is longer than needed."""
 
     entries: Table
@@ -66,16 +66,16 @@ class Log(NamedTuple):
     """[1]"""
 
 
-class State(NamedTuple):
+class PoolState(NamedTuple):
     tensors: Table
     objects: Table
     classes: Table
     queue: Ints
-    log: Log
+    log: SwapLog
 
 
 @compiled
-def empty_state(uses: Uses, first_use: Ints, class_of_size: Ints, counts: Ints, home: Ints) -> State:
+def empty_state(uses: OpUses, first_use: Ints, class_of_size: Ints, counts: Ints, home: Ints) -> PoolState:
     """Nothing in memory, and nothing free."""
     tensors = np.zeros(len(uses.size), TENSOR)
     objects = np.zeros(counts.sum(), OBJECT)
@@ -106,25 +106,25 @@ def empty_state(uses: Uses, first_use: Ints, class_of_size: Ints, counts: Ints, 
     for o in range(len(objects)):
         objects[o].holder, objects[o].entry = FREE, NOWHERE
     most = 4 * (len(uses.tensor) + len(uses.op_s) + len(uses.outputs)) + 6 * len(uses.size)
-    log = Log(np.empty(most, ENTRY), np.zeros(1, np.int64))
-    return State(tensors, objects, classes, np.empty(begin, np.int64), log)
+    log = SwapLog(np.empty(most, ENTRY), np.zeros(1, np.int64))
+    return PoolState(tensors, objects, classes, np.empty(begin, np.int64), log)
 
 
 @compiled
-def note(log: Log, verb: int, what: int, where: int) -> None:
+def note(log: SwapLog, verb: int, what: int, where: int) -> None:
     entry = log.entries[log.length[0]]
     entry.verb, entry.what, entry.where = verb, what, where
     log.length[0] += 1
 
 
 @compiled
-def fill(state: State, t: int, o: int) -> None:
+def fill(state: PoolState, t: int, o: int) -> None:
     state.objects[o].holder = t
     state.tensors[t].where = o
 
 
 @compiled
-def release(state: State, o: int, c: int) -> None:
+def release(state: PoolState, o: int, c: int) -> None:
     """Put an object at the end of its class's queue."""
     tail = state.classes[c].tail
     state.objects[o].holder, state.objects[o].entry = FREE, tail
@@ -133,7 +133,7 @@ def release(state: State, o: int, c: int) -> None:
 
 
 @compiled
-def leave(state: State, t: int) -> None:
+def leave(state: PoolState, t: int) -> None:
     """Drop a tensor for good; its object is free."""
     note(state.log, GONE, t, NOWHERE)
     release(state, state.tensors[t].where, state.tensors[t].size_class)
@@ -141,7 +141,7 @@ def leave(state: State, t: int) -> None:
 
 
 @compiled
-def take_free(state: State, c: int, oldest: bool) -> int:
+def take_free(state: PoolState, c: int, oldest: bool) -> int:
     """Take the object that is free the longest, or the one that became free last; NOWHERE if there is none."""
     size_class = state.classes[c]
     while size_class.head < size_class.tail:
@@ -159,7 +159,7 @@ def take_free(state: State, c: int, oldest: bool) -> int:
 
 
 @compiled
-def take_wish(state: State, o: int) -> bool:
+def take_wish(state: PoolState, o: int) -> bool:
     """Take a certain object, if it is free."""
     if o < 0 or state.objects[o].holder != FREE:
         return False
@@ -168,7 +168,7 @@ def take_wish(state: State, o: int) -> bool:
 
 
 @compiled
-def save(state: State, t: int) -> None:
+def save(state: PoolState, t: int) -> None:
     """Swap a tensor out unless the host has a copy."""
     if not state.tensors[t].saved:
         note(state.log, OUT, t, NOWHERE)
@@ -176,7 +176,7 @@ def save(state: State, t: int) -> None:
 
 
 @compiled
-def displace(state: State, t: int) -> None:
+def displace(state: PoolState, t: int) -> None:
     """Swap a tensor out, if need be, and drop it. Who displaced it takes its object."""
     save(state, t)
     note(state.log, GONE, t, NOWHERE)
@@ -185,7 +185,7 @@ def displace(state: State, t: int) -> None:
 
 
 @compiled
-def disown(state: State, t: int) -> None:
+def disown(state: PoolState, t: int) -> None:
     """Make a tensor that nothing has used no initial resident: its object has been free since the start."""
     tensor = state.tensors[t]
     state.objects[tensor.where].holder = FREE

@@ -25,8 +25,8 @@ from planner.papers.swapadvisor.pool_state import (
     RESULT,
     RUN,
     SCRATCH,
-    Log,
-    State,
+    PoolState,
+    SwapLog,
     disown,
     displace,
     empty_state,
@@ -38,7 +38,7 @@ from planner.papers.swapadvisor.pool_state import (
     take_free,
     take_wish,
 )
-from planner.papers.swapadvisor.pools import CONSTANT, NO_SIZE, STATE, VALUE, Uses
+from planner.papers.swapadvisor.pools import CONSTANT, NO_SIZE, STATE, VALUE, OpUses
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -48,7 +48,7 @@ _MOST_PASSES: Final = 8
 _CLOSE: Final = 1 - 1e-9
 
 
-class _Course(NamedTuple):
+class _OpSchedule(NamedTuple):
     """The schedule as the planner goes by it."""
 
     order: Ints
@@ -73,8 +73,8 @@ class _Rule(NamedTuple):
 
 @compiled
 def plan_swaps(
-    uses: Uses, order: Ints, class_of_size: Ints, counts: Ints, threshold: float, double_pass: bool
-) -> tuple[bool, Log, Ints]:
+    uses: OpUses, order: Ints, class_of_size: Ints, counts: Ints, threshold: float, double_pass: bool
+) -> tuple[bool, SwapLog, Ints]:
     """Whether the ops can run in this pool, what happens, and the objects of what is in memory at the start.
 
     The first pass starts without parameters. Those in memory at its end are the initial residents of the second,
@@ -103,7 +103,7 @@ def plan_swaps(
 
 
 @compiled
-def _course(uses: Uses, order: Ints) -> _Course:
+def _course(uses: OpUses, order: Ints) -> _OpSchedule:
     ops = len(order)
     upcoming, next_use = np.full(len(uses.size), NEVER), np.full(len(uses.tensor), NEVER)
     for t in uses.outputs:
@@ -117,11 +117,11 @@ def _course(uses: Uses, order: Ints) -> _Course:
     start_s = np.zeros(ops + 1)
     for k, op in enumerate(order):
         start_s[k + 1] = start_s[k] + uses.op_s[op]
-    return _Course(order, next_use, upcoming, start_s)
+    return _OpSchedule(order, next_use, upcoming, start_s)
 
 
 @compiled
-def _scan(uses: Uses, course: _Course, class_of_size: Ints, state: State, rule: _Rule) -> bool:
+def _scan(uses: OpUses, course: _OpSchedule, class_of_size: Ints, state: PoolState, rule: _Rule) -> bool:
     """Scan the schedule once; whether all ops found room."""
     if not _begin(uses, state):
         return False
@@ -166,7 +166,7 @@ def _scan(uses: Uses, course: _Course, class_of_size: Ints, state: State, rule: 
 
 
 @compiled
-def _begin(uses: Uses, state: State) -> bool:
+def _begin(uses: OpUses, state: PoolState) -> bool:
     """Put initial residents and inputs where they are at the start. A resident that is in an input's way is none."""
     tensors, objects = state.tensors, state.objects
     for t in range(len(tensors)):
@@ -196,7 +196,7 @@ def _begin(uses: Uses, state: State) -> bool:
 
 
 @compiled
-def _fetch(state: State, rule: _Rule, t: int, k: int, demand: int) -> bool:
+def _fetch(state: PoolState, rule: _Rule, t: int, k: int, demand: int) -> bool:
     """Bring a tensor to memory if it is not there; False if it finds no room."""
     tensor = state.tensors[t]
     if tensor.where >= 0:
@@ -212,7 +212,7 @@ def _fetch(state: State, rule: _Rule, t: int, k: int, demand: int) -> bool:
 
 
 @compiled
-def _make_room(state: State, rule: _Rule, c: int, k: int, copy_s: float, demand: int) -> int:
+def _make_room(state: PoolState, rule: _Rule, c: int, k: int, copy_s: float, demand: int) -> int:
     """An object of class c that is free now, or NOWHERE. `copy_s` is negative for what need not be copied in."""
     o = take_free(state, c, copy_s >= 0)
     if o >= 0:
@@ -235,7 +235,7 @@ def _make_room(state: State, rule: _Rule, c: int, k: int, copy_s: float, demand:
 
 
 @compiled
-def _victim(state: State, rule: _Rule, c: int, k: int, copy_s: float) -> int:
+def _victim(state: PoolState, rule: _Rule, c: int, k: int, copy_s: float) -> int:
     """Whose next use is furthest; of equals, what need not be copied out, then what was used longest ago."""
     chosen = NOWHERE
     furthest, saved, touched = NOWHERE, False, NOWHERE
@@ -259,7 +259,7 @@ def _victim(state: State, rule: _Rule, c: int, k: int, copy_s: float) -> int:
 
 
 @compiled
-def _least_urgent(state: State, c: int, k: int) -> int:
+def _least_urgent(state: PoolState, c: int, k: int) -> int:
     """The object of the initial resident whose first use is furthest, of those that nothing has used; or NOWHERE."""
     chosen, furthest = NOWHERE, NOWHERE
     for o in range(state.classes[c].first, state.classes[c].end):
@@ -274,7 +274,7 @@ def _least_urgent(state: State, c: int, k: int) -> int:
 
 
 @compiled
-def _pass_by(state: State, t: int, k: int, last: int, next_use: int, changed: bool, first: bool) -> None:
+def _pass_by(state: PoolState, t: int, k: int, last: int, next_use: int, changed: bool, first: bool) -> None:
     """An op has used a tensor. Inputs and activations that nothing needs any more leave at once."""
     tensor = state.tensors[t]
     tensor.touched = k
@@ -291,7 +291,7 @@ def _pass_by(state: State, t: int, k: int, last: int, next_use: int, changed: bo
 
 
 @compiled
-def _settle(state: State, home: Ints) -> None:
+def _settle(state: PoolState, home: Ints) -> None:
     """Make initial residents of the parameters that the first pass leaves in memory, where it leaves them."""
     for t in range(len(home)):
         if state.tensors[t].kind != VALUE:
@@ -299,7 +299,7 @@ def _settle(state: State, home: Ints) -> None:
 
 
 @compiled
-def _bar(state: State, home: Ints) -> bool:
+def _bar(state: PoolState, home: Ints) -> bool:
     """Remove initial residents that cannot be brought back, because outputs end in their place; whether any were."""
     barred = False
     for t in range(len(home)):
@@ -315,12 +315,12 @@ def _bar(state: State, home: Ints) -> bool:
 
 
 @compiled
-def _stays(state: State, t: int) -> bool:
+def _stays(state: PoolState, t: int) -> bool:
     return bool(state.tensors[t].output and state.tensors[t].kind != CONSTANT)
 
 
 @compiled
-def _restore(uses: Uses, course: _Course, state: State) -> None:
+def _restore(uses: OpUses, course: _OpSchedule, state: PoolState) -> None:
     """Behind the last op: save changed state that does not stay, and bring initial residents back to their places."""
     for k, op in enumerate(course.order):
         for t in uses.tensor[uses.start[op] : uses.start[op + 1]]:
@@ -336,7 +336,7 @@ def _restore(uses: Uses, course: _Course, state: State) -> None:
 
 
 @compiled
-def _clear(state: State, t: int) -> None:
+def _clear(state: PoolState, t: int) -> None:
     """Save a tensor's changes if it does not stay where it started; an initial resident is dropped there."""
     tensor = state.tensors[t]
     if tensor.where >= 0 and tensor.where != tensor.home and tensor.kind != VALUE:
@@ -346,7 +346,7 @@ def _clear(state: State, t: int) -> None:
 
 
 @compiled
-def _return(state: State, t: int) -> None:
+def _return(state: PoolState, t: int) -> None:
     """Bring an initial resident back. Whatever is in its place is not needed."""
     tensor = state.tensors[t]
     if tensor.home >= 0 and tensor.where != tensor.home:
@@ -357,7 +357,7 @@ def _return(state: State, t: int) -> None:
 
 
 @compiled
-def _writes(uses: Uses, op: int, t: int) -> bool:
+def _writes(uses: OpUses, op: int, t: int) -> bool:
     for i in range(uses.start[op], uses.start[op + 1]):  # noqa: SIM110 - compiled
         if uses.tensor[i] == t and uses.written[i]:
             return True

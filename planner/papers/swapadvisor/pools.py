@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph import Graph
-from planner.layout.placement import SCRATCH_ALIGNMENT
+from planner.graph import SCRATCH_ALIGNMENT, Graph
 from planner.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -28,7 +27,7 @@ NO_SIZE: Final = -1
 """Size of what takes no bytes, and so no object."""
 
 
-class Uses(NamedTuple):
+class OpUses(NamedTuple):
     """A graph and its costs as arrays, without the tensors that have no bytes."""
 
     start: Ints
@@ -51,7 +50,6 @@ class Uses(NamedTuple):
     outputs: Ints
     compute_slowdown: float
     swap_slowdown: float
-    stretch_s: float
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Pool:
+class MemoryPool:
     """The objects of one allocation, numbered class by class."""
 
     class_of_size: Ints
@@ -92,7 +90,7 @@ class Pool:
         return np.concatenate(offsets)
 
 
-def uses_of(graph: Graph, profile: Profile) -> tuple[Uses, Sizes]:
+def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, Sizes]:
     """Turn a graph into arrays."""
     tensors, kinds = graph.tensors, {"parameter": CONSTANT, "state": STATE}
     touched = {t for op in graph.ops for t in (*op.reads, *op.writes)} | set(graph.outputs)
@@ -107,7 +105,7 @@ def uses_of(graph: Graph, profile: Profile) -> tuple[Uses, Sizes]:
     order = sorted(alignment)
     index = {nbytes: i for i, nbytes in enumerate(order)} | {0: NO_SIZE}
     rows = [[t for t in (*op.reads, *op.writes) if t in held] for op in graph.ops]
-    uses = Uses(
+    uses = OpUses(
         start=_ints(np.cumsum([0, *map(len, rows)])),
         tensor=_ints(t for row in rows for t in row),
         written=_bools(t in op.writes for op, row in zip(graph.ops, rows, strict=True) for t in row),
@@ -125,12 +123,11 @@ def uses_of(graph: Graph, profile: Profile) -> tuple[Uses, Sizes]:
         outputs=_ints(i for i in dict.fromkeys(graph.outputs) if i in held),
         compute_slowdown=profile.compute_slowdown,
         swap_slowdown=profile.swap_slowdown,
-        stretch_s=profile.stretch_s,
     )
     return uses, _sizes(uses, order, [alignment[n] for n in order], sorted(held))
 
 
-def _sizes(uses: Uses, order: Sequence[int], alignment: Sequence[int], held: Sequence[int]) -> Sizes:
+def _sizes(uses: OpUses, order: Sequence[int], alignment: Sequence[int], held: Sequence[int]) -> Sizes:
     count = np.bincount(uses.size[list(held)], minlength=len(order))
     count[np.unique(uses.scratch[uses.scratch != NO_SIZE])] += 1
     needs = {_tally(uses.size[uses.inputs], len(order))}
@@ -155,10 +152,10 @@ def object_bytes(sizes: Sizes, classes: Ints) -> Ints:
     return _round_up(*_extremes(sizes, classes))
 
 
-def pool_of(sizes: Sizes, classes: Ints, counts: Ints) -> Pool:
+def pool_of(sizes: Sizes, classes: Ints, counts: Ints) -> MemoryPool:
     """The pool of an allocation: CLS and CNT."""
     largest, alignment = _extremes(sizes, classes)
-    return Pool(classes - 1, counts, _round_up(largest, alignment), alignment)
+    return MemoryPool(classes - 1, counts, _round_up(largest, alignment), alignment)
 
 
 def _extremes(sizes: Sizes, classes: Ints) -> tuple[Ints, Ints]:

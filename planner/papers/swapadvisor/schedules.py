@@ -40,18 +40,6 @@ def precedence(graph: Graph) -> Precedence:
     )
 
 
-def is_schedule(order: Ints, rule: Precedence) -> bool:
-    """Whether every op is there once, and behind all that must come before it."""
-    if sorted(order.tolist()) != list(range(len(rule.before))):
-        return False
-    position = np.argsort(order)
-    return all(
-        position[k] < position[j]
-        for k in range(len(order))
-        for j in rule.after[rule.start[k] : rule.start[k + 1]].tolist()
-    )
-
-
 def cross_schedules(first: Ints, second: Ints, cut: int) -> tuple[Ints, Ints]:
     """Two children: each begins like one parent, `cut` ops long, and goes on in the order of the other (Figure 4).
 

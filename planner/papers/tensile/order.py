@@ -1,13 +1,13 @@
-"""What a schedule's times mean as a sequence: its actions in the order of their times.
+"""Turns a schedule's times into a sequence of actions, or into fates.
 
-A swap-in is issued behind the op before its start and a drop stands where the tensor's absence begins, so that
+A swap-in is issued after the op before its start, and a drop stands where the tensor's absence begins, so that
 memory holds at every action what the schedule says for that time.
 """
 
 from collections.abc import Iterator
 from enum import IntEnum
 
-from planner.papers.tensile.job import Axis, Track
+from planner.papers.tensile.axis import Axis, Track
 from planner.sequence.gaps import START, Fate, Gaps
 from planner.sequence.sequence import Action, compute, drop, swap_in, swap_out
 
@@ -22,7 +22,7 @@ class _Rank(IntEnum):
 
 
 def actions_of(axis: Axis) -> tuple[list[Action], frozenset[int]]:
-    """One iteration of a job in order, and the weights that it starts and ends with."""
+    """Return one iteration's actions in order of time, and the weights resident before and after it."""
     timed = [(run.start_ns, _Rank.COMPUTE, compute(run.op)) for run in axis.runs]
     for track in axis.tracks.values():
         timed += _actions(axis, track)
@@ -46,7 +46,7 @@ def _actions(axis: Axis, track: Track) -> Iterator[tuple[int, _Rank, Action]]:
 
 
 def fates_of(axis: Axis, gaps: Gaps) -> list[Fate]:
-    """Only what becomes of each tensor between its uses, without the times."""
+    """Return the fate of each gap, without times."""
     found: dict[tuple[int, int, bool], Fate] = {}
     for track in axis.tracks.values():
         last_use = START

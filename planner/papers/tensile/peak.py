@@ -1,75 +1,62 @@
 """When the most memory is in use, and by which tensors.
 
-TENSILE, section IV-B, algorithm 1: the footprint changes when an iteration begins, a tensor is generated, a swap-in,
-a swap-out (but no earlier than the access before it ends), and a release. The paper counts a swap-in at its end; here
-it counts from its start, because the bytes that are copied to are taken by then. Scratch counts while its op runs.
+TENSILE, section IV-B, algorithm 1: memory use changes when an iteration begins, a tensor is generated, a swap-in, a
+swap-out (but no earlier than the access before it ends), and a release. The paper counts a swap-in at its end; here
+it counts from its start, because its destination is occupied by then. Scratch counts while its op runs.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from planner.papers.tensile.job import Axis, Run, Track
+from planner.papers.tensile.axis import Axis, Track
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The first moment at which the most bytes are in memory. All jobs are on one time axis."""
+    """The first moment at which the most bytes are in memory."""
 
     nbytes: int
-    tensors: tuple[tuple[int, int], ...]
-    """(job, tensor) of what is in memory then, largest first."""
-    last_access: tuple[Run | None, ...]
-    """Of each job, the last op that read something and had ended."""
+    tensors: tuple[int, ...]
+    """Tensors in memory then, largest first."""
     time_ns: int
 
 
-class Footprint:
-    """The memory in use over time: for every tensor of every job, when it is there. Outside of its iteration, a job
-    has no memory."""
+class MemoryUsage:
+    """The memory in use over time: for every tensor, when it is there."""
 
-    def __init__(self, axes: Sequence[Axis]) -> None:
-        self._axes = axes
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
         self.rebuild()
 
     def rebuild(self) -> None:
         """Count everything again: ops were added, and times have shifted."""
-        self._slot: dict[tuple[int, int], int] = {}
-        self._owner: list[tuple[int, int] | None] = []
-        for j, axis in enumerate(self._axes):
-            for track in axis.tracks.values():
-                self._slot[j, track.tensor] = len(self._owner)
-                self._owner += [(j, track.tensor)] * (len(track.gaps) + len(track.extra) + 1)
-        scratch = [(run.start_ns, run.end_ns, axis.scratch_bytes(run)) for axis in self._axes for run in axis.runs]
-        tensors = len(self._owner)
-        self._owner += [None] * len(scratch)
-        self._first = np.zeros(len(self._owner), dtype=np.int64)
-        self._end = np.zeros(len(self._owner), dtype=np.int64)
-        self._nbytes = np.zeros(len(self._owner), dtype=np.int64)
+        self._slot: dict[int, int] = {}
+        owner: list[int] = []
+        for track in self._axis.tracks.values():
+            self._slot[track.tensor] = len(owner)
+            owner += [track.tensor] * (len(track.gaps) + len(track.extra) + 1)
+        scratch = [(run.start_ns, run.end_ns, self._axis.scratch_bytes(run)) for run in self._axis.runs]
+        tensors = len(owner)
+        self._owner = np.array([*owner, *([-1] * len(scratch))], np.int64)
+        self._first, self._end, self._nbytes = np.zeros((3, len(self._owner)), np.int64)
         if scratch:
-            self._first[tensors:], self._end[tensors:], self._nbytes[tensors:] = np.array(scratch, dtype=np.int64).T
-        for j, axis in enumerate(self._axes):
-            for track in axis.tracks.values():
-                self.update(j, track)
+            self._first[tensors:], self._end[tensors:], self._nbytes[tensors:] = np.array(scratch, np.int64).T
+        for track in self._axis.tracks.values():
+            self.update(track)
 
-    def update(self, job: int, track: Track) -> None:
+    def update(self, track: Track) -> None:
         """Count a tensor again, whose gaps have changed."""
-        slot = self._slot[job, track.tensor]
+        slot = self._slot[track.tensor]
         slots = slice(slot, slot + len(track.gaps) + len(track.extra) + 1)
-        stays = list(self._axes[job].stays(track))
+        stays = list(self._axis.stays(track))
         self._first[slots] = self._end[slots] = 0
         self._first[slot : slot + len(stays)] = [s.start_ns for s in stays]
         self._end[slot : slot + len(stays)] = [s.end_ns for s in stays]
         self._nbytes[slots] = track.nbytes
 
-    def held_bytes(self, time_ns: int) -> int:
-        """Bytes in memory at a moment."""
-        return int(self._nbytes[(self._first <= time_ns) & (time_ns < self._end)].sum())
-
     def held_through(self, time_ns: int) -> int:
-        """Bytes that are in memory before and after a moment: what is released or brought then does not count."""
+        """Bytes in memory before and after a moment, without what is released or brought at that moment."""
         return int(self._nbytes[(self._first < time_ns) & (time_ns < self._end)].sum())
 
     def peak(self) -> Peak:
@@ -77,20 +64,9 @@ class Footprint:
         order = np.argsort(moments, kind="stable")
         held = np.cumsum(np.concatenate((-self._nbytes, self._nbytes))[order])
         if not len(held):
-            return Peak(0, (), tuple(None for _ in self._axes), 0)
+            return Peak(0, (), 0)
         at = int(held.argmax())
         time_ns = int(moments[order[at]]) // 2
-        present = np.flatnonzero((self._first <= time_ns) & (time_ns < self._end))
-        present = present[np.lexsort((present, -self._nbytes[present]))]
-        owners = (self._owner[i] for i in present.tolist())
-        return Peak(
-            nbytes=int(held[at]),
-            tensors=tuple(owner for owner in owners if owner is not None),
-            last_access=tuple(_last_access(axis, time_ns) for axis in self._axes),
-            time_ns=time_ns,
-        )
-
-
-def _last_access(axis: Axis, time_ns: int) -> Run | None:
-    ended = bisect_right(axis.runs, time_ns, key=lambda run: run.end_ns)
-    return next((run for run in reversed(axis.runs[:ended]) if axis.graph.ops[run.op].reads), None)
+        present = np.flatnonzero((self._first <= time_ns) & (time_ns < self._end) & (self._owner >= 0))
+        largest_first = present[np.argsort(-self._nbytes[present], kind="stable")]
+        return Peak(int(held[at]), tuple(self._owner[largest_first].tolist()), time_ns)

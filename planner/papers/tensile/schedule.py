@@ -1,34 +1,234 @@
-"""Swaps, then recomputes, until the jobs fit in memory or nothing helps any more.
+"""TENSILE's scheduling: swaps, then recomputations, until the iteration fits in memory or nothing helps any more.
 
-TENSILE, section IV-F, algorithm 3. Tensors are released after their last access (activity analysis) throughout.
-The paper goes on swapping until nothing can be swapped; with a memory to fit into, this stops there.
+Sections of the paper, and where it leaves something open or contradicts itself:
+
+- Algorithm 3 (section IV-F) goes on until nothing can be swapped; here it stops once the memory suffices. Tensors are
+  released after their last access throughout.
+- Algorithm 2 (IV-C) swaps the largest tensor at the peak that can be swapped without delay. A swap-out starts as early
+  as possible, but not before the tensor is generated, and has ended at the peak. A swap-in starts as late as possible
+  after the peak and has ended when the next access begins; a weight that the first ops of an iteration need may return
+  at the end of the iteration before. Neither overlaps an access to its tensor, nor another transfer. The tensor must
+  be absent at the peak, so that only the gap around the peak counts (lines 32-33). The maximum swapping rate is a
+  share of the tensors (line 30; the text would forbid a second swap).
+- Recomputation (IV-D) takes the tensor that saves the most memory per second (MSPS, equation 4). Only tensors that are
+  never released otherwise are recomputed, and only from such tensors, so that no swap is disrupted.
+- Where scheduling does not suffice, "the Executor will pause the computation and swap the tensors" (III-D). The paper
+  does not say which tensors leave; here, the largest at the peak (`press_out`). The pause is not on the time axis.
 """
 
-from collections.abc import Sequence
 from typing import Final
 
-from planner.papers.tensile.job import Job
-from planner.papers.tensile.recompute import recompute_best
-from planner.papers.tensile.swaps import swap_largest
-from planner.papers.tensile.system import System
+from planner.graph import Graph
+from planner.papers.tensile.axis import AccessGap, Axis, Track
+from planner.papers.tensile.channel import Channel, TransferSpan
+from planner.papers.tensile.peak import MemoryUsage, Peak
+from planner.profile import Profile
 
 PATIENCE: Final = 100
-"""Iterations before the schedule is given up for improving too little."""
+"""Iterations after which a schedule that improves too little is given up."""
 LEAST_GAIN: Final = 0.0005
 """What the peak must lose in three iterations then, as a share."""
 
 
-def schedule(jobs: Sequence[Job], memory_bytes: int = 0, *, duplex: bool = False, thorough: bool = True) -> System:
-    """Lower the peak of all jobs together to `memory_bytes`, or as far as it goes."""
-    system = System(jobs, duplex)
-    swapping, peaks = True, list[int]()
-    while True:
-        peak = system.footprint.peak()
-        peaks.append(peak.nbytes)
-        stuck = len(peaks) > PATIENCE and peaks[-4] - peaks[-1] < LEAST_GAIN * peaks[-4]
-        if peak.nbytes <= memory_bytes or stuck:
-            return system
-        if swapping:
-            swapping = swap_largest(system, peak, thorough)
-        elif not recompute_best(system, peak):
-            return system
+class TensileSchedule:
+    """One iteration with its transfers. `duplex` gives each direction a channel; the paper's link has one for both."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        profile: Profile,
+        most_swapped: float = 1.0,
+        *,
+        duplex: bool = False,
+        thorough: bool = True,
+    ) -> None:
+        """`thorough` releases a swapped tensor before its other accesses as well, as the paper does."""
+        self.axis = Axis(graph, profile)
+        self.usage = MemoryUsage(self.axis)
+        self._most_swapped = most_swapped
+        self._thorough = thorough
+        self._inbound = Channel()
+        self._outbound = Channel() if duplex else self._inbound
+        self._refused: set[tuple[int, int]] = set()
+        """(tensor, time of a peak) of swaps for which the link had no room: it will not have more later."""
+
+    def lower(self, memory_bytes: int = 0) -> None:
+        """Lower the peak to `memory_bytes`, or as far as it goes."""
+        swapping, peaks = True, list[int]()
+        while True:
+            peak = self.usage.peak()
+            peaks.append(peak.nbytes)
+            stuck = len(peaks) > PATIENCE and peaks[-4] - peaks[-1] < LEAST_GAIN * peaks[-4]
+            if peak.nbytes <= memory_bytes or stuck:
+                return
+            if swapping:
+                swapping = self._swap_largest(peak)
+            elif not self._recompute_best(peak):
+                return
+
+    def press_out(self, memory_bytes: int) -> None:
+        """Swap out, with pauses, what is not in use at the peak, until all fits or nothing more can leave."""
+        while (peak := self.usage.peak()).nbytes > memory_bytes:
+            excess = peak.nbytes - memory_bytes
+            for tensor in peak.tensors:
+                track = self.axis.tracks[tensor]
+                gap = self._gap_around(track, peak.time_ns)
+                if gap is None or gap.rerun is not None or not track.nbytes or excess <= 0:
+                    continue
+                self._swap_with_pause(track, gap)
+                self.usage.update(track)
+                excess -= track.nbytes
+            if excess == peak.nbytes - memory_bytes:
+                return
+
+    def _gap_around(self, track: Track, time_ns: int) -> AccessGap | None:
+        """The gap that a moment lies in, if the tensor may leave in it."""
+        for gap in track.gaps:
+            after, before = time_ns < gap.after.start_ns, time_ns >= self.axis.end_of(gap.before)
+            if (before or after if gap.across else before and after) and not (gap.across and track.stays):
+                return gap
+        return None
+
+    def _put(self, track: Track, gap: AccessGap, out: TransferSpan | None, back: TransferSpan) -> None:
+        """End a gap with a swap-in, and add a swap-out where the host store lacks a copy."""
+        if out is not None:
+            track.outs[gap.version] = out
+            self._outbound.take(out)
+        gap.back = back
+        self._inbound.take(back)
+        if track.kind == "state" and not track.resident and 0 in track.outs:  # from now on it arrives unchanged
+            self._outbound.release(track.outs.pop(0))
+
+    # Swaps: algorithm 2
+
+    def _swap_largest(self, peak: Peak) -> bool:
+        """Swap one tensor so that it is absent at the peak; False if none can be."""
+        full = not self.axis.may_swap_one_more(self._most_swapped)
+        for tensor in peak.tensors:
+            track = self.axis.tracks[tensor]
+            if track.nbytes == 0 or (tensor, peak.time_ns) in self._refused:
+                continue
+            gap = self._gap_around(track, peak.time_ns)
+            allowed = gap is not None and gap.kept and not (full and _counts(track, gap))
+            if gap is not None and allowed and self._swap(track, gap, peak.time_ns):
+                if self._thorough:
+                    self._swap_rest(track)
+                self.usage.update(track)
+                return True
+            self._refused.add((tensor, peak.time_ns))
+        return False
+
+    def _swap(self, track: Track, gap: AccessGap, peak_ns: int) -> bool:
+        axis = self.axis
+        ahead = gap.across and peak_ns < gap.after.start_ns  # the peak comes before the first access
+        out = None
+        if track.needs_out(gap):
+            gone_by_ns = axis.end_ns if ahead else peak_ns
+            if gap.version in track.outs:
+                if track.outs[gap.version].end_ns > gone_by_ns:
+                    return False
+            else:
+                out = self._swap_out(track, gap, gone_by_ns)
+                if out is None:
+                    return False
+                self._outbound.take(out)
+        low_ns = 0 if gap.across and not ahead else peak_ns + 1
+        back = self._inbound.latest(axis.in_ns(track), low_ns, gap.after.start_ns)
+        if back is None and gap.across and not ahead and not (track.kind == "state" and gap.version == 0):
+            back = self._inbound.latest(axis.in_ns(track), peak_ns + 1, axis.end_ns)
+        if out is not None:
+            self._outbound.release(out)
+        if back is None:
+            return False
+        self._put(track, gap, out, back)
+        return True
+
+    def _swap_out(self, track: Track, gap: AccessGap, gone_by_ns: int) -> TransferSpan | None:
+        changed = track.changes[gap.version - 1] if gap.version else None
+        accesses = [TransferSpan(r.start_ns, r.end_ns) for r in track.accesses]
+        return self._outbound.earliest(self.axis.out_ns(track), self.axis.end_of(changed), gone_by_ns, accesses)
+
+    def _swap_rest(self, track: Track) -> None:
+        """Release the tensor before its other accesses too, in order of time, wherever a swap-in finds room."""
+        for gap in track.gaps:
+            if gap.kept and not gap.across and (not track.needs_out(gap) or gap.version in track.outs):
+                gone_ns = self.axis.gone_ns(track, gap)
+                back = self._inbound.latest(self.axis.in_ns(track), gone_ns + 1, gap.after.start_ns)
+                if back is not None:
+                    self._put(track, gap, None, back)
+
+    def _swap_with_pause(self, track: Track, gap: AccessGap) -> None:
+        """The tensor leaves right after the access before the gap and returns right before the access after it."""
+        if gap.back is not None:
+            self._inbound.release(gap.back)
+        gone_ns, back_ns = self.axis.end_of(gap.before), gap.after.start_ns
+        out: TransferSpan | None = None
+        if track.needs_out(gap) and (gap.version not in track.outs or track.outs[gap.version].end_ns > gone_ns):
+            if gap.version in track.outs:
+                self._outbound.release(track.outs[gap.version])
+            out = TransferSpan(gone_ns, gone_ns)
+        self._put(track, gap, out, TransferSpan(back_ns, back_ns))
+
+    # Recomputation: section IV-D
+
+    def _recompute_best(self, peak: Peak) -> bool:
+        """Recompute one tensor of those at the peak; False if none can be.
+
+        The recomputation must need less memory than the peak.
+        """
+        found: list[tuple[float, Track, AccessGap]] = []
+        for tensor in peak.tensors:
+            track = self.axis.tracks[tensor]
+            gap = self._gap_around(track, peak.time_ns)
+            if gap is not None and gap.kept and track.nbytes and self._repeatable(track, gap):
+                op_s = self.axis.profile.op_seconds[track.changes[0].op]
+                found.append((track.nbytes / op_s if op_s else float("inf"), track, gap))
+        for _, track, gap in sorted(found, key=lambda f: -f[0]):
+            if self._rerun_bytes(track, gap) < peak.nbytes:
+                self._recompute(track, gap)
+                return True
+        return False
+
+    def _repeatable(self, track: Track, gap: AccessGap) -> bool:
+        """Whether the tensor's op can run again right before the access after the gap."""
+        axis = self.axis
+        if track.kind != "activation" or track.released:
+            return False
+        op, at_ns = axis.graph.ops[track.changes[0].op], gap.after.start_ns
+        if not axis.changed.isdisjoint(op.touched):
+            return False
+        others = (axis.tracks[t] for t in op.writes if t != track.tensor)
+        return all(_is_there(axis.tracks[t], at_ns) for t in op.reads) and all(_is_gone(t, at_ns) for t in others)
+
+    def _rerun_bytes(self, track: Track, gap: AccessGap) -> int:
+        run = track.changes[0]
+        others = sum(self.axis.tracks[t].nbytes for t in self.axis.graph.ops[run.op].writes if t != track.tensor)
+        return self.usage.held_through(gap.after.start_ns) + others + self.axis.scratch_bytes(run)
+
+    def _recompute(self, track: Track, gap: AccessGap) -> None:
+        axis, op = self.axis, track.changes[0].op
+        gap.rerun = axis.insert(op, gap.after)
+        for t in axis.graph.ops[op].reads:
+            axis.tracks[t].accesses = sorted([*axis.tracks[t].accesses, gap.rerun], key=lambda run: run.start_ns)
+            axis.tracks[t].find_gaps()
+        for t in axis.graph.ops[op].writes:
+            if t != track.tensor:
+                axis.tracks[t].extra.append(gap.rerun)
+        self.usage.rebuild()
+        spans, one = list(axis.spans()), self._inbound is self._outbound
+        self._inbound = Channel(span for span, swap_in in spans if swap_in or one)
+        self._outbound = self._inbound if one else Channel(span for span, swap_in in spans if not swap_in)
+        self._refused.clear()
+
+
+def _counts(track: Track, gap: AccessGap) -> bool:
+    """Whether the swap counts for the maximum rate: what the optimizing phase updates does not (lines 26-27)."""
+    return not (gap.across and gap.version > 0) and all(g.back is None for g in track.gaps)
+
+
+def _is_there(track: Track, at_ns: int) -> bool:
+    return not track.released and (track.is_weight or track.stays or track.accesses[-1].start_ns >= at_ns)
+
+
+def _is_gone(track: Track, at_ns: int) -> bool:
+    return not track.stays and track.accesses[-1].end_ns <= at_ns

@@ -1,8 +1,7 @@
-"""TENSILE: transfers at times that are free on the link, for the tensors at the memory's peak.
+"""The searcher `interval`: TENSILE's schedules for several shares of the memory and swapping rates.
 
-Section IV of the paper, for one job in a fixed memory; see planner.papers.tensile.
-What the paper's executor does when a
-schedule does not fit (it waits for swaps) is decided here too, so that there is a plan in every memory.
+What the paper's executor does when a schedule does not fit (it waits for swaps) is part of the plan here, so that
+every memory from the least on has a plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,18 +10,16 @@ from functools import cache
 from itertools import islice
 from typing import Final
 
-from planner.errors import UnsupportedProblem
-from planner.papers.tensile.job import Axis, Job
+from planner.papers.tensile.axis import Axis
 from planner.papers.tensile.order import actions_of, fates_of
-from planner.papers.tensile.passive import press_out
-from planner.papers.tensile.schedule import schedule
+from planner.papers.tensile.schedule import TensileSchedule
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.by_plan import ByPlan
+from planner.search.searcher import PlanSearcher
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import fit
 from planner.sequence.sequence import lay_out, write
-from planner.sequence.serial import least_bytes, require, serial
+from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 
 SHARES: Final = (1.0, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the schedule assumes to have; the rest is for fragmentation."""
@@ -35,8 +32,8 @@ BEST: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """What a schedule is made with."""
+class ScheduleOptions:
+    """Parameters of one schedule."""
 
     share: float
     most_swapped: float = 1.0
@@ -56,67 +53,68 @@ WAYS: Final = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A schedule and how it is carried out; without one, everything leaves after each op."""
+class ScheduleCandidate:
+    """A schedule and how it becomes a plan; without a schedule, the serial plan."""
 
-    schedule: Schedule | None
+    schedule: ScheduleOptions | None
     timed: bool = True
-    """Whether transfers stand where the schedule's times put them. Otherwise the schedule only says what leaves between
-    which uses, and transfers are as early as memory allows: where not all of them are hidden, that is better."""
+    """Whether transfers keep the schedule's times. Otherwise only its fates count, and transfers start as early as
+    memory allows, which is better where not all of them are hidden."""
 
 
-class Interval(ByPlan[Candidate]):
+class Tensile(PlanSearcher[ScheduleCandidate]):
     """Judges schedules for several maximum swapping rates and shares of the memory."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        if problem.workspace_bytes or problem.residents is not None:
-            raise UnsupportedProblem(
-                "interval plans a single model's budget, without a shared workspace or given residents"
-            )
-        require(problem)
+        require_single_budget(problem, "interval")
         self.problem = problem
         self.evaluations = FITTING + len(UNTIMED) + 1 + BEST * len(WAYS)
         self._gaps = Gaps(problem.graph)
         self._axis = cache(self._scheduled)
         self._plan = cache(self._make)
-        self._latency_s: dict[Candidate, float] = {}
+        self._latency_s: dict[ScheduleCandidate, float] = {}
         self._steps = self._search()
 
-    def ask(self) -> Sequence[Candidate]:
+    def ask(self) -> Sequence[ScheduleCandidate]:
         return next(self._steps, ())
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[ScheduleCandidate], costs: Sequence[Cost]) -> None:
         self._latency_s |= {c: cost.latency_s for c, cost in zip(candidates, costs, strict=False)}
 
-    def _search(self) -> Iterator[Sequence[Candidate]]:
+    def _search(self) -> Iterator[Sequence[ScheduleCandidate]]:
         """The paper's way in the largest shares that can be placed; then other ways in the best of these."""
-        fitting = (c for share in SHARES if self._plan(c := Candidate(Schedule(share))) is not None)
-        first = next(fitting, Candidate(None))
+        fitting = (c for share in SHARES if self._plan(c := ScheduleCandidate(ScheduleOptions(share))) is not None)
+        first = next(fitting, ScheduleCandidate(None))
         yield (first,)
-        untimed = [Candidate(Schedule(share), timed=False) for share in UNTIMED]
+        untimed = [ScheduleCandidate(ScheduleOptions(share), timed=False) for share in UNTIMED]
         others = [*islice(fitting, FITTING - 1), *untimed]
-        yield [c for c in (*others, Candidate(None)) if c != first]
+        yield [c for c in (*others, ScheduleCandidate(None)) if c != first]
         best = sorted((c for c in self._latency_s if c.schedule is not None), key=lambda c: self._latency_s[c])
         yield [
-            replace(c, schedule=Schedule(c.schedule.share, *way)) for c in best[:BEST] for way in WAYS if c.schedule
+            replace(c, schedule=ScheduleOptions(c.schedule.share, *way))
+            for c in best[:BEST]
+            for way in WAYS
+            if c.schedule
         ]
 
-    def _make(self, candidate: Candidate) -> Plan | None:
+    def _make(self, candidate: ScheduleCandidate) -> Plan | None:
         graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
-        actions, residents = serial(graph), frozenset[int]()
-        if candidate.schedule is not None:
-            axis = self._axis(candidate.schedule)
-            if not candidate.timed:
-                return fit(self.problem, self._gaps, fates_of(axis, self._gaps))
-            actions, residents = actions_of(axis)
+        if candidate.schedule is None:
+            return serial_plan(self.problem)
+        axis = self._axis(candidate.schedule)
+        if not candidate.timed:
+            return fit(self.problem, self._gaps, fates_of(axis, self._gaps))
+        actions, residents = actions_of(axis)
         placed = lay_out(graph, actions, residents, memory_bytes)
         if placed.peak_bytes > memory_bytes:
             return None
         return write(graph, self.problem.profile, memory_bytes, actions, residents, placed)
 
-    def _scheduled(self, how: Schedule) -> Axis:
-        job = Job(self.problem.graph, self.problem.profile, how.most_swapped)
+    def _scheduled(self, how: ScheduleOptions) -> Axis:
         room_bytes = max(int(self.problem.memory_bytes * how.share), least_bytes(self.problem.graph))
-        system = schedule([job], room_bytes, duplex=how.duplex, thorough=how.thorough)
-        press_out(system, room_bytes)
-        return system.axes[0]
+        schedule = TensileSchedule(
+            self.problem.graph, self.problem.profile, how.most_swapped, duplex=how.duplex, thorough=how.thorough
+        )
+        schedule.lower(room_bytes)
+        schedule.press_out(room_bytes)
+        return schedule.axis

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from planner.profile import Link
-from runtime.cuda.host import Pinned
-from runtime.cuda.issue import Lanes
-from runtime.cuda.surface import Stream
+from runtime.cuda.api import Stream
+from runtime.cuda.issue import Streams
+from runtime.cuda.stores import PinnedMemory
 
 _COPY_BYTES = 4 << 20
 """Size of a copy as programs have them."""
@@ -36,19 +36,19 @@ class LinkFigures:
 class LinkBench:
     """A buffer on either side and copies between them. `close` gives the pinned one back."""
 
-    def __init__(self, lanes: Lanes, pinned: Pinned) -> None:
-        self._lanes = lanes
+    def __init__(self, streams: Streams, pinned: PinnedMemory) -> None:
+        self._streams = streams
         self._pinned = pinned
         self._host = pinned.take(2 * _COPY_BYTES, "measuring the link")
-        self._device = lanes.driver.allocate(2 * _COPY_BYTES)
-        self._out = lanes.driver.stream()
+        self._device = streams.driver.allocate(2 * _COPY_BYTES)
+        self._out = streams.driver.stream()
 
     def close(self) -> None:
-        self._lanes.driver.drain()
+        self._streams.driver.drain()
         self._pinned.give(self._host)
 
     def figures(self) -> LinkFigures:
-        swap_in = self._link(self._lanes.swap_in, self.copy_in)
+        swap_in = self._link(self._streams.swap_in, self.copy_in)
         swap_out = self._link(self._out, self._copy_out)
         both = [self._both() for _ in range(_ROUNDS)]
         nbytes = _COPIES * _COPY_BYTES
@@ -61,17 +61,17 @@ class LinkBench:
 
     def copy_in(self, nbytes: int) -> None:
         """Issue one copy to the device, to the current stream."""
-        self._lanes.driver.copy(self._device[:nbytes], self._half(0)[:nbytes])
+        self._streams.driver.copy(self._device[:nbytes], self._half(0)[:nbytes])
 
     def busy(self, seconds: float, link: Link) -> Callable[[], float]:
         """Keep the swap-in lane copying for about so long.
 
         The call that is returned waits for the end, and says how many times as long as by the link's figures it took.
         """
-        driver = self._lanes.driver
+        driver = self._streams.driver
         start, end = driver.event(timed=True), driver.event(timed=True)
         count = min(max(1, round(seconds / link.seconds(_COPY_BYTES))), _MOST_COPIES)
-        with driver.on(self._lanes.swap_in):
+        with driver.on(self._streams.swap_in):
             driver.record(start)
             for _ in range(count):
                 self.copy_in(_COPY_BYTES)
@@ -84,7 +84,7 @@ class LinkBench:
         return wait
 
     def _copy_out(self, nbytes: int) -> None:
-        self._lanes.driver.copy(self._half(1)[:nbytes], self._device[_COPY_BYTES : _COPY_BYTES + nbytes])
+        self._streams.driver.copy(self._half(1)[:nbytes], self._device[_COPY_BYTES : _COPY_BYTES + nbytes])
 
     def _half(self, which: int) -> torch.Tensor:
         return torch.from_numpy(self._host[which * _COPY_BYTES : (which + 1) * _COPY_BYTES])
@@ -96,7 +96,7 @@ class LinkBench:
         return Link(latency_s, _COPY_BYTES / max(whole_s - latency_s, whole_s * 0.05, _LEAST_S))
 
     def _seconds(self, stream: Stream, copy: Callable[[int], None], nbytes: int, count: int) -> float:
-        driver = self._lanes.driver
+        driver = self._streams.driver
         start, end = driver.event(timed=True), driver.event(timed=True)
         with driver.on(stream):
             driver.hold(_QUEUE_S)
@@ -108,10 +108,10 @@ class LinkBench:
         return driver.seconds(start, end) / count
 
     def _both(self) -> tuple[float, float]:
-        driver = self._lanes.driver
+        driver = self._streams.driver
         events = [driver.event(timed=True) for _ in range(4)]
-        lanes = ((self._lanes.swap_in, self.copy_in, events[:2]), (self._out, self._copy_out, events[2:]))
-        for stream, copy, (start, end) in lanes:
+        streams = ((self._streams.swap_in, self.copy_in, events[:2]), (self._out, self._copy_out, events[2:]))
+        for stream, copy, (start, end) in streams:
             with driver.on(stream):
                 driver.hold(_QUEUE_S)
                 driver.record(start)

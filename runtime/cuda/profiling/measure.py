@@ -1,12 +1,12 @@
-"""Measures a lowered model on a CUDA device: what its kernels need, how long they take, and what copies cost them.
+"""Measures a model on a CUDA device: scratch and time of its kernels, and how much copies slow them down.
 
 While it is measured, a model's weights and activations are on the device at once, outside of any budget.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -15,22 +15,24 @@ from planner.errors import FormatError
 from planner.graph import Graph, decode_as, fingerprint
 from planner.plan import Plan
 from planner.profile import Link, Profile
-from runtime.backend import OnProgress
+from runtime.backend import DeviceBackend, OnProgress
 from runtime.binding.program import Bases
-from runtime.cuda.device import CudaDevice
-from runtime.cuda.profiling.attempt import attempting, refused_ops, with_plain
+from runtime.cuda.issue import Streams
+from runtime.cuda.profiling.fusion_probe import refused_ops, with_plain, with_probes
 from runtime.cuda.profiling.link import LinkBench
 from runtime.cuda.profiling.scratch import kernel_scratch, live_peak_bytes, wasted_bytes, with_scratch
 from runtime.cuda.program import CudaProgram
+from runtime.cuda.stores import PinnedMemory
 from runtime.lowering.lower import Lowered
 from runtime.lowering.weights import replace_file
-from runtime.memory import Source
+from runtime.memory import HostStore
 from runtime.profiling.profile import resident_plan
 
 FORMAT_VERSION = 1
+CudaDevice = DeviceBackend[CudaProgram]
 _ROUNDS = 9
 _AMPLE_BYTES = 1 << 30
-"""Room beside its activations that a model is measured with, so that kernels find what they would like to have."""
+"""Memory besides its activations that a model is measured with, so that kernels get the scratch that they prefer."""
 _QUEUE_S = 0.03
 """How long the device is kept busy while an inference is issued op by op, so that it runs without gaps."""
 
@@ -49,8 +51,10 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def measured(
     device: CudaDevice,
+    streams: Streams,
+    pinned: PinnedMemory,
     lowered: Lowered,
-    store: Source[torch.Tensor],
+    store: HostStore[torch.Tensor],
     cache: Path | None,
     on_progress: OnProgress,
 ) -> tuple[Lowered, dict[int, Profile]]:
@@ -59,12 +63,11 @@ def measured(
     Raises MemoryExceeded if the device cannot hold the model at once, and DeviceError.
     """
     graphs = [lowered.graphs[b].fingerprint for b in lowered.batches]
-    staged = bool(getattr(store, "staged", False))
-    key = fingerprint([*graphs, device.name, store.kind, staged, lowered.options.tf32])
+    key = fingerprint([*graphs, device.name, store.kind, store.staged, lowered.options.tf32])
     path = None if cache is None else cache / f"cuda-{key[:32]}.json"
     known = None if path is None else _read(path)
     if known is None:
-        known = _measure(device, lowered, store, on_progress)
+        known = _measure(device, streams, pinned, lowered, store, on_progress)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, msgspec.json.encode(known))
@@ -82,26 +85,31 @@ def _read(path: Path) -> Measurement | None:
 
 
 def _measure(
-    device: CudaDevice, lowered: Lowered, store: Source[torch.Tensor], on_progress: OnProgress
+    device: CudaDevice,
+    streams: Streams,
+    pinned: PinnedMemory,
+    lowered: Lowered,
+    store: HostStore[torch.Tensor],
+    on_progress: OnProgress,
 ) -> Measurement:
     scratch: dict[int, tuple[int, ...]] = {}
     profiles: dict[int, Profile] = {}
     refused: dict[int, tuple[int, ...]] = {}
-    bench = LinkBench(device.lanes, device.pinned)
+    bench = LinkBench(streams, pinned)
     try:
         figures = bench.figures()
         for batch in lowered.batches:
             on_progress(f"{lowered.name}: measuring batch {batch}")
             graph, examples = lowered.graphs[batch], lowered.examples(batch)
-            tried, attempts = attempting(lowered, batch)
-            with _Resident(device, tried, store, graph) as program:
-                beyond = kernel_scratch(device.lanes, program, graph, examples)
-                seconds = _op_seconds(device, program, examples)
+            tried, probes = with_probes(lowered, batch)
+            with _resident(device, tried, store, graph) as program:
+                beyond = kernel_scratch(streams, program, graph, examples)
+                seconds = _op_seconds(device, streams, program, examples)
                 slowdowns = _slowdowns(device, program, examples, bench, figures.swap_in)
                 swap_in = _staged_link(device, program, figures.swap_in) if program.staged else figures.swap_in
-            refused[batch] = refused_ops(lowered, batch, attempts)
+            refused[batch] = refused_ops(lowered, batch, probes)
             lowered = with_scratch(lowered, batch, beyond)
-            waste = wasted_bytes(device.lanes, lowered.graphs[batch])
+            waste = wasted_bytes(streams, lowered.graphs[batch])
             scratch[batch] = tuple(nbytes + waste for nbytes in beyond)
             lowered = with_scratch(lowered, batch, scratch[batch])
             profiles[batch] = Profile(
@@ -112,22 +120,20 @@ def _measure(
     return Measurement(scratch, profiles, refused)
 
 
-class _Resident:
-    """A program with everything resident and ample room, while it is measured."""
-
-    def __init__(self, device: CudaDevice, lowered: Lowered, store: Source[torch.Tensor], graph: Graph) -> None:
-        plan = ample_plan(graph)
-        self._device = device
-        self._arena = device.arena(plan.partition_bytes + plan.workspace_bytes)
-        self._program = device.build(lowered, plan, None, self._arena, Bases(0, plan.partition_bytes), store)
-
-    def __enter__(self) -> CudaProgram:
-        self._device.executor.load(self._program)
-        return self._program
-
-    def __exit__(self, *_: Any) -> None:
-        self._device.executor.dismiss(self._program)
-        self._arena.close()
+@contextmanager
+def _resident(
+    device: CudaDevice, lowered: Lowered, store: HostStore[torch.Tensor], graph: Graph
+) -> Iterator[CudaProgram]:
+    """Load a program with everything resident and ample memory, for the block."""
+    plan = ample_plan(graph)
+    arena = device.arena(plan.partition_bytes + plan.workspace_bytes)
+    program = device.build(lowered, plan, None, arena, Bases(0, plan.partition_bytes), store)
+    try:
+        device.executor.load(program)
+        yield program
+    finally:
+        device.executor.dismiss(program)
+        arena.close()
 
 
 def ample_plan(graph: Graph) -> Plan:
@@ -137,12 +143,14 @@ def ample_plan(graph: Graph) -> Plan:
     return msgspec.structs.replace(plan, workspace_bytes=max(plan.workspace_bytes, room))
 
 
-def _op_seconds(device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor]) -> tuple[float, ...]:
+def _op_seconds(
+    device: CudaDevice, streams: Streams, program: CudaProgram, examples: Sequence[torch.Tensor]
+) -> tuple[float, ...]:
     """An inference's time as it is served, divided among the ops by the times that the device says."""
     columns: list[list[float]] = [[] for _ in program.computes]
     for _ in range(_ROUNDS):
-        with device.driver.on(device.lanes.compute):
-            device.driver.hold(_QUEUE_S)
+        with streams.driver.on(streams.compute):
+            streams.driver.hold(_QUEUE_S)
         timeline = device.executor.run(program, examples, traced=True).timeline
         assert timeline is not None
         for column, span in zip(columns, timeline.spans, strict=True):
@@ -160,19 +168,19 @@ def _latency_s(device: CudaDevice, program: CudaProgram, examples: Sequence[torc
 def _slowdowns(
     device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor], bench: LinkBench, link: Link
 ) -> tuple[float, float]:
-    """Factors by which ops take longer beside copies, and copies beside ops; both at least 1."""
+    """Return the factors by which ops and copies slow each other down: (compute, swap), both at least 1."""
     alone_s = _latency_s(device, program, examples)
-    beside: list[float] = []
+    overlapped: list[float] = []
     copying: list[float] = []
     for _ in range(_ROUNDS):
         wait = bench.busy(3 * alone_s, link)
-        beside.append(device.executor.run(program, examples).latency_s)
+        overlapped.append(device.executor.run(program, examples).latency_s)
         wait()
         alone = bench.busy(0.8 * alone_s, link)()
         wait = bench.busy(0.8 * alone_s, link)
         device.executor.run(program, examples)
         copying.append(wait() / alone)
-    return max(1.0, statistics.median(beside) / alone_s), max(1.0, statistics.median(copying))
+    return max(1.0, statistics.median(overlapped) / alone_s), max(1.0, statistics.median(copying))
 
 
 def _staged_link(device: CudaDevice, program: CudaProgram, link: Link) -> Link:

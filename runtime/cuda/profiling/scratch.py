@@ -13,14 +13,13 @@ import torch
 
 from planner.graph import Graph
 from planner.plan import Compute
-from runtime.binding.slots import Frame
 from runtime.cuda.arena import CudaArena
 from runtime.cuda.inference import issue_inference
-from runtime.cuda.issue import Lanes
-from runtime.cuda.lower import Kernels, Work
-from runtime.cuda.profiling.rehearsal import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pool
+from runtime.cuda.issue import Streams
+from runtime.cuda.pool_range import ALIGNMENT_BYTES
+from runtime.cuda.profiling.dry_run import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pool
 from runtime.cuda.program import CudaProgram
-from runtime.cuda.zone import ALIGNMENT_BYTES
+from runtime.cuda.schedule import Kernels, Work
 from runtime.errors import MemoryExceeded
 from runtime.lowering.lower import Lowered
 
@@ -34,10 +33,12 @@ def with_scratch(lowered: Lowered, batch: int, scratch: Sequence[int]) -> Lowere
     return replace(lowered, traces={**lowered.traces, batch: replace(trace, ops=ops)})
 
 
-def kernel_scratch(lanes: Lanes, program: CudaProgram, graph: Graph, examples: Sequence[torch.Tensor]) -> list[int]:
+def kernel_scratch(
+    streams: Streams, program: CudaProgram, graph: Graph, examples: Sequence[torch.Tensor]
+) -> list[int]:
     """Bytes beyond its results that each op of a resident program takes at once."""
-    driver = lanes.driver
-    frame: Frame = [None] * program.frame_slots
+    driver = streams.driver
+    frame = program.new_frame()
     peaks = [0] * len(graph.ops)
 
     def perform(command: Work) -> None:
@@ -47,23 +48,23 @@ def kernel_scratch(lanes: Lanes, program: CudaProgram, graph: Graph, examples: S
     commands = program.schedule.whole
     program.buffers.fill(examples)
     with driver.allocating(program.pool):
-        issue_inference(lanes, program, commands, [], frame, perform, None)
+        issue_inference(streams, program, commands, [], frame, perform, None)
     driver.drain()
     made = [sum(_rounded(graph.tensors[i].nbytes) for i in op.writes) for op in graph.ops]
     return [max(0, peak - results) for peak, results in zip(peaks, made, strict=True)]
 
 
-def wasted_bytes(lanes: Lanes, graph: Graph) -> int:
+def wasted_bytes(streams: Streams, graph: Graph) -> int:
     """How much more than its live tensors and scratch a graph needs in a pool of torch's allocator."""
     segment, peak = SMALL_SEGMENT_BYTES, live_peak_bytes(graph)
     if not peak:
         return 0
     most = -(-2 * peak // segment) + 2 * LEAST_LARGE_BYTES // segment
-    arena = CudaArena(lanes.driver, most * segment)
+    arena = CudaArena(streams.driver, most * segment)
     low, high = 0, most  # in segments: `low` is too small, `high` large enough
     while high - low > 1:
         middle = (low + high) // 2
-        if _fits(lanes, graph, arena.bytes(0, middle * segment)):
+        if _fits(streams, graph, arena.bytes(0, middle * segment)):
             high = middle
         else:
             low = middle
@@ -85,9 +86,9 @@ def live_peak_bytes(graph: Graph) -> int:
     return max((n + op.scratch_bytes for n, op in zip(live, graph.ops, strict=False)), default=0)
 
 
-def _fits(lanes: Lanes, graph: Graph, memory: torch.Tensor) -> bool:
+def _fits(streams: Streams, graph: Graph, memory: torch.Tensor) -> bool:
     try:
-        fitting_pool(lanes, graph, [Compute(n) for n in range(len(graph.ops))], memory).close()
+        fitting_pool(streams, graph, [Compute(n) for n in range(len(graph.ops))], memory).close()
     except MemoryExceeded:
         return False
     return True

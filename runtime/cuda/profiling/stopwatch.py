@@ -1,13 +1,13 @@
 """Times every command of one inference on the device, and makes a timeline of it."""
 
 from planner.timeline import Span, Timeline
+from runtime.cuda.api import Driver, Event
 from runtime.cuda.issue import Perform
-from runtime.cuda.lower import Copy, Empty, Kernels, Refill, Return, Save, Work
 from runtime.cuda.program import CudaProgram
-from runtime.cuda.surface import Driver, Event
+from runtime.cuda.schedule import Copy, Empty, Kernels, Refill, Return, Save, Work
 
 
-class Stopwatch:
+class CudaStopwatch:
     """Two timed events around each command. Copies that were joined share their time by their bytes."""
 
     def __init__(self, driver: Driver, program: CudaProgram) -> None:

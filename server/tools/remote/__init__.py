@@ -1,1 +1,1 @@
-"""Commands that ask a running server: `cohabit models`, `load`, `unload`, `stats` and `top`."""
+"""Commands that query a running server: `cohabit models`, `load`, `unload`, `stats` and `top`."""

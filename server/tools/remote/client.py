@@ -1,4 +1,4 @@
-"""Asks a running server over HTTP: the v2 endpoints and /metrics, nothing that other clients could not ask."""
+"""A client of a running server: its v2 endpoints and /metrics over HTTP."""
 
 import http.client
 import urllib.error
@@ -17,12 +17,12 @@ _METRICS_PORT = 8002
 _MOST_BYTES = 64 << 20
 
 
-class Remote:
-    """One server. Every call blocks, and raises RemoteError for an answer that is none."""
+class RemoteServer:
+    """One server. Every call blocks, and raises RemoteError if the server refuses it or does not answer."""
 
     def __init__(self, url: str, metrics_url: str | None, token: str | None, timeout_s: float) -> None:
         self.url = _checked(url, "--url")
-        self.metrics_url = _beside(self.url) if metrics_url is None else _checked(metrics_url, "--metrics-url")
+        self.metrics_url = _metrics_url(self.url) if metrics_url is None else _checked(metrics_url, "--metrics-url")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s = timeout_s
 
@@ -36,7 +36,7 @@ class Remote:
         return answer["model_stats"]
 
     def load(self, model: str) -> None:
-        """Returns once the model serves, however long that takes."""
+        """Load a model; returns once it is served, without a timeout."""
         self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/load", b"", None)
 
     def unload(self, model: str) -> None:
@@ -71,7 +71,7 @@ class Remote:
 
 
 def read_token(path: Path) -> str:
-    """The first token of a file like the server's. Raises ConfigError."""
+    """Return the first token of a file like the server's. Raises ConfigError."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -104,8 +104,8 @@ def _checked(url: str, flag: str) -> str:
     return full.rstrip("/")
 
 
-def _beside(url: str) -> str:
-    """Where metrics are unless somebody says otherwise: the same host's port 8002."""
+def _metrics_url(url: str) -> str:
+    """Return the default address of the metrics: port 8002 of the same host."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{_METRICS_PORT}"

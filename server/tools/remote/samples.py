@@ -1,4 +1,4 @@
-"""What a server's /metrics said at one moment, and what happened between two of them."""
+"""Samples of a server's /metrics, and what changed between two readings."""
 
 import math
 from collections.abc import Mapping
@@ -17,15 +17,18 @@ class Samples:
         return self.values.get((name, frozenset(labels.items())))
 
     def labelled(self, name: str, label: str) -> dict[str, float]:
-        """A metric's values by one label; where several have it in common, their sum."""
+        """Return a metric's values by one label, summed over its other labels."""
         found: dict[str, float] = {}
         for (metric, labels), value in self.values.items():
             if metric == name and (key := dict(labels).get(label)) is not None:
                 found[key] = found.get(key, 0.0) + value
         return found
 
+    def total(self, name: str, label: str = "model") -> float:
+        return sum(self.labelled(name, label).values())
+
     def of_model(self, model: str) -> "Samples":
-        """One model's samples, without the labels that name it."""
+        """Return one model's samples without the labels `model` and `version`."""
         kept = {}
         for (name, labels), value in self.values.items():
             named = dict(labels)
@@ -35,7 +38,7 @@ class Samples:
         return Samples(kept)
 
     def since(self, before: "Samples") -> "Samples":
-        """How much every sample has grown; one that fell counts from zero, as its counter began anew."""
+        """Return the growth of every sample; one that fell is a counter that was reset, and counts from zero."""
         grown = {}
         for key, value in self.values.items():
             then = before.values.get(key, 0.0)
@@ -43,7 +46,7 @@ class Samples:
         return Samples(grown)
 
     def quantile(self, histogram: str, share: float) -> float | None:
-        """Estimate a quantile, by a straight line within its bucket; None without any observation."""
+        """Estimate a quantile by linear interpolation within its bucket; None without observations."""
         buckets = sorted(
             (math.inf if bound == "+Inf" else float(bound), count)
             for bound, count in self.labelled(f"{histogram}_bucket", "le").items()

@@ -1,0 +1,61 @@
+"""Most bytes of whole tensors that can be in memory beside what an op needs: tensors come whole, gaps stay empty."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from planner.bounds.chain import OpChain, UseInterval
+
+PAGE_BYTES: Final = 4096
+"""Most tensors are so many times as large as this that their sums can be enumerated."""
+MOST_SUMS: Final = 1 << 20
+
+
+def last_absence(interval: UseInterval, rooms: Sequence[int]) -> int | None:
+    """The last moment of a interval at which its tensor cannot be in memory; a copy reserves its bytes at the start."""
+    since = max(min(interval.kept_from, interval.arrives_from), 1)
+    return next((i for i in range(interval.until, since - 1, -1) if rooms[i] < interval.nbytes), None)
+
+
+def whole_tensor_room(chain: OpChain, memory_bytes: int) -> list[int]:
+    """Most bytes, per moment, of whole tensors that are still to be used and lie in memory beside what is needed."""
+    rooms = [memory_bytes - n for n in chain.needed_bytes]
+    still = SubsetSums(memory_bytes)
+    by_last = sorted(chain.intervals, key=lambda s: s.until)
+    seen: set[int] = set()
+    for i in range(chain.moments, -1, -1):
+        while by_last and by_last[-1].until >= i:
+            interval = by_last.pop()
+            if interval.tensor not in seen:
+                seen.add(interval.tensor)
+                still.add(interval.nbytes)
+        rooms[i] = still.largest(rooms[i])
+    return rooms
+
+
+def largest_sum(sizes: Sequence[int], limit: int) -> int:
+    """At least the largest sum of some of the sizes that is at most `limit`."""
+    sums = SubsetSums(limit)
+    for nbytes in sizes:
+        sums.add(nbytes)
+    return sums.largest(limit)
+
+
+class SubsetSums:
+    """All sums of some sizes: bit s of an integer stands for s pages. Odd sizes may fill any gap."""
+
+    def __init__(self, limit: int) -> None:
+        self._mask = (1 << (limit // PAGE_BYTES + 1)) - 1 if limit // PAGE_BYTES < MOST_SUMS else 0
+        self._reached = 1
+        self._odd = 0
+
+    def add(self, nbytes: int) -> None:
+        if nbytes % PAGE_BYTES or not self._mask:
+            self._odd += nbytes
+        else:
+            self._reached |= self._reached << nbytes // PAGE_BYTES & self._mask
+
+    def largest(self, limit: int) -> int:
+        if limit < 0:
+            return limit
+        within = self._reached & ((1 << (limit // PAGE_BYTES + 1)) - 1)
+        return min(limit, (within.bit_length() - 1) * PAGE_BYTES + self._odd)

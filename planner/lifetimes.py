@@ -1,0 +1,109 @@
+"""Live ranges: from when until when a tensor is in memory.
+
+`lifespans` counts ops, for a graph whose tensors stay from their first to their last use. `live_ranges` counts the
+steps of a plan, in which a tensor may leave memory and return.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+from planner.graph import Graph
+from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
+
+START: Final = -1
+"""In place of a step's index: before the first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lifespan:
+    """Half-open interval of positions in a schedule: alive at `first <= position < end`."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRange:
+    """Bytes that one tensor, or the scratch of one op, occupies during steps `start <= index < end` of a plan."""
+
+    tensor: int | None
+    """None for scratch."""
+    address: Address
+    nbytes: int
+    start: int
+    """Index of the step that writes the tensor or swaps it in; START for inputs and residents."""
+    end: int
+    """Index of the tensor's `Drop`; the number of steps if there is none. For scratch the index behind `start`."""
+    uses: tuple[int, ...]
+    """Indices of the ops that read or write the bytes, and of the swap-outs that read them, in order."""
+
+
+def live_ranges(graph: Graph, plan: Plan) -> list[LiveRange]:
+    """Return every live range of a checked plan, in order of `start`. A tensor that returns has several."""
+    found: list[LiveRange] = []
+    open_: dict[int, tuple[Address, int, list[int]]] = {
+        p.tensor: (p.address, START, []) for p in (*plan.inputs, *plan.residents)
+    }
+
+    def close(tensor: int, end: int) -> None:
+        address, start, uses = open_.pop(tensor)
+        found.append(LiveRange(tensor, address, graph.tensors[tensor].nbytes, start, end, tuple(uses)))
+
+    for index, step in enumerate(plan.steps):
+        match step:
+            case Compute():
+                op = graph.ops[step.op]
+                open_ |= {t: (a, index, []) for t, a in zip(op.writes, step.outputs, strict=True)}
+                for t in op.touched:
+                    open_[t][2].append(index)
+                if step.scratch is not None:
+                    found.append(LiveRange(None, step.scratch, op.scratch_bytes, index, index + 1, (index,)))
+            case SwapIn():
+                open_[step.tensor] = (step.address, index, [])
+            case SwapOut():
+                open_[step.tensor][2].append(index)
+            case Drop():
+                close(step.tensor, index)
+    for tensor in tuple(open_):
+        close(tensor, len(plan.steps))
+    return sorted(found, key=lambda r: r.start)
+
+
+def live_bytes(blocks: Iterable[tuple[Lifespan, int]], positions: int) -> list[int]:
+    """Return the bytes alive at each of so many positions, for pairs of a lifespan and a size."""
+    change = [0] * (positions + 1)
+    for span, nbytes in blocks:
+        change[span.first] += nbytes
+        change[span.end] -= nbytes
+    return list(accumulate(change[:positions]))
+
+
+def lifespans(graph: Graph, order: Sequence[int] | None = None) -> tuple[Lifespan | None, ...]:
+    """Return the lifespan of every tensor, by id, when ops run in `order` (default: the graph's own).
+
+    Inputs live from 0, outputs until the end. A tensor that no op uses has None, except for an input: that is always
+    delivered and lives for at least one position.
+    """
+    order = range(len(graph.ops)) if order is None else order
+    first: dict[int, int] = dict.fromkeys(graph.inputs, 0)
+    end: dict[int, int] = dict.fromkeys(graph.inputs, 1)
+    for position, op in enumerate(order):
+        for i in graph.ops[op].touched:
+            first.setdefault(i, position)
+            end[i] = max(end.get(i, 0), position + 1)
+    for i in graph.outputs:
+        end[i] = max(end.get(i, 1), len(order))
+        first.setdefault(i, end[i] - 1)
+    return tuple(Lifespan(first[i], end[i]) if i in first else None for i in range(len(graph.tensors)))
+
+
+def peak_activation_bytes(graph: Graph, order: Sequence[int] | None = None) -> int:
+    """Return the most bytes of inputs, activations, state and scratch alive at once, alignment not counted."""
+    order = range(len(graph.ops)) if order is None else order
+    spans = zip(graph.tensors, lifespans(graph, order), strict=True)
+    blocks = ((span, t.nbytes) for t, span in spans if span is not None and t.kind != "parameter")
+    live = live_bytes(blocks, max(len(order), 1))
+    scratch = [graph.ops[k].scratch_bytes for k in order] or [0]
+    return max(n + s for n, s in zip(live, scratch, strict=True))

@@ -1,0 +1,148 @@
+"""Writes out the plan in which parameters stream, as a search has decided, and activations travel within their zone.
+
+Both come by one link. Its order is that of need, among what may come by then: the sooner it is used, the earlier.
+"""
+
+from collections import deque
+from itertools import accumulate
+
+from planner.offloading.zone import ActivationZone
+from planner.plan import Address, Placement, Plan
+from planner.sequence.plan_writer import PlanWriter
+from planner.sequence.sequence import Verb
+from planner.streaming.emit import parameter_drops
+from planner.streaming.stream import Swaps
+from planner.streaming.workload import Workload
+
+
+def emit(
+    work: Workload,
+    zone: ActivationZone,
+    partition_bytes: int,
+    workspace_bytes: int,
+    residents: tuple[Placement, ...],
+    swaps: Swaps,
+    *,
+    strictly: bool,
+) -> Plan:
+    """Make the plan. `strictly` lets nothing overtake on the link what is needed sooner but cannot come yet."""
+    return _Emitter(work, zone, partition_bytes, workspace_bytes, residents, swaps, strictly).plan()
+
+
+class _Emitter:
+    def __init__(
+        self,
+        work: Workload,
+        zone: ActivationZone,
+        partition_bytes: int,
+        workspace_bytes: int,
+        residents: tuple[Placement, ...],
+        swaps: Swaps,
+        strictly: bool,
+    ) -> None:
+        self._work, self._zone, self._strictly = work, zone, strictly
+        self._graph = work.footprint.graph
+        self._partition_bytes = partition_bytes
+        count = int(swaps.length[0])
+        self._tensor = [work.parameters[p] for p in swaps.parameter[:count].tolist()]
+        self._page, self._behind, self._needed_by = (
+            a[:count].tolist() for a in (swaps.page, swaps.behind, swaps.op)
+        )
+        self._starting = {
+            (s.tensor, s.span.first): partition_bytes + offset
+            for s, offset in zip(zone.placed.ranges, zone.placed.offsets, strict=True)
+        }
+        initial = {p.tensor: p.address for p in residents}
+        self._drops = parameter_drops(work, frozenset(initial), self._tensor, self._needed_by)
+        inputs = {i: self._starting[i, 0] for i, t in enumerate(self._graph.tensors) if t.kind == "input"}
+        self._writer = PlanWriter(
+            self._graph, partition_bytes, workspace_bytes, inputs, {t: self._offset(a) for t, a in initial.items()}
+        )
+        self._issued = 0
+        self._returning = deque[tuple[int, int]]()
+        """Activations that may come back now, with their offsets."""
+        self._returns_due = deque(self._find_returns_due())
+
+    def plan(self) -> Plan:
+        ops = len(self._graph.ops)
+        last = -1
+        self._drop_parameters(-1)
+        self._issue(-1)
+        for index, action in enumerate(self._zone.actions):
+            match action.verb:
+                case Verb.COMPUTE:
+                    last = action.what
+                    self._compute(index, last, last == ops - 1)
+                    self._drop_parameters(last)
+                    self._issue(last)
+                case Verb.SWAP_IN:
+                    self._returning.append((action.what, self._starting[action.what, index]))
+                    self._issue(last)
+                case Verb.SWAP_OUT:
+                    self._writer.swap_out(action.what)
+                case Verb.DROP:
+                    self._writer.drop(action.what)
+        assert not self._returning, "an activation came back for nobody"
+        return self._writer.plan(self._work.profile.fingerprint)
+
+    def _compute(self, index: int, k: int, is_last: bool) -> None:
+        op, graph = self._graph.ops[k], self._graph
+        scratch = self._zone.placed.scratch.get(index)
+        arrived = [t for t in self._work.footprint.uses[k] if t not in op.reads]
+        if is_last:
+            arrived += [t for t in graph.outputs if graph.tensors[t].kind != "parameter" and t not in op.writes]
+        self._writer.compute(
+            k,
+            [self._starting[t, index] for t in op.writes],
+            None if scratch is None else self._partition_bytes + scratch,
+            arrived,
+        )
+
+    def _drop_parameters(self, k: int) -> None:
+        for t in self._drops.get(k, ()):
+            self._writer.drop(t)
+
+    def _issue(self, k: int) -> None:
+        """Issue, behind op k, whatever may come by now and is next on the link."""
+        while True:
+            parameter = self._issued < len(self._tensor) and self._behind[self._issued] <= k
+            activation = bool(self._returning)
+            if not (parameter or activation):
+                return
+            first = self._is_activation_first(parameter, activation)
+            if first is None:
+                return
+            if first:
+                self._returns_due.popleft()
+                self._writer.swap_in(*self._returning.popleft())
+            else:
+                address = self._work.address(self._page[self._issued])
+                self._writer.swap_in(self._tensor[self._issued], self._offset(address))
+                self._issued += 1
+
+    def _is_activation_first(self, parameter: bool, activation: bool) -> bool | None:
+        """Whether an activation or a parameter is next, of which one at least may come; None if another is sooner."""
+        ops = len(self._graph.ops)
+        never = ops + 1
+        parameter_due = self._needed_by[self._issued] if self._issued < len(self._tensor) else never
+        activation_due = self._returns_due[0] if self._returns_due else never
+        if self._strictly or parameter_due >= ops:
+            if activation_due < parameter_due and not activation:
+                return None
+            if parameter_due < activation_due and not parameter:
+                return None
+        return activation if activation != parameter else activation_due <= parameter_due
+
+    def _find_returns_due(self) -> list[int]:
+        """For each activation that comes back, in order: the first op that uses it, or one that comes behind it."""
+        due: list[int] = []
+        upcoming = {t: len(self._graph.ops) - 1 for t in self._graph.outputs}
+        for action in reversed(self._zone.actions):
+            if action.verb is Verb.COMPUTE:
+                upcoming |= dict.fromkeys(self._graph.ops[action.what].reads, action.what)
+            elif action.verb is Verb.SWAP_IN:
+                due.append(upcoming[action.what])
+        return list(accumulate(due, min))[::-1]
+
+    def _offset(self, address: Address) -> int:
+        return address.offset + (self._partition_bytes if address.region == "workspace" else 0)

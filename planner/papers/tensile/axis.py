@@ -1,0 +1,235 @@
+"""The time axis of one iteration: when each op runs and each tensor is accessed, and what happens in between.
+
+TENSILE, section III: a workload is the sequence of tensor accesses in the order of the ops, each as long as its op.
+Times are whole nanoseconds, so that what ends where something else begins does so exactly.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+from planner.graph import Graph, TensorKind
+from planner.papers.tensile.channel import TransferSpan
+from planner.profile import Link, Profile
+
+NS_PER_S: Final = 10**9
+
+
+@dataclass(eq=False, slots=True)
+class OpRun:
+    """One execution of an op: an access to every tensor that the op reads or writes."""
+
+    op: int
+    start_ns: int
+    end_ns: int
+    again: bool = False
+    """Whether this is a recomputation."""
+
+
+@dataclass(eq=False, slots=True)
+class AccessGap:
+    """Time between two accesses of a tensor, during which it need not be in memory.
+
+    An input's first gap begins with its arrival. A weight's last gap spans the iteration's end, from its last access
+    to its first in the next iteration; the weight returns before that access, or before this iteration ends.
+    """
+
+    before: OpRun | None
+    after: OpRun
+    across: bool
+    version: int
+    """How often the tensor was written or changed before."""
+    back: TransferSpan | None = None
+    """The swap-in that ends the absence."""
+    rerun: OpRun | None = None
+    """The recomputation that ends the absence."""
+
+    @property
+    def kept(self) -> bool:
+        return self.back is None and self.rerun is None
+
+    @property
+    def early(self) -> bool:
+        """Whether a gap that spans the iteration's end is over before that end."""
+        return self.across and self.back is not None and self.back.start_ns >= self.after.end_ns
+
+    @property
+    def returns_ns(self) -> int:
+        """When the absence ends."""
+        if self.back is not None:
+            return self.back.start_ns
+        assert self.rerun is not None
+        return self.rerun.start_ns
+
+
+@dataclass(eq=False, slots=True)
+class Track:
+    """One tensor: its accesses in order of time, and its gaps."""
+
+    tensor: int
+    nbytes: int
+    kind: TensorKind
+    stays: bool
+    """Whether it must be in memory at the end of the iteration."""
+    accesses: list[OpRun] = field(default_factory=list)
+    changes: list[OpRun] = field(default_factory=list)
+    """Those of the accesses that write it or change it in place."""
+    gaps: list[AccessGap] = field(default_factory=list)
+    outs: dict[int, TransferSpan] = field(default_factory=dict)
+    """Swap-outs by version."""
+    extra: list[OpRun] = field(default_factory=list)
+    """Recomputations that write it although no later op reads it."""
+
+    @property
+    def is_weight(self) -> bool:
+        return self.kind in ("parameter", "state")
+
+    @property
+    def resident(self) -> bool:
+        """Whether it is in memory from one iteration to the next."""
+        return self.is_weight and bool(self.gaps) and (self.gaps[-1].kept or self.gaps[-1].early)
+
+    @property
+    def released(self) -> bool:
+        """Whether it is ever absent between two accesses."""
+        return not all(gap.kept for gap in self.gaps)
+
+    def needs_out(self, gap: AccessGap) -> bool:
+        """Whether the tensor must be swapped out for this gap, because the host store has no current copy.
+
+        A parameter always has a copy, state until it is changed; resident state was changed in earlier iterations.
+        """
+        if self.kind == "parameter":
+            return False
+        return gap.version > 0 or self.kind != "state" or (self.resident and not gap.across)
+
+    def find_gaps(self) -> None:
+        """Divide the time between accesses, forgetting all fates."""
+        self.gaps = []
+        changes = 0
+        before: OpRun | None = None
+        for run in self.accesses:
+            if before is not None or self.kind == "input":
+                self.gaps.append(AccessGap(before, run, False, changes))
+            changes += run in self.changes
+            before = run
+        if self.is_weight and self.accesses:
+            self.gaps.append(AccessGap(before, self.accesses[0], True, changes))
+
+
+class Axis:
+    """One iteration, from 0 on. The inputs arrive in the nanosecond before the first op."""
+
+    def __init__(self, graph: Graph, profile: Profile) -> None:
+        self.graph = graph
+        self.profile = profile
+        self.runs = list(_back_to_back(profile.op_seconds))
+        self.tracks = {t: self._track(t) for t in range(len(self.graph.tensors))}
+        last = len(self.runs) - 1
+        for k, (op, run) in enumerate(zip(self.graph.ops, self.runs, strict=True)):
+            at_end = self.graph.outputs if k == last else ()
+            for t in dict.fromkeys((*op.reads, *op.writes, *at_end)):
+                self.tracks[t].accesses.append(run)
+            for t in (*op.writes, *op.mutates):
+                self.tracks[t].changes.append(run)
+        for track in self.tracks.values():
+            track.find_gaps()
+
+    @property
+    def end_ns(self) -> int:
+        return self.runs[-1].end_ns if self.runs else 0
+
+    @cached_property
+    def changed(self) -> frozenset[int]:
+        """Tensors that some op changes in place."""
+        return frozenset(t for op in self.graph.ops for t in op.mutates)
+
+    def may_swap_one_more(self, most_swapped: float) -> bool:
+        """Whether the share of the accessed tensors that are swapped stays within the maximum swapping rate."""
+        swapped = sum(any(g.back is not None for g in t.gaps) for t in self.tracks.values())
+        return swapped + 1 <= most_swapped * sum(bool(t.accesses) for t in self.tracks.values())
+
+    def scratch_bytes(self, run: OpRun) -> int:
+        return self.graph.ops[run.op].aligned_scratch_bytes
+
+    def in_ns(self, track: Track) -> int:
+        return _transfer_ns(self.profile.swap_in, self.graph.tensors[track.tensor].nbytes)
+
+    def out_ns(self, track: Track) -> int:
+        return _transfer_ns(self.profile.swap_out, self.graph.tensors[track.tensor].nbytes)
+
+    def end_of(self, run: OpRun | None) -> int:
+        """When an access has ended; the arrival, if None."""
+        return 0 if run is None else run.end_ns
+
+    def spans(self) -> Iterator[tuple[TransferSpan, bool]]:
+        """All transfers, and whether each is a swap-in."""
+        for track in self.tracks.values():
+            yield from ((span, False) for span in track.outs.values())
+            yield from ((gap.back, True) for gap in track.gaps if gap.back is not None)
+
+    def insert(self, op: int, before: OpRun) -> OpRun:
+        """OpRun an op again right before a run. All that starts with that run or later is put off."""
+        at_ns, added_ns = before.start_ns, _op_ns(self.profile.op_seconds[op])
+        again = OpRun(op, at_ns, at_ns + added_ns, again=True)
+        for run in self.runs:
+            if run.start_ns >= at_ns:
+                run.start_ns, run.end_ns = run.start_ns + added_ns, run.end_ns + added_ns
+        for track in self.tracks.values():
+            track.outs = {v: _put_off(span, at_ns, added_ns) for v, span in track.outs.items()}
+            for gap in track.gaps:
+                gap.back = None if gap.back is None else _put_off(gap.back, at_ns, added_ns)
+        insort(self.runs, again, key=lambda r: r.start_ns)
+        return again
+
+    def gone_ns(self, track: Track, gap: AccessGap) -> int:
+        """When the tensor has left, in a gap with a swap or a recomputation."""
+        gone = self.end_of(gap.before)
+        return max(gone, track.outs[gap.version].end_ns) if track.needs_out(gap) and gap.rerun is None else gone
+
+    def stays(self, track: Track) -> Iterator[TransferSpan]:
+        """When the tensor is in memory."""
+        yield from (TransferSpan(run.start_ns, run.end_ns) for run in track.extra)
+        if not track.accesses:
+            if track.kind == "input":
+                yield TransferSpan(-1, self.end_ns if track.stays else 0)
+            return
+        since, until = track.accesses[0].start_ns, track.accesses[-1].end_ns
+        if track.kind == "input" or track.is_weight:
+            since = -1
+        if track.stays or track.is_weight:
+            until = self.end_ns
+        if track.is_weight and not track.resident:
+            since, until = track.gaps[-1].returns_ns, self.gone_ns(track, track.gaps[-1])
+        for gap in track.gaps:
+            if not gap.kept and (not gap.across or gap.early):
+                yield TransferSpan(since, self.gone_ns(track, gap))
+                since = gap.returns_ns
+        yield TransferSpan(since, until)
+
+    def _track(self, t: int) -> Track:
+        tensor = self.graph.tensors[t]
+        stays = t in self.graph.outputs and tensor.kind != "parameter"
+        return Track(t, tensor.aligned_bytes, tensor.kind, stays)
+
+
+def _back_to_back(op_seconds: Sequence[float]) -> Iterator[OpRun]:
+    start_ns = 0
+    for k, op_s in enumerate(op_seconds):
+        yield OpRun(k, start_ns, start_ns + _op_ns(op_s))
+        start_ns += _op_ns(op_s)
+
+
+def _op_ns(op_s: float) -> int:
+    return max(round(op_s * NS_PER_S), 1)
+
+
+def _transfer_ns(link: Link, nbytes: int) -> int:
+    return max(math.ceil(link.seconds(nbytes) * NS_PER_S), 1)
+
+
+def _put_off(span: TransferSpan, at_ns: int, added_ns: int) -> TransferSpan:
+    return TransferSpan(span.start_ns + added_ns, span.end_ns + added_ns) if span.start_ns >= at_ns else span

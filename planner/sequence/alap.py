@@ -1,0 +1,316 @@
+"""The sequence that fates of gaps make when everything happens as late as it can, compiled.
+
+Tensors leave right after their last use and come back right before the next. A computation is repeated right before
+the use that it is for, as far back as it takes (HOME, section 2.2); what it brought leaves after it. No sequence
+with the same fates needs less memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.compiled import compiled
+from planner.sequence.gaps import START, Fate, Gaps
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Codes = NDArray[np.int8]
+"""A fate per gap, by its place in FATES."""
+
+FATES: Final = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE, Fate.RESTORE)
+KEEP: Final = 0
+SWAP: Final = 1
+RECOMPUTE: Final = 2
+RESTORE: Final = 3
+GONE: Final = 4
+"""What is needed no more."""
+
+COMPUTE: Final = 0
+SWAP_IN: Final = 1
+SWAP_OUT: Final = 2
+DROP: Final = 3
+
+_NONE: Final = -1
+_PARAMETER: Final = 0
+_STATE: Final = 1
+_INPUT: Final = 2
+_KINDS: Final = {"parameter": _PARAMETER, "state": _STATE, "input": _INPUT, "activation": 3}
+LONGEST: Final = 4
+"""Sequences that recomputation makes so many times longer than any other are given up."""
+
+
+NEEDED: Final = 0
+"""What must be in memory for an op besides what it writes: its reads, and the outputs for the last op."""
+WRITES: Final = 1
+READS: Final = 2
+CHANGES: Final = 3
+AGAIN: Final = 4
+"""The gaps that end at an op and can be recomputed."""
+INPUTS: Final = 5
+"""The graph's, at the first op."""
+
+
+class Tables(NamedTuple):
+    """A graph and its gaps as arrays. Ops go by position."""
+
+    start: Ints
+    """List l of the op at position p is `ids[start[l, p]:start[l, p + 1]]`, l one of those above."""
+    ids: Ints
+    behind: Ints
+    """For each id that is a use, the gap that begins there, or none."""
+    scratch_bytes: Ints
+    nbytes: Ints
+    kind: Ints
+    stays: Bools
+    """Outputs but for parameters: they are in memory at the end."""
+    last_use: Ints
+    producer: Ints
+    stored: Ints
+    """Parameters and state that are used, in the order of their first use."""
+    wrapping: Ints
+    """The wrapping gap of each of `stored`."""
+    tensor: Ints
+    """Of each gap."""
+    plain: int
+    """At least as many actions as a sequence without recomputation has."""
+    most: int
+    """Actions that a sequence may have."""
+
+
+class AlapSequence(NamedTuple):
+    """A sequence, and the bytes in memory during each action; empty if it were too long."""
+
+    verb: Ints
+    what: Ints
+    """A tensor; for COMPUTE the position of an op."""
+    held: Ints
+
+
+@lru_cache(maxsize=4)
+def tables(gaps: Gaps) -> Tables:
+    """Arrays for `late`. The graph must have ops."""
+    graph = gaps.graph
+    ops = [graph.ops[k] for k in gaps.ops_at]
+    needed = [op.reads for op in ops]
+    needed[-1] = tuple(t for t in dict.fromkeys((*ops[-1].reads, *graph.outputs)) if t not in ops[-1].writes)
+    behind = {(g.tensor, g.last_use): i for i, g in enumerate(gaps.all) if not g.wraps}
+    wrapping = {g.tensor: i for i, g in enumerate(gaps.all) if g.wraps}
+    again: list[list[int]] = [[] for _ in ops]
+    for i, gap in enumerate(gaps.all):
+        if Fate.RECOMPUTE in gap.fates:
+            again[gap.next_use].append(i)
+    stored = sorted(wrapping, key=lambda t: (gaps.uses[t][0], t))
+    writes, changes = [op.writes for op in ops], [op.mutates for op in ops]
+    first_inputs = [graph.inputs, *(() for _ in ops[1:])]
+    lists: list[Sequence[Sequence[int]]] = [needed, writes, [op.reads for op in ops], changes, again, first_inputs]
+    begins = [
+        behind.get((i, START if kind == INPUTS else p), _NONE) if kind in (NEEDED, WRITES, INPUTS) else _NONE
+        for kind, of_ops in enumerate(lists)
+        for p, some in enumerate(of_ops)
+        for i in some
+    ]
+    lengths = [[len(some) for some in of_ops] for of_ops in lists]
+    end = np.cumsum(lengths).reshape(len(lists), len(ops))
+    uses = sum(len(need) + len(some) for need, some in zip(needed, writes, strict=True))
+    plain = len(ops) + 3 * uses + 2 * len(graph.inputs) + 3 * len(stored)
+    return Tables(
+        start=np.concatenate([end[:, :1] - np.array(lengths)[:, :1], end], axis=1),
+        ids=_ints(i for of_ops in lists for some in of_ops for i in some),
+        behind=_ints(begins),
+        scratch_bytes=_ints(op.aligned_scratch_bytes for op in ops),
+        nbytes=_ints(t.aligned_bytes for t in graph.tensors),
+        kind=_ints(_KINDS[t.kind] for t in graph.tensors),
+        stays=np.array([t in graph.outputs and what.kind != "parameter" for t, what in enumerate(graph.tensors)]),
+        last_use=_ints(uses[-1] if uses else START for uses in gaps.uses),
+        producer=_ints(gaps.producer.get(t, _NONE) for t in range(len(graph.tensors))),
+        stored=_ints(stored),
+        wrapping=_ints(wrapping[t] for t in stored),
+        tensor=_ints(g.tensor for g in gaps.all),
+        plain=plain,
+        most=LONGEST * plain,
+    )
+
+
+def codes(fates: Iterable[Fate]) -> Codes:
+    return np.array([FATES.index(fate) for fate in fates], np.int8)
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, np.int64)
+
+
+@compiled
+def residents(t: Tables, fates: Codes) -> Bools:
+    """By tensor: whether it is in memory before the inference and after it."""
+    found = np.zeros(len(t.nbytes), np.bool_)
+    for i in range(len(t.stored)):
+        found[t.stored[i]] = fates[t.wrapping[i]] != SWAP
+    return found
+
+
+# These loops run for every try of a search. References are counted wherever an array is handed on or sliced, which
+# would take most of the time; so all of the plain sequence is in one function.
+
+
+@compiled
+def alap(t: Tables, fates: Codes) -> AlapSequence:
+    """The sequence of these fates."""
+    start, ids, behind, last_use, stays, kind = t.start, t.ids, t.behind, t.last_use, t.stays, t.kind
+    here, saved, kept = _at_the_start(t, fates)
+    forgotten = np.zeros(len(here), np.bool_)  # in a gap that a computation ends
+    verb, what, length = np.empty(t.most + t.plain, np.int64), np.empty(t.most + t.plain, np.int64), 0
+    mark, saving = np.full((3, len(here)), -1), np.empty(len(here), np.int64)
+    for p in range(START, len(t.scratch_bytes)):
+        if p != START:
+            repeats = False
+            for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
+                repeats |= fates[ids[n]] == RECOMPUTE
+            if repeats:
+                length = _repeat(t, fates, here, saved, forgotten, p, mark, verb, what, length)
+                if length > t.most:
+                    return AlapSequence(verb[:0], what[:0], what[:0])
+            for n in range(start[NEEDED, p], start[NEEDED, p + 1]):
+                if not here[ids[n]]:
+                    here[ids[n]] = True
+                    verb[length], what[length], length = SWAP_IN, ids[n], length + 1
+            verb[length], what[length], length = COMPUTE, p, length + 1
+            for n in range(start[WRITES, p], start[WRITES, p + 1]):
+                here[ids[n]] = True
+            for n in range(start[CHANGES, p], start[CHANGES, p + 1]):
+                saved[ids[n]] = False
+        saves = 0
+        for uses in range(NEEDED if p != START else INPUTS, WRITES + 1 if p != START else INPUTS + 1):
+            for n in range(start[uses, max(p, 0)], start[uses, max(p, 0) + 1]):
+                i, fate = ids[n], GONE
+                if behind[n] >= 0:
+                    fate = fates[behind[n]]
+                elif p < last_use[i] or kept[i]:
+                    fate = KEEP
+                elif kind[i] == _STATE and not saved[i]:
+                    fate = SWAP
+                elif stays[i]:
+                    fate = KEEP
+                if fate == SWAP and not saved[i]:
+                    saving[saves], saves = i, saves + 1
+                elif fate != KEEP:  # what need not be saved leaves first, so that nobody waits for a transfer
+                    here[i], forgotten[i] = False, fate == RECOMPUTE
+                    verb[length], what[length], length = DROP, i, length + 1
+        for n in range(saves):
+            i = saving[n]
+            saved[i] = True
+            verb[length], what[length], length = SWAP_OUT, i, length + 1
+            if not stays[i] or p < last_use[i]:
+                here[i] = False
+                verb[length], what[length], length = DROP, i, length + 1
+    for n in range(len(t.stored)):
+        if fates[t.wrapping[n]] == RESTORE and not kept[t.stored[n]]:
+            verb[length], what[length], length = SWAP_IN, t.stored[n], length + 1
+    return AlapSequence(verb[:length], what[:length], _held(t, fates, verb[:length], what[:length]))
+
+
+@compiled
+def _at_the_start(t: Tables, fates: Codes) -> tuple[Bools, Bools, Bools]:
+    """By tensor: whether it is in memory, and in the host store, and a resident that never leaves behind a use."""
+    here = residents(t, fates)
+    saved, kept = np.zeros(len(here), np.bool_), np.zeros(len(here), np.bool_)
+    for i in range(len(here)):
+        saved[i] = t.kind[i] == _PARAMETER or (t.kind[i] == _STATE and not here[i])
+        here[i] |= t.kind[i] == _INPUT
+    for n in range(len(t.stored)):
+        fate, to_the_end = fates[t.wrapping[n]], t.last_use[t.stored[n]] == len(t.scratch_bytes) - 1
+        kept[t.stored[n]] = fate == KEEP or (fate == RESTORE and to_the_end)
+    return here, saved, kept
+
+
+@compiled
+def _held(t: Tables, fates: Codes, verb: Ints, what: Ints) -> Ints:
+    """Bytes in memory during each action."""
+    start, ids, nbytes, scratch_bytes = t.start, t.ids, t.nbytes, t.scratch_bytes
+    held, now = np.empty(len(verb), np.int64), 0
+    for i, there in enumerate(_at_the_start(t, fates)[0]):
+        now += nbytes[i] if there else 0
+    for i in range(len(verb)):
+        if verb[i] == COMPUTE:
+            for n in range(start[WRITES, what[i]], start[WRITES, what[i] + 1]):
+                now += nbytes[ids[n]]
+        elif verb[i] == SWAP_IN:
+            now += nbytes[what[i]]
+        held[i] = now + (scratch_bytes[what[i]] if verb[i] == COMPUTE else 0)
+        if verb[i] == DROP:
+            now -= nbytes[what[i]]
+    return held
+
+
+@compiled
+def _repeat(
+    t: Tables,
+    fates: Codes,
+    here: Bools,
+    saved: Bools,
+    forgotten: Bools,
+    p: int,
+    mark: Ints,
+    verb: Ints,
+    what: Ints,
+    length: int,
+) -> int:
+    """Compute again what the op at p needs, and what that needs; what comes only for that leaves after it.
+
+    `mark[:, i]` tells, of tensor i, the last p for which it came, and the last that it is wanted at; and the last op
+    of this repetition that uses it. Returns the length of the sequence so far.
+    """
+    start, ids = t.start, t.ids
+    came, wanted, last = mark[0], mark[1], mark[2]
+    for n in range(start[NEEDED, p], start[NEEDED, p + 1]):
+        wanted[ids[n]] = p
+    again = _ops_to_repeat(t, fates, here, saved, forgotten, p)
+    for q in again:
+        for uses in range(WRITES, READS + 1):
+            for n in range(start[uses, q], start[uses, q + 1]):
+                last[ids[n]] = q
+    for q in again:
+        for n in range(start[READS, q], start[READS, q + 1]):
+            if not here[ids[n]]:
+                here[ids[n]], came[ids[n]] = True, p
+                verb[length], what[length], length = SWAP_IN, ids[n], length + 1
+        for n in range(start[WRITES, q], start[WRITES, q + 1]):
+            if here[ids[n]]:  # it must not be when the op runs
+                verb[length], what[length], length = DROP, ids[n], length + 1
+            else:
+                here[ids[n]], came[ids[n]] = True, p
+        verb[length], what[length], length = COMPUTE, q, length + 1
+        for uses in range(WRITES, READS + 1):
+            for n in range(start[uses, q], start[uses, q + 1]):
+                i = ids[n]
+                if came[i] == p and wanted[i] != p and last[i] == q:
+                    here[i] = False
+                    verb[length], what[length], length = DROP, i, length + 1
+        if length > t.most:
+            return length
+    for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
+        if fates[ids[n]] == RECOMPUTE:
+            forgotten[t.tensor[ids[n]]] = False
+    return length
+
+
+@compiled
+def _ops_to_repeat(t: Tables, fates: Codes, here: Bools, saved: Bools, forgotten: Bools, p: int) -> Ints:
+    """Positions, in order, of the ops that must run again for what is computed again for p."""
+    start, ids, producer, tensor = t.start, t.ids, t.producer, t.tensor
+    asked, found, length = np.zeros(p, np.bool_), np.empty(p, np.int64), 0
+    for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
+        if fates[ids[n]] == RECOMPUTE:
+            q = producer[tensor[ids[n]]]
+            if not asked[q]:
+                asked[q], found[length], length = True, q, length + 1
+    done = 0
+    while done < length:
+        for n in range(start[READS, found[done]], start[READS, found[done] + 1]):
+            i = ids[n]
+            if not here[i] and (not saved[i] or forgotten[i]) and not asked[producer[i]]:
+                asked[producer[i]], found[length], length = True, producer[i], length + 1
+        done += 1
+    return np.flatnonzero(asked)

@@ -1,0 +1,116 @@
+"""When swapped-out tensors give up their bytes, and when they begin to come back: by the clock, not at once.
+
+A sequence in which a drop follows its swap-out at once lets the placement put the next result into these bytes, whose
+writer then waits for the copy. No-wait (Beaumont et al., Proposition 1) means to wait only for want of memory; and in
+an ordered schedule nothing comes back that takes the memory of what is still on its way out (Lemma 3).
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from planner.graph import Graph
+from planner.profile import Profile
+from planner.sequence.sequence import Action, Verb
+
+
+def delay_drops(
+    graph: Graph, profile: Profile, actions: Sequence[Action], residents: Collection[int], memory_bytes: int
+) -> list[Action]:
+    """The sequence with drops behind the ops during which their swap-outs end, as far as memory allows.
+
+    What was swapped out comes back no sooner than all on its way out is gone, and nothing that is swapped in makes an
+    op wait for a swap-out, unless the op that needs it is next. Times are those of lanes without slowdowns.
+    """
+    return _DelayedDrops(graph, profile, residents, memory_bytes).replayed(actions)
+
+
+class _DelayedDrops:
+    def __init__(self, graph: Graph, profile: Profile, residents: Collection[int], memory_bytes: int) -> None:
+        self._graph, self._profile, self._memory_bytes = graph, profile, memory_bytes
+        self._nbytes = [t.aligned_bytes for t in graph.tensors]
+        self._held_bytes = sum(self._nbytes[t] for t in (*graph.inputs, *residents))
+        self._now_s = self._in_s = self._out_s = 0.0  # when each lane is free
+        self._there_s: dict[int, float] = {}
+        self._saved_s: dict[int, float] = {}
+        self._leaving = deque[int]()
+        self._coming = deque[int]()
+        self._actions: list[Action] = []
+
+    def replayed(self, actions: Sequence[Action]) -> list[Action]:
+        for action in actions:
+            match action.verb:
+                case Verb.COMPUTE:
+                    self._compute(action)
+                case Verb.SWAP_IN:
+                    self._coming.append(action.what)
+                    self._bring()
+                case Verb.SWAP_OUT:
+                    self._fetch_until((action.what,))
+                    begin_s = max(self._out_s, self._there_s.get(action.what, 0.0))
+                    self._out_s = begin_s + self._profile.swap_out.seconds(self._graph.tensors[action.what].nbytes)
+                    self._saved_s[action.what] = self._out_s
+                    self._actions.append(action)
+                case Verb.DROP:
+                    self._fetch_until((action.what,))
+                    self._leaving.append(action.what)
+                    if self._saved_s.get(action.what, 0.0) <= self._now_s:
+                        self._leaving.pop()
+                        self._drop(action.what)
+        self._fetch_until(tuple(self._coming))
+        while self._leaving:
+            self._drop(self._leaving.popleft())
+        return self._actions
+
+    def _compute(self, action: Action) -> None:
+        op = self._graph.ops[action.what]
+        last = len(self._graph.ops) - 1
+        self._fetch_until((*op.reads, *(self._graph.outputs if action.what == last else ())))
+        begin_s = max((self._now_s, *(self._there_s.get(t, 0.0) for t in op.reads)))
+        self._let_go(begin_s)
+        scratch = op.aligned_scratch_bytes
+        written = sum(self._nbytes[t] for t in op.writes)
+        begin_s = max(begin_s, self._make_room(written + scratch, op.writes))
+        self._now_s = begin_s + self._profile.op_seconds[action.what]
+        self._there_s |= dict.fromkeys((*op.writes, *op.mutates), self._now_s)
+        self._held_bytes += written
+        self._actions.append(action)
+        self._bring()
+
+    def _bring(self) -> None:
+        """Swap in what can come without making anybody wait."""
+        self._let_go(self._now_s)
+        while self._coming:
+            t = self._coming[0]
+            if self._leaving and (t in self._saved_s or self._held_bytes + self._nbytes[t] > self._memory_bytes):
+                return
+            self._swap_in(self._coming.popleft())
+
+    def _fetch_until(self, needed: Collection[int]) -> None:
+        """Swap in, in order, until all that is needed is on its way."""
+        while not set(needed).isdisjoint(self._coming):
+            self._swap_in(self._coming.popleft())
+
+    def _swap_in(self, tensor: int) -> None:
+        begin_s = max(self._in_s, self._make_room(self._nbytes[tensor], (tensor,)), self._saved_s.get(tensor, 0.0))
+        self._in_s = begin_s + self._profile.swap_in.seconds(self._graph.tensors[tensor].nbytes)
+        self._there_s[tensor] = self._in_s
+        self._held_bytes += self._nbytes[tensor]
+        self._actions.append(Action(Verb.SWAP_IN, tensor))
+
+    def _let_go(self, now_s: float) -> None:
+        while self._leaving and self._saved_s.get(self._leaving[0], 0.0) <= now_s:
+            self._drop(self._leaving.popleft())
+
+    def _make_room(self, nbytes: int, brought: Collection[int]) -> float:
+        """Drop what is on its way out, the first first, until there is room; return when that is."""
+        ready_s = 0.0
+        while self._leaving and (
+            self._held_bytes + nbytes > self._memory_bytes or not set(brought).isdisjoint(self._leaving)
+        ):
+            ready_s = self._saved_s.get(self._leaving[0], 0.0)
+            self._drop(self._leaving.popleft())
+        return ready_s
+
+    def _drop(self, tensor: int) -> None:
+        self._held_bytes -= self._nbytes[tensor]
+        self._actions.append(Action(Verb.DROP, tensor))

@@ -1,0 +1,263 @@
+"""The memory that parameters share, as a planner sees it: a line of pages with items in page order.
+
+First comes the partition, then a page that belongs to nobody (so that no parameter lies across the border), then
+the workspace, at whose bottom the activations are. An item is a parameter, a free stretch or the border. All
+functions run inside compiled loops and change the memory in place.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.compiled import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NOWHERE: Final = -1
+"""Page of a parameter that is not in memory."""
+NO_MORE: Final = 1 << 40
+"""Next use of a parameter that this inference does not need again."""
+FRESH: Final = -1
+"""Last user of bytes that no op has used in this inference."""
+
+_FREE: Final = -1
+_BORDER: Final = -2
+
+
+class PageMap(NamedTuple):
+    """Item i covers pages `begin[i]` to `begin[i + 1]`; the arrays are longer than needed."""
+
+    begin: Ints
+    what: Ints
+    """Parameter of each item, or one of the two above."""
+    last: Ints
+    """Last op that used each item's bytes, or FRESH."""
+    items: Ints
+    """Number of items, [1]."""
+    where: Ints
+    """Page of each parameter, or NOWHERE."""
+
+
+class Hole(NamedTuple):
+    """What the search for a hole goes by."""
+
+    op: int
+    op_end_s: Floats
+    """End of op k in [k + 1], as far as it is known."""
+    link_s: float
+    """When the link can begin another transfer."""
+    fit: int
+    """Among holes that are free in time: 0 prefers the one that is idle longest, 1 the tightest, 2 the next one."""
+    cursor: int
+    """End of the latest transfer's bytes, for fit 2."""
+
+
+@compiled
+def empty_page_map(partition_pages: int, workspace_pages: int, parameters: int, most_items: int) -> PageMap:
+    begin = np.empty(most_items + 1, dtype=np.int64)
+    what = np.empty(most_items + 1, dtype=np.int64)
+    last = np.full(most_items + 1, FRESH)
+    begin[0], begin[1], begin[2] = 0, partition_pages, partition_pages + 1
+    begin[3] = partition_pages + 1 + workspace_pages
+    what[0], what[1], what[2] = _FREE, _BORDER, _FREE
+    return PageMap(begin, what, last, np.array([3]), np.full(parameters, NOWHERE))
+
+
+@compiled
+def item_at(memory: PageMap, page: int) -> int:
+    """The item that covers a page."""
+    begin = memory.begin
+    low, high = 0, memory.items[0]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if begin[middle] <= page:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def use(memory: PageMap, parameter: int, op: int) -> None:
+    memory.last[item_at(memory, memory.where[parameter])] = op
+
+
+@compiled
+def remove(memory: PageMap, parameter: int) -> None:
+    memory.what[item_at(memory, memory.where[parameter])] = _FREE
+    memory.where[parameter] = NOWHERE
+
+
+@compiled
+def put(memory: PageMap, parameter: int, page: int, pages: int) -> int:
+    """Write a parameter over whatever is there; return the last op that used these bytes, or FRESH."""
+    at, latest = _overwrite(memory, parameter, page, pages)
+    memory.last[at] = latest
+    memory.where[parameter] = page
+    return latest
+
+
+@compiled
+def cover(memory: PageMap, page: int, pages: int, op: int) -> None:
+    """An op's activations take these pages: who lies there is gone."""
+    at, _ = _overwrite(memory, _FREE, page, pages)
+    memory.last[at] = op
+
+
+@compiled
+def _overwrite(memory: PageMap, item: int, page: int, pages: int) -> tuple[int, int]:
+    """Put an item over whatever is there; return its number and the last op that used its bytes before.
+
+    What is displaced is gone as a whole; those parts of it that stick out are free.
+    """
+    begin, what, last, items = memory.begin, memory.what, memory.last, memory.items[0]
+    first = item_at(memory, page)
+    stop, latest = first, FRESH
+    while stop < items and begin[stop] < page + pages:
+        latest = max(latest, last[stop])
+        if what[stop] >= 0:
+            memory.where[what[stop]] = NOWHERE
+        what[stop] = _FREE
+        stop += 1
+    head = 1 if begin[first] < page else 0
+    tail = 1 if begin[stop] > page + pages else 0
+    tail_last = last[stop - 1]
+    grown = head + 1 + tail - (stop - first)
+    if grown > 0:
+        for i in range(items, stop - 1, -1):
+            _copy_item(begin, what, last, i, i + grown)
+    elif grown < 0:
+        for i in range(stop, items + 1):
+            _copy_item(begin, what, last, i, i + grown)
+    at = first + head
+    begin[at], what[at] = page, item
+    if tail:
+        begin[at + 1], what[at + 1], last[at + 1] = page + pages, _FREE, tail_last
+    memory.items[0] += grown
+    return at, latest
+
+
+@compiled
+def tidy(memory: PageMap, upcoming: Ints, op_end_s: Floats, link_s: float) -> None:
+    """Join stretches that nothing needs any more and that are free by the time the link can begin."""
+    begin, what, last = memory.begin, memory.what, memory.last
+    kept, was_dead = 0, False
+    for i in range(memory.items[0]):
+        p = what[i]
+        dead = (p == _FREE or (p >= 0 and upcoming[p] >= NO_MORE)) and op_end_s[last[i] + 1] <= link_s
+        if dead and p >= 0:
+            memory.where[p] = NOWHERE
+            what[i] = _FREE
+        if dead and was_dead:
+            last[kept - 1] = max(last[kept - 1], last[i])
+        else:
+            _copy_item(begin, what, last, i, kept)
+            kept += 1
+        was_dead = dead
+    begin[kept] = begin[memory.items[0]]
+    memory.items[0] = kept
+
+
+@compiled
+def _copy_item(begin: Ints, what: Ints, last: Ints, source: int, target: int) -> None:
+    begin[target] = begin[source]
+    what[target] = what[source]
+    last[target] = last[source]
+
+
+@compiled
+def find_hole(memory: PageMap, pages: int, zone: int, locked: Ints, hole: Hole) -> int:
+    """First page of a stretch that holds nothing locked through this op; in the workspace, above `zone`; or NOWHERE.
+
+    Best is what is free when the link is; else what is free first. Stretches begin or end where an item does.
+    """
+    begin, what, last, items = memory.begin, memory.what, memory.last, memory.items[0]
+    op, op_end_s, link_s, fit, cursor = hole.op, hole.op_end_s, hole.link_s, hole.fit, hole.cursor
+    best, best_late_s, best_rank = NOWHERE, np.inf, np.inf
+    lowest = 0
+    run_first = run_stop = 0  # the items of the open stretch that is looked at
+    while run_stop < items:
+        run_first = run_stop
+        if not _is_open(what[run_first], last[run_first], locked, op):
+            if what[run_first] == _BORDER:
+                lowest = begin[run_first + 1] + zone
+            run_stop += 1
+            continue
+        while run_stop < items and _is_open(what[run_stop], last[run_stop], locked, op):
+            run_stop += 1
+        low, high = max(begin[run_first], lowest), begin[run_stop]
+        if high - low < pages:
+            continue
+        for i in range(run_first, run_stop):
+            for side in range(2):
+                page = max(begin[i], low) if side == 0 else begin[i + 1] - pages
+                if page < low or page + pages > high:
+                    continue
+                latest = _latest_use(begin, last, i, page, pages)
+                late_s = max(op_end_s[latest + 1] - link_s, 0.0)
+                if late_s > best_late_s:
+                    continue
+                if fit == 0:
+                    rank = float(latest)
+                elif fit == 1:
+                    rank = float(high - low)
+                else:
+                    rank = float(page - cursor if page >= cursor else page - cursor + begin[items] + 1)
+                if late_s < best_late_s or rank < best_rank:
+                    best, best_late_s, best_rank = page, late_s, rank
+    return best
+
+
+@compiled
+def _is_open(parameter: int, last: int, locked: Ints, op: int) -> bool:
+    return bool(last < op and parameter != _BORDER and (parameter < 0 or locked[parameter] < op))
+
+
+@compiled
+def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> int:
+    """The last op that used any byte of a stretch that begins in, before or a little behind an item."""
+    while begin[item] > page:
+        item -= 1
+    latest = FRESH
+    while begin[item] < page + pages:
+        latest = max(latest, last[item])
+        item += 1
+    return latest
+
+
+@compiled
+def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints) -> int:
+    """First page of the stretch whose contents are needed last, then whose bytes are idle longest; or NOWHERE.
+
+    Stretches begin or end where an item does. Those that hold what this op reads are out of the question.
+    """
+    begin, items = memory.begin, memory.items[0]
+    best, best_next, best_last = NOWHERE, op, op
+    for i in range(items):
+        for page in (begin[i], begin[i + 1] - pages):
+            if page < 0 or page + pages > begin[items]:
+                continue
+            soonest, latest = _contents(memory, i, page, pages, op, upcoming)
+            if latest < op < soonest and (soonest > best_next or (soonest == best_next and latest < best_last)):
+                best, best_next, best_last = page, soonest, latest
+    return best
+
+
+@compiled
+def _contents(memory: PageMap, item: int, page: int, pages: int, op: int, upcoming: Ints) -> tuple[int, int]:
+    """The soonest next use and the last use of a stretch; the former is -1 if the border is in it."""
+    begin, what, last = memory.begin, memory.what, memory.last
+    while begin[item] > page:
+        item -= 1
+    soonest, latest = NO_MORE, FRESH
+    while begin[item] < page + pages:
+        p = what[item]
+        if p == _BORDER:
+            return -1, latest
+        if p >= 0:
+            soonest = min(soonest, upcoming[p])
+        latest = max(latest, last[item])
+        item += 1
+    return soonest, latest

@@ -1,0 +1,366 @@
+"""A draft: the calls, views and copies of one inference, with addresses relative to the plan's regions.
+
+Drafting walks the plan once. A model that moves, or is loaded again, is bound to the arena from the same draft.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Generic, Literal, TypeVar
+
+import torch
+
+from planner.graph import Graph
+from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
+from planner.profile import Profile
+from runtime.binding.calls import CallTemplate, template_of
+from runtime.binding.prefetch import WorkspaceUse, workspace_uses
+from runtime.lowering.trace import Instruction, Trace
+from runtime.lowering.weights import Manifest, Piece
+from runtime.memory import Copy
+from runtime.offload.activation import OffloadedActivation
+from runtime.offload.spills import Spill, spills_of
+
+C = TypeVar("C")
+"""Calls of a step: `DraftCall` in a draft, `Call` in a program."""
+
+Statics = tuple[tuple[int, int], ...]
+"""(slot, index into `Draft.statics`) of slots whose values are known once the model has addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticWeight:
+    """A parameter, with the address of its segment."""
+
+    piece: Piece
+    segment: Address
+
+
+@dataclass(frozen=True, slots=True)
+class StaticView:
+    """A view of parameters only."""
+
+    template: CallTemplate
+    statics: Statics
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCall:
+    """A call, with its static slots and the slots that it is the last to read."""
+
+    template: CallTemplate
+    statics: Statics
+    frees: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep(Generic[C]):
+    """An op with the views that lead to it. Counts are of finished steps of this run on the other lanes."""
+
+    step: int
+    """Index in the plan."""
+    calls: tuple[C, ...]
+    swap_ins_before: int
+    swap_outs_before: int = 0
+    first_reads: tuple[int, ...] = ()
+    """Initial residents that this step is the first to read: the last run's epilogue may still be copying them."""
+    length: int = 1
+    """How many compute steps of the plan it stands for."""
+
+
+def _not_bound() -> None:
+    raise AssertionError("a draft's copy has no addresses yet")
+
+
+@dataclass(frozen=True, slots=True)
+class SwapStep:
+    """A copy on one of the swap lanes.
+
+    A swap-in goes to `offset`, which counts from the region's start in a draft and from the arena's start in a program,
+    or, where `activation` is set, to wherever the allocator puts that activation.
+    """
+
+    lane: Literal["swap_in", "swap_out"]
+    step: int
+    """Index in the plan."""
+    tensor: int
+    nbytes: int
+    computes_before: int
+    """Finished compute steps of this run that it waits for."""
+    others_before: int = 0
+    """Finished steps of the other swap lane that it waits for."""
+    address: Address | None = None
+    """The plan's, of a parameter."""
+    offset: int = 0
+    copy: Copy = _not_bound
+    activation: OffloadedActivation | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Draft:
+    """A plan at one batch size. `runtime.binding.program.Program` is a draft bound to addresses."""
+
+    graph: Graph
+    trace: Trace
+    plan: Plan
+    profile: Profile | None
+    """What the plan was checked against."""
+    device: torch.device
+    statics: tuple[StaticWeight | StaticView, ...]
+    """Each uses earlier ones only."""
+    computes: tuple[ComputeStep[DraftCall], ...]
+    swap_ins: tuple[SwapStep, ...]
+    swap_outs: tuple[SwapStep, ...]
+    spills: tuple[Spill, ...]
+    residents: tuple[SwapStep, ...]
+    """Copies that put the initial residents in place."""
+    final_calls: tuple[DraftCall, ...]
+    """Views that are outputs and belong to no op."""
+    constants: Statics
+    """Outputs that are parameters or views of them."""
+    prefix: int
+    """How many leading swap-ins wait for nothing of this run: a run before may prefetch them."""
+    own_prefix: int
+    """How many of these go to the model's own partition."""
+    epilogue: int
+    """Index of the first swap-in after the last compute step."""
+    workspace_uses: tuple[WorkspaceUse, ...]
+    restored: Mapping[int, int] = field(init=False)
+    """Initial residents that a run brings back, with the index into `swap_ins` of the last copy that does.
+
+    The run itself need not wait for that copy: the next one does.
+    """
+
+    def __post_init__(self) -> None:
+        initial = {p.tensor for p in self.plan.residents}
+        object.__setattr__(
+            self, "restored", {s.tensor: i for i, s in enumerate(self.swap_ins) if s.tensor in initial}
+        )
+
+
+def draft(
+    graph: Graph, trace: Trace, manifest: Manifest, plan: Plan, profile: Profile | None, device: torch.device
+) -> Draft:
+    """Draft a checked plan. Raises UnsupportedPlan."""
+    return _Drafter(graph, trace, manifest, plan, device).draft(profile)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCall:
+    """A call before the last use of each slot is known."""
+
+    instruction: Instruction
+    statics: Statics
+
+
+class _Drafter:
+    """Walks a plan once, tracking the address of each parameter."""
+
+    def __init__(self, graph: Graph, trace: Trace, manifest: Manifest, plan: Plan, device: torch.device) -> None:
+        self.graph, self.trace, self.plan, self.device = graph, trace, plan, device
+        self.op_instructions = {i.op: i for i in trace.instructions if i.op is not None}
+        self.views = {i.out: i for i in trace.instructions if i.op is None}
+        self.statics = _StaticValues(trace, manifest, device)
+        self.made: set[int] = set()
+        self.addresses = {p.tensor: p.address for p in plan.residents}
+        self.unread = set(self.addresses)
+        self.computes: list[ComputeStep[_PendingCall]] = []
+        self.swap_ins: list[SwapStep] = []
+        self.swap_outs: list[SwapStep] = []
+        self.spills = {s.tensor: s for s in spills_of(graph, trace, plan)}
+        self.position: dict[int, int] = {}
+        """By index in the plan: the step's position on its lane."""
+
+    def draft(self, profile: Profile | None) -> Draft:
+        final_calls, constants = self._walk()
+        frees = _frees([*(c.calls for c in self.computes), final_calls], self.trace.output_slots)
+        return Draft(
+            graph=self.graph,
+            trace=self.trace,
+            plan=self.plan,
+            profile=profile,
+            device=self.device,
+            statics=tuple(self.statics.values),
+            computes=tuple(
+                ComputeStep(
+                    c.step,
+                    self._calls(c.calls, frees),
+                    c.swap_ins_before,
+                    c.swap_outs_before,
+                    c.first_reads,
+                )
+                for c in self.computes
+            ),
+            swap_ins=tuple(self.swap_ins),
+            swap_outs=tuple(self.swap_outs),
+            spills=tuple(self.spills.values()),
+            residents=tuple(
+                SwapStep("swap_in", -1, p.tensor, self._nbytes(p.tensor), 0, address=p.address)
+                for p in self.plan.residents
+            ),
+            final_calls=self._calls(final_calls, {}),
+            constants=constants,
+            prefix=_count(self.swap_ins, self._is_prefetchable),
+            own_prefix=_count(self.swap_ins, lambda s: self._is_prefetchable(s) and _in_partition(s)),
+            epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
+            workspace_uses=workspace_uses(self.graph, self.plan),
+        )
+
+    def _walk(self) -> tuple[tuple[_PendingCall, ...], Statics]:
+        """Return the final calls, and the outputs that are parameters, with addresses as of the last op."""
+        answer: tuple[tuple[_PendingCall, ...], Statics] | None = None
+        for index, step in enumerate(self.plan.steps):
+            if index == self.plan.epilogue_start and self.computes:
+                answer = self._answer()
+            match step:
+                case SwapIn():
+                    self._add_swap_in(index, step)
+                case Compute():
+                    self._add_compute(index, step)
+                case Drop():
+                    self.addresses.pop(step.tensor, None)
+                    self.unread.discard(step.tensor)
+                case SwapOut():
+                    self._add_swap_out(index, step)
+        return self._answer() if answer is None else answer
+
+    def _answer(self) -> tuple[tuple[_PendingCall, ...], Statics]:
+        final = self._pending(self._final_views())
+        return final, self.statics.of(self.trace.output_slots, self.addresses)
+
+    def _add_swap_in(self, index: int, step: SwapIn) -> None:
+        computes, swap_outs = self._finished(step.after, Compute), self._finished(step.after, SwapOut)
+        address: Address | None = None
+        if step.tensor in self.spills:  # it returns to the storage that it left, whose users must have finished
+            computes = max(computes, 1 + self.spills[step.tensor].last_use_before(len(self.computes)))
+        else:
+            address = self.addresses[step.tensor] = step.address
+        self.position[index] = len(self.swap_ins)
+        nbytes = self._nbytes(step.tensor)
+        self.swap_ins.append(SwapStep("swap_in", index, step.tensor, nbytes, computes, swap_outs, address))
+
+    def _add_swap_out(self, index: int, step: SwapOut) -> None:
+        computes, swap_ins = self._finished(step.after, Compute), self._finished(step.after, SwapIn)
+        self.position[index] = len(self.swap_outs)
+        nbytes = self._nbytes(step.tensor)
+        self.swap_outs.append(SwapStep("swap_out", index, step.tensor, nbytes, computes, swap_ins))
+
+    def _add_compute(self, index: int, step: Compute) -> None:
+        swap_ins, swap_outs = self._finished(step.after, SwapIn), self._finished(step.after, SwapOut)
+        self.position[index] = len(self.computes)
+        calls = self._pending(self._needed_by(self.op_instructions[step.op]))
+        first = self.unread.intersection(self.graph.ops[step.op].reads)
+        self.unread -= first
+        self.computes.append(ComputeStep(index, calls, swap_ins, swap_outs, tuple(sorted(first))))
+
+    def _pending(self, instructions: Iterable[Instruction]) -> tuple[_PendingCall, ...]:
+        return tuple(_PendingCall(i, self.statics.of(i.reads, self.addresses)) for i in instructions)
+
+    def _finished(self, after: Sequence[int], kind: type[Compute] | type[SwapIn] | type[SwapOut]) -> int:
+        """Return how many steps of another lane must have finished; lanes run in order."""
+        return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
+
+    def _calls(
+        self, pending: Iterable[_PendingCall], frees: Mapping[int, tuple[int, ...]]
+    ) -> tuple[DraftCall, ...]:
+        return tuple(
+            DraftCall(template_of(p.instruction, self.device), p.statics, frees.get(id(p.instruction), ()))
+            for p in pending
+        )
+
+    def _nbytes(self, tensor: int) -> int:
+        return self.graph.tensors[tensor].nbytes
+
+    def _is_prefetchable(self, swap: SwapStep) -> bool:
+        """Whether a swap-in waits for nothing of this run and is not part of the epilogue."""
+        waits = swap.computes_before or swap.others_before or swap.tensor in self.spills
+        return not waits and swap.step < self.plan.epilogue_start
+
+    def _needed_by(self, instruction: Instruction) -> list[Instruction]:
+        """Return the views that an op needs and that are not made yet, in order, and the op itself."""
+        needed: list[Instruction] = []
+        pending = [(slot, False) for slot in reversed(instruction.reads)]
+        while pending:
+            slot, is_ready = pending.pop()
+            view = self.views.get(slot)
+            if view is None or slot in self.made or self.statics.has(slot):
+                continue
+            if is_ready:
+                self.made.add(slot)
+                needed.append(view)
+            else:
+                pending.append((slot, True))
+                pending.extend((s, False) for s in reversed(view.reads))
+        if instruction.op is not None:
+            needed.append(instruction)
+        return needed
+
+    def _final_views(self) -> list[Instruction]:
+        """Return the views that are outputs and belong to no op."""
+        final: list[Instruction] = []
+        for slot in self.trace.output_slots:
+            if slot in self.views and slot not in self.made and not self.statics.has(slot):
+                final += [*self._needed_by(self.views[slot]), self.views[slot]]
+                self.made.add(slot)
+        return final
+
+
+class _StaticValues:
+    """Parameters and views of parameters, each once per address that it has in the plan."""
+
+    def __init__(self, trace: Trace, manifest: Manifest, device: torch.device) -> None:
+        self.values: list[StaticWeight | StaticView] = []
+        self._device = device
+        self._views = {i.out: i for i in trace.instructions if i.op is None}
+        self._pieces = {p.name: (n, p) for n, s in enumerate(manifest.segments) for p in s.pieces}
+        self._weights = trace.weight_slots
+        self._segments = {slot: frozenset({self._pieces[w][0]}) for slot, w in trace.weight_slots.items()}
+        """The segments that each static slot is made of."""
+        for i in trace.instructions:
+            if i.op is None and i.reads and all(r in self._segments for r in i.reads):
+                self._segments[i.out] = frozenset().union(*(self._segments[r] for r in i.reads))
+        self._known: dict[tuple[int, tuple[Address, ...]], int] = {}
+
+    def has(self, slot: int) -> bool:
+        return slot in self._segments
+
+    def of(self, slots: Iterable[int], addresses: Mapping[int, Address]) -> Statics:
+        """Return those of some slots that are static, with segments at these addresses."""
+        return tuple((slot, self._index(slot, addresses)) for slot in slots if slot in self._segments)
+
+    def _index(self, slot: int, addresses: Mapping[int, Address]) -> int:
+        key = (slot, tuple(addresses[s] for s in sorted(self._segments[slot])))
+        if key not in self._known:
+            value = self._make(slot, addresses)
+            self._known[key] = len(self.values)
+            self.values.append(value)
+        return self._known[key]
+
+    def _make(self, slot: int, addresses: Mapping[int, Address]) -> StaticWeight | StaticView:
+        if slot in self._weights:
+            segment, piece = self._pieces[self._weights[slot]]
+            return StaticWeight(piece, addresses[segment])
+        view = self._views[slot]
+        return StaticView(template_of(view, self._device), self.of(view.reads, addresses))
+
+
+def _count(swaps: Iterable[SwapStep], leads: Callable[[SwapStep], bool]) -> int:
+    """Return how many swap-ins precede the first that does not lead."""
+    return sum(1 for _ in takewhile(leads, swaps))
+
+
+def _in_partition(swap: SwapStep) -> bool:
+    return swap.address is not None and swap.address.region == "partition"
+
+
+def _frees(steps: Sequence[Sequence[_PendingCall]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return the slots that each instruction (by identity) is the last to use, in the plan's order of ops."""
+    last: dict[int, Instruction] = {}
+    for step in steps:
+        for call in step:
+            last.update(dict.fromkeys((call.instruction.out, *call.instruction.reads), call.instruction))
+    frees: dict[int, list[int]] = {}
+    for slot, instruction in last.items():
+        if slot not in kept:
+            frees.setdefault(id(instruction), []).append(slot)
+    return {key: tuple(slots) for key, slots in frees.items()}

@@ -1,0 +1,170 @@
+"""The part of CUDA that the backend uses, as protocols. `driver` implements it; tests have an adversarial fake.
+
+Work is issued to the calling thread's current stream. Streams run on their own, in order each; between them there is
+no order but that of events. An event stands for the work that its stream had when the event was last recorded; a wait
+issued before that record waits for nothing.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Kernels = Callable[[], None]
+HostBytes = npt.NDArray[np.uint8]
+
+
+Stream: TypeAlias = Any
+"""A queue of work on the device: the driver's own type."""
+Event: TypeAlias = Any
+"""A place in a stream's work: the driver's own type."""
+
+
+class AllocatorPool(Protocol):
+    """A range of device memory: tensors made while it is in use come from its bytes only."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of live tensors, as the allocator counts them."""
+        ...
+
+    @property
+    def refused_bytes(self) -> int | None:
+        """The last allocation that was refused, even if the operator then used less; None if none was."""
+        ...
+
+    def close(self) -> None:
+        """Release the bytes. No tensor and no graph of the pool may be left."""
+        ...
+
+
+class CapturedGraph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Issue all of it to the current stream: after the stream's earlier work, and before its later work."""
+        ...
+
+    def close(self) -> None:
+        """Release the graph and its reference to the pool."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of device memory: in all, free, and held by this process whatever took them (None where unknown)."""
+
+    total_bytes: int
+    free_bytes: int
+    process_bytes: int | None
+
+
+class Driver(Protocol):
+    """One device. Errors on it raise RuntimeError, perhaps from a later call than the one at fault."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def adopt_thread(self, compute: Stream) -> None:
+        """Prepare the calling thread to issue kernels to a stream: allocate what libraries keep per thread and stream.
+
+        Costs nothing the next time.
+        """
+        ...
+
+    def stream(self) -> Stream: ...
+
+    def event(self, *, timed: bool = False, external: bool = False) -> Event:
+        """An event, recorded once. An external one can be recorded inside of a graph and waited for outside."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Issue to this stream inside of the block; for the calling thread."""
+        ...
+
+    def launch(self, kernels: Kernels) -> None:
+        """Issue kernels: the call makes torch operators run on the current stream."""
+        ...
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Issue a copy. A pinned buffer must stay unchanged until an event recorded after the copy has been reached."""
+        ...
+
+    def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Issue a copy whose destination and source, one of them pinned, launched kernels have made by then."""
+        ...
+
+    def record(self, event: Event) -> None: ...
+
+    def wait(self, event: Event) -> None:
+        """Let what is issued to the current stream from here on wait for the event's last record."""
+        ...
+
+    def synchronize(self, event: Event) -> None:
+        """Block the calling thread until the event's last record has been reached."""
+        ...
+
+    def seconds(self, start: Event, end: Event) -> float:
+        """Device time between two timed events that have been reached."""
+        ...
+
+    def hold(self, seconds: float) -> None:
+        """Keep the current stream busy, so that what is issued meanwhile runs without gaps."""
+        ...
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Device memory, for good. Raises MemoryExceeded."""
+        ...
+
+    def pin(self, host: HostBytes) -> None:
+        """Let copies read and write this host memory at the link's full speed. Raises MemoryExceeded."""
+        ...
+
+    def unpin(self, host: HostBytes) -> None: ...
+
+    def mapped(self, host: torch.Tensor) -> torch.Tensor:
+        """Pinned host memory as a device tensor: kernels read it through the link."""
+        ...
+
+    def pool(self, memory: torch.Tensor, large_bytes: int) -> AllocatorPool:
+        """A pool of the given device bytes; so many of them in one piece, the rest in segments for small tensors.
+
+        For tensors of the current stream. Pools may overlap: using two with the same bytes at a time corrupts data.
+        """
+        ...
+
+    def allocating(self, pool: Any) -> AbstractContextManager[None]:
+        """Make tensors in the pool; for the calling thread."""
+        ...
+
+    def capture(self, pool: Any, issue: Callable[[], None]) -> CapturedGraph:
+        """Capture what `issue` issues to the current stream, and to those that join it by events.
+
+        Nothing runs. Tensors come from the pool. Raises CaptureFailed.
+        """
+        ...
+
+    def peak_bytes(self, kernels: Kernels) -> int:
+        """Run kernels and wait for them: the most bytes that torch's allocator gave them at once."""
+        ...
+
+    def tf32(self, allowed: bool) -> AbstractContextManager[None]:
+        """Let matrix products and convolutions round their float32 operands to 10 bits of mantissa, or forbid it."""
+        ...
+
+    def memory(self) -> DeviceMemory: ...
+
+    def well(self) -> bool:
+        """Whether the device still answers."""
+        ...
+
+    def drain(self) -> None:
+        """Block until nothing is under way."""
+        ...

@@ -1,0 +1,96 @@
+"""A dry run: whether a graph's tensors fit into a pool. Torch's allocator makes them, and no kernel runs.
+
+Torch's pools round sizes up, keep tensors of up to 1 MiB in segments of their own, and fragment. How many such
+segments a model needs is found by trying, before its kernels run: a kernel that gets no memory may silently choose
+another algorithm, and keep it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from planner.errors import format_bytes
+from planner.graph import Graph
+from planner.plan import Compute, Drop, Step, SwapIn
+from runtime.cuda.api import AllocatorPool
+from runtime.cuda.issue import Streams
+from runtime.errors import MemoryExceeded
+
+SMALL_SEGMENT_BYTES = 2 << 20
+"""The size of torch's segments for tensors of up to 1 MiB."""
+LEAST_LARGE_BYTES = 10 << 20
+"""The least segment that its pools use for larger tensors."""
+
+MOST_SMALL_SEGMENTS = 64
+
+
+def fitting_pool(streams: Streams, graph: Graph, steps: Sequence[Step], memory: torch.Tensor) -> AllocatorPool:
+    """Return a pool of the given bytes in which a graph's tensors fit in the course of these steps.
+
+    Raises MemoryExceeded if there is none.
+    """
+    for small_segments in _divisions(memory.nbytes):
+        pool = make_pool(streams, memory, small_segments)
+        if fits(streams, graph, steps, pool):
+            return pool
+        pool.close()
+    raise MemoryExceeded(
+        f"{graph.name}, batch {graph.batch}: torch's allocator cannot place its activations and scratch in the"
+        f" {format_bytes(memory.nbytes)} that the plan has for them; measure the model on this device, or give it a"
+        " larger workspace"
+    )
+
+
+def make_pool(streams: Streams, memory: torch.Tensor, small_segments: int) -> AllocatorPool:
+    """Return a pool for the compute stream with so many segments for small tensors."""
+    with streams.driver.on(streams.compute):
+        return streams.driver.pool(memory, large_bytes(memory.nbytes, small_segments))
+
+
+def large_bytes(nbytes: int, small_segments: int) -> int:
+    """Return the size of the pool's piece for large tensors: 0 where it would be too small for the allocator."""
+    left = nbytes - small_segments * SMALL_SEGMENT_BYTES
+    whole = left // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
+    return whole if whole >= LEAST_LARGE_BYTES else 0
+
+
+def fits(streams: Streams, graph: Graph, steps: Sequence[Step], pool: AllocatorPool) -> bool:
+    """Whether a pool can hold a graph's inputs, activations and scratch in the course of these steps."""
+    driver = streams.driver
+    ops = {n: graph.ops[step.op] for n, step in enumerate(steps) if isinstance(step, Compute)}
+    last_use = {i: n for n, op in ops.items() for i in (*op.reads, *op.writes)}
+    kept = set(graph.outputs)
+    comes_back = {
+        s.tensor: n
+        for n, s in enumerate(steps)
+        if isinstance(s, SwapIn) and graph.tensors[s.tensor].kind != "parameter"
+    }
+
+    def make(nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=driver.device)
+
+    with driver.on(streams.compute), driver.allocating(pool):
+        try:
+            held = {i: make(t.nbytes) for i, t in enumerate(graph.tensors) if t.kind == "input"}
+            for n, step in enumerate(steps):
+                if isinstance(step, Drop) and comes_back.get(step.tensor, -1) > n:
+                    del held[step.tensor]
+                elif isinstance(step, SwapIn) and step.tensor in comes_back:
+                    held[step.tensor] = make(graph.tensors[step.tensor].nbytes)
+                elif isinstance(step, Compute):
+                    held |= {i: make(graph.tensors[i].nbytes) for i in ops[n].writes}
+                    make(ops[n].scratch_bytes)
+                    for i in [i for i in held if last_use.get(i, -1) <= n and i not in kept]:
+                        del held[i]
+            held.clear()
+        except torch.OutOfMemoryError:
+            return False
+    return pool.refused_bytes is None
+
+
+def _divisions(nbytes: int) -> Iterator[int]:
+    """Numbers of small segments to try: the fewest first, and at last nothing else."""
+    for small_segments in range(1, MOST_SMALL_SEGMENTS + 1):
+        if large_bytes(nbytes, small_segments):
+            yield small_segments
+    yield nbytes // SMALL_SEGMENT_BYTES

@@ -1,0 +1,93 @@
+"""Fusion probes: which of a model's convolutions cuDNN has a fused kernel for.
+
+A program's first run decides, with ample memory and outside of any capture. The decision is part of the measurement;
+nothing is tried at a request.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from runtime.lowering.fused_ops import PLAIN
+from runtime.lowering.lower import Lowered
+from runtime.lowering.trace import Instruction
+
+_log = logging.getLogger("cohabit.cuda")
+
+
+class FusionProbe:
+    """A fused op whose first call decides between the fused kernel and plain ones."""
+
+    def __init__(self, fused: Callable[..., torch.Tensor], tolerance: float) -> None:
+        self._fused = fused
+        self._tolerance = tolerance
+        self._chosen: Callable[..., torch.Tensor] | None = None
+        self.refused: str | None = None
+        """Why the fused kernel is not used."""
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        if self._chosen is None:
+            self.refused = self._obstacle(args)
+            self._chosen = self._fused if self.refused is None else PLAIN[self._fused]
+        return self._chosen(*args)
+
+    def _obstacle(self, args: tuple[Any, ...]) -> str | None:
+        expected = PLAIN[self._fused](*args)
+        # The allocator gives the fused kernel these bytes for its result: what it reads of them, it shows.
+        torch.full_like(expected, torch.nan)
+        try:
+            given = self._fused(*args)
+        except RuntimeError as error:
+            return str(error).split("\n", 1)[0]
+        furthest = given.sub_(expected).abs_().max()
+        if not bool(furthest <= self._tolerance * expected.abs_().max()):
+            return f"its result is {float(furthest):.2g} away from that of the plain kernels"
+        return None
+
+
+def with_probes(lowered: Lowered, batch: int) -> tuple[Lowered, dict[int, FusionProbe]]:
+    """Return the model with a probe for each fused op of one batch size, and the probes by op."""
+    probes: dict[int, FusionProbe] = {}
+
+    def probe(instruction: Instruction) -> Callable[..., Any]:
+        assert instruction.op is not None
+        probes[instruction.op] = FusionProbe(instruction.target, lowered.options.tolerance)
+        return probes[instruction.op]
+
+    fused = {i.op for i in lowered.traces[batch].instructions if i.op is not None and i.target in PLAIN}
+    return _with_targets(lowered, batch, fused, probe), probes
+
+
+def with_plain(lowered: Lowered, batch: int, refused: Collection[int]) -> Lowered:
+    """The same model with plain kernels for these fused ops of one batch size."""
+    return _with_targets(lowered, batch, refused, lambda instruction: PLAIN[instruction.target])
+
+
+def refused_ops(lowered: Lowered, batch: int, probes: dict[int, FusionProbe]) -> tuple[int, ...]:
+    """The ops that no fused kernel computes; says so in the log."""
+    reasons = {op: a.refused for op, a in probes.items() if a.refused is not None}
+    if reasons:
+        fields = {
+            "model": lowered.name,
+            "batch": batch,
+            "plain": len(reasons),
+            "fused": len(probes) - len(reasons),
+            "reason": next(iter(reasons.values())),
+        }
+        _log.warning("convolutions without a fused kernel are computed by plain ones", extra={"fields": fields})
+    return tuple(reasons)
+
+
+def _with_targets(
+    lowered: Lowered, batch: int, ops: Collection[int], target_of: Callable[[Instruction], Callable[..., Any]]
+) -> Lowered:
+    if not ops:
+        return lowered
+    trace = lowered.traces[batch]
+    instructions = tuple(
+        replace(i, target=target_of(i)) if i.op in ops and i.target in PLAIN else i for i in trace.instructions
+    )
+    return replace(lowered, traces={**lowered.traces, batch: replace(trace, instructions=instructions)})

@@ -1,0 +1,306 @@
+"""A program as commands for three streams: kernels, copies, and the fewest events that keep the plan's order.
+
+    compute   K0      W0 K1          K2 R1 ...         K  kernels of one op        W  wait for an event
+    swap_in   C(0,1)  R0       ...      W1 C(2)        C  one copy of neighbours   R  record an event
+    swap_out     ... S(0) ...                          S  an activation's copy to the host
+
+Streams are in order, so a wait for something earlier than what a stream has waited for already is left out, and so is
+one that another implies. Commands stand in an order in which they can be issued by one thread: no wait before its
+record. Activations allocate and release their bytes in the compute stream's order (`Empty`, `Refill`), whose allocator
+may then reuse the bytes for later work.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from planner.plan import Compute, Drop, SwapIn, SwapOut
+from runtime.binding.draft import SwapStep
+from runtime.binding.program import Program
+
+ENOUGH_BYTES = 2 << 20
+"""Neighbours join a copy until it has this size: smaller ones cost latency."""
+MOST_BYTES = 8 << 20
+"""A copy that joins several is no larger than this, so that the first of them need not wait for long."""
+
+FORK = 0
+"""The event after which the swap-in lane begins, unless its first copy waits for an op."""
+LINK_FREE = 1
+"""The event after the last copy."""
+
+Lane = Literal["compute", "swap_in", "swap_out"]
+LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of `program.computes[index]`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Swap-ins [first, last), which are neighbours in host and in device memory."""
+
+    first: int
+    last: int
+    segment: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The copy of `program.swap_outs[index]`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """`program.offloaded[activation]` releases its bytes: its copy out has ended."""
+
+    activation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """`program.offloaded[activation]` allocates bytes again."""
+
+    activation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """The copy of `program.swap_ins[index]`, an activation's."""
+
+    index: int
+
+
+Work = Kernels | Copy | Save | Empty | Refill | Return
+"""Commands other than `Record` and `Wait`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """One command for one lane."""
+
+    lane: Lane
+    command: Work | Record | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """What is issued together, with events numbered from 0. `LINK_FREE` is for others to wait for."""
+
+    issues: tuple[Issue, ...]
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class IssueSchedule:
+    """One inference. `whole` copies the prefix, `rest` expects it to be there; otherwise they are the same.
+
+    The epilogue starts when everything else has ended.
+    """
+
+    whole: Commands
+    rest: Commands
+    prefix: tuple[Copy, ...]
+    epilogue: tuple[Copy, ...]
+    residents: tuple[Copy, ...]
+
+
+def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
+    """Lower a program. Copies that no op of this run waits for are left to the epilogue.
+
+    `join` says whether the store can copy several segments at once.
+    """
+    most_bytes = MOST_BYTES if join else 0
+    swap_ins = program.swap_ins
+    needed = max((c.swap_ins_before for c in program.computes), default=0)
+    if program.constants:
+        needed = max(needed, program.epilogue)
+    prefix = min(program.draft.own_prefix, needed)
+    whole = _commands(program, 0, needed, most_bytes)
+    return IssueSchedule(
+        whole=whole,
+        rest=_commands(program, prefix, needed, most_bytes) if prefix else whole,
+        prefix=joined(swap_ins[:prefix], 0, most_bytes),
+        epilogue=joined(swap_ins[needed:], needed, most_bytes),
+        residents=joined(program.residents, 0, most_bytes),
+    )
+
+
+def joined(swap_ins: Sequence[SwapStep], start: int, most_bytes: int = MOST_BYTES) -> tuple[Copy, ...]:
+    """Join small neighbours into one copy, unless that makes the first wait for what the second waits for.
+
+    `start` is the index of the first among the program's swap-ins; no copy of several exceeds `most_bytes`.
+    """
+    copies: list[Copy] = []
+    latest = 0
+    for index, step in enumerate(swap_ins, start):
+        later = step.computes_before > latest
+        latest = max(latest, step.computes_before)
+        last = copies[-1] if copies else None
+        if last is not None and not later and _continues(last, step) and last.nbytes + step.nbytes <= most_bytes:
+            copies[-1] = Copy(last.first, index + 1, last.segment, last.offset, last.nbytes + step.nbytes)
+        else:
+            copies.append(Copy(index, index + 1, step.tensor, step.offset, step.nbytes))
+    return tuple(copies)
+
+
+def _continues(copy: Copy, step: SwapStep) -> bool:
+    """Whether a swap-in's bytes directly follow those of a copy, in host and device memory, that could be larger."""
+    return (
+        step.tensor == copy.segment + copy.last - copy.first
+        and step.offset == copy.offset + copy.nbytes
+        and copy.nbytes < ENOUGH_BYTES
+    )
+
+
+_Ended = tuple[int, int]
+"""Progress of a lane: (steps of its kind that have ended, allocations and releases of bytes since the last)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A command at its place in the plan's order, with how far it needs the other streams to be."""
+
+    step: int
+    lane: Lane
+    command: Work
+    needs: dict[Lane, _Ended]
+    ends: _Ended
+    """How far its own lane is when it has ended."""
+
+
+_NOTHING: _Ended = (0, 0)
+
+
+def _commands(program: Program, start: int, end: int, most_bytes: int) -> Commands:
+    """Return kernels, swap-outs, and swap-ins [start, end); earlier ones have been made."""
+    placed = sorted(_placed(program, start, end, most_bytes), key=lambda p: p.step)
+    waits = _waits(placed, start)
+    waited = sorted({position for positions in waits.values() for position in positions})
+    events = {position: n for n, position in enumerate(waited, LINK_FREE + 1)}
+    count = LINK_FREE + 1 + len(events)
+    copies = [n for n, p in enumerate(placed) if p.lane == "swap_in"]
+    issues: list[Issue] = []
+    if copies and copies[0] not in waits:
+        issues = [Issue("compute", Record(FORK)), Issue("swap_in", Wait(FORK))]
+    for position, item in enumerate(placed):
+        issues += [Issue(item.lane, Wait(events[other])) for other in waits.get(position, ())]
+        issues.append(Issue(item.lane, item.command))
+        if copies and position == copies[-1]:
+            issues.append(Issue(item.lane, Record(LINK_FREE)))
+        if position in events:
+            issues.append(Issue(item.lane, Record(events[position])))
+    for lane in LANES[1:]:  # a graph ends on one lane
+        last = max((n for n, p in enumerate(placed) if p.lane == lane), default=None)
+        by_compute = {other for n, others in waits.items() if placed[n].lane == "compute" for other in others}
+        if last is not None and last not in by_compute:
+            issues += [Issue(lane, Record(count)), Issue("compute", Wait(count))]
+            count += 1
+    return Commands(tuple(issues), count)
+
+
+def _placed(program: Program, start: int, end: int, most_bytes: int) -> Iterator[_Placed]:
+    """Commands lane by lane; of one step, those of the compute lane come first."""
+    for index, compute in enumerate(program.computes):
+        needs: dict[Lane, _Ended] = {
+            "swap_in": (min(compute.swap_ins_before, end), 0),
+            "swap_out": (compute.swap_outs_before, 0),
+        }
+        yield _Placed(compute.step, "compute", Kernels(index), needs, (index + 1, 0))
+    refilled: dict[int, _Ended] = {}
+    for change in _changes(program):
+        refilled[change.step] = change.ends
+        yield change
+    latest = 0
+    for first, part in _parts(program.swap_ins[:end], start):
+        if part[0].activation is not None:
+            at = part[0].step
+            yield _Placed(at, "swap_in", Return(first), {"compute": refilled[at]}, (first + 1, 0))
+            continue
+        for copy in joined(part, first, most_bytes):
+            steps = program.swap_ins[copy.first : copy.last]
+            latest = max(latest, *(s.computes_before for s in steps))
+            outs = max(s.others_before for s in steps)
+            needs = {"compute": (latest, 0), "swap_out": (outs, 0)}
+            yield _Placed(steps[0].step, "swap_in", copy, needs, (copy.last, 0))
+    for index, step in enumerate(program.swap_outs):
+        needs = {"compute": (step.computes_before, 0), "swap_in": (step.others_before, 0)}
+        yield _Placed(step.step, "swap_out", Save(index), needs, (index + 1, 0))
+
+
+def _parts(swap_ins: Sequence[SwapStep], start: int) -> Iterator[tuple[int, Sequence[SwapStep]]]:
+    """Runs of parameters, and activations one by one, each with the index of its first, from an index on."""
+    for comes_back, part in groupby(swap_ins[start:], key=lambda s: s.activation is not None):
+        steps = list(part)
+        if comes_back:
+            yield from ((start + n, [step]) for n, step in enumerate(steps))
+        else:
+            yield start, steps
+        start += len(steps)
+
+
+def _changes(program: Program) -> Iterator[_Placed]:
+    """Yield what activations release and allocate, at their drops and swap-ins in the plan.
+
+    Bytes are released when the copy out has ended. The copy that fills allocated bytes waits for the compute stream to
+    get there: everything that used them before was issued to it earlier.
+    """
+    number = {t.spill.tensor: n for n, t in enumerate(program.offloaded)}
+    saved = dict.fromkeys(number, 0)
+    left = {t.spill.tensor: len(t.spill.intervals) - 1 for t in program.offloaded}
+    outs = {s.step: n + 1 for n, s in enumerate(program.swap_outs)}
+    ended: _Ended = _NOTHING
+    for index, step in enumerate(program.plan.steps if number else ()):
+        if isinstance(step, Compute):
+            ended = (ended[0] + 1, 0)
+        elif isinstance(step, SwapOut):
+            saved[step.tensor] = outs[index]
+        elif isinstance(step, SwapIn) and step.tensor in number:
+            ended = (ended[0], ended[1] + 1)
+            yield _Placed(index, "compute", Refill(number[step.tensor]), {}, ended)
+        elif isinstance(step, Drop) and left.get(step.tensor, 0):
+            left[step.tensor] -= 1
+            ended = (ended[0], ended[1] + 1)
+            needs: dict[Lane, _Ended] = {"swap_out": (saved[step.tensor], 0)}
+            yield _Placed(index, "compute", Empty(number[step.tensor]), needs, ended)
+
+
+def _waits(placed: Sequence[_Placed], start: int) -> dict[int, list[int]]:
+    """Return the positions that each command waits for, without those that lane order or another wait implies."""
+    known: dict[Lane, dict[Lane, _Ended]] = {lane: dict.fromkeys(LANES, _NOTHING) for lane in LANES}
+    known["compute"]["swap_in"] = known["swap_out"]["swap_in"] = (start, 0)
+    after: list[dict[Lane, _Ended]] = []
+    waits: dict[int, list[int]] = {}
+    for position, item in enumerate(placed):
+        mine = known[item.lane]
+        others = {
+            next(n for n, p in enumerate(placed) if p.lane == lane and p.ends >= needed): lane
+            for lane, needed in item.needs.items()
+            if needed > mine[lane]
+        }
+        for other in sorted(others, reverse=True):  # the latest first: it may imply the others
+            assert other < position, "a plan waits for what it issues later"
+            if placed[other].ends > mine[others[other]]:
+                waits.setdefault(position, []).append(other)
+                mine.update({lane: max(mine[lane], there) for lane, there in after[other].items()})
+        mine[item.lane] = item.ends
+        after.append(dict(mine))
+    return waits

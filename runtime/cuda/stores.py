@@ -1,0 +1,213 @@
+"""Host stores of a CUDA device: pinned up to a cap, beyond it staged through a small pinned ring.
+
+Pinned parameters are copied from where they are. Any other store (pageable memory, a file) fills the ring's slots in
+turn, in the thread that issues the copies: the link then waits for the host, not for a page fault.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from planner.errors import format_bytes
+from runtime.cuda.api import Driver, Event, HostBytes
+from runtime.errors import MemoryExceeded
+from runtime.host.direct import read_fully
+from runtime.host.pages import anonymous_memory
+from runtime.host.store import find_table, table_view
+from runtime.lowering.weights import Manifest
+from runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
+
+RING_SLOTS = 3
+
+
+class PinnedMemory:
+    """Pinned host memory, with a cap on its sum. Any thread."""
+
+    def __init__(self, driver: Driver, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._driver = driver
+        self._held: dict[int, HostBytes] = {}
+        self._lock = threading.Lock()
+
+    def fits(self, nbytes: int) -> bool:
+        return self.used_bytes + nbytes <= self.limit_bytes
+
+    def require(self, nbytes: int, what: str) -> None:
+        """Raise MemoryExceeded if so much would exceed the cap."""
+        if not self.fits(nbytes):
+            raise MemoryExceeded(
+                f"{what}: pinning {format_bytes(nbytes)} on top of {format_bytes(self.used_bytes)} exceeds the cap of"
+                f" {format_bytes(self.limit_bytes)}; raise the cap on pinned memory"
+            )
+
+    def take(self, nbytes: int, what: str) -> HostBytes:
+        """Zeroed pinned memory, page aligned. Raises MemoryExceeded over the cap."""
+        self.require(nbytes, what)
+        host = np.frombuffer(anonymous_memory(nbytes), np.uint8, count=nbytes)
+        if nbytes:
+            self._driver.pin(host)
+            with self._lock:
+                self._held[host.ctypes.data] = host
+                self.used_bytes += nbytes
+        return host
+
+    def give(self, host: HostBytes) -> None:
+        """Unpin memory, unless that has been done. No copy may be in progress."""
+        with self._lock:
+            held = self._held.pop(host.ctypes.data, None)
+            self.used_bytes -= host.nbytes if held is not None else 0
+        if held is not None:
+            self._driver.unpin(host)
+
+    def close(self) -> None:
+        """Unpin everything."""
+        for host in list(self._held.values()):
+            self.give(host)
+
+
+class PinnedStore:
+    """A whole weights file in one pinned region. A copy may continue into the segments that follow."""
+
+    kind: StoreKind = "ram"
+    staged = False
+
+    def __init__(self, path: Path, manifest: Manifest, driver: Driver, pinned: PinnedMemory) -> None:
+        self._driver = driver
+        self._pinned = pinned
+        self._manifest = manifest
+        self._host = pinned.take(manifest.file_bytes, path.parent.name)
+        with path.open("rb", buffering=0) as file:
+            read_fully(file.fileno(), self._host, 0)
+        self._region = torch.from_numpy(self._host)
+
+    def copy(self, segment: int, destination: torch.Tensor) -> Copy:
+        offset = self._manifest.segments[segment].offset
+        source = self._region[offset : offset + destination.nbytes]
+        return lambda: self._driver.copy(destination, source)
+
+    def table(self, name: str) -> torch.Tensor:
+        table = find_table(self._manifest, name)
+        return self._driver.mapped(table_view(self._host, table, table.offset))
+
+    def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
+        return pinned_spill_buffers(self._pinned, sizes)
+
+    def close(self) -> None:
+        self._pinned.give(self._host)
+
+
+def pinned_spill_buffers(pinned: PinnedMemory, sizes: Sequence[int]) -> list[SpillBuffer]:
+    """Return pinned buffers for activations. Raises MemoryExceeded over the cap on pinned memory."""
+    pinned.require(sum(sizes), "activations that leave memory")
+    return [_PinnedSpillBuffer(pinned, nbytes) for nbytes in sizes]
+
+
+class _PinnedSpillBuffer:
+    def __init__(self, pool: PinnedMemory, nbytes: int) -> None:
+        self._pool = pool
+        self._host = pool.take(nbytes, "an activation that leaves memory")
+        self.pinned: torch.Tensor | None = torch.from_numpy(self._host)
+
+    def save(self, source: torch.Tensor) -> None:
+        raise AssertionError("the device copies by itself")
+
+    def load(self, destination: torch.Tensor) -> None:
+        raise AssertionError("the device copies by itself")
+
+    def close(self) -> None:
+        self._pool.give(self._host)
+
+
+@dataclass(slots=True)
+class _Slot:
+    host: HostBytes
+    tensor: torch.Tensor
+    emptied: Event | None = None
+
+
+class Ring:
+    """A few pinned slots that the copies of all lanes pass through, one after the other. Any thread."""
+
+    def __init__(self, driver: Driver, pinned: PinnedMemory) -> None:
+        self._driver = driver
+        self._pinned = pinned
+        self._slots: list[_Slot] = []
+        self._next = 0
+        self.slot_bytes = 0
+        self._turn = threading.Lock()
+
+    def fit(self, nbytes: int) -> None:
+        """Make the slots at least this large. Raises MemoryExceeded over the cap on pinned memory."""
+        with self._turn:
+            if nbytes <= self.slot_bytes:
+                return
+            self.close()
+            for _ in range(RING_SLOTS):
+                host = self._pinned.take(nbytes, "the staging ring")
+                self._slots.append(_Slot(host, torch.from_numpy(host)))
+            self.slot_bytes = nbytes
+
+    def pass_through(self, source: HostStore[HostBytes], segment: int, destination: torch.Tensor) -> None:
+        """Fill the next slot, when the copy out of it has ended, and issue the copy to the device."""
+        with self._turn:
+            slot = self._slots[self._next]
+            self._next = (self._next + 1) % len(self._slots)
+            if slot.emptied is not None:
+                self._driver.synchronize(slot.emptied)
+            nbytes = destination.nbytes
+            source.copy(segment, slot.host[:nbytes])()
+            self._driver.copy(destination, slot.tensor[:nbytes])
+            slot.emptied = slot.emptied or self._driver.event()
+            self._driver.record(slot.emptied)
+
+    def close(self) -> None:
+        """Wait for copies in progress and release the slots."""
+        for slot in self._slots:
+            if slot.emptied is not None:
+                self._driver.synchronize(slot.emptied)
+            self._pinned.give(slot.host)
+        self._slots = []
+        self.slot_bytes = self._next = 0
+
+
+class StagedStore:
+    """A store whose copies pass through the staging ring. Embedding tables are pinned: kernels read them in place."""
+
+    staged = True
+
+    def __init__(
+        self, source: HostStore[HostBytes], manifest: Manifest, driver: Driver, ring: Ring, pinned: PinnedMemory
+    ) -> None:
+        self.kind = source.kind
+        self._source = source
+        self._driver = driver
+        self._ring = ring
+        self._pinned = pinned
+        self._manifest = manifest
+        self._hosts: dict[str, HostBytes] = {}
+        ring.fit(max((s.nbytes for s in manifest.segments), default=0))
+
+    def copy(self, segment: int, destination: torch.Tensor) -> Copy:
+        return lambda: self._ring.pass_through(self._source, segment, destination)
+
+    def table(self, name: str) -> torch.Tensor:
+        table = find_table(self._manifest, name)
+        if name not in self._hosts:
+            host = self._pinned.take(table.nbytes, f"embedding table {name}")
+            table_view(host, table, 0).copy_(self._source.table(name))
+            self._hosts[name] = host
+        return self._driver.mapped(table_view(self._hosts[name], table, 0))
+
+    def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
+        return pinned_spill_buffers(self._pinned, sizes)
+
+    def close(self) -> None:
+        for host in self._hosts.values():
+            self._pinned.give(host)
+        self._hosts = {}
+        self._source.close()

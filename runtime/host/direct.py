@@ -1,0 +1,33 @@
+"""Direct I/O: files that are read and written without the page cache, where their file system supports that."""
+
+import os
+from pathlib import Path
+
+from runtime.host.pages import Bytes
+
+
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Return a descriptor, and whether it bypasses the page cache: some file systems lack O_DIRECT."""
+    try:
+        return os.open(path, flags | os.O_DIRECT), True
+    except (OSError, AttributeError):
+        return os.open(path, flags), False
+
+
+def read_fully(fd: int, destination: Bytes, offset: int) -> None:
+    """Fill the destination from an offset of the file on. Raises OSError, also where the file ends too early."""
+    view = destination.data
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            raise OSError(f"file ends at byte {offset + done}, {len(view) - done} bytes too early")
+        done += count
+
+
+def write_fully(fd: int, source: Bytes, offset: int) -> None:
+    """Write all of the source from an offset of the file on. Raises OSError."""
+    view = source.data
+    done = 0
+    while done < len(view):
+        done += os.pwritev(fd, [view[done:]], offset + done)

@@ -1,0 +1,117 @@
+"""Spill buffers: host memory, or an unnamed file, for activations that leave memory.
+
+The file is read and written with O_DIRECT where its file system has that, so that the page cache does not keep what
+was meant to leave memory. Activations have any alignment, so their bytes pass through a small aligned buffer.
+"""
+
+import ctypes
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from planner.errors import format_bytes
+from runtime.errors import MemoryExceeded
+from runtime.host.direct import open_direct, read_fully, write_fully
+from runtime.host.pages import Bytes, anonymous_memory, give_back
+from runtime.memory import SpillBuffer
+
+BUFFER_BYTES = 1 << 20
+"""Size of one read or write; a program has two such aligned buffers, one per direction."""
+_BLOCK_BYTES = 4096
+
+
+def ram_spill_buffers(sizes: Sequence[int]) -> list[SpillBuffer]:
+    """Return buffers of these sizes in one region of memory."""
+    starts = _starts(sizes)
+    region = np.frombuffer(anonymous_memory(starts[-1]), np.uint8)
+    return [_RamSpillBuffer(region[at : at + nbytes]) for at, nbytes in zip(starts, sizes, strict=False)]
+
+
+def file_spill_buffers(folder: Path, sizes: Sequence[int]) -> list[SpillBuffer]:
+    """Return buffers of these sizes in one file in a folder. Raises MemoryExceeded where its disk is full."""
+    starts = _starts(sizes)
+    file = _ScratchFile(folder, starts[-1])
+    return [_FileSpillBuffer(file, at) for at in starts[:-1]]
+
+
+def _bytes_of(flat: torch.Tensor) -> Bytes:
+    """A tensor's bytes, for as long as it is there. Its own `numpy` would forbid its storage to be resized."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr()))
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where each begins, in whole blocks, and the end of all."""
+    return list(accumulate((-(-n // _BLOCK_BYTES) * _BLOCK_BYTES for n in sizes), initial=0))
+
+
+class _RamSpillBuffer:
+    pinned = None
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory
+
+    def save(self, source: torch.Tensor) -> None:
+        np.copyto(self._memory, _bytes_of(source))
+
+    def load(self, destination: torch.Tensor) -> None:
+        np.copyto(_bytes_of(destination), self._memory)
+
+    def close(self) -> None:
+        give_back(self._memory)
+
+
+class _ScratchFile:
+    """A file without a name, which is deleted when this process ends, in whatever way."""
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        handle, path = tempfile.mkstemp(dir=folder, prefix="activations-")
+        self.fd, _ = open_direct(Path(path), os.O_RDWR)
+        weakref.finalize(self, os.close, self.fd)
+        os.close(handle)
+        os.unlink(path)
+        try:
+            os.posix_fallocate(self.fd, 0, max(nbytes, 1))
+        except OSError as error:
+            raise MemoryExceeded(
+                f"{folder}: no room for {format_bytes(nbytes)} of activations that leave memory ({error.strerror});"
+                " free some of the disk, or give the model more memory"
+            ) from error
+        self.outgoing = np.frombuffer(anonymous_memory(BUFFER_BYTES), np.uint8)
+        self.incoming = np.frombuffer(anonymous_memory(BUFFER_BYTES), np.uint8)
+
+
+class _FileSpillBuffer:
+    """Used by one lane each way: saved by the swap-out lane's thread, loaded by the swap-in lane's."""
+
+    pinned = None
+
+    def __init__(self, file: _ScratchFile, offset: int) -> None:
+        self._file = file
+        self._offset = offset
+
+    def save(self, source: torch.Tensor) -> None:
+        bytes_, buffer = _bytes_of(source), self._file.outgoing
+        for start in range(0, len(bytes_), BUFFER_BYTES):
+            part = bytes_[start : start + BUFFER_BYTES]
+            np.copyto(buffer[: len(part)], part)
+            write_fully(self._file.fd, buffer[: _whole_blocks(len(part))], self._offset + start)
+
+    def load(self, destination: torch.Tensor) -> None:
+        bytes_, buffer = _bytes_of(destination), self._file.incoming
+        for start in range(0, len(bytes_), BUFFER_BYTES):
+            part = bytes_[start : start + BUFFER_BYTES]
+            read_fully(self._file.fd, buffer[: _whole_blocks(len(part))], self._offset + start)
+            np.copyto(part, buffer[: len(part)])
+
+    def close(self) -> None:
+        """The file's blocks are released with the last buffer."""
+
+
+def _whole_blocks(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES

@@ -1,0 +1,186 @@
+"""Host stores: where parameters are when they are not in the arena.
+
+`RamStore` keeps the weights file's bytes in host memory. `FileStore` leaves them on disk and reads them with
+O_DIRECT where the file system has it, so that the page cache does not hold a second copy.
+"""
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from runtime.host.direct import open_direct, read_fully
+from runtime.host.pages import Bytes, give_back, large_region
+from runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
+from runtime.lowering.weights import Manifest, Table, dtype_of
+from runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
+
+Store = HostStore[Bytes]
+"""One model's host copy. A copy is done by the call, without holding the GIL."""
+
+
+def open_store(kind: StoreKind, path: Path, manifest: Manifest) -> Store:
+    return RamStore(path, manifest) if kind == "ram" else FileStore(path, manifest)
+
+
+class RamStore:
+    """The whole weights file in anonymous memory."""
+
+    kind: StoreKind = "ram"
+    staged = False
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._bytes = large_region(manifest.file_bytes)
+        with path.open("rb", buffering=0) as file:
+            read_fully(file.fileno(), self._bytes[: manifest.file_bytes], 0)
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        s = self.manifest.segments[segment]
+        source = self._bytes[s.offset : s.offset + min(s.nbytes, destination.nbytes)]
+        return lambda: np.copyto(destination, source)
+
+    def table(self, name: str) -> torch.Tensor:
+        table = find_table(self.manifest, name)
+        return table_view(self._bytes, table, table.offset)
+
+    def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
+        return ram_spill_buffers(sizes)
+
+    def close(self) -> None:
+        give_back(self._bytes)
+
+
+class FileStore:
+    """The weights file itself. Tables are mapped, so that a gather reads the pages of its rows alone."""
+
+    kind: StoreKind = "file"
+    staged = False
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._path = path
+        self._fd, self.direct = open_direct(path, os.O_RDONLY)
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        offset = self.manifest.segments[segment].offset
+        return lambda: read_fully(self._fd, destination, offset)
+
+    def table(self, name: str) -> torch.Tensor:
+        table = find_table(self.manifest, name)
+        with self._path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped.madvise(mmap.MADV_RANDOM)
+        return table_view(np.frombuffer(mapped, np.uint8), table, table.offset)
+
+    def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
+        return file_spill_buffers(self._path.parent, sizes)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Links:
+    """A bus, which carries one copy at a time in each direction."""
+
+    def __init__(self) -> None:
+        self.to_device = threading.Lock()
+        self.to_host = threading.Lock()
+
+
+class LimitedStore:
+    """A store with a slower link: each copy takes at least `latency_s + bytes / bandwidth`, by sleeping.
+
+    Stores with the same `links` share them: a copy waits for those of other threads.
+    """
+
+    staged = False
+
+    def __init__(
+        self, store: Store, bandwidth_bytes_per_s: float, latency_s: float = 0.0, links: "Links | None" = None
+    ) -> None:
+        self._store = store
+        self.kind = store.kind
+        self._bandwidth = bandwidth_bytes_per_s
+        self._latency_s = latency_s
+        self._links = links or Links()
+
+    def copy(self, segment: int, destination: Bytes) -> Copy:
+        link = self._link(self._links.to_device)
+        copy = self._store.copy(segment, destination)
+        return lambda: link.carry(copy, destination.nbytes)
+
+    def table(self, name: str) -> torch.Tensor:
+        return self._store.table(name)
+
+    def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
+        out, back = self._links.to_host, self._links.to_device
+        buffers = self._store.spill_buffers(sizes)
+        return [_LimitedSpillBuffer(buffer, self._link(out), self._link(back)) for buffer in buffers]
+
+    def _link(self, turn: threading.Lock) -> "_SlowLink":
+        return _SlowLink(self._latency_s, self._bandwidth, turn)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class _SlowLink:
+    """A link for one prepared copy; it remembers how long the copy itself took the last time."""
+
+    def __init__(self, latency_s: float, bandwidth_bytes_per_s: float, turn: threading.Lock) -> None:
+        self._latency_s = latency_s
+        self._bandwidth = bandwidth_bytes_per_s
+        self._turn = turn
+        self._copy_s = 0.0
+
+    def carry(self, copy: Callable[[], None], nbytes: int) -> None:
+        """Copy. The bytes arrive at the end of the wait, so that a read that comes too early gets wrong bytes."""
+        with self._turn:
+            end = time.perf_counter() + self._latency_s + nbytes / self._bandwidth
+            _sleep_until(end - self._copy_s)
+            start = time.perf_counter()
+            copy()
+            self._copy_s = time.perf_counter() - start
+            _sleep_until(end)
+
+
+class _LimitedSpillBuffer:
+    """A spill buffer with a slower link in each direction."""
+
+    pinned = None
+
+    def __init__(self, buffer: SpillBuffer, out: _SlowLink, back: _SlowLink) -> None:
+        self._buffer = buffer
+        self._out = out
+        self._back = back
+
+    def save(self, source: torch.Tensor) -> None:
+        self._out.carry(lambda: self._buffer.save(source), source.nbytes)
+
+    def load(self, destination: torch.Tensor) -> None:
+        self._back.carry(lambda: self._buffer.load(destination), destination.nbytes)
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+def _sleep_until(end_s: float) -> None:
+    if (rest := end_s - time.perf_counter()) > 0:
+        time.sleep(rest)
+
+
+def find_table(manifest: Manifest, name: str) -> Table:
+    """The embedding table of this name."""
+    return next(t for t in manifest.tables if t.name == name)
+
+
+def table_view(raw: Bytes, table: Table, offset: int) -> torch.Tensor:
+    """The table whose bytes begin at an offset."""
+    own = torch.from_numpy(raw[offset : offset + table.nbytes])
+    return own.view(dtype_of(table.dtype)).reshape(table.shape)

@@ -1,0 +1,47 @@
+"""Applies a model's options: the dtype of parameters and activations, and the layout of convolutions."""
+
+import torch
+from torch import fx
+
+from runtime.lowering.fused_ops import PLAIN
+from runtime.lowering.model import FxModel
+from runtime.options import Options
+
+_CONVOLUTIONS = (torch.ops.aten.conv2d.default, *PLAIN)
+
+
+def apply_options(model: FxModel, options: Options) -> None:
+    """Change a model's parameters, and cast its inputs and outputs. Runs after all other rewrites."""
+    if options.dtype != "float32":
+        _cast(model, getattr(torch, options.dtype))
+    if options.channels_last:
+        _channels_last(model)
+
+
+def _cast(model: FxModel, dtype: torch.dtype) -> None:
+    for tensors in (model.weights, model.tables):
+        tensors |= {name: t.to(dtype) for name, t in tensors.items() if t.dtype is torch.float32}
+    to_copy = torch.ops.aten._to_copy.default
+    inputs = [n for n in model.graph.nodes if n.op == "placeholder" and n.name not in model.weights]
+    first_op = next(n for n in model.graph.nodes if n.op != "placeholder")
+    for node, port in zip(inputs, model.inputs, strict=True):
+        if port.dtype is torch.float32:
+            with model.graph.inserting_before(first_op):
+                cast = model.graph.call_function(to_copy, (node,), {"dtype": dtype})
+            node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+    (output,) = (n for n in model.graph.nodes if n.op == "output")
+    results: list[fx.Node] = []
+    for node, port in zip(output.args[0], model.outputs, strict=True):
+        with model.graph.inserting_before(output):
+            back = model.graph.call_function(to_copy, (node,), {"dtype": port.dtype})
+        results.append(back if port.dtype is torch.float32 else node)
+    output.args = (tuple(results),)
+    model.graph.eliminate_dead_code()
+
+
+def _channels_last(model: FxModel) -> None:
+    for node in model.graph.nodes:
+        if node.op == "call_function" and node.target in _CONVOLUTIONS:
+            weight = model.weight_of(node.args[1])
+            if weight is not None:
+                model.weights[node.args[1].name] = weight.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,361 @@
+"""Traces a model at one batch size: runs it once and records each call, its storages and its scratch.
+
+A real run tells what no schema does: which results share a storage, how many bytes each storage has, and which
+sizes the shape arithmetic yields. Only ops that make new bytes are ops of the planner's graph; a view of existing bytes
+is an instruction without cost there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from planner.graph import Graph, Op, Tensor
+from runtime.errors import UnsupportedModel
+from runtime.lowering.allocations import measuring_allocations
+from runtime.lowering.model import FxModel
+from runtime.lowering.rewrite import host_gather
+from runtime.lowering.slots import Slot, slots_of
+from runtime.lowering.weights import Manifest
+
+_OP = "cohabit op "
+"""Begins the names under which the profiler sees a trace's ops."""
+
+# Operators that reach outside the process.
+_FORBIDDEN = frozenset({"aten::from_file", "aten::_print", "aten::save"})
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One call. `args` and `kwargs` are trees with `Slot` leaves; `op` is the graph's op, None for a view."""
+
+    name: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: int
+    op: int | None
+    reads: tuple[int, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", tuple(slots_of((self.args, self.kwargs))))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A model at one batch size, before its weights have places.
+
+    Storages are numbered: weights by name, inputs and activations by `Storage.index`.
+    """
+
+    batch: int
+    instructions: tuple[Instruction, ...]
+    ops: tuple["TracedOp", ...]
+    weight_slots: dict[int, str]
+    input_slots: tuple[int, ...]
+    output_slots: tuple[int, ...]
+    output_storages: tuple["Storage", ...]
+    input_bytes: tuple[int, ...]
+    slots: int
+    """Size of the frame that holds every value."""
+
+    def readers(self) -> dict[str, tuple[int, ...]]:
+        """Indices of the ops that read each weight."""
+        readers: dict[str, list[int]] = {name: [] for name in self.weight_slots.values()}
+        for index, op in enumerate(self.ops):
+            for storage in op.reads:
+                if storage.weight is not None:
+                    readers[storage.weight].append(index)
+        return {name: tuple(ops) for name, ops in readers.items()}
+
+
+class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where bytes come from: a weight's name, or the index of an input or an activation."""
+
+    kind: str
+    index: int
+    nbytes: int
+    weight: str | None = None
+
+
+class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An op with the storages that it reads, makes, and changes in place."""
+
+    name: str
+    target: str
+    reads: tuple[Storage, ...]
+    writes: tuple[Storage, ...]
+    mutates: tuple[Storage, ...]
+    results: tuple[int, ...]
+    """Which of the tensors that the op returned has each of the storages in `writes`."""
+    scratch_bytes: int = 0
+    """What torch's allocator gave the op at once beyond its results: repacked weights, im2col buffers."""
+
+
+def trace_model(
+    model: FxModel, weights: dict[str, torch.Tensor], batch: int, examples: Sequence[torch.Tensor]
+) -> Trace:
+    """Run the model at one batch size. `weights` have a storage each, shared by tied ones alone.
+
+    Raises UnsupportedModel where sizes depend on values, weights are changed, or an operator is not allowed.
+    """
+    tracer = _Tracer(model, weights, batch, examples)
+    with torch.inference_mode(), measuring_allocations() as peaks:
+        trace = tracer.run()
+    ops = tuple(
+        msgspec.structs.replace(
+            op, scratch_bytes=max(0, peaks.get(f"{_OP}{n}", 0) - sum(s.nbytes for s in op.writes))
+        )
+        for n, op in enumerate(trace.ops)
+    )
+    return replace(trace, ops=ops)
+
+
+class _Tracer:
+    def __init__(
+        self, model: FxModel, weights: dict[str, torch.Tensor], batch: int, examples: Sequence[torch.Tensor]
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self.nodes = list(model.graph.nodes)
+        self.slots = {node: i for i, node in enumerate(self.nodes)}
+        self.frame: dict[fx.Node, Any] = {}
+        self.literals: set[fx.Node] = set()
+        self.storages: dict[int, Storage] = {}
+        self.holders: dict[int, set[fx.Node]] = {}
+        self.instructions: list[Instruction] = []
+        self.ops: list[TracedOp] = []
+        self.activations = 0
+        self.weights = weights
+        self.examples = dict(zip((p.name for p in model.inputs), examples, strict=True))
+        self.last_use = {n: user for user in self.nodes for n in user.all_input_nodes}
+
+    def run(self) -> Trace:
+        output_node: fx.Node | None = None
+        for node in self.nodes:
+            match node.op:
+                case "placeholder":
+                    self._enter(node)
+                case "get_attr":
+                    self.frame[node] = getattr(self.model.root, str(node.target))
+                    self.literals.add(node)
+                case "call_function":
+                    self._call(node)
+                case "output":
+                    output_node = node
+        assert output_node is not None
+        outputs: Any = output_node.args[0]
+        results = [self.frame[n] for n in outputs]
+        return Trace(
+            batch=self.batch,
+            instructions=tuple(self.instructions),
+            ops=tuple(self.ops),
+            weight_slots={self.slots[n]: s for n in self.nodes if (s := self._weight_name(n)) is not None},
+            input_slots=tuple(self.slots[n] for name in self.examples for n in self.nodes if n.name == name),
+            output_slots=tuple(self.slots[n] for n in outputs),
+            output_storages=tuple(self.storages[_key(t)] for t in results),
+            input_bytes=tuple(t.untyped_storage().nbytes() for t in self.examples.values()),
+            slots=len(self.nodes),
+        )
+
+    def _weight_name(self, node: fx.Node) -> str | None:
+        """The name under which a weight is stored: that of the first of those tied together."""
+        if node.op != "placeholder" or node.name not in self.weights:
+            return None
+        return self.storages[_key(self.weights[node.name])].weight
+
+    def _enter(self, node: fx.Node) -> None:
+        if node.name in self.weights:
+            tensor = self.weights[node.name]
+            storage = Storage("weight", 0, tensor.nbytes, node.name)
+        else:
+            tensor = self.examples[node.name]
+            index = list(self.examples).index(node.name)
+            storage = Storage("input", index, tensor.untyped_storage().nbytes())
+        self.storages.setdefault(_key(tensor), storage)
+        self.holders.setdefault(_key(tensor), set()).add(node)
+        self.frame[node] = tensor
+
+    def _call(self, node: fx.Node) -> None:
+        _check_target(self.model.name, node.target)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.frame[n])
+        target = self._bound(node.target)
+        with torch.profiler.record_function(f"{_OP}{len(self.ops)}"):
+            result = target(*args, **kwargs)
+        self.frame[node] = result
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            self._scalar(node, (args, kwargs))
+        else:
+            self._tensors(node, (args, kwargs), result)
+        self._release(node)
+
+    def _bound(self, target: Any) -> Callable[..., Any]:
+        if target is host_gather:
+            return lambda table, indices: torch.embedding(self.model.tables[table], indices)
+        assert callable(target)
+        return cast(Callable[..., Any], target)
+
+    def _scalar(self, node: fx.Node, inputs: Any) -> None:
+        """Shape arithmetic becomes literals; a number read out of a tensor stays an instruction."""
+        if _depends_on_values(node):
+            self._issue(node, self._op(node, inputs, (), ()))
+        else:
+            self.literals.add(node)
+
+    def _tensors(self, node: fx.Node, inputs: Any, result: Any) -> None:
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._refuse_value_sizes(node)
+        mutated = self._mutated(node, inputs)
+        new = any(_key(t) not in self.storages for t in outputs)
+        makes_bytes = new or mutated or node.target is host_gather
+        index = self._op(node, inputs, outputs, mutated) if makes_bytes else None
+        for tensor in outputs:
+            self.holders.setdefault(_key(tensor), set()).add(node)
+        self._issue(node, index)
+
+    def _op(self, node: fx.Node, inputs: Any, outputs: Sequence[torch.Tensor], mutated: Sequence[Storage]) -> int:
+        read = dict.fromkeys(_key(t) for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
+        reads = tuple(self.storages[key] for key in read)
+        writes, results = [], []
+        for n, tensor in enumerate(outputs):
+            if _key(tensor) not in self.storages:
+                storage = Storage("activation", self.activations, tensor.untyped_storage().nbytes())
+                self.storages[_key(tensor)] = storage
+                self.activations += 1
+                writes.append(storage)
+                results.append(n)
+        target = _target_name(node.target)
+        self.ops.append(TracedOp(node.name, target, reads, tuple(writes), tuple(mutated), tuple(results)))
+        return len(self.ops) - 1
+
+    def _mutated(self, node: fx.Node, inputs: Any) -> list[Storage]:
+        """Storages that an in-place operator changes. Raises UnsupportedModel where one is a weight."""
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return []
+        args, kwargs = inputs
+        changed: dict[int, Storage] = {}
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    changed[_key(tensor)] = self.storages[_key(tensor)]
+        for storage in changed.values():
+            if storage.kind == "weight":
+                raise UnsupportedModel(
+                    f"{self.model.name}: op {node.name} changes the weight {storage.weight};"
+                    " a served model has no state, so return it as an output instead"
+                )
+        return list(changed.values())
+
+    def _refuse_value_sizes(self, node: fx.Node) -> None:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and any(_is_unbacked(d) for d in value.shape):
+                raise UnsupportedModel(
+                    f"{self.model.name}: op {node.name} makes a tensor of shape {[str(d) for d in value.shape]},"
+                    " which depends on values: its memory cannot be promised beforehand."
+                    " Pad to a fixed size, or mask instead of selecting"
+                )
+
+    def _issue(self, node: fx.Node, op: int | None) -> None:
+        def slot(n: fx.Node) -> Any:
+            return self.frame[n] if n in self.literals else Slot(self.slots[n])
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), slot)
+        self.instructions.append(
+            Instruction(node.name, node.target, args, kwargs, self.slots[node], op)  # type: ignore[arg-type]
+        )
+
+    def _release(self, node: fx.Node) -> None:
+        """Forget values after their last use, so that their storages' identities can be used again."""
+        dead = [n for n in node.all_input_nodes if self.last_use[n] is node and n.op == "call_function"]
+        if node not in self.last_use:
+            dead.append(node)
+        for n in dead:
+            value = self.frame[n]
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    key = _key(tensor)
+                    holders = self.holders[key]
+                    holders.discard(n)
+                    if not holders:
+                        del self.holders[key]
+                        del self.storages[key]
+            if n not in self.literals:
+                del self.frame[n]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_unbacked(value: Any) -> bool:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return any(str(s).startswith(("u", "zuf")) for s in value.node.expr.free_symbols)
+    return False
+
+
+def _depends_on_values(node: fx.Node) -> bool:
+    if getattr(node.target, "_opname", "") in ("item", "_local_scalar_dense"):
+        return True
+    return any(_is_unbacked(v) for v in pytree.tree_leaves(node.meta.get("val")))
+
+
+def _target_name(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _check_target(model: str, target: Any) -> None:
+    if isinstance(target, torch._ops.OpOverload) and target._schema.name not in _FORBIDDEN:
+        return
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return
+    if getattr(target, "__module__", "") in (
+        "_operator",
+        "math",
+        "torch",
+        "runtime.lowering.rewrite",
+        "runtime.lowering.fused_ops",
+        "torch.fx.experimental.sym_node",
+    ):
+        return
+    raise UnsupportedModel(f"{model}: the program calls {target}, which is not an operator that a model may use")
+
+
+def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
+    """The planner's graph of a trace: segments first, then inputs, then activations."""
+    segment_of = {p.name: i for i, s in enumerate(manifest.segments) for p in s.pieces}
+    inputs = len(manifest.segments)
+    activations = inputs + len(trace.input_bytes)
+
+    def tensor_id(storage: Storage) -> int:
+        if storage.weight is not None:
+            return segment_of[storage.weight]
+        return storage.index + (inputs if storage.kind == "input" else activations)
+
+    tensors = [Tensor(s.name, s.nbytes, "parameter", 4096) for s in manifest.segments]
+    tensors += [Tensor(f"input_{i}", n, "input") for i, n in enumerate(trace.input_bytes)]
+    tensors += [
+        Tensor(f"{op.name}.{i}", s.nbytes, "activation") for op in trace.ops for i, s in enumerate(op.writes)
+    ]
+    ops = tuple(
+        Op(
+            op.name,
+            op.target,
+            tuple(sorted({tensor_id(s) for s in op.reads})),
+            tuple(tensor_id(s) for s in op.writes),
+            scratch_bytes=op.scratch_bytes,
+            mutates=tuple(sorted({tensor_id(s) for s in op.mutates})),
+        )
+        for op in trace.ops
+    )
+    outputs = tuple(sorted({tensor_id(s) for s in trace.output_storages}))
+    graph = Graph(name, trace.batch, manifest.fingerprint, tuple(tensors), ops, outputs)
+    graph.validate()
+    return graph

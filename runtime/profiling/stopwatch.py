@@ -1,0 +1,143 @@
+"""Times ops: a model's inferences with every parameter resident, op by op and as they are served."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from planner.timeline import Span
+from runtime.backend import Executor
+from runtime.binding.calls import Call
+from runtime.binding.draft import ComputeStep
+from runtime.binding.program import Program
+from runtime.lowering.weights import Manifest
+from runtime.recording import Note, Recording
+
+_MEASURING_S = 0.3
+"""Time for each figure, beyond the fewest runs."""
+_FEWEST_RUNS = 7
+_MOST_RUNS = 200
+
+
+class ColdCaches:
+    """Evicts a model from the processor's caches, as requests for other models between two of its own do."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = np.zeros(nbytes, np.uint8)
+
+    @staticmethod
+    def for_model(manifest: Manifest) -> "ColdCaches":
+        """Do nothing for a model that is too large for the caches anyway."""
+        cache_bytes = _largest_cache_bytes()
+        return ColdCaches(0 if manifest.segment_bytes > 2 * cache_bytes else 2 * cache_bytes)
+
+    def __call__(self) -> None:
+        self._buffer += 1
+
+
+def measure_ops(
+    program: Program, examples: Callable[[], list[torch.Tensor]], executor: Executor, cold: ColdCaches
+) -> tuple[float, tuple[float, ...]]:
+    """Return the median latency as served, and seconds per op with the time between ops spread over them."""
+    executor.run(program, examples())
+    by_op, as_served = StepTimes(program.computes), StepTimes(program.segments)
+    for _ in repeat():
+        cold()
+        timeline = executor.run(program, examples(), traced=True).timeline
+        assert timeline is not None
+        by_op.add(timeline.latency_s, timeline.spans)
+        if program.segments:
+            cold()
+            as_served.add(*followed(program, examples(), executor))
+    op_seconds = by_op.medians()
+    if not program.segments:
+        return by_op.latency_s, op_seconds
+    return as_served.latency_s, shared_out(program.segments, as_served.medians(), op_seconds)
+
+
+class StepTimes:
+    """Durations of a program's steps, run by run."""
+
+    def __init__(self, steps: Sequence[ComputeStep[Call]]) -> None:
+        self._columns: list[list[float]] = [[] for _ in steps]
+        self._latencies: list[float] = []
+
+    def add(self, latency_s: float, spans: Sequence[Span | Note]) -> None:
+        self._latencies.append(latency_s)
+        for column, span in zip(self._columns, spans, strict=True):
+            column.append(span.end_s - span.start_s)
+
+    @property
+    def latency_s(self) -> float:
+        return statistics.median(self._latencies)
+
+    def medians(self) -> tuple[float, ...]:
+        """Return seconds by step, with the time between steps spread over them."""
+        medians = [statistics.median(column) for column in self._columns]
+        between_s = max(0.0, self.latency_s - sum(medians)) / max(1, len(medians))
+        return tuple(m + between_s for m in medians)
+
+
+def followed(
+    program: Program, examples: Sequence[torch.Tensor], executor: Executor
+) -> tuple[float, Sequence[Note]]:
+    """Run one inference as served. Returns the seconds until its last step ended, and when its steps ran."""
+    recordings: SimpleQueue[Recording] = SimpleQueue()
+    start_s = time.perf_counter()
+    executor.run(program, examples, follow=recordings.put)
+    notes = recordings.get().notes
+    return max((note.end_s for note in notes), default=start_s) - start_s, notes
+
+
+def shared_out(
+    segments: Sequence[ComputeStep[Call]], seconds: Sequence[float], op_seconds: Sequence[float]
+) -> tuple[float, ...]:
+    """Divide the seconds of each step of `segments` among its ops, in proportion to their times when run alone."""
+    scaled: list[float] = []
+    for step, step_s in zip(segments, seconds, strict=True):
+        own = op_seconds[len(scaled) : len(scaled) + step.length]
+        factor = step_s / sum(own)
+        scaled += [op_s * factor for op_s in own]
+    return tuple(scaled)
+
+
+def repeat() -> Iterator[int]:
+    """Count runs until the time is spent, with a least and a greatest number."""
+    start = time.perf_counter()
+    for n in range(_MOST_RUNS):
+        if n >= _FEWEST_RUNS and time.perf_counter() - start > _MEASURING_S:
+            return
+        yield n
+
+
+@contextmanager
+def repeating(work: Callable[[], object], name: str) -> Iterator[None]:
+    """Call a function repeatedly in a thread of this name, until the block ends."""
+    stop = threading.Event()
+
+    def loop() -> None:
+        while not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=loop, name=name)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _largest_cache_bytes() -> int:
+    """Return the size of the last-level cache, at most 128 MiB; 32 MiB where the system does not tell."""
+    sizes = [32 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)
+    return min(max(sizes), 128 << 20)

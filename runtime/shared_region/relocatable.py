@@ -1,0 +1,214 @@
+"""A model whose parameters lie wherever the shared region has room: drafted once, given addresses for every run.
+
+Its calls read parameters (and views of them) from the frame. Right before the step that first reads one, and again
+where it has moved since, the frame gets the parameter's current value.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+from planner.plan import Compute, Plan, SwapIn, SwapOut
+from planner.profile import Profile
+from runtime.binding.cache import ProgramCache
+from runtime.binding.calls import Call, bind_call, static_value
+from runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
+from runtime.binding.program import CompiledSegment, Program, Segmenter, joined
+from runtime.errors import UnsupportedPlan
+from runtime.lowering.lower import Lowered
+from runtime.lowering.slots import Frame
+from runtime.lowering.weights import Manifest, dtype_of
+from runtime.memory import DeviceArena, HostStore
+from runtime.shared_region.region import FetchPlan, ParameterUses
+
+
+class RelocatableModel:
+    """One model at one batch size. `home` is the program without addresses: it cannot be run as it is."""
+
+    is_admitted: ClassVar[bool] = False
+    """Whether programs take something of the device when they are first loaded, which must precede requests."""
+
+    def __init__(
+        self,
+        cache: ProgramCache,
+        lowered: Lowered,
+        plan: Plan,
+        profile: Profile | None,
+        arena: DeviceArena[Any],
+        store: HostStore[Any],
+        segmenter: Segmenter | None = None,
+    ) -> None:
+        """Check a plan that keeps every parameter, and draft it. Raises what `ProgramCache.build` raises.
+
+        With a segmenter there are two sets of segments: one for runs during which nothing is fetched, and one whose
+        segments end wherever a parameter may be waited for.
+        """
+        _require_relocatable(lowered.name, plan)
+        draft = cache.draft(lowered, plan, profile, arena.device)
+        graph = draft.graph
+        self._values = _StaticsAt(draft, lowered.manifest, arena)
+        self._arena = arena
+        self._store = store
+        self._statics = [_statics(c.calls) for c in draft.computes] or [{}]
+        self._statics[-1] |= _statics(draft.final_calls)
+        self._constants = dict(draft.constants)
+        self.home = Program(
+            name=lowered.name,
+            draft=draft,
+            statics=(),
+            computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0) for c in draft.computes),
+            swap_ins=(),
+            swap_outs=(),
+            offloaded=(),
+            residents=(),
+            final_calls=self._bound(draft.final_calls),
+            constants={},
+            epilogue=0,
+            workspace=0,
+        )
+        kinds = [t.kind for t in graph.tensors]
+        ops = [graph.ops[s.op].reads for s in plan.steps if isinstance(s, Compute)] or [()]
+        ops[-1] = (*ops[-1], *graph.outputs)
+        steps = tuple(tuple(dict.fromkeys(t for t in op if kinds[t] == "parameter")) for op in ops)
+        used = sorted({t for step in steps for t in step})
+        self.uses = ParameterUses(lowered.name, {t: lowered.manifest.segments[t].nbytes for t in used}, steps)
+        self._whole: Sequence[CompiledSegment] = ()
+        self._by_layer: Sequence[CompiledSegment] = ()
+        if segmenter is not None:
+            reading = [n for n, step in enumerate(steps) if step or self._statics[n]]
+            self._whole, self._by_layer = segmenter.at_waits(draft), segmenter.cut_before(draft, reading)
+
+    def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> Program:
+        """Return the program for a run. With `blocking`, loading it copies everything and running it copies nothing.
+
+        `lasting` says that runs with the same addresses will follow, so that it pays to prepare much.
+        """
+        return replace(self.home, **self._changes(fetch_plan, blocking))
+
+    def _changes(self, fetch_plan: FetchPlan, blocking: bool) -> dict[str, Any]:
+        """Return the fields of `Program` that differ from run to run."""
+        addresses = dict(fetch_plan.present)
+        coming: dict[int, list[tuple[int, int]]] = {}
+        for fetch in fetch_plan.fetches:
+            coming.setdefault(fetch.needed_by, []).append((fetch.segment, fetch.offset))
+        computes: list[ComputeStep[Call]] = []
+        current: dict[int, Any] = {}
+        updates: list[dict[int, Any]] = []
+        segments = self._whole if blocking or not fetch_plan.fetches else self._by_layer
+        beginning = {segment.steps.start: segment for segment in segments}
+        calls: dict[int, Call] = {}
+        fetched = 0
+        for index, statics in enumerate(self._statics):
+            addresses.update(coming.get(index, ()))
+            fetched += len(coming.get(index, ()))
+            if index in beginning:
+                static = partial(self._values.at, addresses=addresses)
+                calls[index] = beginning[index].bind(static, self._store.table)
+            new = {}
+            for slot, static_index in statics.items():
+                value = self._values.at(static_index, addresses)
+                if current.get(slot) is not value:
+                    new[slot] = current[slot] = value
+            updates.append(new)
+            if index < len(self.home.computes):
+                step = self.home.computes[index]
+                own = (_updating(new), *step.calls) if new else step.calls
+                computes.append(ComputeStep(2 * index + 1, own, 0 if blocking else fetched))
+        joins = [(s.steps, (_updating(_merged(updates, s.steps)), calls[s.steps.start])) for s in segments]
+        final_calls = self.home.final_calls if computes else (_updating(current), *self.home.final_calls)
+        swap_ins = () if blocking else self._fetches(fetch_plan)
+        residents = tuple(self._copy(-1, s, at, 0) for s, at in sorted(addresses.items())) if blocking else ()
+        return {
+            "computes": tuple(computes),
+            "segments": joined(computes, joins),
+            "final_calls": final_calls,
+            "swap_ins": swap_ins,
+            "epilogue": len(swap_ins),
+            "residents": residents,
+            "constants": {slot: self._values.at(static, addresses) for slot, static in self._constants.items()},
+        }
+
+    def _fetches(self, fetch_plan: FetchPlan) -> tuple[SwapStep, ...]:
+        """Return copies in the order of need, numbered to stand right after the compute step that they wait for."""
+        steps: list[SwapStep] = []
+        latest = 0
+        for fetch in fetch_plan.fetches:
+            latest = max(latest, fetch.computes_before)
+            steps.append(self._copy(2 * latest, fetch.segment, fetch.offset, fetch.computes_before))
+        return tuple(steps)
+
+    def _copy(self, step: int, segment: int, offset: int, computes_before: int) -> SwapStep:
+        nbytes = self.uses.nbytes[segment]
+        copy = self._store.copy(segment, self._arena.bytes(offset, nbytes))
+        return SwapStep("swap_in", step, segment, nbytes, computes_before, offset=offset, copy=copy)
+
+    def _bound(self, calls: tuple[DraftCall, ...]) -> tuple[Call, ...]:
+        return tuple(
+            bind_call(
+                c.template, {}, c.frees, None if c.template.table is None else self._store.table(c.template.table)
+            )
+            for c in calls
+        )
+
+
+class _StaticsAt:
+    """The tensors of a draft's statics at their segments' current addresses. The last value of each is kept."""
+
+    def __init__(self, draft: Draft, manifest: Manifest, arena: DeviceArena[Any]) -> None:
+        self._statics = draft.statics
+        self._arena = arena
+        by_name = {p.name: n for n, segment in enumerate(manifest.segments) for p in segment.pieces}
+        self._segments: list[tuple[int, ...]] = []
+        for static in self._statics:
+            if isinstance(static, StaticWeight):
+                self._segments.append((by_name[static.piece.name],))
+            else:
+                used = {s for _, index in static.statics for s in self._segments[index]}
+                self._segments.append(tuple(sorted(used)))
+        self._last: list[tuple[tuple[int, ...], Any] | None] = [None] * len(self._statics)
+
+    def at(self, index: int, addresses: Mapping[int, int]) -> Any:
+        """Return a static's value, given the offset of each segment in the arena."""
+        key = tuple(addresses[s] for s in self._segments[index])
+        last = self._last[index]
+        if last is not None and last[0] == key:
+            return last[1]
+        static = self._statics[index]
+        if isinstance(static, StaticWeight):
+            piece = static.piece
+            value = self._arena.tensor(key[0] + piece.offset, dtype_of(piece.dtype), piece.shape, piece.stride)
+        else:
+            value = static_value(static.template, {slot: self.at(i, addresses) for slot, i in static.statics})
+        self._last[index] = (key, value)
+        return value
+
+
+def _require_relocatable(name: str, plan: Plan) -> None:
+    if any(isinstance(step, SwapIn | SwapOut) for step in plan.steps):
+        raise UnsupportedPlan(f"{name}: only a program whose plan keeps every parameter can move")
+    addresses = [p.address for p in plan.inputs]
+    addresses += [a for step in plan.steps if isinstance(step, Compute) for a in (*step.outputs, step.scratch) if a]
+    if any(address.region == "partition" for address in addresses):
+        raise UnsupportedPlan(
+            f"{name}: the plan has activations beside parameters; a program that moves needs them in a workspace"
+        )
+
+
+def _statics(calls: tuple[DraftCall, ...]) -> dict[int, int]:
+    return {slot: index for call in calls for slot, index in call.statics}
+
+
+def _merged(updates: Sequence[Mapping[int, Any]], steps: range) -> dict[int, Any]:
+    """Return the updates of a segment's steps, which the steps after it may need."""
+    return {slot: value for n in steps for slot, value in updates[n].items()}
+
+
+def _updating(values: Mapping[int, Any]) -> Call:
+    pairs = tuple(values.items())
+
+    def update(frame: Frame) -> None:
+        for slot, value in pairs:
+            frame[slot] = value
+
+    return update

@@ -1,0 +1,102 @@
+"""Listening sockets and TLS, for both protocols."""
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from server.errors import ConfigError
+
+UNREAD_S = 75.0
+"""How long a client may leave its answers unread, or its connection dead, before the kernel ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of a server's certificate chain and key; with a client CA, clients must show a certificate too."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Return the files as an SSL context. Raises ConfigError, which names the flag, if one cannot be used."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
+        for flag, path in (("--tls-cert", self.cert), ("--tls-key", self.key)):
+            _readable(flag, path)
+        try:
+            context.load_cert_chain(
+                self.cert, self.key, password=""
+            )  # an encrypted key must not ask on the terminal
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--tls-cert {self.cert}, --tls-key {self.key}: {error}") from error
+        if self.client_ca is not None:
+            _readable("--tls-client-ca", self.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(self.client_ca)
+            except OSError as error:
+                raise ConfigError(f"--tls-client-ca {self.client_ca}: {error}") from error
+        return context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Return the files as gRPC's credentials. Raises as `context` does."""
+        self.context()
+        client_ca = None if self.client_ca is None else self.client_ca.read_bytes()
+        pair = (self.key.read_bytes(), self.cert.read_bytes())
+        return grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
+
+
+def without_covered(hosts: Sequence[str]) -> list[str]:
+    """Leave out what another host covers: `::` listens on all IPv4 addresses as well."""
+    return [host for host in dict.fromkeys(hosts) if host != "0.0.0.0" or "::" not in hosts]
+
+
+def open_sockets(hosts: Sequence[str], port: int, flag: str, reuse_port: bool) -> list[socket.socket]:
+    """Bind a socket for every address of the hosts; port 0 takes a free port, the same one for all.
+
+    Raises ConfigError, which names the flag.
+    """
+    with contextlib.ExitStack() as opened:
+        sockets: list[socket.socket] = []
+        for host in without_covered(hosts):
+            try:
+                for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                    sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                    _set_options(sock, family, reuse_port)
+                    sock.bind((address[0], port, *address[2:]))
+                    port = sock.getsockname()[1]
+                    sockets.append(sock)
+            except OSError as error:
+                raise ConfigError(f"{flag}: cannot listen on {host} port {port}: {error}") from error
+        opened.pop_all()
+        return sockets
+
+
+def address_of(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url_of(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://{address_of(host, port)}"
+
+
+def _set_options(sock: socket.socket, family: int, reuse_port: bool) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_S * 1e3))
+    if reuse_port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+
+
+def _readable(flag: str, path: Path) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from error

@@ -1,0 +1,111 @@
+"""The models of a server and their states: what the engine publishes, and how the front end looks models up."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+import msgspec
+
+from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
+from server.ipc.model import ModelFootprint, ModelInfo
+
+_LARGEST_VERSION = 2**63 - 1
+
+
+class ModelState(Enum):
+    """Triton's names for what a model is doing."""
+
+    ABSENT = ""
+    """In the repository, and never requested."""
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    """One model. `info` is set while it is READY, `reason` says why it is not."""
+
+    name: str
+    version: int | None
+    """None if the repository has no version that could be loaded."""
+    state: ModelState
+    reason: str = ""
+    info: ModelInfo | None = None
+    footprint: ModelFootprint = ModelFootprint()
+    config: bytes | None = None
+    """The model's configuration, a serialized `ModelConfig`; None if it has none."""
+    config_override: bytes | None = None
+    """A configuration that a client sent with its load request, in place of config.pbtxt."""
+    wanted: bool = True
+    """Whether the server was asked to serve it."""
+
+    def require(self) -> ModelInfo:
+        """Return the model's description. Raises ModelNotReady or ModelNotFound unless it is READY."""
+        if self.state is ModelState.LOADING:
+            raise ModelNotReady(self.name, self.reason or "it is still loading")
+        if self.info is None:
+            raise ModelNotFound(self.name, reason=self.reason or "it is not loaded")
+        return self.info
+
+
+class Catalog:
+    """Entries by name. Belongs to one thread."""
+
+    def __init__(self, strict_readiness: bool = True) -> None:
+        self._entries: dict[str, ModelEntry] = {}
+        self._strict = strict_readiness
+
+    def __iter__(self) -> Iterator[ModelEntry]:
+        return iter(self._entries.values())
+
+    def update(self, entry: ModelEntry) -> None:
+        self._entries[entry.name] = entry
+
+    def get(self, name: str) -> ModelEntry | None:
+        return self._entries.get(name)
+
+    def find(self, name: str, version: str | None = None) -> ModelEntry:
+        """Look up a model, whatever its state. `version` None stands for the version that is served.
+
+        Raises ModelNotFound, or InvalidRequest for a version that is no number.
+        """
+        number = None if version is None else _version(name, version)
+        entry = self._entries.get(name)
+        if entry is None or (number is not None and number != entry.version):
+            raise ModelNotFound(name, number)
+        return entry
+
+    def listed(self, name: str | None = None, version: str | None = None) -> list[ModelEntry]:
+        """Return all READY entries, or the one that is named. Raises ModelNotListed if that is not READY."""
+        if name is None:
+            return [entry for entry in self if entry.state is ModelState.READY]
+        try:
+            entry = self.find(name, version)
+        except ModelNotFound as error:
+            raise ModelNotListed(name) from error
+        if entry.state is not ModelState.READY:
+            raise ModelNotListed(name)
+        return [entry]
+
+    def not_ready(self) -> str | None:
+        """Return why the server is not ready, or None.
+
+        Every requested model must be READY; unless readiness is strict, one of them is enough once all have been tried.
+        """
+        loading = [entry.name for entry in self if entry.wanted and entry.state is ModelState.LOADING]
+        if loading:
+            return f"still loading: {', '.join(loading)}"
+        failed = [entry.name for entry in self if entry.wanted and entry.state is not ModelState.READY]
+        if failed and (self._strict or not any(entry.state is ModelState.READY for entry in self)):
+            return f"not loaded: {', '.join(failed)}"
+        return None
+
+
+def _version(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise InvalidRequest(f"version '{text[:40]}' of model '{name}' is not a number")
+    if len(text) > 19 or int(text) > _LARGEST_VERSION:
+        raise InvalidRequest(
+            f"version {text[:40]} of model '{name}' is over the largest version, {_LARGEST_VERSION}"
+        )
+    return int(text)

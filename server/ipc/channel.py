@@ -1,0 +1,54 @@
+"""A connection between a front end and the engine: whole messages over a Unix socket."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+from server.ipc.messages import LENGTH_BYTES, encode
+
+M = TypeVar("M")
+
+
+class MessageChannel(asyncio.Protocol, Generic[M]):
+    """Sends and receives messages in order. Belongs to the event loop's thread."""
+
+    def __init__(
+        self, decode: Callable[[memoryview], M], on_message: Callable[[M], None], on_closed: Callable[[], None]
+    ) -> None:
+        self._decode = decode
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._buffer = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_closed()
+
+    def send(self, message: Any) -> None:
+        """Send a message; one that cannot be sent any more is dropped, and `on_closed` has been called."""
+        if self._transport is not None:
+            self._transport.write(encode(message))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        start = 0
+        messages = []
+        with memoryview(self._buffer) as view:
+            while start + LENGTH_BYTES <= len(view):
+                end = start + LENGTH_BYTES + int.from_bytes(view[start : start + LENGTH_BYTES], "little")
+                if end > len(view):
+                    break
+                with view[start + LENGTH_BYTES : end] as body:
+                    messages.append(self._decode(body))
+                start = end
+        del self._buffer[:start]
+        for message in messages:
+            self._on_message(message)

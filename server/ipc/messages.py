@@ -1,0 +1,182 @@
+"""The messages between a front end and the engine's process.
+
+They are sent over a Unix socket, each as four bytes of length (little-endian) and msgpack. Tensors are not part of
+them: they lie in the front end's shared memory, and messages hold their offsets.
+"""
+
+from typing import Any
+
+import msgspec
+
+from server.errors import WireError
+from server.ipc.catalog import ModelEntry
+from server.ipc.execution import DeviceSpan, ExecutionTiming
+from server.ipc.statistics import EngineReport
+
+
+class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in the front end's shared memory. `dtype` is numpy's short name, such as `<f4`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class RestoredModel(msgspec.Struct, frozen=True):
+    """A model that was served when the engine died, with the configuration that a client had sent for it."""
+
+    name: str
+    config: bytes | None
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Sent once, by the front end that supervises the engine: load the repository."""
+
+    config: bytes
+    """An encoded `ServeConfig`."""
+    restored: list[RestoredModel] | None = None
+    """What to load after a restart; None for what the configuration says."""
+
+
+class Infer(msgspec.Struct, frozen=True, tag="infer"):
+    """Execute a request. It is answered by `Inferred` or `Failed`, even after `Cancel`."""
+
+    id: int
+    model: str
+    version: int
+    inputs: list[SharedTensor]
+    batch: int
+    outputs: list[str]
+    mark_offset: int
+    """Where the engine records the start of the execution; see `server.frontend.memory`."""
+    output_offset: int
+    output_bytes: int
+    request_id: str | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
+    arrived_s: float | None = None
+    traced: bool = False
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    id: int
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag="load"):
+    id: int
+    model: str
+    config: str | None
+    """A ModelConfig as JSON, in place of config.pbtxt."""
+
+
+class UnloadModel(msgspec.Struct, frozen=True, tag="unload"):
+    id: int
+    model: str
+
+
+class AskReport(msgspec.Struct, frozen=True, tag="report"):
+    id: int
+
+
+class CountRejection(msgspec.Struct, frozen=True, tag="rejected"):
+    """A front end refused a request before the engine saw it."""
+
+    model: str
+    reason: str
+
+
+class ChangeLog(msgspec.Struct, frozen=True, tag="log"):
+    """The log settings that hold from now on: the fields of `LogSettings`."""
+
+    settings: dict[str, Any]
+
+
+class SetPrefetch(msgspec.Struct, frozen=True, tag="prefetch"):
+    enabled: bool
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the process after what is under way."""
+
+
+ToEngine = (
+    Start | Infer | Cancel | LoadModel | UnloadModel | AskReport | CountRejection | ChangeLog | SetPrefetch | Stop
+)
+
+
+class EntryChanged(msgspec.Struct, frozen=True, tag="entry"):
+    entry: ModelEntry
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    model: str
+    stage: str
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """Everything that was to be loaded at the start has been tried."""
+
+    memory_map: str
+
+
+class StartRefused(msgspec.Struct, frozen=True, tag="start_refused"):
+    """The engine cannot serve this configuration, and ends."""
+
+    error: WireError
+
+
+class Inferred(msgspec.Struct, frozen=True, tag="inferred"):
+    id: int
+    outputs: list[SharedTensor]
+    timing: ExecutionTiming
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A request, a load or an unload has failed."""
+
+    id: int
+    error: WireError
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A load or an unload has succeeded."""
+
+    id: int
+
+
+class Reported(msgspec.Struct, frozen=True, tag="reported"):
+    id: int
+    report: EngineReport
+
+
+class Traced(msgspec.Struct, frozen=True, tag="traced"):
+    """What the lanes did for a traced request; comes after its answer, perhaps in several pieces."""
+
+    id: int
+    spans: list[DeviceSpan]
+
+
+ToFrontend = EntryChanged | Progress | Started | StartRefused | Inferred | Failed | Done | Reported | Traced
+
+LENGTH_BYTES = 4
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
+
+
+def encode(message: Any) -> bytes:
+    """Return a message as it is sent, with its length in front."""
+    buffer = bytearray(LENGTH_BYTES)
+    _encoder.encode_into(message, buffer, LENGTH_BYTES)
+    buffer[:LENGTH_BYTES] = (len(buffer) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+    return bytes(buffer)
+
+
+def decode_to_engine(data: bytes | memoryview) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def decode_to_frontend(data: bytes | memoryview) -> ToFrontend:
+    return _to_frontend.decode(data)

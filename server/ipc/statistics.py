@@ -1,0 +1,181 @@
+"""Counts and durations per model, as Triton's statistics and metrics report them.
+
+Each counter is written by one thread: `cancelled` and `rejected` by the event loop, the others by the compute lane's.
+A reader may see a request that is counted in part; the next reading has all of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from server import errors
+from server.ipc.histogram import SECONDS, Histogram
+from server.ipc.model import DeviceUse, GraphCapture
+
+FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
+
+REJECTIONS: Mapping[type[errors.RequestError], str] = {
+    errors.QueueFull: "queue_full",
+    errors.RateLimited: "rate_limited",
+    errors.RequestTimedOut: "deadline",
+    errors.ShuttingDown: "draining",
+    errors.DeviceUnavailable: "device_lost",
+}
+"""Why a request is refused that could be answered at another time."""
+
+_RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
+"""Triton's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """How often something happened, and how long it took in all."""
+
+    count: int
+    seconds: float
+
+    @property
+    def ns(self) -> int:
+        return round(self.seconds * 1e9)
+
+
+class StageTimes(msgspec.Struct):
+    """Seconds by stage, summed over a number of requests or executions."""
+
+    count: int = 0
+    prepare_s: float = 0.0
+    compute_s: float = 0.0
+    output_s: float = 0.0
+
+    def add(self, count: int, prepare_s: float, compute_s: float, output_s: float) -> None:
+        self.count += count
+        self.prepare_s += prepare_s
+        self.compute_s += compute_s
+        self.output_s += output_s
+
+    @property
+    def prepare(self) -> Total:
+        """From leaving the queue until the model computes: Triton's compute_input."""
+        return Total(self.count, self.prepare_s)
+
+    @property
+    def compute(self) -> Total:
+        return Total(self.count, self.compute_s)
+
+    @property
+    def output(self) -> Total:
+        """From there being outputs until each request has its own: Triton's compute_output."""
+        return Total(self.count, self.output_s)
+
+
+def _seconds() -> Histogram:
+    return Histogram.of(SECONDS)
+
+
+class ModelStatistics(msgspec.Struct):
+    """The counters of one model, since it was loaded into this engine."""
+
+    answered: StageTimes = msgspec.field(default_factory=StageTimes)
+    """Of requests that were answered."""
+    queue_s: float = 0.0
+    success_s: float = 0.0
+    failed_count: int = 0
+    failed_s: float = 0.0
+    batches: dict[int, StageTimes] = msgspec.field(default_factory=dict)
+    """Executions by batch size."""
+    execution_count: int = 0
+    inference_count: int = 0
+    """Samples: a request of batch 8 counts 8."""
+    last_inference_s: float = 0.0
+    """Since the epoch; 0 before the first."""
+    stall_s: float = 0.0
+    swapped_bytes: int = 0
+    prefetch_hits: int = 0
+    queued: Histogram = msgspec.field(default_factory=_seconds)
+    computed: Histogram = msgspec.field(default_factory=_seconds)
+    """Of executions, whatever number of requests they answer."""
+    response_ms: Histogram = msgspec.field(default_factory=lambda: Histogram.of(_RESPONSE_BOUNDS_MS))
+    failures: dict[FailureReason, int] = msgspec.field(
+        default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
+    )
+    rejections: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
+
+    @property
+    def success(self) -> Total:
+        return Total(self.answered.count, self.success_s)
+
+    @property
+    def fail(self) -> Total:
+        return Total(self.failed_count, self.failed_s)
+
+    @property
+    def queue(self) -> Total:
+        return Total(self.answered.count, self.queue_s)
+
+    def executed(
+        self,
+        rows: int,
+        busy_s: float,
+        compute_s: float,
+        output_s: float,
+        stall_s: float,
+        swapped_bytes: int,
+        prefetched: bool,
+        queued_s: Sequence[float],
+        wall_s: float,
+    ) -> None:
+        """Count an execution that kept the lane for `busy_s`, and its answers; `queued_s` has each request's wait."""
+        count, prepare_s = len(queued_s), max(0.0, busy_s - compute_s - output_s)
+        self.execution_count += 1
+        self.inference_count += rows
+        self.last_inference_s = wall_s
+        self.batches.setdefault(rows, StageTimes()).add(1, prepare_s, compute_s, output_s)
+        self.answered.add(count, count * prepare_s, count * compute_s, count * output_s)
+        waited_s = sum(queued_s)
+        self.queue_s += waited_s
+        self.success_s += waited_s + count * busy_s
+        for queue_s in queued_s:
+            self.queued.add(queue_s)
+            self.response_ms.add((queue_s + busy_s) * 1e3)
+        self.stall_s += stall_s
+        self.swapped_bytes += swapped_bytes
+        self.prefetch_hits += prefetched
+        self.computed.add(compute_s)
+
+    def failed(self, reason: FailureReason, seconds: float) -> None:
+        self.failed_count += 1
+        self.failed_s += seconds
+        self.failures[reason] += 1
+
+    def rejected(self, reason: str) -> None:
+        """Count a request that was refused for one of the reasons in `REJECTIONS`."""
+        self.rejections[reason] += 1
+
+    def cancelled(self) -> None:
+        self.failures["CANCELED"] += 1
+
+
+class ModelCounters(msgspec.Struct):
+    """What the engine knows of one model that is READY."""
+
+    statistics: ModelStatistics
+    pending: int = 0
+    """Requests in the queue."""
+    correction: float = 1.0
+    """Measured over predicted seconds of recent executions."""
+    captures: dict[int, GraphCapture] = {}
+    """How executions are issued on a device with graphs, by batch size."""
+
+
+class EngineReport(msgspec.Struct):
+    """The engine's counters at one moment."""
+
+    models: dict[str, ModelCounters] = {}
+    device: DeviceUse = DeviceUse()
+
+
+def rejection_reason(error: Exception) -> str | None:
+    """Why a request was refused that could be answered at another time; None for every other error."""
+    return REJECTIONS.get(type(error))  # type: ignore[arg-type]

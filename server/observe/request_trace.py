@@ -1,0 +1,67 @@
+"""The trace of one request: its place in the caller's trace (W3C traceparent), and when each stage began."""
+
+import os
+import re
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from server.ipc.execution import ExecutionTiming
+
+HEADER = "traceparent"
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_FORBIDDEN_VERSION, _OUR_VERSION = "ff", "00"
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
+_SAMPLED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """A request's place in a trace: its own span, and the caller's."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None = None
+    flags: int = 0
+
+    @property
+    def header(self) -> str:
+        """The traceparent to pass on: its receiver becomes a child of this span."""
+        return f"{_OUR_VERSION}-{self.trace_id}-{self.span_id}-{self.flags:02x}"
+
+
+def new_context(traceparent: str | None = None) -> TraceContext:
+    """A new span under the caller's, or of a new trace if there is no caller, or its header is malformed."""
+    span_id = os.urandom(8).hex()
+    match = _TRACEPARENT.fullmatch(traceparent.strip()) if traceparent is not None else None
+    if match is None:
+        return TraceContext(os.urandom(16).hex(), span_id)
+    version, trace_id, parent_id, flags, more = match.groups()
+    malformed = version == _FORBIDDEN_VERSION or trace_id == _NO_TRACE or parent_id == _NO_SPAN
+    if malformed or (more is not None and version == _OUR_VERSION):
+        return TraceContext(os.urandom(16).hex(), span_id)
+    return TraceContext(trace_id, span_id, parent_id, int(flags, 16) & _SAMPLED)
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """Filled in while the request is handled. Times are those of `time.monotonic`."""
+
+    context: TraceContext
+    began_s: float
+    wanted: bool = False
+    """Whether it is written to the trace file."""
+    model: str = ""
+    request_id: str | None = None
+    timing: ExecutionTiming | None = None
+    """When it was executed; None for a request that was refused."""
+    error: str | None = None
+    fields: dict[str, str] = field(init=False)
+    """What log lines say of the request."""
+
+    def __post_init__(self) -> None:
+        self.fields = {"trace_id": self.context.trace_id, "span_id": self.context.span_id}
+
+
+CURRENT: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
+"""The request that this task handles, if it is traced."""

@@ -1,0 +1,202 @@
+"""The flags of `cohabit plan`, `show`, `compare-plans` and `profile`. Importing this does not import the planner."""
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from server.config.config import BY_KEY
+from server.config.sizes import MemorySize, parse_memory
+from server.config.sources import add_flag
+from server.config.values import LARGEST_BATCH, batches, integer, positive
+
+SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
+MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "scripted")
+"""Settings of `serve` that say how a model is measured."""
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+_PLAN_EXAMPLES = """examples:
+  cohabit plan models/resnet50 --memory 64MiB
+  cohabit plan models/resnet50 --memory 25%,50%,75% --batch 1,16 --output plans
+  cohabit plan models/bert --memory 32MiB --search genetic --time-limit 30s --workers 4
+  cohabit plan --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
+
+Each batch size is planned on its own. When `cohabit serve` plans several batch sizes of a model, their plans keep
+the same parameters resident.
+"""
+_SHOW_EXAMPLES = """examples:
+  cohabit show plans/resnet50-b1-64MiB-best.plan.json
+  cohabit show plans/resnet50-b1-64MiB-best.plan.json --html plan.html
+  cohabit show plans/resnet50-b1-64MiB-best.plan.json --open
+
+The graph and the profile are found in the plan's folder by the fingerprints in the plan.
+"""
+_COMPARE_EXAMPLES = """examples:
+  cohabit compare-plans models/resnet50 --memory 64MiB
+  cohabit compare-plans models/resnet50 --memory 25% --searchers best,genetic,greedy --time-limit 30s
+  cohabit compare-plans --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
+
+`best` and `streaming` split the memory into a partition and a workspace, as serving does. The papers' searchers plan
+it as one budget.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """A memory size and its text, which becomes part of file names."""
+
+    text: str
+    size: MemorySize
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _PLAN_EXAMPLES
+    _add_subject(parser, "N,N,...", _type(batches), "batch sizes to plan (default: 1, or the graph's)")
+    parser.add_argument(
+        "--memory",
+        required=True,
+        type=_type(_budgets),
+        metavar="SIZE,...",
+        help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its parameters",
+    )
+    parser.add_argument(
+        "--search",
+        default="best",
+        choices=SEARCHERS,
+        help="how to search; best and streaming are those of serving, the others are published methods"
+        " (default: %(default)s)",
+    )
+    _add_effort(parser, None)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("plans"),
+        metavar="DIR",
+        help="folder for the plans, graphs and profiles (default: ./%(default)s)",
+    )
+
+
+def add_show_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _SHOW_EXAMPLES
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a file that `cohabit plan` wrote")
+    parser.add_argument("--graph", type=Path, metavar="FILE", help="its graph (default: found in the same folder)")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="its profile (default: likewise)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page; - for standard output")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def add_compare_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _COMPARE_EXAMPLES
+    one_batch = integer(1, LARGEST_BATCH)
+    _add_subject(parser, "N", _type(lambda text: (one_batch(text),)), "batch size (default: 1, or the graph's)")
+    parser.add_argument(
+        "--memory",
+        required=True,
+        type=_type(_budget),
+        metavar="SIZE",
+        help="device memory for the model: 64MiB, 82MB, or 25%% of its parameters",
+    )
+    parser.add_argument(
+        "--searchers",
+        type=_type(_searchers),
+        default=SEARCHERS,
+        metavar="NAME,...",
+        help=f"some of {', '.join(SEARCHERS)} (default: all)",
+    )
+    _add_effort(parser, "10s")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write the plans, the graph and the profile here"
+    )
+
+
+def add_profile_flags(parser: argparse.ArgumentParser) -> None:
+    _add_subject(parser, "N,N,...", _type(batches), "batch sizes to measure (default: 1)")
+
+
+def _add_subject(
+    parser: argparse.ArgumentParser, batch_metavar: str, batch_type: Callable[[str], Any], batch_help: str
+) -> None:
+    parser.add_argument(
+        "model", nargs="?", type=Path, metavar="MODEL", help="a model's folder in a repository, or a .pt2 file"
+    )
+    parser.add_argument("--batch", type=batch_type, metavar=batch_metavar, help=batch_help)
+    measured = parser.add_argument_group("instead of MODEL")
+    measured.add_argument("--graph", type=Path, metavar="FILE", help="graph that `cohabit plan` wrote")
+    measured.add_argument("--profile", type=Path, metavar="FILE", help="profile of that graph")
+    device = parser.add_argument_group("measuring")
+    for key in MEASURING:
+        add_flag(device, BY_KEY[key])
+
+
+def _add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None:
+    parser.add_argument(
+        "--single",
+        action="store_true",
+        help="plan the memory as one budget with every searcher; by default `best` and `streaming` split it into a"
+        " partition and a workspace, as serving does",
+    )
+    group = parser.add_argument_group("search effort")
+    default = "chosen by the searcher" if time_limit is None else f"{time_limit} for each searcher"
+    group.add_argument(
+        "--time-limit",
+        type=_type(_duration),
+        default=time_limit,
+        metavar="TIME",
+        help=f"10s, 2m, 500ms (default: {default})",
+    )
+    group.add_argument(
+        "--evaluations", type=_type(integer(1, 10**9 - 1)), metavar="N", help="most candidates to evaluate"
+    )
+    group.add_argument(
+        "--seed",
+        type=_type(integer(0, 10**9 - 1)),
+        default=0,
+        metavar="N",
+        help="seed of the search (default: %(default)s)",
+    )
+    group.add_argument(
+        "--workers",
+        type=_type(integer(1, 256)),
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="threads or processes that evaluate candidates; the plan does not depend on it (default: one per CPU)",
+    )
+
+
+def _type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a type for argparse that reports the message of a ValueError."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def _budget(text: str) -> MemoryBudget:
+    return MemoryBudget(text.strip(), parse_memory(text))
+
+
+def _budgets(text: str) -> tuple[MemoryBudget, ...]:
+    return tuple(dict.fromkeys(_budget(part) for part in text.split(",")))
+
+
+def _searchers(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in SEARCHERS:
+            raise ValueError(f"no searcher is called {name}; there are {', '.join(SEARCHERS)}")
+    return names
+
+
+def _duration(text: str) -> float:
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = text.strip()[len(number) :] or "s"
+    if unit not in _SECONDS:
+        raise ValueError(f"'{text}' is not a time; write it like 10s, 2m or 500ms")
+    return positive(number, "a time; write it like 10s, 2m or 500ms") * _SECONDS[unit]

@@ -1,0 +1,59 @@
+"""Numbers, names and tables as every command writes them."""
+
+from collections.abc import Collection
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+
+def milliseconds(seconds: float) -> str:
+    """Write a duration with three or four digits: 0.123 ms, 12.3 ms, 1234 ms."""
+    value = seconds * 1e3
+    return f"{value:.{3 if value < 1 else 2 if value < 100 else 1 if value < 1000 else 0}f} ms"
+
+
+def round_time(seconds: float) -> str:
+    """Write the time of an axis: 0, 0.2 ms, 50 ms, 1500 ms."""
+    return f"{seconds * 1e3:.10g} ms" if seconds else "0"
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.1f} %" if share < 10 else f"{share * 100:.0f} %"
+
+
+def gap(latency_s: float, floor_s: float) -> str:
+    """Write how far a time is above another, in percent."""
+    return percent(latency_s / floor_s - 1) if floor_s > 0 else "-"
+
+
+def shortened(name: str, cells: int) -> str:
+    """Return the end of a name that is too long; names of parameters differ there."""
+    return name if len(name) <= cells else f"…{name[1 - cells :]}"
+
+
+def nice_ticks(end: float, most: int) -> list[float]:
+    """Return round positions from 0 to `end` with at most `most` intervals."""
+    if end <= 0 or most < 1:
+        return [0.0]
+    magnitude = 1.0
+    while magnitude * most > end:
+        magnitude /= 10
+    while magnitude * 10 * most <= end:
+        magnitude *= 10
+    step = next(magnitude * m for m in (1, 2, 5, 10, 20) if magnitude * m * most >= end)
+    return [i * step for i in range(int(end / step + 1e-9) + 1)]
+
+
+def make_table(*columns: str, left: Collection[str] = (), **options: Any) -> Table:
+    """Return a table of numbers; the columns named in `left` are text and may wrap, except for names of models."""
+    table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold", caption_justify="left", **options)
+    for name in columns:
+        is_text = name in left
+        table.add_column(
+            name,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text or name == "model",
+            overflow="fold" if is_text else "ellipsis",
+        )
+    return table

@@ -1,0 +1,219 @@
+"""Plans in which activations leave memory: budgets below their peak, and refusals that name what is enough."""
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+from msgspec.structs import replace
+
+from planner.check import check
+from planner.errors import InfeasibleBudget, UnsupportedProblem
+from planner.graph import Graph
+from planner.layout.feasible import Footprint
+from planner.offloading.searcher import Offloading, OffloadingCandidate
+from planner.offloading.zone import RANKS, ActivationZones
+from planner.plan import Plan, SwapIn, SwapOut
+from planner.problem import Limit, Problem
+from planner.profile import Profile
+from planner.search.driver import search
+from planner.sizing.deployment import ModelDemand, deploy
+from planner.sizing.fitting import Room, fit, least_bytes, plan_model, split_budget
+from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph, unet
+from tests.planner.reference import peak_bytes
+
+NON_PARAMETERS = ("input", "activation")
+
+
+def demand(graph: Graph, profile: Profile | None = None, name: str = "model") -> ModelDemand:
+    return ModelDemand(name, {1: graph}, {1: profile or profile_of(graph, 1.0, bandwidth=40 * PAGE)})
+
+
+def plain_least(graph: Graph) -> int:
+    """Least memory with activations that stay."""
+    return Footprint.of(graph).least_bytes
+
+
+def swapped_out(plan: Plan) -> set[int]:
+    return {step.tensor for step in plan.steps if isinstance(step, SwapOut)}
+
+
+def planned(graph: Graph, budget_bytes: int) -> Plan:
+    model = demand(graph)
+    partition, workspace = split_budget(model.graphs, model.profiles, budget_bytes)
+    assert partition + workspace <= budget_bytes
+    (plan,) = plan_model(model, Room(workspace, partition), quick=True).values()
+    return plan
+
+
+def test_a_budget_below_the_activations_peak_is_planned() -> None:
+    graph = unet()
+    activations = Footprint.of(graph).activations.peak_bytes
+    plan = planned(graph, activations - PAGE)
+    check(graph, None, plan)
+    assert swapped_out(plan)
+    assert peak_bytes(graph, plan, NON_PARAMETERS) < activations
+
+
+def test_the_least_that_a_refusal_names_is_enough_and_a_page_less_is_not() -> None:
+    graph = unet()
+    with pytest.raises(InfeasibleBudget) as caught:
+        planned(graph, 10 * PAGE)
+    least = caught.value.least_bytes
+    assert least == least_bytes(demand(graph)) < plain_least(graph)
+    assert swapped_out(planned(graph, least))
+    with pytest.raises(InfeasibleBudget):
+        planned(graph, least - PAGE)
+
+
+def test_every_budget_between_the_least_and_all_that_it_takes_has_a_plan_that_may_run() -> None:
+    graph = unet(3)
+    profile = profile_of(graph, 1.0, bandwidth=40 * PAGE)
+    latencies = []
+    for budget in range(least_bytes(demand(graph)), plain_least(graph) + 2 * PAGE, 3 * PAGE):
+        plan = planned(graph, budget)
+        check(graph, profile, plan)
+        assert plan.provenance is not None
+        assert plan.provenance.latency_s >= plan.provenance.bound_s
+        latencies.append(plan.provenance.latency_s)
+    assert min(latencies[-2:]) <= min(latencies)
+
+
+def test_where_activations_fit_they_stay() -> None:
+    graph = unet()
+    plan = planned(graph, plain_least(graph) + graph.parameter_bytes)
+    assert not swapped_out(plan)
+
+
+def test_activations_that_are_all_in_use_cannot_leave() -> None:
+    graph = chain([PAGE, 2 * PAGE, PAGE], 3 * PAGE)
+    assert least_bytes(demand(graph)) == plain_least(graph)
+    with pytest.raises(InfeasibleBudget) as caught:
+        planned(graph, plain_least(graph) - PAGE)
+    assert caught.value.least_bytes == plain_least(graph)
+
+
+def test_a_search_keeps_improving_on_its_first_plan() -> None:
+    graph = unet()
+    profile = profile_of(graph, 1.0, bandwidth=20 * PAGE)
+    partition, workspace = split_budget({1: graph}, {1: profile}, least_bytes(demand(graph, profile)) + 20 * PAGE)
+    problem = Problem(graph, profile, partition, workspace)
+    first = search(problem, limit=Limit(evaluations=1)).provenance
+    best = search(problem).provenance
+    assert first is not None
+    assert best is not None
+    assert best.bound_s <= best.latency_s <= first.latency_s
+    assert search(problem) == search(problem, workers=2)
+
+
+def test_a_narrow_window_is_widened_where_that_is_faster() -> None:
+    """Activations fit, but beside them an op's parameters cannot come while another's are in use."""
+    graph = unet()
+    profile = profile_of(graph, 1.0, bandwidth=20 * PAGE)
+    footprint = Footprint.of(graph)
+    workspace = footprint.least_workspace_bytes(0)
+    problem = Problem(graph, profile, 0, workspace)
+    streaming, best = search(problem, "streaming").provenance, search(problem).provenance
+    assert streaming is not None
+    assert best is not None
+    assert best.latency_s < streaming.latency_s
+
+
+def with_changes_in_place(rng: random.Random, graph: Graph) -> Graph:
+    """The same graph, some of whose ops change an activation that they read."""
+    ops = []
+    for op in graph.ops:
+        own = [i for i in op.reads if graph.tensors[i].kind == "activation"]
+        ops.append(replace(op, mutates=tuple(own[:1])) if own and rng.random() < 0.3 else op)
+    return replace(graph, ops=tuple(ops))
+
+
+def candidates(searcher: Offloading, most: int) -> Iterator[OffloadingCandidate]:
+    while asked := searcher.ask():
+        for candidate in islice(asked, most):
+            cost = searcher.evaluate(candidate, 0.0)
+            searcher.tell([candidate], [cost])
+            if cost.latency_s < float("inf"):
+                yield candidate
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_plan_of_a_random_graph_may_run(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = with_changes_in_place(rng, random_graph(rng, 30))
+    profile = random_profile(rng, graph)
+    leanest = -(-ActivationZones(graph).leanest().nbytes // PAGE) * PAGE
+    partition = PAGE * rng.choice((0, 3, 9))
+    window = Footprint.of_zone(graph, leanest).least_workspace_bytes(partition)
+    problem = Problem(graph, profile, partition, window + PAGE * rng.choice((0, 2)))
+    searcher = Offloading(problem, seed)
+    found = list(candidates(searcher, 8))
+    assert found
+    for candidate in found:
+        plan = searcher.write(candidate)
+        check(graph, profile, plan)
+        assert all(graph.tensors[t].kind == "activation" for t in swapped_out(plan))
+        cost = searcher.evaluate(candidate, 0.0)
+        assert cost.latency_s >= problem.bound_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_zone_of_any_size_holds_what_is_in_it(rank) -> None:  # type: ignore[no-untyped-def]
+    graph = unet()
+    profile = profile_of(graph)
+    zones = ActivationZones(graph)
+    least, most = zones.leanest().nbytes, Footprint.of(graph).activations.peak_bytes
+    travellers = []
+    for nbytes in range(least, most + 1, 8 * PAGE):
+        zone = zones.within(profile, nbytes, rank)
+        assert zone is not None
+        assert zone.nbytes <= nbytes
+        travellers.append(sum(a.verb.name == "SWAP_OUT" for a in zone.actions))
+    assert travellers[0] > travellers[-1]
+    assert zones.within(profile, least - 1, rank) is None
+
+
+def test_batch_sizes_share_their_residents() -> None:
+    small, large = unet(3), replace(unet(3, 32 * PAGE), batch=2)
+    model = ModelDemand("model", {1: small, 2: large}, {1: profile_of(small), 2: profile_of(large)})
+    partition, workspace = split_budget(model.graphs, model.profiles, least_bytes(model) + 4 * PAGE)
+    plans = plan_model(model, Room(workspace, partition), quick=True)
+    assert plans[1].residents == plans[2].residents
+    assert swapped_out(plans[2])
+    for batch, graph in model.graphs.items():
+        check(graph, model.profiles[batch], plans[batch])
+
+
+def test_models_share_memory_in_which_their_activations_do_not_stay() -> None:
+    graph, other = unet(), chain([PAGE] * 4)
+    models = [demand(graph, name="unet"), demand(other, name="chain")]
+    memory = least_bytes(models[0]) + 6 * PAGE
+    assert memory < plain_least(graph)
+    deployment = deploy(models, memory)
+    plan = deployment.entries[0].plans[1]
+    assert swapped_out(plan)
+    assert not swapped_out(deployment.entries[1].plans[1])
+    assert deployment.taken_bytes <= memory
+
+
+def test_one_more_model_finds_room_in_which_its_activations_must_travel() -> None:
+    graph = unet()
+    model = demand(graph)
+    least = least_bytes(model)
+    room = fit(model, [Room(least, 2 * PAGE)])
+    assert room is not None
+    plan = plan_model(model, room, quick=True)[1]
+    assert swapped_out(plan)
+    assert any(isinstance(step, SwapIn) and step.tensor in swapped_out(plan) for step in plan.steps)
+    assert fit(model, [Room(least - 4 * PAGE, 0)]) is None
+
+
+def test_single_budgets_and_training_graphs_are_for_other_searchers() -> None:
+    graph = unet(2)
+    training = random_training_graph(random.Random(0))
+    for problem in (
+        Problem(graph, profile_of(graph), 100 * PAGE),
+        Problem(training, profile_of(training), 0, 100 * PAGE),
+    ):
+        with pytest.raises(UnsupportedProblem, match="ask another searcher"):
+            search(problem, "offloading")

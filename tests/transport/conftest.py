@@ -1,0 +1,12 @@
+"""One pair of ports with the standard models, for all tests that do not change it."""
+
+from collections.abc import Iterator
+
+import pytest
+from fake_engine import Ports, running, standard_models
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Ports]:
+    with running(*standard_models()) as ports:
+        yield ports

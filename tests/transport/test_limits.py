@@ -1,0 +1,150 @@
+"""What a client may take of the server: connections, memory, header and message sizes."""
+
+import gzip
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from fake_engine import Gate, Ports, identity, running
+from server_http import ask, infer, x
+from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
+
+from server.errors import ClientTooSlow, ConfigError, InvalidRequest, PayloadTooLarge, RequestError
+from server.grpc.codec import parse_request
+from server.grpc.errors import CODES
+from server.grpc.server import GrpcServer
+from server.http.errors import STATUS
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Ports]:
+    with running(identity("one"), max_connections=3) as ports:
+        yield ports
+
+
+def infer_request(columns: int = 4) -> bytes:
+    values = np.ones(columns, np.float32).tobytes()
+    request = ModelInferRequest(model_name="one", raw_input_contents=[values])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, columns])
+    written: bytes = request.SerializeToString()
+    return written
+
+
+def test_http_connections_over_the_limit_are_told_so(narrow: Ports) -> None:
+    held = [socket.create_connection(("127.0.0.1", narrow.port), timeout=20) for _ in range(3)]
+    for connection in held:  # an answer shows that each has been accepted
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    with socket.create_connection(("127.0.0.1", narrow.port), timeout=20) as late:
+        refusal = b""
+        while part := late.recv(4096):
+            refusal += part
+    assert refusal.startswith(b"HTTP/1.1 503 ")
+    assert b'{"error":"3 connections are open already, see --max-connections"}' in refusal
+    for connection in held:
+        connection.close()
+    assert eventually(lambda: ask(narrow, "GET", "/v2/health/live").status == 200)
+
+
+def test_grpc_connections_over_the_limit_are_closed(narrow: Ports) -> None:
+    host, port = narrow.grpc.rsplit(":", 1)
+    held = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3)]
+    for connection in held:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        assert connection.recv(9)  # the server's settings
+    with grpc.insecure_channel(narrow.grpc) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"", timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        for connection in held:
+            connection.close()
+        assert call(b"", timeout=20, wait_for_ready=True) == ServerLiveResponse(live=True).SerializeToString()
+
+
+def eventually(condition: Any) -> bool:
+    """Ask until it is so; for what the server notices in its own time."""
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        try:
+            if condition():
+                return True
+        except ConnectionError:
+            pass
+        time.sleep(0.01)
+    return False
+
+
+def test_requests_under_way_share_the_request_memory() -> None:
+    gate = Gate()
+    with running(identity("one", gate=gate), queue_bytes=128 << 10) as server:
+        body = json.dumps({"inputs": [x()]}).encode()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow:
+            slow.sendall(b"POST /v2/models/one/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 131072\r\n\r\n{")
+            assert eventually(lambda: server.plane.memory.used_bytes == 128 << 10)
+            refused = ask(server, "POST", "/v2/models/one/infer", body)
+            assert refused.status == 503
+            assert "--queue-memory" in refused.error
+            assert refused.headers["retry-after"] == "1"
+            with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(INFER)(infer_request(), timeout=20)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert int(dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"]) > 0
+        assert eventually(lambda: server.plane.memory.used_bytes == 0)  # the slow client has gone
+        bomb = infer(server, "one", gzip.compress(bytes(200_000)), {"Content-Encoding": "gzip"})
+        assert bomb.status == 503
+        gate.open()
+        assert ask(server, "POST", "/v2/models/one/infer", body).status == 200
+
+
+def test_messages_over_the_limit_are_refused(narrow: Ports) -> None:
+    with grpc.insecure_channel(narrow.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(INFER)(bytes(3 << 20), timeout=20)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in caught.value.details()
+
+
+async def test_a_grpc_port_in_use_stops_the_start(narrow: Ports) -> None:
+    port = int(narrow.grpc.rpartition(":")[2])
+    second = GrpcServer(narrow.plane, max_body_bytes=1, max_connections=1)
+    with pytest.raises(ConfigError, match="--grpc-port: cannot listen on"):
+        await second.start(["127.0.0.1"], port)
+    await second.stop(0)
+
+
+def every_kind_of(error: type[RequestError]) -> Iterator[type[RequestError]]:
+    for kind in error.__subclasses__():
+        yield kind
+        yield from every_kind_of(kind)
+
+
+@pytest.mark.parametrize("table", [STATUS, CODES], ids=["http", "grpc"])
+def test_every_error_of_a_request_has_a_status(table: Mapping[type[RequestError], Any]) -> None:
+    for kind in every_kind_of(RequestError):
+        assert any(parent in table for parent in kind.__mro__), kind
+
+
+def test_errors_of_limits_name_the_number_and_the_way_out() -> None:
+    assert "--max-body" in str(PayloadTooLarge("the request body", 10))
+    assert "9 bytes in 30 s" in str(ClientTooSlow(9, 30.0))
+
+
+def test_a_grpc_message_has_a_bounded_number_of_tensors() -> None:
+    message = ModelInferRequest()
+    for _ in range(5000):
+        message.inputs.add()
+    with pytest.raises(InvalidRequest, match="over 4096 inputs or outputs"):
+        parse_request(message.SerializeToString())
+
+
+@pytest.mark.parametrize("data", [b"\x0a", b"\x0a\xff" * 4000, b"\xff" * 9000])
+def test_what_is_no_grpc_message(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="is no ModelInferRequest"):
+        parse_request(data)

@@ -1,0 +1,159 @@
+"""Where and how the ports listen: TLS, Unix sockets, several hosts, shared ports, connection age."""
+
+import http.client
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_engine import Ports, identity, running
+from tritonclient.grpc.service_pb2 import ServerLiveResponse
+
+from server.errors import ConfigError
+from server.frontend.listening import TlsFiles, address_of, without_covered
+from server.http.server import MetricsServer
+
+LIVE = ServerLiveResponse(live=True).SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a CA, and a server's and a client's certificate of it, each NAME.pem with NAME.key."""
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test CA")
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for name in ("server", "client"):
+        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+        openssl("x509", "-req", "-in", f"{name}.csr", *signing, "-out", f"{name}.pem")
+    return folder
+
+
+def https_status(server: Ports, certificates: Path, client: str | None) -> int:
+    context = ssl.create_default_context(cafile=certificates / "ca.pem")
+    if client is not None:
+        context.load_cert_chain(certificates / f"{client}.pem", certificates / f"{client}.key")
+    connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=20, context=context)
+    try:
+        connection.request("GET", "/v2/health/live")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def is_live(channel: grpc.Channel) -> bool:
+    with channel:
+        return bool(channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=20) == LIVE)
+
+
+def secure_channel(server: Ports, certificates: Path, client: str | None) -> grpc.Channel:
+    ca = (certificates / "ca.pem").read_bytes()
+    pair: tuple[bytes | None, bytes | None] = (None, None)
+    if client is not None:
+        pair = ((certificates / f"{client}.key").read_bytes(), (certificates / f"{client}.pem").read_bytes())
+    return grpc.secure_channel(server.grpc, grpc.ssl_channel_credentials(ca, *pair))
+
+
+def test_tls_on_both_ports(certificates: Path) -> None:
+    tls = TlsFiles(certificates / "server.pem", certificates / "server.key")
+    with running(identity("one"), tls=tls) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        assert https_status(server, certificates, None) == 200
+        assert is_live(secure_channel(server, certificates, None))
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as plain:
+            plain.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200 OK" not in plain.recv(1 << 16)
+
+
+def test_mutual_tls_on_both_ports(certificates: Path) -> None:
+    tls = TlsFiles(certificates / "server.pem", certificates / "server.key", certificates / "ca.pem")
+    with running(identity("one"), tls=tls) as server:
+        assert https_status(server, certificates, "client") == 200
+        assert is_live(secure_channel(server, certificates, "client"))
+        with pytest.raises(OSError, match=r"certificate|reset|closed|EOF"):
+            https_status(server, certificates, None)
+        with pytest.raises(grpc.RpcError) as caught:
+            is_live(secure_channel(server, certificates, None))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "ca", "message"),
+    [
+        ("none.pem", "server.key", None, "--tls-cert .*none.pem: No such file"),
+        ("server.pem", "none.key", None, "--tls-key .*none.key: No such file"),
+        ("server.pem", "client.key", None, "--tls-cert .*--tls-key .*(?i:mismatch)"),
+        ("server.key", "server.key", None, "--tls-cert .*server.key"),
+        ("server.pem", "server.key", "none.pem", "--tls-client-ca .*none.pem: No such file"),
+        ("server.pem", "server.key", "names", "--tls-client-ca .*names"),
+    ],
+)
+def test_tls_files_that_cannot_be_used_are_named(
+    certificates: Path, cert: str, key: str, ca: str | None, message: str
+) -> None:
+    tls = TlsFiles(certificates / cert, certificates / key, None if ca is None else certificates / ca)
+    for use in (tls.context, tls.grpc_credentials):
+        with pytest.raises(ConfigError, match=message):
+            use()
+
+
+def test_unix_sockets(tmp_path: Path) -> None:
+    http_path, grpc_path = tmp_path / "http", tmp_path / "grpc"
+    with socket.socket(socket.AF_UNIX) as stale:  # left by a server that was killed
+        stale.bind(str(http_path))
+    with running(identity("one"), unix=(http_path, grpc_path)):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(20)
+            client.connect(str(http_path))
+            client.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert is_live(grpc.insecure_channel(f"unix:{grpc_path}"))
+    assert not http_path.exists()
+    assert not grpc_path.exists()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("hosts", [("127.0.0.1", "::1"), ("::",), ("0.0.0.0", "::")], ids=str)
+def test_hosts_share_a_port(hosts: tuple[str, ...]) -> None:
+    with running(identity("one"), hosts=hosts) as server:
+        grpc_port = int(server.grpc.rpartition(":")[2])
+        assert server.url == f"http://{address_of(hosts[0], server.port)}"
+        for host in ("127.0.0.1", "::1"):
+            connection = http.client.HTTPConnection(host, server.port, timeout=20)
+            connection.request("GET", "/v2/health/live")
+            assert connection.getresponse().status == 200
+            connection.close()
+            assert is_live(grpc.insecure_channel(address_of(host, grpc_port)))
+
+
+def test_a_wildcard_covers_the_other_family() -> None:
+    assert without_covered(["0.0.0.0", "::1", "0.0.0.0"]) == ["0.0.0.0", "::1"]
+    assert without_covered(["0.0.0.0", "::"]) == ["::"]
+
+
+async def test_a_port_is_shared_where_that_is_asked_for(server: Ports) -> None:
+    first, second = (MetricsServer(server.plane, max_connections=1, reuse_port=True) for _ in range(2))
+    url = await first.start(["127.0.0.1"], 0, None, "--metrics-port")
+    assert await second.start(["127.0.0.1"], int(url.rpartition(":")[2]), None, "--metrics-port") == url
+    for metrics in (first, second):
+        await metrics.stop(0)
+
+
+def test_a_grpc_connection_over_its_age_is_asked_to_leave() -> None:
+    options = {"max_connection_age_s": 0.1}
+    with running(identity("one"), grpc_options=options) as server:
+        host, _, port = server.grpc.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+            received = b""
+            while b"max_age" not in received:  # the reason that GOAWAY gives
+                part = connection.recv(1 << 16)
+                assert part
+                received += part
