@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks.record import markdown_table, record
 
-TESTS = "tests/e2e/test_e2e_parity.py"
+TESTS = "tests/e2e/test_parity.py"
 _LINE = re.compile(r"(\w+): largest error (\S+) in (.+)")
 
 

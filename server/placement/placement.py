@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -17,7 +17,7 @@ from server.models.known_models import Plans
 from server.models.prepared import Prepared
 from server.models.preparer import ModelPreparer, is_better
 from server.placement.device_memory import PartitionedMemory, PlacedModel, Programs
-from server.placement.moves import Vacate, moves, packed, vacate_all
+from server.placement.moves import Move, Vacate, moves, packed, vacate_all
 from server.placement.partitions import Extent
 
 _log = logging.getLogger("cohabit.placement")
@@ -163,10 +163,14 @@ class ModelPlacement:
         kept = {t.owner: min(size, held[t.owner].nbytes) for t, size in zip(others, sizes[:-1], strict=True)}
         wanted = packed(kept, held, memory.partitions.arena_bytes)
         plans = await self._plans_for(others, wanted, workspace)
-        programs = await self._bound(others, wanted, plans, workspace)
+        # With several lanes, all workspaces but the first begin elsewhere when they grow.
+        elsewhere = memory.partitions.lanes > 1 and workspace > memory.partitions.workspace_bytes
+        steps = vacate_all(wanted) if elsewhere else moves(held, wanted, workspace)
+        moving = {step.owner for step in steps}
+        programs = await self._bound([t for t in others if t.owner in moving], wanted, plans, workspace)
         if old is not None:
             await self._vacate_old(old, make_way)
-        await self._migrate({t.owner: t for t in others}, held, wanted, workspace, plans, programs)
+        await self._migrate({t.owner: t for t in others}, steps, workspace, plans, programs)
         for placed in others:
             if placed.owner in plans:
                 self._improve_later(placed)
@@ -221,15 +225,12 @@ class ModelPlacement:
     async def _migrate(
         self,
         placed_models: Mapping[str, PlacedModel],
-        held: Mapping[str, Extent],
-        wanted: Mapping[str, Extent],
+        steps: Sequence[Vacate | Move],
         workspace: int,
         plans: Mapping[str, Plans],
         programs: Mapping[str, Programs],
     ) -> None:
         partitions = self.memory.partitions
-        elsewhere = partitions.lanes > 1 and workspace > partitions.workspace_bytes  # all workspaces but the first
-        steps = vacate_all(wanted) if elsewhere else moves(held, wanted, workspace)
         for step in steps:
             if isinstance(step, Vacate):
                 self._lanes.hold(placed_models[step.owner].name, True)

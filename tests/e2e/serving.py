@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from server.config.config import ServeConfig
 from server.config.sizes import parse_memory
-from server.engine_host import OnProgress
+from server.engine_host import Engine, OnProgress
 from server.models.repository import ModelSource
 from server.placement.loader import Loaded, load
 from server.serve import Server
@@ -32,6 +32,14 @@ ROOT = Path(__file__).parents[2]
 READY_S = 120.0
 
 Arrays = Mapping[str, NDArray[Any]]
+
+
+def eventually(condition: Callable[[], bool], patience_s: float = READY_S) -> None:
+    """Wait for something that will happen; fail if it does not."""
+    deadline_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never happened"
+        time.sleep(0.02)
 
 
 def infer(address: str, model: str, inputs: Arrays) -> dict[str, NDArray[Any]]:
@@ -85,6 +93,18 @@ class Running:
     loaded: Loaded
     stages: Sequence[tuple[str, str]]
     """Models and what was done for them while loading."""
+    engine: Engine
+    loop: asyncio.AbstractEventLoop
+
+    def on_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(600)
+
+    def until_planned(self) -> None:
+        """Wait until the searches for better plans have ended, and the plans that they found are in use."""
+        assert self.loaded.placement is not None
+        searches = self.loaded.placement._tasks
+        eventually(lambda: not searches)
 
 
 @contextmanager
@@ -122,7 +142,8 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
         on_loop(server.start())
         on_loop(server.load(lambda *stage: stages.append(stage)))
         http_address, metrics_url = (url.removeprefix("http://") for url in (server.http_url, server.metrics_url))
-        yield Running(http_address, metrics_url.removesuffix("/metrics"), loaded[0], stages)
+        assert server._local is not None
+        yield Running(http_address, metrics_url.removesuffix("/metrics"), loaded[0], stages, server._local, loop)
     finally:
         stopped = on_loop(server.stop())
         on_loop(loop.shutdown_default_executor())
@@ -156,11 +177,11 @@ class Process:
         return True
 
     def until_ready(self) -> None:
-        deadline = time.monotonic() + READY_S
-        while ask(self.address, "GET", "/v2/health/ready")[0] != 200:
+        def is_ready() -> bool:
             assert self.popen.poll() is None, self.log_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            return ask(self.address, "GET", "/v2/health/ready")[0] == 200
+
+        eventually(is_ready)
 
     def log_text(self) -> str:
         self.log.seek(0)

@@ -81,6 +81,13 @@ def test_failed_loads(client: Client, model: str, http: str, grpc: str, message:
     assert client.status(caught.value) == {"http": http, "grpc": grpc}[client.protocol]
 
 
+def test_without_model_control_no_order_is_taken(client: Client) -> None:
+    for order in (client.raw.load_model, client.raw.unload_model):
+        with pytest.raises(InferenceServerException, match="not allowed") as caught:
+            order("one")
+        assert client.status(caught.value) in ("503", "UNAVAILABLE")
+
+
 def test_files_are_not_taken_from_requests(client: Client, orders: Orders) -> None:
     with pytest.raises(InferenceServerException, match="model files are not taken from requests") as caught:
         client.raw.load_model("one", config="{}", files={"file:1/model.pt2": b"abc"})

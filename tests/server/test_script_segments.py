@@ -11,6 +11,7 @@ from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
 from server.models.prepared import is_prepared, open_backend, prepare_in_worker, warn_without_segments
 from server.models.repository import find
+from server.models.worker_process import WorkerProcess
 from tests.runtime import models
 from tests.server.test_operate_settings import NEEDED, config, file
 
@@ -55,7 +56,9 @@ def test_what_is_prepared_for_one_way_is_not_for_the_other(tmp_path: Path) -> No
     models.export(models.Wide(), {"x": torch.zeros(3, 384)}, tmp_path / "wide" / "1" / "model.pt2")
     source = find(tmp_path / "wide")
     one = replace(DEFAULT, cache=tmp_path / "cache", batch_sizes=(1,), threads=torch.get_num_threads())
-    prepare_in_worker(source, None, one)
+    worker = WorkerProcess()
+    prepare_in_worker(source, one, worker)
+    worker.close()
     assert is_prepared(source, one)
     assert is_prepared(source, replace(one, scripted=True)), "which the default is"
     assert not is_prepared(source, replace(one, scripted=False))

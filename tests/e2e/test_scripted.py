@@ -12,7 +12,7 @@ NAMES = ("bert_small", "ranker")
 BATCHES = (1, 4)
 
 
-@pytest.mark.parametrize("memory", ["25%", "50%", "100%"])
+@pytest.mark.parametrize("memory", ["25%", "100%"])
 def test_a_scripted_server_gives_the_same_bits(archives: Archives, memory: str) -> None:
     repository = archives.repository(*NAMES)
     answers: dict[bool | None, list[dict[str, Any]]] = {}

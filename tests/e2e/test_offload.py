@@ -18,7 +18,7 @@ from runtime.binding.draft import ComputeStep
 from runtime.binding.program import Program
 from runtime.memory import StoreKind
 from tests.e2e.serving import infer, serving
-from tests.e2e.test_e2e_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
+from tests.e2e.test_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
 from tests.planner.reference import peak_bytes
 
 LEVELS = 6

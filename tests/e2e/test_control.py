@@ -1,0 +1,231 @@
+"""Models are loaded, replaced and unloaded while others are served: no wrong answer, no lost request, no lost byte."""
+
+import os
+import shutil
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server.models.cache import Plans
+from tritonclient.utils import InferenceServerException
+
+from planner.sizing.fitting import Room
+from runtime.binding.program import Program
+from server.models import preparing
+from server.models.prepared import Prepared
+from server.models.repository import ModelSource
+from tests.e2e.serving import eventually, repository_index
+from tests.e2e.stacks import Stacks, answer, controlled, held, is_answer_of, under_load
+
+
+def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
+    stacks: Stacks, plans: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, name in enumerate("abc"):
+        stacks.put(tmp_path, name, number)
+    (tmp_path / "c" / "config.pbtxt").write_text("max_batch_size: 4 instance_group { count: 3 }")
+    stacks.put(tmp_path, "broken", 0)
+    (tmp_path / "broken" / "1" / "model.pt2").write_bytes(b"no archive")
+    with controlled(tmp_path, "20MiB", plans, load_models=("a",)) as (server, client):
+        partitions = server.loaded.memory.partitions
+        free = partitions.free_bytes + partitions.workspace_bytes
+        assert client.is_server_ready()
+        states = {name: entry.get("state") for name, entry in repository_index(server.address).items()}
+        assert states == {"a": "READY", "b": None, "c": None, "broken": None}
+        with under_load(server, {"a": 0}) as wrong:
+            client.load_model("b")
+            client.load_model("c")
+            assert is_answer_of(1, answer(server, "b"))
+            assert is_answer_of(2, answer(server, "c"))
+            client.unload_model("b")
+            client.unload_model("b")
+            with pytest.raises(InferenceServerException, match="'b' has no available versions: unloaded"):
+                answer(server, "b")
+            client.load_model("b", config='{"max_batch_size": 2}')
+            assert client.get_model_config("b")["max_batch_size"] == 2
+            assert is_answer_of(1, answer(server, "b"))
+            client.unload_model("b")
+            client.unload_model("c")
+        assert wrong == []
+        assert partitions.free_bytes + partitions.workspace_bytes == free
+        assert held(server).keys() == {"a"}
+        assert client.is_server_ready(), "b and c are not requested any more"
+        for model, config, reason in (
+            ("nope", None, "failed to poll from model repository"),
+            ("broken", None, "load failed for model 'broken'"),
+            ("b", '{"max_batch_size": "many"}', "not a ModelConfig in JSON"),
+            ("b", '{"max_batch_size": 9}', "max_batch_size 9"),
+        ):
+            with pytest.raises(InferenceServerException, match=reason):
+                client.load_model(model, config=config)
+    (record,) = (r for r in caplog.records if "one instance serves" in r.message)
+    assert record.levelname == "WARNING"
+    assert record.fields == {"model": "c", "instance_group.count": 3}  # type: ignore[attr-defined]
+
+
+def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_client_leaves(
+    stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate("abc"):
+        stacks.put(tmp_path, name, number)
+    with controlled(tmp_path, "9MiB", plans, load_models=("a", "b")) as (server, client):
+        memory, before = server.loaded.memory, held(server)
+        bound: list[Program] = [p for t in memory.placed_models.values() for p in t.servable.programs.values()]
+        dismissed: list[Program] = []
+        monkeypatch.setattr(memory.backend.executor, "dismiss", dismissed.append)
+        build = memory.backend.build
+
+        def noted(*arguments: Any) -> Program:
+            bound.append(build(*arguments))
+            return bound[-1]
+
+        monkeypatch.setattr(memory.backend, "build", noted)
+        host, port = server.address.split(":")
+        with under_load(server, {"a": 0, "b": 1}) as wrong:
+            with socket.create_connection((host, int(port))) as impatient:
+                order = b"POST /v2/repository/models/c/load HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+                impatient.sendall(order)
+                eventually(lambda: repository_index(server.address)["c"].get("state") in ("LOADING", "READY"))
+            eventually(lambda: client.is_model_ready("c"))
+            assert is_answer_of(2, answer(server, "c"))
+            server.until_planned()
+            assert is_answer_of(2, answer(server, "c"))
+        assert wrong == []
+        after = held(server)
+        assert set(after) == {"a", "b", "c"}
+        assert sum(after.values()) + memory.partitions.workspace_bytes <= 9 << 20
+        assert after["a"] + after["b"] < before["a"] + before["b"]
+        running = {id(p) for t in memory.placed_models.values() for p in t.servable.programs.values()}
+        assert len(dismissed) >= 1, "a and b have moved, or have less"
+        assert len({id(p) for p in dismissed}) == len(dismissed)
+        assert {id(p) for p in bound} == running | {id(p) for p in dismissed}
+        assert not running & {id(p) for p in dismissed}
+
+
+def test_a_model_that_comes_back_runs_the_plans_that_were_found_for_it(
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are checked, drafted and compiled already."""
+    for number, name in enumerate("ab"):
+        stacks.put(tmp_path / "repository", name, number)
+    with controlled(tmp_path / "repository", "6MiB", tmp_path / "cache", load_models=("a",)) as (server, client):
+        placement = server.loaded.placement
+        assert placement is not None
+        best_plans, found = placement.workshop.best_plans, list[Plans]()
+
+        def noted(prepared: Prepared, room: Room) -> Plans:
+            found.append(best_plans(prepared, room))
+            return found[-1]
+
+        monkeypatch.setattr(placement.workshop, "best_plans", noted)
+        client.load_model("b")
+        server.until_planned()
+        assert len(found) == 1
+        client.unload_model("b")
+        client.load_model("b")
+        (placed,) = (t for t in server.loaded.memory.placed_models.values() if t.name == "b")
+        assert all(program.plan is found[0][batch] for batch, program in placed.servable.programs.items())
+
+
+def test_a_model_that_comes_back_is_opened_from_memory_unless_its_files_have_changed(
+    stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    prepare = preparing.prepare
+
+    def noted(source: ModelSource, *arguments: Any) -> Prepared:
+        opened.append(source.name)
+        return prepare(source, *arguments)
+
+    monkeypatch.setattr(preparing, "prepare", noted)
+    stacks.put(tmp_path, "a", 0)
+    with controlled(tmp_path, "9MiB", plans) as (server, client):
+        for _ in range(3):
+            client.load_model("a")
+            assert is_answer_of(0, answer(server, "a"))
+            client.unload_model("a")
+        assert opened == ["a"]
+        for path in plans.rglob("weights.bin"):
+            os.utime(path, ns=(0, 0))
+        client.load_model("a")
+        assert opened == ["a", "a"], "the weights file may have been written, so its checksum is verified again"
+        client.unload_model("a")
+        shutil.rmtree(tmp_path / "a")
+        stacks.put(tmp_path, "a", 1)
+        client.load_model("a")
+        assert is_answer_of(1, answer(server, "a"))
+        assert opened == ["a", "a", "a"]
+
+
+def test_what_does_not_fit_is_refused_with_the_least_that_would_and_disturbs_no_other(
+    stacks: Stacks, plans: Path, tmp_path: Path
+) -> None:
+    for number, name in enumerate("ab"):
+        stacks.put(tmp_path, name, number)
+    with controlled(tmp_path, "4.2MiB", plans, load_models=("a",), layout="resident") as (server, client):
+        with pytest.raises(
+            InferenceServerException, match=r"load failed for model 'b'.*needs a budget of 8\.\d MiB"
+        ):
+            client.load_model("b")
+        assert is_answer_of(0, answer(server, "a"))
+        assert not client.is_server_ready(), "b was asked for"
+        client.unload_model("b")
+        assert client.is_server_ready()
+
+
+@pytest.mark.parametrize("memory", ["20MiB", "5MiB"])
+def test_new_version_takes_over_without_losing_a_request(
+    stacks: Stacks, plans: Path, tmp_path: Path, memory: str
+) -> None:
+    """With memory for both versions, no request is refused either."""
+    stacks.put(tmp_path, "a", 0)
+    with (
+        controlled(tmp_path, memory, plans, load_models=("a",)) as (server, client),
+        ThreadPoolExecutor(1) as clients,
+    ):
+        stop = threading.Event()
+
+        def ask_on() -> list[int | str]:
+            seen: list[int | str] = []
+            while not stop.is_set():
+                try:
+                    output = answer(server, "a")
+                    seen.append(0 if is_answer_of(0, output) else 1 if is_answer_of(1, output) else "wrong")
+                except InferenceServerException as error:
+                    seen.append(str(error))
+            return seen
+
+        asked = clients.submit(ask_on)
+        try:
+            stacks.put(tmp_path, "a", 1, version=2)
+            client.load_model("a")
+            assert is_answer_of(1, answer(server, "a"))
+        finally:
+            stop.set()
+        seen = asked.result()
+        assert client.get_model_metadata("a")["versions"] == ["2"]
+        assert seen[0] == 0
+        refused = {entry for entry in seen if isinstance(entry, str)}
+        assert all("is not ready" in entry for entry in refused)
+        assert memory == "5MiB" or not refused
+        order = [entry for entry in seen if not isinstance(entry, str)]
+        assert order == sorted(order)
+        assert list(held(server)) == ["a"]
+
+
+def test_repository_is_followed(stacks: Stacks, plans: Path, tmp_path: Path) -> None:
+    stacks.put(tmp_path, "a", 0)
+    with controlled(tmp_path, "20MiB", plans, model_control="poll", poll_interval_s=0.1) as (server, client):
+        stacks.put(tmp_path, "b", 1)
+        eventually(lambda: client.is_model_ready("b"))
+        assert is_answer_of(1, answer(server, "b"))
+        stacks.put(tmp_path, "a", 2, version=2)
+        eventually(lambda: is_answer_of(2, answer(server, "a")))
+        shutil.rmtree(tmp_path / "b")
+        eventually(lambda: not client.is_model_ready("b"))
+        assert repository_index(server.address)["b"]["reason"] == "unloaded"
+        with pytest.raises(InferenceServerException, match="not allowed"):
+            client.unload_model("a")
