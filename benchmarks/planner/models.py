@@ -40,7 +40,8 @@ from loadgen.zoo.text import Encoder, Prefill
 from loadgen.zoo.vision import ImageClassifier
 from planner.lifetimes import peak_activation_bytes
 from planner.sequence.serial import least_bytes
-from runtime.lowering.model import FxModel, from_program
+from runtime.lowering.exported import from_program
+from runtime.lowering.model import FxModel
 from runtime.lowering.rewrite import rewrite
 
 SEQUENCE = 128

@@ -4,8 +4,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -57,6 +55,9 @@ class LinearProgram:
         The value comes from the dual solution and holds however inaccurate that is: any factors (not negative where
         rows are inequalities) prove a bound, if every variable has limits (Neumaier and Shcherbina 2004).
         """
+        from scipy.optimize import linprog  # takes longer to import than everything else that serving needs
+        from scipy.sparse import csr_array
+
         low, high, cost = (np.concatenate(parts) for parts in (self._low, self._high, self._cost))
         right, equal = np.concatenate(self._right), np.concatenate(self._equal)
         for rows, value in self._constants:

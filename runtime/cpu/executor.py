@@ -5,7 +5,6 @@ once there are activations to swap out. Lanes run in order, so "after step k" me
 finished, and an event is a number on a counter.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,6 @@ from runtime.errors import DeviceError
 from runtime.lowering.slots import Frame
 from runtime.recording import Follow, Recording
 
-_SWITCH_INTERVAL_S = 2e-5
-"""How long a thread that holds the interpreter may keep the lanes waiting."""
 PIECE_BYTES = 4 << 20
 """Size at which a link saturates; at 5 GB/s a piece delays other programs by less than a millisecond."""
 
@@ -94,7 +91,6 @@ class CpuExecutor:
 
     def start(self) -> None:
         """Start the swap-in lane. Lanes pass the interpreter to each other often, so the switch interval is cut."""
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._swap_in.start()
 
     def close(self) -> None:

@@ -5,14 +5,12 @@ expressions to `sympify` (which evaluates them), resolves any name below `torch`
 Here weights must be raw records, sample inputs are not read, and names and expressions are checked first.
 """
 
-import hashlib
 import json
 import mmap
 import re
 import struct
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from torch._export.serde.serialize import (
 from torch.export import ExportedProgram
 
 from runtime.errors import ArchiveError, UnsupportedModel
+from runtime.lowering.archive_file import open_archive
 
 _MODEL = "models/model.json"
 _WEIGHTS = "data/weights/model_weights_config.json"
@@ -56,24 +55,9 @@ _FUNCTIONS = frozenset(
 _TARGET = re.compile(r"(torch\.ops\.[A-Za-z_0-9.]+|_operator\.[a-z][a-z_]*|math\.[a-z]+|torch\.sym_[a-z]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """A checked archive: the exported program, whose weights are views of the mapped file."""
-
-    program: ExportedProgram
-    fingerprint: str
-
-
-def fingerprint(path: Path) -> str:
-    """Return the hex SHA-256 over the names, sizes and checksums of an archive's records. Raises ArchiveError."""
-    with _open(path) as archive:
-        listing = [(i.filename, i.file_size, i.CRC) for i in archive.infolist()]
-    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-
-
-def read(path: Path) -> Archive:
-    """Load an exported program. Raises ArchiveError, and nothing else, for a bad file."""
-    with _open(path) as archive:
+def read(path: Path) -> ExportedProgram:
+    """Load an exported program, whose weights are views of the mapped file. Raises ArchiveError for a bad file."""
+    with open_archive(path) as archive:
         records = _Records(path, archive)
         records.refuse_unsafe()
         weights = records.tensors(_WEIGHTS, "data/weights/")
@@ -87,16 +71,7 @@ def read(path: Path) -> Archive:
             raise ArchiveError(
                 f"{path.name}: not a program that torch {torch.__version__} reads: {reason}"
             ) from error
-    return Archive(program, fingerprint(path))
-
-
-def _open(path: Path) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(path)
-    except FileNotFoundError as error:
-        raise ArchiveError(f"{path.name}: no such file") from error
-    except (zipfile.BadZipFile, OSError, struct.error) as error:
-        raise ArchiveError(f"{path.name}: not a .pt2 archive, or a truncated one: {error}") from error
+    return program
 
 
 class _Records:

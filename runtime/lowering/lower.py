@@ -11,8 +11,9 @@ import torch
 from planner.errors import FormatError
 from planner.graph import Graph
 from runtime.errors import UnsupportedModel
-from runtime.lowering import archive, artifact, weights
-from runtime.lowering.model import FxModel, Port, from_program
+from runtime.lowering import artifact, weights
+from runtime.lowering.archive_file import fingerprint
+from runtime.lowering.model import FxModel, Port
 from runtime.lowering.precision import apply_options
 from runtime.lowering.rewrite import rewrite
 from runtime.lowering.trace import Trace, build_graph, trace_model
@@ -75,14 +76,14 @@ def lower(
     The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
     for a bad archive and UnsupportedModel for a program that cannot be planned.
     """
-    folder = cache / f"{archive.fingerprint(path)[:32]}{options.label}"
+    own_fingerprint = fingerprint(path)
+    folder = cache / f"{own_fingerprint[:32]}{options.label}"
     wanted = sorted(set(batches))
     known = _known(name, folder, wanted, options)
     if known is not None:
         return known
     on_progress(f"{name}: reading {path.name}")
-    read = archive.read(path)
-    model = from_program(name, read.program)
+    model = _read(path, name)
     rewrite(model, fused=options.fused)
     apply_options(model, options)
     own = own_storages(model.weights)
@@ -93,7 +94,7 @@ def lower(
     first = traces[min(traces)]
     readers = first.readers()
     uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
-    manifest = weights.lay_out(f"{read.fingerprint}/{_LOWERING}{options.label}", uses, model.tables)
+    manifest = weights.lay_out(f"{own_fingerprint}/{_LOWERING}{options.label}", uses, model.tables)
     weights_path = folder / "weights.bin"
     if weights.read(weights_path) != manifest:
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
@@ -103,6 +104,14 @@ def lower(
     if encoded is not None:
         weights.replace_file(folder / _artifact_name(wanted), encoded)
     return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options)
+
+
+def _read(path: Path, name: str) -> FxModel:
+    """Read an archive. Torch's deserializer takes seconds to import, which a server with a full cache need not."""
+    from runtime.lowering.archive import read
+    from runtime.lowering.exported import from_program
+
+    return from_program(name, read(path))
 
 
 def _stamp(batches: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from runtime.backend import Backend
 from runtime.cpu.segments import unavailable
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
-from runtime.lowering import archive
+from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, lower
 from runtime.memory import HostStore
 from server.config.config import ServeConfig
@@ -130,7 +130,7 @@ def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, b
 def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
     """Differs for whatever is lowered to something else. Raises ArchiveError or RepositoryError."""
     options = options_of(source, config.device)
-    return source.name, archive.fingerprint(source.path), tuple(wanted_batches(source, config)), options
+    return source.name, archive_fingerprint(source.path), tuple(wanted_batches(source, config)), options
 
 
 def prepare_in_worker(source: ModelSource, config: ServeConfig, worker: WorkerProcess) -> None:
@@ -174,7 +174,7 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
     threads = threads_of(config)
     options = asdict(options_of(source, config.device))
     made = (
-        archive.fingerprint(source.path),
+        archive_fingerprint(source.path),
         wanted_batches(source, config),
         options,
         threads,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from loadgen.zoo import ZOO
 from loadgen.zoo.exporting import export_model, save_model
 from runtime.lowering import weights
-from runtime.lowering.archive import fingerprint
+from runtime.lowering.archive_file import fingerprint
 
 Arrays = dict[str, NDArray[Any]]
 
