@@ -121,7 +121,10 @@ def test_single_plans_one_budget_with_the_searchers_of_serving_too() -> None:
         (["plan", *PAIR, "--memory", "1MiB", "--time-limit", "10 parsecs"], "--time-limit: '10 parsecs'"),
         (["plan", *PAIR, "--memory", "1MiB", "--time-limit", "0s"], "--time-limit: '0'"),
         (["plan", *PAIR, "--memory", "1MiB", "--search", "magic"], "no searcher is called magic; there are best"),
-        (["plan", *PAIR[:3], "chain.graph.json", "--memory", "1MiB"], "chain.graph.json: profile file is damaged"),
+        (
+            ["plan", *PAIR[:3], "chain.graph.json", "--memory", "1MiB"],
+            "chain.graph.json: profile file has format version 1",
+        ),
         (["plan", "--graph", "no", "--profile", "no", "--memory", "1MiB"], "no cannot be read: No such file"),
         (["plan", *PAIR, "--memory", "1MiB", "--output", "chain.graph.json"], "cannot be written"),
         (["show", "no.plan.json"], "no.plan.json cannot be read"),
@@ -213,10 +216,14 @@ def test_show_opens_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compare_shows_every_searcher_and_hides_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    homes = {"best": "streaming.Streaming", "on_demand": "on_demand.OnDemand", "missing": "nowhere.Nothing"}
-    monkeypatch.setattr(registry, "_HOMES", homes)
+    searchers = {
+        "best": "streaming.searcher:Streaming",
+        "on_demand": "papers.swapadvisor.on_demand:OnDemand",
+        "missing": "nowhere:Nothing",
+    }
+    monkeypatch.setattr(registry, "_SEARCHERS", searchers)
     for module in ("server.tools.compare", "server.tools.plan"):
-        monkeypatch.setattr(f"{module}.SEARCHERS", tuple(homes))
+        monkeypatch.setattr(f"{module}.SEARCHERS", tuple(searchers))
     assert main(["compare-plans", *PAIR, "--memory", "48KiB", "--evaluations", "2", "--output", "kept"]) == 1
     shown = capsys.readouterr()
     rows = {line.split()[0]: line for line in shown.out.splitlines() if line.strip()}
@@ -320,7 +327,7 @@ def test_a_searcher_that_cannot_plan_such_a_problem_is_a_result(
     def refuse(problem: object, seed: int) -> None:
         raise UnsupportedProblem("it plans chains of two")
 
-    monkeypatch.setattr("planner.papers.tensile.searcher.Interval", refuse)
+    monkeypatch.setattr("planner.papers.tensile.searcher.Tensile", refuse)
     searchers = ["--searchers", "interval,on_demand"]
     assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 0
     shown = capsys.readouterr()
