@@ -1,10 +1,10 @@
-"""Profiles of graphs that nobody measured: a roofline with launches, and links as the papers and we measured them.
+"""Profiles of graphs without a measurement: a roofline with launches, and links as measured by the papers and here.
 
 An op takes a launch, and then as long as its arithmetic or its memory traffic, whichever is longer:
 
     launch_s + max(flops / (peak * efficiency), bytes / bandwidth)
 
-Rooflines rank ops well and predict totals badly, so `total_s` scales all ops to a total that somebody measured.
+Rooflines rank ops well and predict totals badly, so `total_s` scales all ops to a measured total.
 """
 
 from collections.abc import Sequence

@@ -136,7 +136,7 @@ def capture_training(name: str, training: Training) -> Captured:
 
 
 def with_updates(calls: Sequence[Call], gradients: Mapping[Storage, Storage | None]) -> list[Call]:
-    """Put each weight's update behind the last op that needs the weight or makes its gradient."""
+    """Put each weight's update after the last op that needs the weight or makes its gradient."""
     last: dict[Storage, int] = {}
     for k, call in enumerate(calls):
         for storage in (*call.reads, *call.writes):

@@ -163,13 +163,13 @@ def test_a_zone_of_any_size_holds_what_is_in_it(rank) -> None:  # type: ignore[n
     profile = profile_of(graph)
     zones = ActivationZones(graph)
     least, most = zones.leanest().nbytes, Footprint.of(graph).activations.peak_bytes
-    travellers = []
+    offloads = []
     for nbytes in range(least, most + 1, 8 * PAGE):
         zone = zones.within(profile, nbytes, rank)
         assert zone is not None
         assert zone.nbytes <= nbytes
-        travellers.append(sum(a.verb.name == "SWAP_OUT" for a in zone.actions))
-    assert travellers[0] > travellers[-1]
+        offloads.append(sum(a.verb.name == "SWAP_OUT" for a in zone.actions))
+    assert offloads[0] > offloads[-1]
     assert zones.within(profile, least - 1, rank) is None
 
 
@@ -196,7 +196,7 @@ def test_models_share_memory_in_which_their_activations_do_not_stay() -> None:
     assert deployment.taken_bytes <= memory
 
 
-def test_one_more_model_finds_room_in_which_its_activations_must_travel() -> None:
+def test_one_more_model_finds_room_in_which_its_activations_must_be_offloaded() -> None:
     graph = unet()
     model = demand(graph)
     least = least_bytes(model)

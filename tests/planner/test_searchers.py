@@ -77,7 +77,7 @@ def test_same_seed_same_plan(searcher: str) -> None:
 
 
 @pytest.mark.parametrize("searcher", ["genetic", "particle_swarm"])
-def test_other_processes_judge_alike_and_end_with_the_search(searcher: str) -> None:
+def test_worker_processes_evaluate_alike_and_end_with_the_search(searcher: str) -> None:
     problem = long_chain()
     state = maker(searcher)(problem, 3)
     while len(asked := state.ask()) < 2:
@@ -109,7 +109,7 @@ def test_shared_workspaces_are_refused(searcher: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_best_is_no_worse_than_anybody_at_their_own_effort(seed: int) -> None:
+def test_best_is_no_worse_than_any_searcher_at_its_own_effort(seed: int) -> None:
     problem = problem_of(seed)
     best = search(problem, seed=seed).provenance
     assert best is not None

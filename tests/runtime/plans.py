@@ -78,7 +78,7 @@ def offloading_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
             case Verb.SWAP_IN:
                 writer.swap_in(action.what, partition + at[action.what, n])
             case Verb.SWAP_OUT:
-                writer.swap_out(action.what, behind_uses=True)
+                writer.swap_out(action.what, after_uses=True)
             case Verb.DROP:
                 writer.drop(action.what)
     return writer.plan("")

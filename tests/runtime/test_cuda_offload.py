@@ -85,8 +85,8 @@ def streaming_too(graph: Graph) -> Plan:
     """Parameters stream past activations that travel."""
     profile = profile_of(graph, 1.0, bandwidth=1e5)
     with pytest.raises(InfeasibleBudget) as caught:
-        search(Problem(graph, profile, 0, 4096), "travelling")
-    return search(Problem(graph, profile, 0, caught.value.least_bytes), "travelling", limit=Limit(evaluations=1))
+        search(Problem(graph, profile, 0, 4096), "offloading")
+    return search(Problem(graph, profile, 0, caught.value.least_bytes), "offloading", limit=Limit(evaluations=1))
 
 
 PLANS: dict[str, Callable[[Graph], Plan]] = {"travelling": offloading_plan, "streaming too": streaming_too}
