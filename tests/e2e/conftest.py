@@ -42,7 +42,7 @@ def _fixed_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fixed_plans(monkeypatch: pytest.MonkeyPatch, _fixed_cache: Path) -> Path:
     """The cache of servers whose plans are always the same: computing a layer takes as long as copying half a MiB."""
-    measured = cpu.profile
+    measured = cpu.measure
 
     def as_if(lowered: Lowered, *others: Any, **options: Any) -> dict[int, Profile]:
         return {
@@ -56,7 +56,7 @@ def fixed_plans(monkeypatch: pytest.MonkeyPatch, _fixed_cache: Path) -> Path:
             for batch, profile in measured(lowered, *others, **options).items()
         }
 
-    monkeypatch.setattr(cpu, "profile", as_if)
+    monkeypatch.setattr(cpu, "measure", as_if)
     return _fixed_cache
 
 

@@ -57,6 +57,7 @@ OURS = {
     "cohabit_lane_busy_seconds",
     "cohabit_refused_calls",
     "cohabit_engine_restarts",
+    "cohabit_request_memory_bytes",
     *(f"cohabit_{what}_seconds_{part}" for what in ("queue", "compute") for part in ("bucket", "sum", "count")),
 }
 

@@ -236,4 +236,4 @@ async def test_ports_beyond_loopback_without_tokens_are_warned_about(
         server = Server(config(hosts=("0.0.0.0",), token_files=files))
         await server.start()
         await server.stop()
-        assert len([r for r in caplog.records if "whoever reaches the ports" in r.message]) == warnings
+        assert len([r for r in caplog.records if "every client that reaches the ports" in r.message]) == warnings

@@ -86,13 +86,14 @@ def test_statistics_of_an_unknown_model_are_refused(own: Running, capsys: pytest
     assert "requested model 'no/such' is not available" in capsys.readouterr().err
 
 
-def test_load_and_unload_give_orders_in_turn(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    kept, own.server.plane.control = own.server.plane.control, (orders := Orders())  # type: ignore[assignment]
-    try:
-        assert run(own, "load", "a", "b c") == 0
-        assert run(own, "unload", "a", "--json") == 0
-    finally:
-        own.server.plane.control = kept
+def test_load_and_unload_give_orders_in_turn(
+    own: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = Orders()
+    monkeypatch.setattr(own.engine, "load", orders.load)
+    monkeypatch.setattr(own.engine, "unload", orders.unload)
+    assert run(own, "load", "a", "b c") == 0
+    assert run(own, "unload", "a", "--json") == 0
     assert orders.given == [("load", "a"), ("load", "b c"), ("unload", "a")]
     assert capsys.readouterr().out.splitlines() == ["loaded a", "loaded b c", '{"unloaded":"a"}']
 
