@@ -1,9 +1,8 @@
-"""The checker: says whether a plan may run. Shares no code with the simulator or any search.
+"""The checker decides whether a plan may run. It shares no code with the simulator or any search.
 
-A plan is replayed in its total order, byte range by byte range. Order in time is another matter: lanes run
-concurrently, so one step is certain to have ended before another starts only through lane order and `after`
-edges. Each step therefore carries a *clock*: how many steps of each lane have ended, for certain, when it starts.
-"""
+It replays a plan in its total order, byte range by byte range. Order in time is a separate question: lanes run
+concurrently, so a step has certainly ended before another starts only through lane order and `after` edges. Each step
+therefore carries a *clock*: how many steps of each lane have certainly ended when it starts."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -124,7 +123,7 @@ def _name(graph: Graph, plan: Plan, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Bytes [start, end) of a region, and the clock that must have passed before anyone writes there."""
+    """Bytes [start, end) of a region, and the clock that must have passed before they are overwritten."""
 
     region: Region
     start: int
@@ -146,7 +145,7 @@ class _Copy:
     written: Clock
     """Passed once the tensor has arrived."""
     accessed: Clock
-    """Passed once the tensor has arrived and everyone so far has read it."""
+    """Passed once the tensor has arrived and all its readers so far have ended."""
 
 
 @dataclass
@@ -311,8 +310,8 @@ class _Replay:
         copy.accessed = _latest(copy.accessed, ended)
 
     def _change(self, name: str, tensor: int, before: Clock, ended: Clock) -> None:
-        """A tensor is changed in place: a swap-out must have ended, its host copy is out of date, and whoever reads
-        it from now on must wait for the change.
+        """A tensor is changed in place: a swap-out must have ended, its host copy is out of date, and every later
+        reader must wait for the change.
         """
         if (copy := self.live.get(tensor)) is not None:
             copy.written = _latest(copy.written, ended)
@@ -346,7 +345,7 @@ class _Replay:
         return _Range(address.region, address.offset, end, what, accessed)
 
     def _claim(self, name: str, place: _Range, before: Clock) -> None:
-        """Find who is, or was, in bytes that are about to be written."""
+        """Find tensors that occupy, or occupied, bytes that are about to be written."""
         for copy in self.live.values():
             if place.overlaps(copy.place):
                 self.found.append(
@@ -361,7 +360,7 @@ class _Replay:
                 )
 
     def _retire(self, gone: _Range) -> None:
-        """Remember who accessed bytes that are free now.
+        """Remember the last accesses of bytes that are free now.
 
         What lay there before can be forgotten: its accesses ended before those of `gone` began.
         """

@@ -1,9 +1,8 @@
-"""numba's decorator, typed: the planner's inner loops compile on first call and are cached.
+"""numba's decorator, typed: inner loops compile on their first call and are cached on disk.
 
-numba trusts a cached loop until its own file changes. A loop holds the code, and the array layouts, of others that it
-calls: met with a cache from before a change of theirs, it crashes. So each state of the planner's sources has a
-folder of its own, in `NUMBA_CACHE_DIR` or the user's cache.
-"""
+numba trusts a cached function until its own file changes. But a function holds the code and the array layouts of the
+functions that it calls: a cache from before they changed makes it crash. So each state of the planner's sources has
+its own cache folder, in `NUMBA_CACHE_DIR` or the user's cache."""
 
 import hashlib
 import os
@@ -29,7 +28,7 @@ def compiled(function: _F) -> _F:
 
 @cache
 def cache_folder() -> Path:
-    """The folder for the loops as the sources are now. Where it cannot be written, numba looks for another place."""
+    """Return the cache folder of the current sources. Where it cannot be written, numba chooses another place."""
     state = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         source = path.read_bytes()

@@ -3,7 +3,7 @@
 CohabitError
 ├── FormatError            a file is not what it says: truncated, edited, newer, another's
 │   └── FingerprintMismatch  a plan or profile made for another graph, weights file or profile
-├── InvalidGraph           a graph that no program could come from
+├── InvalidGraph           a graph that breaks a rule of its format
 ├── InvalidPlan            the checker's findings
 ├── InfeasibleBudget       no plan exists in the given memory
 ├── UnsupportedProblem     a searcher cannot plan this kind of problem
@@ -22,7 +22,7 @@ class FormatError(CohabitError):
 
 
 class FingerprintMismatch(FormatError):
-    """A plan or profile belongs to something else than what it is used with."""
+    """A plan or profile was made for another graph, weights file or profile."""
 
     def __init__(self, what: str, expected: str, found: str) -> None:
         super().__init__(f"{what} was made for {found[:12]}, but {expected[:12]} is in use; make it again")
@@ -52,9 +52,9 @@ class InfeasibleBudget(CohabitError):
     """
 
     def __init__(self, model: str, op: str | None, budget_bytes: int, least_bytes: int) -> None:
-        who = f"op {op} needs" if op is not None else "holding all parameters at once needs"
+        what = f"op {op} needs" if op is not None else "holding all parameters at once needs"
         super().__init__(
-            f"{model}: {who} a budget of {format_bytes(least_bytes)}"
+            f"{model}: {what} a budget of {format_bytes(least_bytes)}"
             f" ({least_bytes} bytes), the budget is {format_bytes(budget_bytes)}"
             f" ({budget_bytes} bytes); raise the memory or lower the batch"
         )
@@ -65,7 +65,7 @@ class InfeasibleBudget(CohabitError):
 
 
 class UnsupportedProblem(CohabitError):
-    """A searcher was asked for something that its paper has no notion of; the message says what would do."""
+    """A searcher cannot plan this kind of problem; the message says which searcher can."""
 
 
 class UnknownSearcher(CohabitError):

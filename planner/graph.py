@@ -1,8 +1,7 @@
-"""The graph that is planned: ops in an executable order, and the bytes that they read and write.
+"""The graph that is planned: ops in an executable order, and the storages that they read and write.
 
-A *tensor* here is a storage: whatever aliases it (views, tied weights) is one tensor. Parameters come first
-and have the same ids in the graphs of all batch sizes of one model, so that residents can be shared.
-"""
+A *tensor* here is a storage: all its aliases (views, tied weights) are one tensor. Parameters come first and have the
+same ids in the graphs of all batch sizes of one model, so that these can share residents."""
 
 import hashlib
 from functools import cached_property

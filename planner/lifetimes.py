@@ -35,7 +35,7 @@ class LiveRange:
     start: int
     """Index of the step that writes the tensor or swaps it in; START for inputs and residents."""
     end: int
-    """Index of the tensor's `Drop`; the number of steps if there is none. For scratch the index behind `start`."""
+    """Index of the tensor's `Drop`; the number of steps if there is none. For scratch, `start` + 1."""
     uses: tuple[int, ...]
     """Indices of the ops that read or write the bytes, and of the swap-outs that read them, in order."""
 

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -28,6 +28,15 @@ def predecessors(graph: Graph) -> list[set[int]]:
     return before
 
 
+def successors(before: Sequence[Collection[int]]) -> list[list[int]]:
+    """Ops that must run after each op, in order; the inverse of `predecessors`."""
+    after: list[list[int]] = [[] for _ in before]
+    for k, needed in enumerate(before):
+        for j in needed:
+            after[j].append(k)
+    return after
+
+
 def has_reuse(graph: Graph) -> bool:
     """Whether some parameter is read by more than one op."""
     reads = [t for op in graph.ops for t in op.reads if graph.tensors[t].kind == "parameter"]
@@ -40,11 +49,7 @@ def by_parameters(graph: Graph) -> tuple[int, ...]:
     In an unrolled recurrent network all time steps of a layer come together, so that its weights are needed once.
     """
     before = predecessors(graph)
-    waiting = [len(b) for b in before]
-    behind: dict[int, list[int]] = defaultdict(list)
-    for k, needed in enumerate(before):
-        for j in needed:
-            behind[j].append(k)
+    waiting, after = [len(needed) for needed in before], successors(before)
     read = [frozenset(t for t in op.reads if graph.tensors[t].kind == "parameter") for op in graph.ops]
     known: list[int] = []  # ready, and without a parameter that no op has read yet
     fresh: list[int] = []
@@ -57,7 +62,7 @@ def by_parameters(graph: Graph) -> tuple[int, ...]:
         k = heapq.heappop(known) if known else heapq.heappop(fresh)
         order.append(k)
         ready = []
-        for later in behind[k]:
+        for later in after[k]:
             waiting[later] -= 1
             if waiting[later] == 0:
                 ready.append(later)
@@ -76,11 +81,7 @@ def by_memory(graph: Graph) -> tuple[int, ...]:
     Where branches are wide, as in NasNet's cells, fewer of their tensors wait for each other.
     """
     before = predecessors(graph)
-    waiting = [len(b) for b in before]
-    behind: dict[int, list[int]] = defaultdict(list)
-    for k, needed in enumerate(before):
-        for j in needed:
-            behind[j].append(k)
+    waiting, after = [len(needed) for needed in before], successors(before)
     read = [[t for t in {*op.reads, *op.mutates} if graph.tensors[t].kind != "parameter"] for op in graph.ops]
     uses_left = Counter(t for some in (*read, graph.outputs) for t in some)
 
@@ -95,7 +96,7 @@ def by_memory(graph: Graph) -> tuple[int, ...]:
         ready.remove(k)
         order.append(k)
         uses_left.subtract(read[k])
-        for later in behind[k]:
+        for later in after[k]:
             waiting[later] -= 1
             if waiting[later] == 0:
                 ready.add(later)

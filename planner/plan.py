@@ -1,10 +1,9 @@
-"""The plan: every step of one inference, the lane it runs on, and what it must wait for.
+"""The plan: every step of one inference, the lane it runs on, and what it waits for.
 
 Steps stand in one total order. Each lane runs its steps in that order; `after` names earlier steps (indices into
-`Plan.steps`) of other lanes that must have finished first. Since every wait points backwards, no plan can
-deadlock. Swap-ins behind the last compute step are the epilogue: they restore the initial residents and are not
-part of the answer's latency.
-"""
+`Plan.steps`) of other lanes that must have ended first. Since every wait points backwards, no plan can deadlock.
+Swap-ins after the last compute step are the epilogue: they restore the initial residents and are not part of the
+latency."""
 
 from functools import cached_property
 from typing import Literal
@@ -58,7 +57,7 @@ class SwapOut(msgspec.Struct, frozen=True, tag="swap_out", forbid_unknown_fields
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop", forbid_unknown_fields=True):
-    """Give up a tensor's bytes. Takes no time and no lane: whoever writes there next must wait for the readers."""
+    """Give up a tensor's bytes. Takes no time and no lane; the next writer must wait for the readers."""
 
     tensor: int
 
@@ -108,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     graph: str
     """Fingerprint of the graph."""
     profile: str
-    """Fingerprint of the profile that the plan was judged with."""
+    """Fingerprint of the profile that the plan was evaluated with."""
     partition_bytes: int
     workspace_bytes: int
     inputs: tuple[Placement, ...]
@@ -125,7 +124,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def epilogue_start(self) -> int:
-        """Index of the first step behind the last compute step."""
+        """Index of the first step after the last compute step."""
         computes = [i for i, step in enumerate(self.steps) if isinstance(step, Compute)]
         return computes[-1] + 1 if computes else 0
 

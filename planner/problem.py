@@ -1,4 +1,4 @@
-"""What a search is given, and what it goes by."""
+"""A planning problem, the cost of a candidate plan, and the limit of a search."""
 
 import math
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Problem:
     residents: tuple[Placement, ...] | None = None
     """Residents that another batch size's plan has chosen; None leaves the choice to the search."""
     overlay: bool = False
-    """Whether parameters may pass through bytes that activations use at other times. The CPU runtime cannot do that:
-    its activations come from another allocator."""
+    """Whether parameters may pass through bytes that activations use at other times. No runtime executes such plans:
+    activations come from an allocator of their own."""
 
     @property
     def memory_bytes(self) -> int:
@@ -38,18 +38,18 @@ class Problem:
 
     @cached_property
     def bound_s(self) -> float:
-        """Latency below which no plan's can be. Takes a fraction of a second, once."""
+        """Lower bound of every plan's latency. Computed once, in a fraction of a second."""
         return latency_bound(self.graph, self.profile, self.partition_bytes, self.workspace_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the simulator says of a candidate. Less is better, in this order."""
+    """The simulated cost of a candidate. Less is better, in this order."""
 
     latency_s: float
     """Infinite for a candidate that does not fit."""
     period_s: float
-    """Infinite where it was not looked at."""
+    """Infinite where it was not simulated."""
     link_bytes: int
 
 
@@ -59,7 +59,7 @@ UNFIT: Final = Cost(math.inf, math.inf, 0)
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """When a search stops. Without either, when its searcher thinks it has done enough.
+    """When a search stops. Without either, after the searcher's own number of evaluations.
 
     Only a limit on evaluations, or none, makes the same seed give the same plan.
     """

@@ -1,9 +1,8 @@
-"""The planner's model of time: when each step of a plan runs. The only cost function.
+"""The planner's model of time: when each step of a plan runs. It is the only cost function.
 
-Three lanes (compute, swap-in, swap-out) work through their steps in order; a step starts when its lane is free
-and every step in its `after` has ended. While an op and a transfer are in flight together, both slow down by the
-profile's factors: the simulation advances from one completion to the next and rescales what is left.
-"""
+Three lanes (compute, swap-in, swap-out) work through their steps in order; a step starts when its lane is free and
+every step in its `after` has ended. While an op and a transfer overlap, both slow down by the profile's factors. The
+simulation advances from one completion to the next and rescales the remaining work."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
@@ -28,7 +27,7 @@ NOTHING: Final = -1
 """In the arrays of this file: waits for no step."""
 
 MOST_INFERENCES: Final = 8
-"""How long to look for a stable period."""
+"""Inferences after which the search for a stable period ends."""
 
 
 class LaneArrays(NamedTuple):
@@ -44,14 +43,14 @@ class LaneArrays(NamedTuple):
     wait: Ints
     """`wait[lane, i, other]`: position on the other lane that must have ended, or NOTHING, [3, n, 3]."""
     carried: Ints
-    """Per compute step, the previous inference's swap-in that restored a resident it reads, or writes over although
-    nobody has read it, or NOTHING, [n]."""
+    """Per compute step, the previous inference's swap-in that restored a resident it reads, or overwrites
+    unread, or NOTHING, [n]."""
 
 
 def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     """Predict one inference on an idle device, and the period of inferences run back to back.
 
-    Back to back, the next inference's ops follow the last op of this one, its transfers queue behind this one's
+    Back to back, the next inference's ops follow the last op of this one, its transfers follow this one's
     epilogue and never start before this one's last op has ended. Nothing of it starts before this one's last
     swap-out has ended: bytes and host copies are free by then.
     """
@@ -123,7 +122,7 @@ def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[LaneArrays, li
 
 
 def _overwritten(graph: Graph, step: Compute, given_up: Mapping[int, Address]) -> Iterator[int]:
-    """Which of these residents lay where an op writes: the last inference may still be bringing them back there."""
+    """The residents whose bytes an op overwrites: the previous inference may still be restoring them there."""
     op = graph.ops[step.op]
     written = [(a, graph.tensors[i].nbytes) for a, i in zip(step.outputs, op.writes, strict=True)]
     if step.scratch is not None:

@@ -1,4 +1,4 @@
-"""Compiles the planner's inner loops ahead of time, for an image's build."""
+"""Compiles the planner's inner loops ahead of time, when a container image is built."""
 
 from planner.graph import Graph, Op, Tensor
 from planner.problem import Limit, Problem

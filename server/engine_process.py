@@ -26,7 +26,6 @@ from server import log
 from server.config.config import decode_config
 from server.engine_host import Engine, LoadCancelled
 from server.errors import ExecutionFailed, StartFailed, to_wire
-from server.frontend.memory import HEARTBEAT, MARK, round_up
 from server.ipc.catalog import ModelEntry
 from server.ipc.channel import MessageChannel
 from server.ipc.execution import DeviceSpan, InferResult, OnSpans
@@ -54,6 +53,7 @@ from server.ipc.messages import (
     UnloadModel,
     decode_to_engine,
 )
+from server.ipc.shared_layout import HEARTBEAT, MARK, round_up
 from server.observe.settings import LogSettings
 from server.protocol.request import InferRequest
 

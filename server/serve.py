@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from server.config.config import ServeConfig, encode_config
 from server.frontend.dataplane import DataPlane
 from server.frontend.engine_client import EngineClient
-from server.frontend.engine_process import EngineProcess
+from server.frontend.engine_connection import EngineConnection
 from server.frontend.in_process import InProcessEngine
 from server.frontend.listening import TlsFiles
 from server.frontend.memory import RequestMemory
@@ -67,7 +67,7 @@ class Server:
     def _make_client(self, load: "Load | None") -> EngineClient:
         config = self._config
         if config.engine == "process" and load is None:
-            return EngineProcess(self._memory, config.strict_readiness)
+            return EngineConnection(self._memory, config.strict_readiness)
         from server.engine_host import Engine, load_repository
 
         catalog = Catalog(config.strict_readiness)
@@ -135,7 +135,7 @@ class Server:
         """
         if self._local is not None:
             return await self._local.start(on_progress)
-        assert isinstance(self.client, EngineProcess)
+        assert isinstance(self.client, EngineConnection)
         if self._engine_path is not None:
             self._tasks.append(asyncio.create_task(self._follow_engine(self.client, self._engine_path)))
             return ""
@@ -169,12 +169,13 @@ class Server:
         self._memory.close()
         return drained and ended
 
-    async def _follow_engine(self, client: EngineProcess, path: Path) -> None:
+    async def _follow_engine(self, client: EngineConnection, path: Path) -> None:
         """Connect to another front end's engine, again after each restart."""
         while True:
             await client.connect(path)
             await client.wait_closed()
             client.died("the engine was restarted")
+            client.shed()
             await asyncio.sleep(_RECONNECT_S)
 
     async def _start_frontend(self, engine_path: Path) -> asyncio.subprocess.Process:

@@ -138,7 +138,7 @@ def _plain_rate(backend: CudaBackend, nbytes: int) -> float:
             driver.record(end)
         driver.synchronize(end)
         times.append(driver.seconds(start, end))
-    backend.pinned_memory.give(host)
+    backend.pinned_memory.release(host)
     return nbytes / statistics.median(times)
 
 

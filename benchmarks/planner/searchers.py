@@ -1,5 +1,7 @@
 """Every searcher on every network, memory and device, one model in a single budget: latency over the lower bound.
 
+Every searcher has the same time on one core.
+
 python -m benchmarks.planner.searchers --record
 """
 
@@ -56,7 +58,7 @@ class Found:
     refusal: str = ""
 
 
-def run(case: Case, searcher: str, seconds: float, cache: Path | None, workers: int = 1) -> Found:
+def run(case: Case, searcher: str, seconds: float, cache: Path | None) -> Found:
     problem = case.problem(cache)
     first: list[float] = []
     started = time.monotonic()
@@ -66,7 +68,7 @@ def run(case: Case, searcher: str, seconds: float, cache: Path | None, workers: 
             first.append(time.monotonic() - started)
 
     try:
-        plan = search(problem, searcher, limit=Limit(seconds=seconds), workers=workers, on_progress=progress)
+        plan = search(problem, searcher, limit=Limit(seconds=seconds), on_progress=progress)
     except CohabitError as refusal:
         return Found(None, time.monotonic() - started, 0.0, 0.0, str(refusal))
     took = time.monotonic() - started
@@ -84,17 +86,11 @@ def _warm(seconds: float, cache: Path | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.searchers", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="search time of `best` (default: %(default)s)")
     parser.add_argument(
-        "--others", type=float, default=4.0, help="search time of the others (default: %(default)s)"
+        "--seconds", type=float, default=10.0, help="time of each search, on one core (default: %(default)s)"
     )
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=2,
-        help="cores: of one plan by `best`, or of so many cases at a time by the others (default: %(default)s)",
-    )
+    parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="write docs/results/planner-searchers.md")
     options = parser.parse_args(argv)
@@ -104,23 +100,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         inference_graph(network, 1, options.cache)
     _warm(1.0, options.cache)
     console = Console(stderr=True)
-    found = {
-        (c, "best"): run(c, "best", options.seconds, options.cache, options.workers)
-        for c in track(cases, "best", console=console)
-    }
-    jobs = [(c, s, options.others, options.cache) for c in cases for s in searchers if s != "best"]
-    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+    jobs = [(c, s, options.seconds, options.cache) for c in cases for s in searchers]
+    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         futures = [pool.submit(run, *job) for job in jobs]
-        results = [f.result() for f in track(futures, "the others", console=console)]
-    found |= {(job[0], job[1]): result for job, result in zip(jobs, results, strict=True)}
+        results = [f.result() for f in track(futures, "searching", console=console)]
+    found = {(job[0], job[1]): result for job, result in zip(jobs, results, strict=True)}
     sections = [_summary(cases, found), *_tables(cases, searchers, found)]
     print("\n".join(sections))
     if options.record:
         record("planner-searchers", "Every searcher on every network", "benchmarks.planner.searchers", [
             "Inference at batch 1 in a single budget of a share of the weights, parameters and activations together,"
             " simulated; op times are rooflines (`benchmarks/planner/profiles.py`), scratch is not known and counts as"
-            f" none. `best` may take {options.seconds:g} s on {options.workers} cores, each other searcher"
-            f" {options.others:g} s on one. Gaps are over the lower bound; *copied* is per byte of weights."
+            f" none. Every searcher has the same time: {options.seconds:g} s on one core; `best` divides it among all"
+            " of them. Gaps are over the lower bound; *copied* is per byte of weights."
             " An entry is `refused` where the searcher made no plan; a plan far above the rest is the serial one, which"
             " fits where nothing else does.\n",
             *sections,

@@ -2,15 +2,17 @@
 
     python -m benchmarks.planner.table2 --record
 
-simulates `best` with the paper's memories and batches. Op times are a roofline scaled to the paper's resident times.
+The paper's numbers are measured. All others are simulated by one simulator with one profile: plans of our
+implementation of SwapAdvisor's genetic search, plans of `best` for the same single budget, and plans of `best` as they
+are served, in a partition and a workspace. Every search has the same time on one core.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import track
 
@@ -19,8 +21,11 @@ from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import RESNET152_S, v100_pcie3
 from benchmarks.record import markdown_table, record
 from planner.errors import InfeasibleBudget
+from planner.plan import Plan, SwapIn, SwapOut
 from planner.problem import Limit, Problem
+from planner.profile import Profile
 from planner.search.driver import search
+from planner.sizing.fitting import split_budget
 from planner.warm import warm
 
 MB = 10**6
@@ -43,76 +48,117 @@ PAPER_S = {
     (640, 64): 0.123,
     (1024, 64): 0.121,
 }
-"""Seconds per inference by memory in MB and batch, in the thesis; what is not there could not run or is resident."""
+"""Measured seconds per inference (thesis), by memory in MB and batch; other cells could not run, or are resident."""
 
 TARGETS = {(64, 1): 0.10, (128, 1): 0.01, (192, 1): 0.0, (128, 16): 0.20}
-"""Overheads over the resident time that we want to stay below."""
+"""Simulated overheads over the resident time that `best` in a single budget should stay below."""
+
+TEXT = """\
+*Paper* is what SwapAdvisor's authors measured on a V100; its percentages are over their resident times (17, 40, 67,
+121 ms). All other columns are simulated, by the same simulator with the same profile. `genetic` is our implementation
+of SwapAdvisor's search, `best` is ours. Both plan one budget for parameters and activations, in which parameters may
+use bytes that activations leave; neither runtime executes such plans. Plans *as served* have a partition and a
+workspace, as both runtimes execute them. A measured number must not be compared with a simulated one. *Bound* is the
+lower bound of any plan in a single budget. Each search has {seconds:g} s on one core.
+
+The profile's shape is assumed: `v100_pcie3` (`benchmarks/planner/profiles.py`) is a roofline scaled to the paper's
+resident times, 12 GB/s, 10 us per transfer; scratch is not known and counts as none. MB are 10^6 bytes. The second
+table shows what is left of the result when all ops take equally long.
+"""
+
+FLAT_CELLS = ((64, 1), (96, 1), (128, 1), (128, 16), (256, 32), (512, 64))
+"""Cells that are planned again with equal times for all ops."""
 
 HEADER = [
-    "memory MB, batch", "paper s", "paper over resident", "ours s", "ours over resident", "target",
-    "over the bound", "MB copied", "plan s",
+    "memory MB, batch", "paper, measured s", "paper, measured", "genetic, simulated", "best, simulated",
+    "best as served, simulated", "bound, simulated", "target", "MB copied as served",
 ]  # fmt: skip
 
 
-def cell(memory_mb: int, batch: int, seconds: float, cache: Path | None) -> tuple[list[str], bool]:
+def cell(memory_mb: int, batch: int, seconds: float, flat: bool, cache: Path | None) -> tuple[list[str], bool]:
     """A row of the table, and whether its target holds."""
     graph, work = inference_graph("resnet152", batch, cache)
-    resident_s = RESNET152_S[batch]
+    resident_s, memory = RESNET152_S[batch], memory_mb * MB
     profile = v100_pcie3(graph, work, resident_s)
+    if flat:
+        profile = replace(profile, op_seconds=(resident_s / len(graph.ops),) * len(graph.ops))
+    limit = Limit(seconds=seconds)
+
+    def served() -> Plan:
+        partition, workspace = split_budget({batch: graph}, {batch: profile}, memory)
+        return search(Problem(graph, profile, partition, workspace), limit=limit)
+
+    problem = Problem(graph, profile, memory, overlay=True)
+    searches = (lambda: search(problem, "genetic", limit=limit), lambda: search(problem, limit=limit), served)
+    plans = [_planned(one) for one in searches]
     paper_s, target = PAPER_S.get((memory_mb, batch)), TARGETS.get((memory_mb, batch))
-    head = [
+    best, last = plans[1], plans[2]
+    copies = (
+        [step.tensor for step in last.steps if isinstance(step, SwapIn | SwapOut)] if isinstance(last, Plan) else []
+    )
+    copied = sum(graph.tensors[t].nbytes for t in copies)
+    row = [
         f"{memory_mb}, {batch}",
         *([f"{paper_s:.3f}", f"{paper_s / resident_s - 1:+.0%}"] if paper_s else ["-"] * 2),
-    ]
-    started = time.monotonic()
-    try:
-        plan = search(Problem(graph, profile, memory_mb * MB, overlay=True), limit=Limit(seconds=seconds))
-    except InfeasibleBudget as refusal:
-        return [*head, f"needs {refusal.least_bytes / MB:.1f} MB", *["-"] * 5], target is None
-    made = plan.provenance
-    assert made is not None
-    overhead = max(made.latency_s / resident_s - 1, 0.0)  # rounding may make it less than nothing
-    copied = sum(
-        graph.tensors[s.tensor].nbytes for s in plan.steps if hasattr(s, "tensor") and hasattr(s, "address")
-    )
-    row = [
-        *head,
-        f"{made.latency_s:.4f}",
-        f"{overhead:+.2%}",
+        *(_overhead(plan, profile) for plan in plans),
+        f"{max(problem.bound_s / profile.compute_s - 1, 0.0):+.1%}" if isinstance(best, Plan) else "-",
         "-" if target is None else f"{target:+.0%}",
-        f"{made.gap:.2%}",
-        f"{copied / MB:.0f}",
-        f"{time.monotonic() - started:.1f}",
+        f"{copied / MB:.0f}" if isinstance(last, Plan) else "-",
     ]
-    return row, target is None or overhead <= target + 5e-4
+    held = target is None or (isinstance(best, Plan) and latency_s(best) <= resident_s * (1 + target + 5e-4))
+    return row, held or flat
+
+
+def _planned(make) -> Plan | InfeasibleBudget:  # type: ignore[no-untyped-def]
+    try:
+        return make()
+    except InfeasibleBudget as refusal:
+        return refusal
+
+
+def latency_s(plan: Plan) -> float:
+    assert plan.provenance is not None
+    return plan.provenance.latency_s
+
+
+def _overhead(plan: Plan | InfeasibleBudget, profile: Profile) -> str:
+    """Over the resident time; rounding may make it less than nothing."""
+    if isinstance(plan, InfeasibleBudget):
+        return f"needs {plan.least_bytes / MB:.1f} MB"
+    return f"{max(latency_s(plan) / profile.compute_s - 1, 0.0):+.1%}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.table2", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="search time per plan (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time of each search (default: %(default)s)")
+    parser.add_argument("--cells", type=int, help="only so many of the cells, for a short run")
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="write docs/results/planner-table2.md")
     options = parser.parse_args(argv)
-    cells = sorted({*PAPER_S, (64, 16), (96, 1)})
+    cells = [(*c, False) for c in sorted({*PAPER_S, (64, 16), (96, 1)})][: options.cells]
+    flat = [(*c, True) for c in FLAT_CELLS][: options.cells]
     console = Console(stderr=True)
     warm()
-    rows = [cell(*c, options.seconds, options.cache) for c in track(cells, "planning", console=console)]
-    table = markdown_table(HEADER, [row for row, _ in rows])
-    print(table)
+    rows = {
+        (memory, batch, is_flat): cell(memory, batch, options.seconds, is_flat, options.cache)
+        for memory, batch, is_flat in track([*cells, *flat], "planning", console=console)
+    }
+    shaped, flattened = (markdown_table(HEADER, [rows[c][0] for c in some]) for some in (cells, flat))
+    print(shaped, flattened, sep="\n")
     if options.record:
         record(
             "planner-table2",
             "ResNet-152 in little memory: SwapAdvisor's Table 2, replanned",
             "benchmarks.planner.table2",
             [
-                "Simulated on `v100_pcie3` (see `benchmarks/planner/profiles.py`): a roofline scaled to the paper's"
-                " resident times (17, 40, 67, 121 ms), 12 GB/s, 10 us per transfer. A budget holds parameters and"
-                " activations of one model; scratch is not known and counts as none. MB are 10^6 bytes. An overhead of"
-                f" less than 0.05 % counts as none. {options.seconds:g} s per plan, one process.\n",
-                table,
+                TEXT.format(seconds=options.seconds),
+                "## Op times by the roofline\n",
+                shaped,
+                "## Flat op times\n",
+                flattened,
             ],
         )
-    return 0 if all(held for _, held in rows) else 1
+    return 0 if all(held for _, held in rows.values()) else 1
 
 
 if __name__ == "__main__":

@@ -48,9 +48,6 @@ def run(network: str, memory_gb: float, searcher: str, seconds: float, cache: Pa
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.throughput", description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="search time per plan (default: %(default)s)")
-    parser.add_argument(
-        "--best", type=float, default=160.0, help="search time of `best`, which tries all (default: %(default)s)"
-    )
     parser.add_argument("--memory", type=float, nargs="+", default=[16.0], help="GB (default: %(default)s)")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(TRAININGS))
     parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
@@ -63,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.networks, "capturing", console=console)}  # fmt: skip
     searchers = [s for s in SEARCHERS if s != "streaming"]
     cases = [(n, m, s) for n in options.networks for m in options.memory for s in searchers]
-    jobs = [(*c, options.best if c[2] == "best" else options.seconds, options.cache) for c in cases]
+    jobs = [(*c, options.seconds, options.cache) for c in cases]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         futures = [pool.submit(run, *job) for job in jobs]
         results = [f.result() for f in track(futures, "planning", console=console)]
@@ -80,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Throughput of steps run back to back relative to infinite memory, simulated on `v100_pcie3` (unscaled"
             " roofline), and how long the search took. Weights are state: an update changes them in place, and they are"
             " swapped out again unless they stay. The updates of SGD are part of the step; dropout and running"
-            f" statistics are not. Each search may take {options.seconds:g} s, one candidate more where that is longer;"
-            f" `best`, which tries all the others, {options.best:g} s."
+            f" statistics are not. Every searcher has the same time: {options.seconds:g} s on one core, one candidate"
+            " more where that is longer; `best` shares it out among all of them."
             " A share far below the others' is the serial plan, which every searcher falls back on.\n",
             table,
         ])  # fmt: skip

@@ -1,8 +1,7 @@
-"""A lower bound of the latency of every plan in a given memory, whatever the order of its ops.
+"""A lower bound of the latency of every plan in a given memory, in any order of its ops.
 
-It is the best of several: the time of all ops; that of the copies of what cannot be in memory at the start; a path
-bound; and a linear relaxation (planner.bounds.relaxation).
-"""
+It is the maximum of four bounds: the time of all ops; the copies of what cannot be in memory at the start; a path
+bound; and a linear relaxation (`planner.bounds.relaxation`)."""
 
 from typing import Final
 

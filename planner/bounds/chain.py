@@ -1,10 +1,9 @@
-"""A graph seen along a chain of ops that every plan runs in the same order, as the relaxation needs it.
+"""A chain of ops that every plan runs in the same order: the time axis of the relaxation.
 
-The ops of a chain depend on one another, so that their first runs end in one order whatever the plan. These ends are
-*moments*; so is the start of the inference (moment 0), the end of its last op (the last moment), and, before an op of
-the chain that waits for several branches, the end of the last of these. Any other op runs first between two moments
-that dependencies tell; ops that are comparable with all others are in every longest chain.
-"""
+The ops of a chain depend on one another, so their first runs end in the same order in every plan. These ends are
+*moments*. So are the start of the inference (moment 0), the end of its last op (the last moment), and, before an op of
+the chain that waits for several branches, the end of the last of these branches. Every other op runs first between two
+moments that its dependencies determine; ops that are comparable with all others are in every longest chain."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class UseInterval:
     first: bool
     """Whether this is a parameter or state before its first use: what is kept is resident."""
     kept_from: int
-    """What is kept occupies memory from this moment, beside what the chain's ops need, ..."""
+    """What is kept occupies memory from this moment, in addition to what the chain's ops need, ..."""
     until: int
     """... to this one. A copy that has arrived by this moment is still in memory then."""
     arrives_from: int
@@ -105,7 +104,7 @@ def follow(graph: Graph, profile: Profile, most_ops: int, latest: bool = True) -
 def exclusions(graph: Graph, profile: Profile, memory_bytes: int) -> Iterator[tuple[float, set[int]]]:
     """Times of ops, and stored tensors none of which can be copied in for its first use while any of the ops runs.
 
-    A copy reserves all of its bytes from its start, and an op that reads it runs behind it.
+    A copy reserves all of its bytes from its start, and an op that reads it runs after it.
     """
     needed = [_needed_bytes(graph, k) for k in range(len(graph.ops))]
     read = {t for op in graph.ops for t in op.reads if graph.tensors[t].kind in ("parameter", "state")}

@@ -1,4 +1,4 @@
-"""A linear program, put together by rows, and a bound of its value that holds whatever the solver's accuracy."""
+"""A linear program built row by row, and a bound of its value that holds whatever the solver's accuracy."""
 
 from typing import Final
 

@@ -1,14 +1,13 @@
-"""A linear relaxation of all plans: every tensor may be kept, copied and computed again in parts.
+"""A linear relaxation of all plans: every tensor may be kept, copied and recomputed in parts.
 
-Time is cut at the moments of a chain (`chain`). Per interval of a tensor between two uses the program chooses
-what share of it is kept, computed again, or copied in. Of the copies under way only their link time ahead of need is
-a variable; the bytes that this puts in memory are at least what lines through the densities of the tensors (bytes per
-link second) say. So the program grows with the ops, not with ops times tensors.
+Time is cut at the moments of a chain (`planner.bounds.chain`). Per interval between two uses of a tensor, the program
+chooses which share of the tensor is kept, recomputed, or copied in. For copies ahead of need only the link time is a
+variable; the bytes that they occupy are bounded below by lines through the tensors' densities (bytes per link second).
+So the program grows with the number of ops, not with ops times tensors.
 
-Every plan gives a solution that takes no longer. A copy of what is to be used next counts between the last op that
-used the tensor and the next one; a plan that starts it earlier, while an op still reads an older copy, could as well
-keep that one. Where bytes lie does not count, nor do slowdowns, copies out, and what computing again needs in memory.
-"""
+Every plan yields a solution that takes no longer. A copy for the next use counts between the last op that used the
+tensor and the next one; a plan that starts it earlier, while an op still reads an older copy, could keep that copy
+instead. Addresses, slowdowns, copies out and the memory of recomputation do not count."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ Ints = NDArray[np.int64]
 MOST_OPS: Final = 200
 """Of a longer chain only some ops count; that costs less than a thousandth of the bound."""
 MANY_LOOSE: Final = 0.2
-"""Share of the time of ops beside the chain above which another chain is worth trying."""
+"""Share of the time spent in ops outside the chain above which a second chain is tried."""
 DENSITIES: Final = 4
 """How many lines bound the bytes in memory of what is copied ahead of need."""
 MOST_BETWEEN: Final = 10
@@ -241,7 +240,7 @@ class _Relaxation:
                 p.put(row, self._again[[i]], self._again_s[i])
 
     def keep_apart(self, ops_s: float, tensors: Collection[int]) -> None:
-        """First copies of these tensors take their time beside these ops, one after the other."""
+        """First copies of these tensors cannot overlap these ops, nor one another."""
         copied = np.array(
             [i for i, s in enumerate(self._chain.intervals) if s.first and s.tensor in tensors], dtype=np.int64
         )
@@ -275,7 +274,7 @@ class _Relaxation:
         return spent
 
     def _loose_ops(self, again: Ints | None) -> None:
-        """All ops that certainly run before a moment, or after it, take their time beside what is computed again."""
+        """Ops that certainly run before a moment, or after it, do not overlap recomputation."""
         chain, p = self._chain, self.program
         if not chain.loose:
             return

@@ -1,4 +1,4 @@
-"""Most bytes of whole tensors that can be in memory beside what an op needs: tensors come whole, gaps stay empty."""
+"""The most bytes of whole tensors that fit into given memory next to what an op needs."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -17,7 +17,7 @@ def last_absence(interval: UseInterval, rooms: Sequence[int]) -> int | None:
 
 
 def whole_tensor_room(chain: OpChain, memory_bytes: int) -> list[int]:
-    """Most bytes, per moment, of whole tensors that are still to be used and lie in memory beside what is needed."""
+    """Return, per moment, the most bytes of whole tensors with later uses that fit next to what is needed."""
     rooms = [memory_bytes - n for n in chain.needed_bytes]
     still = SubsetSums(memory_bytes)
     by_last = sorted(chain.intervals, key=lambda s: s.until)

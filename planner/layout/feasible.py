@@ -1,9 +1,8 @@
-"""The least memory in which a graph can run with its activations in memory all along, or in a zone of a given size.
+"""The least memory in which a graph can run with its activations resident, or in a zone of given size.
 
-An op needs all its parameters at once. They may lie in the partition or in the window, which is what the
-activations leave of the workspace at that op; each lies in one piece in one of the two. All sizes are in pages, and
-a set of reachable byte counts is an integer whose bit s says that some subset of an op's parameters takes s pages.
-"""
+An op needs all its parameters at once. Each lies in one piece in the partition or in the window: what activations
+leave of the workspace during that op. All sizes are in pages. A set of reachable byte counts is an integer whose bit s
+says that some subset of an op's parameters takes s pages."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,9 +30,9 @@ class Footprint:
     graph: Graph
     activations: ActivationLayout
     overlay: bool
-    """Whether the window begins where the activations of the moment end, or where they ever do."""
+    """Whether the window of each op begins where that op's activations end; otherwise, above the peak of all ops."""
     offloads: bool = False
-    """Whether activations leave memory and come back."""
+    """Whether activations are offloaded, so that the zone is smaller than their peak."""
 
     @staticmethod
     def of(graph: Graph, overlay: bool = False) -> "Footprint":
@@ -41,7 +40,7 @@ class Footprint:
 
     @staticmethod
     def of_zone(graph: Graph, zone_bytes: int) -> "Footprint":
-        """What a graph needs if its activations make do with so many bytes, wherever in them they lie."""
+        """The footprint of a graph whose activations are offloaded to fit a zone of so many bytes."""
         busy = ((0, zone_bytes),) if zone_bytes else ()
         return Footprint(graph, ActivationLayout({}, {}, (busy,) * max(len(graph.ops), 1)), False, True)
 
@@ -59,12 +58,11 @@ class Footprint:
 
     @cached_property
     def busy_pages(self) -> tuple[tuple[ByteRange, ...], ...]:
-        """Pages of the workspace that are the activations' during each op: stretches, lowest first."""
+        """Pages of the workspace that are the activations' during each op: ranges, lowest first."""
         if not self.overlay:
             return tuple(((0, zone),) if zone else () for zone in self.zone_pages)
         return tuple(
-            joined((first // PAGE_BYTES, pages(end)) for first, end in stretches)
-            for stretches in self.activations.busy
+            joined((first // PAGE_BYTES, pages(end)) for first, end in ranges) for ranges in self.activations.busy
         )
 
     @cached_property
@@ -95,11 +93,11 @@ class Footprint:
         return self.graph.ops[k].name if self.graph.ops else "(none)"
 
     def least_workspace_bytes(self, partition_bytes: int) -> int:
-        """Least workspace that will do next to this partition."""
+        """Least workspace that suffices with this partition."""
         return self._neediest(partition_bytes)[0] * PAGE_BYTES
 
     def least_partition_bytes(self, workspace_bytes: int) -> int | None:
-        """Least partition that will do next to this workspace; None if the activations alone do not fit."""
+        """Least partition that suffices with this workspace; None if the activations alone do not fit."""
         if workspace_bytes < self.activation_bytes:
             return None
         least = 0

@@ -1,19 +1,17 @@
-"""Offsets within a given capacity, by depth-first search: for placements where greedy orders leave too much unused.
+"""Offsets within a given capacity, by depth-first search. Used where greedy orders leave too much unused.
 
-What MiniMalloc does (Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning",
-ASPLOS 2023) in its essentials. Blocks are placed upwards, each at the lowest offset that those placed before it
-leave, and offsets never fall: every solution can be pushed down into such a canonical one. A branch ends when, at some
-time, what is still to come does not fit between the lowest offset that is left there and the capacity, or when a block
-would be placed so high that another one fits below it. Times that no block to come connects are solved apart. Other
-than there, the search starts again under another order of preference when it has seen some nodes, and the capacity is
-moved down towards the lower bound.
+This follows MiniMalloc (Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine
+Learning", ASPLOS 2023). Blocks are placed upwards, each at the lowest offset that earlier blocks leave, and offsets
+never fall: every solution can be pushed down into this canonical form. A branch ends when, at some time, the blocks to
+come do not fit between the lowest free offset and the capacity, or when a block would be so high that another one fits
+below it. Times that no block to come connects are solved independently. Unlike MiniMalloc, the search restarts with
+another order of preference after some nodes, and lowers the capacity towards the lower bound.
 
     capacity -----------------------
              |      |  to come     |
              |  B   |--------------|  <- lowest offset left at this time
              |------|      A       |
-             0 ------------------------> time
-"""
+             0 ------------------------> time"""
 
 from typing import Final
 
@@ -211,7 +209,7 @@ def _last_inside(times: Ints, chosen: Ints, depth: int, island: Ints) -> int:
 
 @compiled
 def _finish(times: Ints, j: int) -> int:
-    """Section behind the last that a block needs."""
+    """One more than the last section that a block needs."""
     return int(max(times[j, 1], times[j, 3]))
 
 
@@ -234,9 +232,7 @@ def _candidates(
     Lowest offset first, then by rank. `before` is the last block that was placed in the island's time.
     """
     height = offsets[before] if before >= 0 else 0
-    reach = np.int64(
-        2**62
-    )  # lowest top that a block to come can have: who starts above it leaves a hole for that block
+    reach = np.int64(2**62)  # lowest top that a block to come can have: a block above it leaves a hole for that one
     floor = np.full(len(to_come), 2**62, dtype=np.int64)
     for j in range(len(size)):
         if not placed[j] and island[0] <= times[j, 0] < island[1]:

@@ -1,8 +1,7 @@
-"""Byte offsets for tensors with known lifespans, so that those alive together do not overlap.
+"""Byte offsets for blocks with known lifespans, so that blocks alive together do not overlap.
 
-Dynamic storage allocation is NP-hard; greedy orders with best fit come within a few per cent of the most bytes
-alive at once, which no placement can beat.
-"""
+This is dynamic storage allocation, which is NP-hard. Greedy orders with best fit come within a few per cent of the
+most bytes alive at once, which no placement can beat."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,18 +18,18 @@ from planner.lifetimes import Lifespan, lifespans, live_bytes
 
 Ints = NDArray[np.int64]
 ByteRange = tuple[int, int]
-"""The first byte, and the one behind the last."""
+"""Half-open: the first byte, and the first byte after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes that are needed together from `span.first` to `span.end`."""
+    """Bytes that are needed as one piece during `span`."""
 
     nbytes: int
     alignment: int
     span: Lifespan
     again: Lifespan | None = None
-    """A later time at which the same bytes are needed once more."""
+    """A later span during which the same bytes are needed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,10 @@ class Layout:
 
 
 def place(blocks: Sequence[Block], enough_bytes: int = 0, nodes: int = 0, seed: int = 0) -> Layout:
-    """Place all blocks; the same blocks always get the same offsets. A layout of `enough_bytes` is good enough.
+    """Place all blocks, deterministically. Stop at the first layout that needs at most `enough_bytes`.
 
-    Greedy rules come first. What they leave unused is searched for with up to `nodes` partial placements (some
-    100,000 a second), where blocks are not too many for that (`planner.layout.packing`).
+    Greedy rules come first. Then up to `nodes` partial placements are searched (about 100,000 a second), unless there
+    are too many blocks for that (`planner.layout.packing`).
     """
     best: Layout | None = None
     floor = max(most_live_bytes(blocks), enough_bytes)
@@ -89,12 +88,12 @@ class ActivationLayout:
     tensors: dict[int, int]
     scratch: dict[int, int]
     busy: tuple[tuple[ByteRange, ...], ...]
-    """Bytes in use during each op: stretches that do not overlap, lowest first."""
+    """Bytes in use during each op: disjoint ranges, lowest first."""
 
     @cached_property
     def tops(self) -> tuple[int, ...]:
         """End of the highest byte in use during each op."""
-        return tuple(stretches[-1][1] if stretches else 0 for stretches in self.busy)
+        return tuple(ranges[-1][1] if ranges else 0 for ranges in self.busy)
 
     @property
     def peak_bytes(self) -> int:
@@ -148,13 +147,13 @@ def _busy(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[tuple[
     for block, offset in sorted(zip(blocks, layout.offsets, strict=True), key=lambda placed: placed[1]):
         for k in range(block.span.first, block.span.end) if block.nbytes else ():
             busy[k].append((offset, offset + block.nbytes))
-    return tuple(joined(stretches) for stretches in busy)
+    return tuple(joined(ranges) for ranges in busy)
 
 
-def joined(stretches: Iterable[ByteRange]) -> tuple[ByteRange, ...]:
-    """Put stretches that touch or overlap together; they come sorted by their first byte."""
+def joined(ranges: Iterable[ByteRange]) -> tuple[ByteRange, ...]:
+    """Merge ranges that touch or overlap; they come sorted by their first byte."""
     found: list[ByteRange] = []
-    for first, end in stretches:
+    for first, end in ranges:
         if found and first <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         else:

@@ -1,7 +1,6 @@
-"""Writes out the plan in which parameters stream, as a search has decided, and activations travel within their zone.
+"""Writes the plan in which parameters stream and activations are offloaded within their zone.
 
-Both come by one link. Its order is that of need, among what may come by then: the sooner it is used, the earlier.
-"""
+Both share the swap-in lane. Of the copies that may start, the one that is needed first is issued first."""
 
 from collections import deque
 from itertools import accumulate
@@ -25,7 +24,7 @@ def emit(
     *,
     strictly: bool,
 ) -> Plan:
-    """Make the plan. `strictly` lets nothing overtake on the link what is needed sooner but cannot come yet."""
+    """Return the plan. With `strictly`, no copy overtakes another that is needed sooner but cannot start yet."""
     return _Emitter(work, zone, partition_bytes, workspace_bytes, residents, swaps, strictly).plan()
 
 
@@ -60,7 +59,7 @@ class _Emitter:
         )
         self._issued = 0
         self._returning = deque[tuple[int, int]]()
-        """Activations that may come back now, with their offsets."""
+        """Activations that may return now, with their offsets."""
         self._returns_due = deque(self._find_returns_due())
 
     def plan(self) -> Plan:
@@ -82,7 +81,7 @@ class _Emitter:
                     self._writer.swap_out(action.what)
                 case Verb.DROP:
                     self._writer.drop(action.what)
-        assert not self._returning, "an activation came back for nobody"
+        assert not self._returning, "an activation returns without a use"
         return self._writer.plan(self._work.profile.fingerprint)
 
     def _compute(self, index: int, k: int, is_last: bool) -> None:
@@ -103,7 +102,7 @@ class _Emitter:
             self._writer.drop(t)
 
     def _issue(self, k: int) -> None:
-        """Issue, behind op k, whatever may come by now and is next on the link."""
+        """Issue, after op k, every copy that may start by now, in order of need."""
         while True:
             parameter = self._issued < len(self._tensor) and self._behind[self._issued] <= k
             activation = bool(self._returning)
@@ -121,7 +120,7 @@ class _Emitter:
                 self._issued += 1
 
     def _is_activation_first(self, parameter: bool, activation: bool) -> bool | None:
-        """Whether an activation or a parameter is next, of which one at least may come; None if another is sooner."""
+        """Whether an activation is next rather than a parameter; None if the next copy cannot start yet."""
         ops = len(self._graph.ops)
         never = ops + 1
         parameter_due = self._needed_by[self._issued] if self._issued < len(self._tensor) else never
@@ -134,7 +133,7 @@ class _Emitter:
         return activation if activation != parameter else activation_due <= parameter_due
 
     def _find_returns_due(self) -> list[int]:
-        """For each activation that comes back, in order: the first op that uses it, or one that comes behind it."""
+        """For each return of an activation, in order: the first op that uses it or any later return."""
         due: list[int] = []
         upcoming = {t: len(self._graph.ops) - 1 for t in self._graph.outputs}
         for action in reversed(self._zone.actions):

@@ -1,9 +1,8 @@
-"""Ours where activations do not fit, or leave little beside them: they travel as well as parameters.
+"""The searcher `offloading`: activations are offloaded where they do not fit, or leave parameters too little room.
 
-The workspace's bytes are split anew between activations and parameters in flight. For each size of the activations'
-zone it is decided which of them leave it (`planner.offloading.zone`), and parameters stream past as they do elsewhere
-(`planner.streaming.searcher`), as if the link were theirs alone. The simulator judges what both are together.
-"""
+The workspace is divided anew between activations and parameters in flight. For each size of the activations' zone,
+`planner.offloading.zone` chooses which of them are offloaded, and parameters stream past the zone as in
+`planner.streaming.searcher`, as if they had the link to themselves. Whole plans are then simulated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,16 +22,16 @@ from planner.streaming.op_orders import OpOrders
 from planner.streaming.searcher import Streaming
 
 SIZES: Final = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
-"""Of the bytes between the leanest zone and the largest that there is room for."""
+"""Zone sizes to try, between the smallest zone (0) and the largest that fits (1)."""
 BEST: Final = 4
-"""Of the ways to stream past a zone, how many are judged with its activations."""
+"""Ways to stream past a zone that are simulated together with its activations."""
 LOOKED_AT: Final = 3
 """ActivationZones that are worth that."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadingCandidate:
-    """A way to stream past one of the zones, and in which order both come by the link."""
+    """A zone, a way to stream past it, and the order of copies on the link."""
 
     size: int
     rank: int
@@ -41,13 +40,13 @@ class OffloadingCandidate:
 
 
 def first_latency_s(problem: Problem) -> float:
-    """Latency of the better of two plans made at once: the leanest zone and a large one. Raises InfeasibleBudget."""
+    """Latency of the better of two quick plans, with the smallest and the largest zone. Raises InfeasibleBudget."""
     searcher = Offloading(problem, 0)
     return min(searcher.evaluate(guess, 0.0).latency_s for guess in searcher.extremes())
 
 
 class Offloading:
-    """Judges every zone with a guess for the parameters, then looks closer at the best zones."""
+    """Evaluates every zone with a quick choice for the parameters, then refines the best zones."""
 
     is_compiled = False
     evaluations = 1 + 2 * len(SIZES) * len(RANKS) + 2 * LOOKED_AT * BEST
@@ -57,7 +56,7 @@ class Offloading:
         graph = problem.graph
         if not problem.workspace_bytes or any(t.kind == "state" for t in graph.tensors):
             raise UnsupportedProblem(
-                f"{graph.name}: activations travel within a workspace beside a partition, in graphs that change no"
+                f"{graph.name}: offloading needs a partition and a workspace, and a graph that changes no"
                 " parameters; ask another searcher for anything else"
             )
         self.problem = problem
@@ -67,14 +66,14 @@ class Offloading:
         self._made: dict[tuple[int, int], ActivationZone | None] = {}
         self._streaming: dict[int, Streaming] = {}
         self._best_ways: dict[int, list[streaming.StreamingCandidate]] = {}
-        self._judged: list[tuple[float, OffloadingCandidate]] = []
+        self._evaluated: list[tuple[float, OffloadingCandidate]] = []
         self._asks = self._ask()
 
     def ask(self) -> Sequence[OffloadingCandidate]:
         return next(self._asks, ())
 
     def tell(self, candidates: Sequence[OffloadingCandidate], costs: Sequence[Cost]) -> None:
-        self._judged += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=False)]
+        self._evaluated += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=False)]
 
     def evaluate(self, candidate: OffloadingCandidate, good_s: float) -> Cost:
         if self._zone(candidate.size, candidate.rank) is None:
@@ -108,7 +107,7 @@ class Offloading:
             for rank in ranks
             for strictly in (False, True)
         ]
-        best = sorted(self._judged, key=lambda judged: judged[0])
+        best = sorted(self._evaluated, key=lambda e: e[0])
         zones = list(dict.fromkeys((c.size, c.rank) for latency_s, c in best if latency_s < UNFIT.latency_s))
         yield [
             OffloadingCandidate(size, rank, parameters, strictly)
@@ -125,7 +124,7 @@ class Offloading:
         return OffloadingCandidate(size, rank, self._past(size).first(), strictly)
 
     def _zone_sizes(self) -> list[int]:
-        """Bytes for the zone, from the leanest to all that the least window leaves, or that activations need."""
+        """Zone sizes in bytes, from the smallest to what the least window leaves, or what activations need."""
         problem, graph = self.problem, self.problem.graph
         leanest = page_aligned(self._zones.leanest().nbytes)
         alone = Footprint.of_zone(graph, leanest)
@@ -142,14 +141,14 @@ class Offloading:
         return self._made[size, rank]
 
     def _past(self, size: int) -> Streaming:
-        """What streams past a zone of some size."""
+        """The streaming search past a zone of some size."""
         if size not in self._streaming:
             views = OpOrders(self.problem, self._sizes[size])
             self._streaming[size] = Streaming(self.problem, self._seed, views)
         return self._streaming[size]
 
     def _ways(self, size: int) -> list[streaming.StreamingCandidate]:
-        """The best ways to stream past a zone, were the link the parameters' alone."""
+        """The best ways to stream past a zone if parameters had the link to themselves."""
         if size not in self._best_ways:
             self._best_ways[size] = self._find_ways(self._past(size))
         return self._best_ways[size]
@@ -157,13 +156,13 @@ class Offloading:
     @staticmethod
     def _find_ways(searcher: Streaming) -> list[streaming.StreamingCandidate]:
         spent = 0
-        judged: list[tuple[float, streaming.StreamingCandidate]] = []
+        evaluated: list[tuple[float, streaming.StreamingCandidate]] = []
         while spent < searcher.evaluations and (candidates := searcher.ask()):
             costs = [searcher.evaluate(c, 0.0) for c in candidates]
             searcher.tell(candidates, costs)
-            judged += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=True)]
+            evaluated += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=True)]
             spent += len(candidates)
-        fastest = min(latency_s for latency_s, _ in judged)
-        ties = [c for latency_s, c in judged if latency_s <= fastest * TIE]
-        others = [c for _, c in sorted(judged, key=lambda j: j[0])]
+        fastest = min(latency_s for latency_s, _ in evaluated)
+        ties = [c for latency_s, c in evaluated if latency_s <= fastest * TIE]
+        others = [c for _, c in sorted(evaluated, key=lambda e: e[0])]
         return list(dict.fromkeys([*ties[:1], *ties[-1:], *others]))[:BEST]

@@ -1,8 +1,7 @@
-"""The activations' zone in fewer bytes than all of them need: what nobody uses for a while leaves and comes back.
+"""The activations' zone, in fewer bytes than the peak of activations: some are offloaded between two of their uses.
 
-Parameters are no part of this: they have bytes of their own. What travels, and when, is decided per gap between two
-uses, and is a sequence over the graph without its parameters.
-"""
+Parameters have bytes of their own and play no part here. What is offloaded is decided per gap between two uses; the
+result is a sequence over the graph without its parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from planner.sequence.no_wait import no_wait
 from planner.sequence.sequence import Action, Placed, Verb, lay_out
 
 SHARES: Final = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)
-"""Of the zone, what activations may take at once by their sizes; the rest is for fragmentation."""
+"""Shares of the zone that activations may occupy at once; the rest is for fragmentation."""
 
 
 @dataclass(frozen=True)
 class ActivationZone:
-    """What becomes of the activations, in order, and their offsets in the zone."""
+    """The actions on activations, in order, and their offsets in the zone."""
 
     actions: tuple[Action, ...]
     placed: Placed
@@ -36,12 +35,12 @@ class ActivationZone:
 
 
 Rank = Callable[["_OffloadCost"], tuple[float, ...]]
-"""Among the gaps that would help, the one with the least rank is swapped first."""
+"""Of the gaps that would help, the one of least rank is offloaded first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OffloadCost:
-    """What it costs to let an activation go during a gap."""
+    """What it costs to offload an activation during a gap."""
 
     nbytes: int
     slack_s: float
@@ -54,11 +53,11 @@ RANKS: Final[tuple[Rank, ...]] = (
     lambda t: (-t.slack_s,),
     lambda t: (t.copies_s / max(t.nbytes, 1), -t.slack_s),
 )
-"""Large ones whose copies are hidden; whoever is idle longest; whoever costs the link least per byte."""
+"""Prefer large activations whose copies are hidden; the longest idle; the least link time per byte."""
 
 
 def without_parameters(graph: Graph) -> Graph:
-    """The same graph for somebody to whom parameters take no bytes and are never read."""
+    """Return the graph with parameters that take no bytes and are never read."""
     tensors = tuple(replace(t, nbytes=0) if t.kind == "parameter" else t for t in graph.tensors)
     held = frozenset(i for i, t in enumerate(tensors) if t.kind != "parameter")
     ops = tuple(replace(op, reads=tuple(i for i in op.reads if i in held)) for op in graph.ops)
@@ -79,15 +78,15 @@ class ActivationZones:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether anything could leave."""
+        """Whether any activation could be offloaded."""
         return bool(self._movable)
 
     def leanest(self) -> ActivationZone:
-        """Every activation leaves when it can: no zone of this mechanism needs fewer bytes."""
+        """Return the smallest zone: every activation is offloaded in every gap."""
         return self._zone(self._fates(self._movable), 0)
 
     def within(self, profile: Profile, zone_bytes: int, rank: Rank) -> ActivationZone | None:
-        """A zone of so many bytes with as few travellers as it takes; None if even the leanest is larger."""
+        """Return a zone of at most so many bytes with few offloads; None if even the smallest is larger."""
         before: ActivationZone | None = None
         for share in SHARES:
             fates = self._fates_within(profile, int(share * zone_bytes), rank)
@@ -105,7 +104,7 @@ class ActivationZones:
     def _zone(
         self, fates: Sequence[Fate], ahead_bytes: int, profile: Profile | None = None, enough_bytes: int = 0
     ) -> ActivationZone:
-        """What these fates come to. Swap-ins go ahead, and drops wait for swap-outs, in so many bytes at once."""
+        """The zone of these fates. Swap-ins are issued early and drops late as far as `ahead_bytes` allow."""
         if not self._gaps.ops_at:
             actions: list[Action] = []
         else:
@@ -123,7 +122,7 @@ class ActivationZones:
         return fates
 
     def _fates_within(self, profile: Profile, nbytes: int, rank: Rank) -> list[Fate] | None:
-        """Swap gaps over the fullest moment until nothing is too full."""
+        """Offload gaps over the fullest moment until every moment fits."""
         moved: list[int] = []
         left = sorted(self._movable, key=lambda i: rank(self._offload_cost(profile, self._gaps.all[i])))
         while True:
@@ -150,11 +149,11 @@ def _nbytes(graph: Graph, gap: Gap) -> int:
 
 
 def _is_over(gap: Gap, position: int) -> bool:
-    """Whether a tensor that leaves in the gap is away during the op at a position."""
+    """Whether a tensor offloaded in the gap is absent during the op at a position."""
     return gap.last_use < position < gap.next_use
 
 
 def _position(made: AlapSequence, action: int) -> int:
-    """The op that an action belongs to: copies in are for the next one, all else is behind the one before."""
+    """The op that an action belongs to: a copy in is for the next op, any other action follows the last one."""
     computes = int(np.count_nonzero(made.verb[: action + 1] == COMPUTE))
     return computes if made.verb[action] == SWAP_IN else computes - 1

@@ -1,0 +1,1 @@
+"""Searchers of published methods, for comparison and for training graphs."""

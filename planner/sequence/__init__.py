@@ -1,1 +1,1 @@
-"""Plans without addresses: what happens in which order, and how that becomes a plan."""
+"""Plans without addresses: actions in order, and how they become a plan."""

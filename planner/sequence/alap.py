@@ -1,9 +1,8 @@
-"""The sequence that fates of gaps make when everything happens as late as it can, compiled.
+"""The as-late-as-possible (ALAP) sequence of a choice of fates, compiled.
 
-Tensors leave right after their last use and come back right before the next. A computation is repeated right before
-the use that it is for, as far back as it takes (HOME, section 2.2); what it brought leaves after it. No sequence
-with the same fates needs less memory.
-"""
+Tensors leave right after their last use and return right before the next. A recomputation runs right before the use
+that it is for, with all that it depends on (HOME, section 2.2); what it brought in leaves after it. No sequence with
+the same fates needs less memory."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -26,7 +25,7 @@ SWAP: Final = 1
 RECOMPUTE: Final = 2
 RESTORE: Final = 3
 GONE: Final = 4
-"""What is needed no more."""
+"""Not needed any more."""
 
 COMPUTE: Final = 0
 SWAP_IN: Final = 1
@@ -39,7 +38,7 @@ _STATE: Final = 1
 _INPUT: Final = 2
 _KINDS: Final = {"parameter": _PARAMETER, "state": _STATE, "input": _INPUT, "activation": 3}
 LONGEST: Final = 4
-"""Sequences that recomputation makes so many times longer than any other are given up."""
+"""Sequences this many times longer than without recomputation are given up."""
 
 
 NEEDED: Final = 0
@@ -91,7 +90,7 @@ class AlapSequence(NamedTuple):
 
 @lru_cache(maxsize=4)
 def tables(gaps: Gaps) -> Tables:
-    """Arrays for `late`. The graph must have ops."""
+    """Arrays for `alap`. The graph must have ops."""
     graph = gaps.graph
     ops = [graph.ops[k] for k in gaps.ops_at]
     needed = [op.reads for op in ops]
@@ -195,7 +194,7 @@ def alap(t: Tables, fates: Codes) -> AlapSequence:
                     fate = KEEP
                 if fate == SWAP and not saved[i]:
                     saving[saves], saves = i, saves + 1
-                elif fate != KEEP:  # what need not be saved leaves first, so that nobody waits for a transfer
+                elif fate != KEEP:  # what need not be saved leaves first, without a transfer to wait for
                     here[i], forgotten[i] = False, fate == RECOMPUTE
                     verb[length], what[length], length = DROP, i, length + 1
         for n in range(saves):
@@ -213,7 +212,7 @@ def alap(t: Tables, fates: Codes) -> AlapSequence:
 
 @compiled
 def _at_the_start(t: Tables, fates: Codes) -> tuple[Bools, Bools, Bools]:
-    """By tensor: whether it is in memory, and in the host store, and a resident that never leaves behind a use."""
+    """By tensor: whether it is in memory, and in the host store, and whether it is a resident that stays."""
     here = residents(t, fates)
     saved, kept = np.zeros(len(here), np.bool_), np.zeros(len(here), np.bool_)
     for i in range(len(here)):

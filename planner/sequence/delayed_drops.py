@@ -1,9 +1,8 @@
-"""When swapped-out tensors give up their bytes, and when they begin to come back: by the clock, not at once.
+"""Delays drops until their swap-outs have ended, and swap-ins of what was swapped out until then.
 
-A sequence in which a drop follows its swap-out at once lets the placement put the next result into these bytes, whose
-writer then waits for the copy. No-wait (Beaumont et al., Proposition 1) means to wait only for want of memory; and in
-an ordered schedule nothing comes back that takes the memory of what is still on its way out (Lemma 3).
-"""
+A drop right after its swap-out lets the placement reuse the bytes at once; the next writer then waits for the copy.
+No-wait (Beaumont et al., Proposition 1) means to wait only for lack of memory, and in an ordered schedule nothing
+returns that takes the memory of what is still being copied out (Lemma 3)."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -16,10 +15,10 @@ from planner.sequence.sequence import Action, Verb
 def delay_drops(
     graph: Graph, profile: Profile, actions: Sequence[Action], residents: Collection[int], memory_bytes: int
 ) -> list[Action]:
-    """The sequence with drops behind the ops during which their swap-outs end, as far as memory allows.
+    """Return the sequence with each drop after the op during which its swap-out ends, as far as memory allows.
 
-    What was swapped out comes back no sooner than all on its way out is gone, and nothing that is swapped in makes an
-    op wait for a swap-out, unless the op that needs it is next. Times are those of lanes without slowdowns.
+    No swapped-out tensor returns before all pending swap-outs have ended, and no swap-in makes an op wait for a
+    swap-out, unless the op that needs it is next. Times are those of lanes without slowdowns.
     """
     return _DelayedDrops(graph, profile, residents, memory_bytes).replayed(actions)
 
@@ -77,7 +76,7 @@ class _DelayedDrops:
         self._bring()
 
     def _bring(self) -> None:
-        """Swap in what can come without making anybody wait."""
+        """Issue the swap-ins that make no step wait."""
         self._let_go(self._now_s)
         while self._coming:
             t = self._coming[0]
@@ -86,7 +85,7 @@ class _DelayedDrops:
             self._swap_in(self._coming.popleft())
 
     def _fetch_until(self, needed: Collection[int]) -> None:
-        """Swap in, in order, until all that is needed is on its way."""
+        """Issue swap-ins, in order, until all that is needed has been issued."""
         while not set(needed).isdisjoint(self._coming):
             self._swap_in(self._coming.popleft())
 
@@ -102,7 +101,7 @@ class _DelayedDrops:
             self._drop(self._leaving.popleft())
 
     def _make_room(self, nbytes: int, brought: Collection[int]) -> float:
-        """Drop what is on its way out, the first first, until there is room; return when that is."""
+        """Drop tensors whose swap-outs are pending, in order, until there is room; return when that is."""
         ready_s = 0.0
         while self._leaving and (
             self._held_bytes + nbytes > self._memory_bytes or not set(brought).isdisjoint(self._leaving)

@@ -1,15 +1,14 @@
-"""Gaps between a tensor's uses, and what may become of it meanwhile: the decisions that swapping is about.
+"""Gaps between a tensor's uses, and the fate of the tensor in each: the decisions of swapping.
 
-Whoever decides gives every gap a fate; `planner.sequence.no_wait` makes a sequence and a plan of them:
+A searcher gives every gap a fate; `planner.sequence.no_wait` makes a sequence and a plan of them:
 
     Gaps(graph, order=None)                       .all: tuple[Gap, ...], .ops_at, .uses
     no_wait(gaps, memory_bytes, fates)            -> (actions, residents) | None where they need more memory
-    fit(problem, gaps, fates, shares=SHARES)      -> Plan | None where no layout fits; try planner.sequence.serial then
+    fit(problem, gaps, fates, shares=SHARES)      -> Plan | None where no layout fits
     lean(gaps)                                    -> the fates that need the least memory
 
 `fates[i]` is for `gaps.all[i]` and one of its `.fates`. Positions count ops in the order they run in; with `order`
-None they are op ids. An output is used by the last op: it must be there when that ends.
-"""
+None they are op ids. An output is used by the last op: it must be in memory when that op ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ START: Final = -1
 
 
 class Fate(Enum):
-    """What becomes of a tensor in a gap."""
+    """What happens to a tensor in a gap."""
 
     KEEP = "keep"
     """It stays in memory. Over the end of the inference: it is a resident."""
@@ -34,7 +33,7 @@ class Fate(Enum):
     RECOMPUTE = "recompute"
     """It is dropped, and its op runs again right before the next use."""
     RESTORE = "restore"
-    """Over the end of the inference: a resident that leaves after the last use and comes back behind the last op."""
+    """Over the end of the inference: a resident that leaves after the last use and returns after the last op."""
 
 
 @dataclass(frozen=True, slots=True)

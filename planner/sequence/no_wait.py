@@ -1,9 +1,8 @@
 """From a fate per gap to a sequence of actions, and to a plan.
 
 Beaumont et al. (2020), Proposition 1: once it is decided what to offload, and in which order, it is best to do
-everything as early as memory allows. Here transfers are in the order of the uses that they are for: of the sequence
-with everything as late as it can be (`planner.sequence.alap`), swap-ins move ahead in the memory that is left of it.
-"""
+everything as early as memory allows. Here transfers are in the order of the uses that they are for: starting from the
+as-late-as-possible sequence (`planner.sequence.alap`), swap-ins move ahead into the memory that it leaves free."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -16,7 +15,7 @@ from planner.problem import Problem
 from planner.sequence.alap import COMPUTE, DROP, SWAP_IN, SWAP_OUT, AlapSequence, Ints, alap, codes, tables
 from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.sequence import Action, Verb, lay_out, write
+from planner.sequence.sequence import Action, Verb, lay_out, plan_of
 from planner.sequence.serial import least_bytes, serial
 
 Decided = tuple[list[Action], frozenset[int]]
@@ -78,9 +77,9 @@ def fit(
             actions = delay_drops(graph, profile, actions, residents, room_bytes)
         if actions == before:
             continue
-        placed = lay_out(graph, actions, residents, memory_bytes, nodes)
-        if placed.peak_bytes <= memory_bytes:
-            return write(graph, profile, memory_bytes, actions, residents, placed)
+        plan, _ = plan_of(problem, actions, residents, nodes)
+        if plan is not None:
+            return plan
         before = actions
     return None
 
@@ -94,7 +93,7 @@ def lean(gaps: Gaps) -> list[Fate]:
 def hastened(made: AlapSequence, nbytes: Ints, memory_bytes: int, ahead: int) -> Ints:
     """Indices of the actions in a new order: swap-ins stand as early as memory allows, in the same order.
 
-    At most `ahead` ops before the use, behind the tensor's last drop, and behind the last op if they were there.
+    At most `ahead` ops before the use, after the tensor's last drop, and after the last op if they were there.
     """
     count = len(made.verb)
     held = made.held.copy()

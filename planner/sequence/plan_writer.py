@@ -1,9 +1,8 @@
-"""Writes plans: the caller says what happens in which order at which bytes, the writer adds the waits.
+"""Writes plans: the caller gives actions and offsets in order, the writer adds the waits.
 
-A step waits for whatever wrote what it reads, and for everyone who used the bytes that it overwrites; a wait that
-lane order or another wait implies is left out. Order, addresses and sense are the caller's business: the checker
-tells when they are wrong.
-"""
+A step waits for the steps that wrote what it reads, and for the last users of the bytes that it overwrites. A wait
+that lane order or another wait implies is left out. The caller is responsible for order and offsets; the checker
+finds mistakes."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -84,9 +83,9 @@ class PlanWriter:
         self._steps.append(SwapIn(tensor, self._address(offset), after))
         self._appear(tensor, offset, mine)
 
-    def swap_out(self, tensor: int, behind_uses: bool = False) -> None:
-        """Copy a tensor to the host store as soon as it is there, or once everyone so far has used it."""
-        after, mine = self._issue(_SWAP_OUT, [(self._used if behind_uses else self._written)[tensor]])
+    def swap_out(self, tensor: int, after_uses: bool = False) -> None:
+        """Copy a tensor to the host store once it has been written, or once all its uses so far have ended."""
+        after, mine = self._issue(_SWAP_OUT, [(self._used if after_uses else self._written)[tensor]])
         self._steps.append(SwapOut(tensor, after))
         self._used[tensor] = _latest(self._used[tensor], mine)
         self._saved[tensor] = mine
@@ -139,7 +138,7 @@ class PlanWriter:
 
 
 class _LastUsers:
-    """Who used which bytes last: disjoint stretches that cover the memory, each with a clock."""
+    """The last users of all bytes: disjoint ranges that cover the memory, each with a clock."""
 
     def __init__(self, nbytes: int) -> None:
         self._start = [0]
@@ -147,7 +146,7 @@ class _LastUsers:
         self._end = nbytes
 
     def users(self, offset: int, nbytes: int) -> _Clock:
-        """The clock at which everybody is done with these bytes."""
+        """The clock at which all users of these bytes have ended."""
         if nbytes == 0:
             return _NEVER
         first = bisect_right(self._start, offset) - 1
@@ -158,7 +157,7 @@ class _LastUsers:
         return clock
 
     def leave(self, offset: int, nbytes: int, clock: _Clock) -> None:
-        """These bytes were used until `clock`; whoever had them before was waited for."""
+        """These bytes were used until `clock`; earlier users were waited for."""
         if nbytes == 0:
             return
         first = bisect_right(self._start, offset) - 1

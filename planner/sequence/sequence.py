@@ -1,8 +1,7 @@
-"""A plan without addresses: what happens in which order. Placing its tensors and writing it out makes a plan of it.
+"""A plan without addresses: actions in order. Placing its tensors and writing it out makes a plan of it.
 
-Whoever decides what to keep, swap and recompute need not care about offsets: an action that brings a tensor starts
-a stay in memory, its drop ends it, and stays that meet in time get bytes that do not.
-"""
+A searcher that decides what to keep, swap and recompute need not care about offsets. An action that brings a tensor
+starts a range of its life in memory, the drop ends it, and ranges that overlap in time get disjoint bytes."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from planner.graph import SCRATCH_ALIGNMENT, Graph
 from planner.layout.placement import Block, Layout, place
 from planner.lifetimes import Lifespan
 from planner.plan import Plan
+from planner.problem import Problem
 from planner.profile import Profile
 from planner.sequence.plan_writer import PlanWriter
 
@@ -56,7 +56,7 @@ class TensorRange:
 
 
 def tensor_ranges(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[TensorRange]:
-    """Every stay of every tensor, inputs and residents from action 0 on, in order of their starts.
+    """Return every range of every tensor, inputs and residents from action 0 on, in order of their starts.
 
     Raises KeyError for a drop of what is not in memory, ValueError for a second copy of what is.
     """
@@ -77,7 +77,7 @@ def tensor_ranges(graph: Graph, actions: Sequence[Action], residents: Collection
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Offsets for a sequence's stays (in their order) and for the scratch of each action that has some."""
+    """Offsets for a sequence's ranges (in their order) and for the scratch of each action that has some."""
 
     ranges: tuple[TensorRange, ...]
     offsets: tuple[int, ...]
@@ -88,7 +88,7 @@ class Placed:
 def lay_out(
     graph: Graph, actions: Sequence[Action], residents: Collection[int], memory_bytes: int = 0, nodes: int = 0
 ) -> Placed:
-    """Give every stay an offset. A resident that comes back for good comes back to the same bytes.
+    """Give every range an offset. A resident that returns for good returns to the same bytes.
 
     Stops at the first layout that fits in `memory_bytes`; whether the one found does, `peak_bytes` tells. `nodes` are
     those of `planner.layout.placement.place`.
@@ -123,6 +123,17 @@ def lay_out(
         scratch={i: layout.offsets[b] for i, b in scratch.items()},
         peak_bytes=layout.peak_bytes,
     )
+
+
+def plan_of(
+    problem: Problem, actions: Sequence[Action], residents: Collection[int], nodes: int = 0
+) -> tuple[Plan | None, int]:
+    """Return the single-model plan of a sequence, None if its layout does not fit, and the layout's peak in bytes."""
+    placed = lay_out(problem.graph, actions, residents, problem.memory_bytes, nodes)
+    if placed.peak_bytes > problem.memory_bytes:
+        return None, placed.peak_bytes
+    plan = write(problem.graph, problem.profile, problem.memory_bytes, actions, residents, placed)
+    return plan, placed.peak_bytes
 
 
 def write(

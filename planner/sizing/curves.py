@@ -1,10 +1,12 @@
-"""Latency as a function of the partition's size, from quick plans. Models that are alike share one curve."""
+"""Latency as a function of the partition's size, from quick plans."""
 
 from dataclasses import dataclass
 
 from planner.layout.feasible import PAGE_BYTES, Footprint
+from planner.offloading import searcher as offloading
+from planner.problem import Problem
 from planner.profile import Profile
-from planner.sizing.estimate import estimate_latency_s
+from planner.streaming import searcher as streaming
 
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 
@@ -18,8 +20,15 @@ class Point:
 Curve = tuple[Point, ...]
 
 
+def estimate_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
+    """Latency of a quick plan; a search finds at least as good a one. Raises InfeasibleBudget."""
+    if footprint.offloads:
+        return offloading.first_latency_s(Problem(footprint.graph, profile, partition_bytes, workspace_bytes))
+    return streaming.first_latency_s(footprint, profile, partition_bytes, workspace_bytes)
+
+
 class LatencyCurves:
-    """Remembers what it has planned."""
+    """A cache of quick latencies; models with the same graph and profile share them."""
 
     def __init__(self) -> None:
         self._latency_s: dict[tuple[str, bool, str, int, int], float] = {}
@@ -27,7 +36,7 @@ class LatencyCurves:
     def latency_s(
         self, footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int
     ) -> float:
-        """Predicted latency of a plan made in a hurry. Raises InfeasibleBudget."""
+        """Latency of a quick plan. Raises InfeasibleBudget."""
         graph = footprint.graph.fingerprint
         key = (graph, footprint.offloads, profile.fingerprint, partition_bytes, workspace_bytes)
         if key not in self._latency_s:

@@ -1,4 +1,4 @@
-"""What is asked of the memory: models, how often they are asked for, and the least that they need."""
+"""The memory that models demand: their request rates, and the least memory that they need."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
 
 @dataclass(frozen=True)
 class ModelDemand:
-    """A model, by batch size, and how often it is asked for."""
+    """A model's graphs and profiles by batch size, and its request rate."""
 
     name: str
     graphs: Mapping[int, Graph]
@@ -24,7 +24,7 @@ class ModelDemand:
 
 @dataclass(frozen=True)
 class Demand:
-    """A model with what its graphs need whatever the plan."""
+    """A model, and the memory that its graphs need in every plan."""
 
     model: ModelDemand
     footprints: Mapping[int, Footprint]
@@ -34,7 +34,7 @@ class Demand:
         return Demand(model, {batch: Footprint.of(g) for batch, g in model.graphs.items()})
 
     def leaner(self) -> "Demand":
-        """The same with activations that leave memory when nobody uses them: less memory, and more time."""
+        """The same with offloaded activations: less memory, more time."""
         return Demand(self.model, {batch: _leanest(f) for batch, f in self.footprints.items()})
 
     @property
@@ -71,7 +71,7 @@ def _leanest(footprint: Footprint) -> Footprint:
 
 
 def workspaces(demands: Sequence[Demand], memory: int) -> list[int]:
-    """Workspaces worth trying: from the activations alone to the least that needs no partition, and beyond."""
+    """Workspace sizes worth trying: from the activations alone to the least that needs no partition, and larger."""
     activations = max(d.activation_bytes for d in demands)
     largest_window = max(d.least_bytes for d in demands) - activations
     sizes = {activations + page_aligned(int(largest_window * f)) for f in WINDOWS}

@@ -1,8 +1,7 @@
-"""How much memory each model gets: from plans, request rates and the device's memory to a deployment.
+"""How much memory each model gets: from models, request rates and device memory to a deployment.
 
 A deployment's arena begins with the workspaces, one per compute lane and all of one size. The partitions end where the
-memory ends, the first model's last, so that both can grow into what lies between.
-"""
+arena ends, the first model's last, so that workspaces and partitions can grow into the bytes between them."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -37,7 +36,7 @@ ONE_REGION: tuple[LayoutName, ...] = (*WHOLE_MODELS, *PARAMETERS)
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who gets which bytes of the arena."""
+    """The workspaces and every model's partition in the arena."""
 
     layout: LayoutName
     memory_bytes: int
@@ -48,7 +47,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that somebody has."""
+        """Bytes of workspaces and partitions."""
         lowest = min((entry.partition_offset for entry in self.entries), default=self.memory_bytes)
         return self.lanes * self.workspace_bytes + self.memory_bytes - lowest
 
@@ -103,7 +102,7 @@ def _partition(
 ) -> tuple[int, list[int]]:
     """Choose the lanes' workspace and the partitions that minimise the sum of rate times latency.
 
-    Where activations do not fit, they are to leave memory when nobody uses them.
+    Where activations do not fit, they are offloaded.
     """
     if not demands:
         return 0, []
@@ -145,7 +144,7 @@ def _partition_for(
 def _share_out(
     demands: Sequence[Demand], least: list[int], workspace: int, room: int, curves: LatencyCurves
 ) -> tuple[float, list[int]]:
-    """Give memory where it saves most time per byte, then the rest to whoever still lacks some."""
+    """Give memory where it saves most time per byte, then the rest to models that still lack some."""
     lines: list[Curve] = [
         curves.curve(d.footprints[b], d.model.profiles[b], low, d.parameter_bytes, workspace)
         for d, low in zip(demands, least, strict=True)
@@ -185,7 +184,7 @@ def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> l
 
 
 def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> tuple[int, list[int]]:
-    """Everything stays in memory."""
+    """Every parameter of every model is resident."""
     workspace = max((d.activation_bytes for d in demands), default=0)
     partitions = [d.parameter_bytes for d in demands]
     least = sum(partitions) + lanes * workspace
@@ -195,7 +194,7 @@ def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> tuple[i
 
 
 def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> tuple[int, list[int]]:
-    """One region for all. The plans keep every parameter: who is there when is decided as requests come."""
+    """One region for all models. Plans keep every parameter: residency is decided at run time."""
     workspace = max((d.activation_bytes for d in demands), default=0)
     for least, op, name in sorted(((*_least(d, layout), d.model.name) for d in demands), key=lambda d: d[0])[-1:]:
         if least + workspace > memory:
@@ -204,7 +203,7 @@ def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> t
 
 
 def _least(demand: Demand, layout: LayoutName) -> tuple[int, str | None]:
-    """What a model needs of a region that it shares, and the op that does where it is not the whole model."""
+    """What a model needs of a shared region, and the op that needs it (None for the whole model)."""
     if layout in WHOLE_MODELS:
         return demand.parameter_bytes, None
     footprint = demand.neediest

@@ -1,4 +1,4 @@
-"""The final plans of one model: every batch size, with the same residents for all."""
+"""Makes the final plans of a model: one per batch size, all with the same residents."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from planner.search.driver import search
 from planner.sizing.demand import Demand
 
 Progress = Callable[[int, int, str], None]
-"""Told the plans made, the plans to make, and what is being done."""
+"""Called with the plans made, the plans to make, and the current model and batch."""
 
 
 class DeploymentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,7 +27,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EntryPlanner:
-    """Makes the final plans; models that are alike share them."""
+    """Makes the final plans; models with the same graph and profile share them."""
 
     def __init__(
         self,

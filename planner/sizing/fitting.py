@@ -1,4 +1,4 @@
-"""One model and the memory it could have: how to split it, and the plans for it."""
+"""Fits one model into free memory: the split between partition and workspace, and the plans."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from planner.library import Library
 from planner.plan import Placement, Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
+from planner.sizing.curves import estimate_latency_s
 from planner.sizing.demand import Demand, ModelDemand, workspaces
 from planner.sizing.entries import EntryPlanner
-from planner.sizing.estimate import estimate_latency_s
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is free for one more model: a workspace that all could have, and the largest partition beside it."""
+    """Free memory for one more model: a size for the shared workspace, and the largest partition with it."""
 
     workspace_bytes: int
     partition_bytes: int
@@ -51,7 +51,7 @@ def split_budget(
 
 
 def fit(model: ModelDemand, rooms: Sequence[Room]) -> Room | None:
-    """Choose a workspace and a partition for one more model, for its least latency; None if no room will do."""
+    """Choose the workspace and partition of least latency for one more model; None if it fits in no room."""
     demand = Demand.of(model)
     chosen = _fit(demand, rooms)
     return chosen if chosen is not None else _fit(demand.leaner(), rooms)

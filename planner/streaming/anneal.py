@@ -11,7 +11,7 @@ from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, 
 from planner.streaming.workload import Arrays
 
 LINK_WEIGHT: Final = 0.002
-"""How much a second of the link counts beside one of latency: it decides between what is otherwise alike."""
+"""Weight of a second of link time relative to a second of latency: it breaks ties."""
 
 GUIDED: Final = 0.5
 """Share of the changes that begin with a parameter whose copy is waited for."""

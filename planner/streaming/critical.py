@@ -1,4 +1,4 @@
-"""Which copies an inference waits for: those that, had they not been needed, would have ended a stall sooner."""
+"""Critical copies: those whose absence would have shortened a stall."""
 
 import numpy as np
 

@@ -1,7 +1,4 @@
-"""Writes out the plan that a choice of residents and swap-ins amounts to.
-
-Every step comes as early in the total order as its lane allows.
-"""
+"""Writes the plan of a choice of residents and swap-ins. Steps come as early in the total order as lanes allow."""
 
 from collections import defaultdict
 
@@ -63,7 +60,7 @@ def placements(work: Workload, home: Ints) -> tuple[Placement, ...]:
 def _drops(
     work: Workload, residents: frozenset[int], tensor: list[int], needed_by: list[int]
 ) -> dict[int, list[int]]:
-    """Tensors to give up behind each op (-1: before the first): after the last read of each stay in memory."""
+    """Tensors to drop after each op (-1: before the first op): after the last read of each live range."""
     graph = work.footprint.graph
     drops: dict[int, list[int]] = defaultdict(list)
     last_touch = {i: 0 for i, t in enumerate(graph.tensors) if t.kind == "input"}
@@ -81,7 +78,7 @@ def _drops(
 def parameter_drops(
     work: Workload, residents: frozenset[int], tensor: list[int], needed_by: list[int]
 ) -> dict[int, list[int]]:
-    """Parameters to give up behind each op. `tensor[i]` is brought in for op `needed_by[i]`."""
+    """Parameters to drop after each op. `tensor[i]` is swapped in for op `needed_by[i]`."""
     ops = len(work.footprint.uses)
     drops: dict[int, list[int]] = defaultdict(list)
     reads: dict[int, list[int]] = {t: [] for t in residents}

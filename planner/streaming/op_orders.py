@@ -1,4 +1,4 @@
-"""A problem with its ops in several orders: what is worth planning beside the graph's own."""
+"""Orders of a problem's ops that are worth planning, in addition to the graph's own."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

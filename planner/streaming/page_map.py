@@ -1,9 +1,8 @@
-"""The memory that parameters share, as a planner sees it: a line of pages with items in page order.
+"""The memory that parameters share while a search plays an inference: items on a line of pages, in page order.
 
-First comes the partition, then a page that belongs to nobody (so that no parameter lies across the border), then
-the workspace, at whose bottom the activations are. An item is a parameter, a free stretch or the border. All
-functions run inside compiled loops and change the memory in place.
-"""
+First comes the partition, then one page that no parameter may use (so that none spans the border), then the workspace,
+with the activations at its bottom. An item is a parameter, a free range or the border. All functions run inside
+compiled loops and change the map in place."""
 
 from typing import Final, NamedTuple
 
@@ -101,7 +100,7 @@ def put(memory: PageMap, parameter: int, page: int, pages: int) -> int:
 
 @compiled
 def cover(memory: PageMap, page: int, pages: int, op: int) -> None:
-    """An op's activations take these pages: who lies there is gone."""
+    """An op's activations take these pages: parameters there are displaced."""
     at, _ = _overwrite(memory, _FREE, page, pages)
     memory.last[at] = op
 
@@ -141,7 +140,7 @@ def _overwrite(memory: PageMap, item: int, page: int, pages: int) -> tuple[int, 
 
 @compiled
 def tidy(memory: PageMap, upcoming: Ints, op_end_s: Floats, link_s: float) -> None:
-    """Join stretches that nothing needs any more and that are free by the time the link can begin."""
+    """Join ranges that nothing needs any more and that are free by the time the link can begin."""
     begin, what, last = memory.begin, memory.what, memory.last
     kept, was_dead = 0, False
     for i in range(memory.items[0]):
@@ -169,15 +168,15 @@ def _copy_item(begin: Ints, what: Ints, last: Ints, source: int, target: int) ->
 
 @compiled
 def find_hole(memory: PageMap, pages: int, zone: int, locked: Ints, hole: Hole) -> int:
-    """First page of a stretch that holds nothing locked through this op; in the workspace, above `zone`; or NOWHERE.
+    """First page of a range that holds nothing locked through this op; in the workspace, above `zone`; or NOWHERE.
 
-    Best is what is free when the link is; else what is free first. Stretches begin or end where an item does.
+    Best is what is free when the link is; else what is free first. Ranges begin or end where an item does.
     """
     begin, what, last, items = memory.begin, memory.what, memory.last, memory.items[0]
     op, op_end_s, link_s, fit, cursor = hole.op, hole.op_end_s, hole.link_s, hole.fit, hole.cursor
     best, best_late_s, best_rank = NOWHERE, np.inf, np.inf
     lowest = 0
-    run_first = run_stop = 0  # the items of the open stretch that is looked at
+    run_first = run_stop = 0  # the items of the current open range
     while run_stop < items:
         run_first = run_stop
         if not _is_open(what[run_first], last[run_first], locked, op):
@@ -217,7 +216,7 @@ def _is_open(parameter: int, last: int, locked: Ints, op: int) -> bool:
 
 @compiled
 def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> int:
-    """The last op that used any byte of a stretch that begins in, before or a little behind an item."""
+    """The last op that used any byte of a range that begins near an item."""
     while begin[item] > page:
         item -= 1
     latest = FRESH
@@ -229,9 +228,9 @@ def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> in
 
 @compiled
 def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints) -> int:
-    """First page of the stretch whose contents are needed last, then whose bytes are idle longest; or NOWHERE.
+    """First page of the range whose contents are needed last, then whose bytes are idle longest; or NOWHERE.
 
-    Stretches begin or end where an item does. Those that hold what this op reads are out of the question.
+    Ranges begin or end where an item does. Those that hold what this op reads are out of the question.
     """
     begin, items = memory.begin, memory.items[0]
     best, best_next, best_last = NOWHERE, op, op
@@ -247,7 +246,7 @@ def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints) -> int:
 
 @compiled
 def _contents(memory: PageMap, item: int, page: int, pages: int, op: int, upcoming: Ints) -> tuple[int, int]:
-    """The soonest next use and the last use of a stretch; the former is -1 if the border is in it."""
+    """The soonest next use and the last use of a range; the former is -1 if the border is in it."""
     begin, what, last = memory.begin, memory.what, memory.last
     while begin[item] > page:
         item -= 1

@@ -1,7 +1,6 @@
-"""Which parameters to keep in memory between inferences: quick guesses, for the simulator to judge.
+"""Quick choices of the parameters that stay in memory between inferences, to be simulated.
 
-All work on parameters in the order of first use, and return numbers in that order.
-"""
+All functions number parameters in the order of first use."""
 
 from collections.abc import Iterator
 
@@ -20,7 +19,7 @@ def capacities(work: Workload) -> list[int]:
     """Pages of residents worth trying.
 
     A partition is there to be filled. In a single budget whatever residents take, the window lacks: it is left
-    some multiple of what an op's own parameters need beside the activations of the moment.
+    some multiple of what an op's own parameters need next to its activations.
     """
     arrays = work.arrays
     if not arrays.single:

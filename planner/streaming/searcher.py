@@ -1,8 +1,7 @@
-"""Ours: parameters stream past residents; what stays, what is released early and what streams is annealed.
+"""The searcher `streaming`: parameters stream past residents; simulated annealing chooses what streams and what stays.
 
-Activations have fixed places. Ops run in the graph's order or in one in which those that read the same parameters
-come together (an unrolled recurrent network then needs each layer's weights once).
-"""
+Activations have fixed offsets. Ops run in the graph's order, or in an order in which ops that read the same parameters
+are adjacent (an unrolled recurrent network then needs each layer's weights once)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,13 +27,13 @@ from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, 
 from planner.streaming.workload import Workload
 
 WIDENED = 6
-"""Guesses that are tried in every way."""
+"""Quick choices that are tried in every variant."""
 CHAINS = 4
-"""Walks that go on side by side."""
+"""Walks in parallel."""
 ROUNDS = 8
-"""How often each goes on where nobody sets a limit."""
+"""How often each walk continues in a search without a limit."""
 WORK_PER_ROUND = 25_000
-"""Ops and uses that a walk looks at before walks are compared: some 10 ms."""
+"""Ops and uses that a walk simulates before walks are compared: about 10 ms."""
 MOST_STEPS = 40
 HEAT = 0.004
 """Share of the cost by which the first steps may get worse."""
@@ -61,14 +60,14 @@ class StreamingCandidate:
 
 
 class Streaming:
-    """Judges quick guesses, then lets several walks go on from the best."""
+    """Evaluates quick choices, then continues several annealing walks from the best."""
 
     is_compiled = True
 
     def __init__(self, problem: Problem, seed: int, views: OpOrders | None = None) -> None:
         if problem.residents is not None and not problem.workspace_bytes:
             raise UnsupportedProblem(
-                f"{problem.graph.name}: given residents need a workspace beside their partition"
+                f"{problem.graph.name}: given residents need a workspace in addition to their partition"
             )
         if any(t.kind == "state" for t in problem.graph.tensors):
             raise UnsupportedProblem(
@@ -79,7 +78,7 @@ class Streaming:
         self.views = OpOrders(problem) if views is None else views
         self._seed = seed
         self._rng = np.random.default_rng(seed)
-        self._judged: list[tuple[float, StreamingCandidate]] = []
+        self._evaluated: list[tuple[float, StreamingCandidate]] = []
         self._found: dict[StreamingCandidate, Decisions] = {}
         self._asks = self._ask()
         self._done = False
@@ -95,7 +94,7 @@ class Streaming:
     def tell(self, candidates: Sequence[StreamingCandidate], costs: Sequence[Cost]) -> None:
         for candidate, cost in zip(candidates, costs, strict=False):
             busy_s = cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
-            self._judged.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
+            self._evaluated.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
             if self._is_perfect(cost):
                 self._done = True
 
@@ -115,7 +114,7 @@ class Streaming:
         )
 
     def played(self, candidate: StreamingCandidate) -> tuple[Workload, tuple[Placement, ...], Swaps]:
-        """What a candidate comes to: residents, and the swap-ins of one inference."""
+        """Return a candidate's residents and the swap-ins of one inference."""
         work, given = self.views[candidate.order].work, self.problem.residents
         decisions = self._decisions(candidate)
         home = self._home(work, decisions)
@@ -123,7 +122,7 @@ class Streaming:
         return work, placements(work, home) if given is None else given, swaps
 
     def first(self) -> StreamingCandidate:
-        """A candidate at once, before other orders are looked at."""
+        """Return a candidate quickly, without other orders of the ops."""
         return next(self._guesses(0))
 
     def _ask(self) -> Iterator[Sequence[StreamingCandidate]]:
@@ -136,13 +135,13 @@ class Streaming:
         chains += [chains[0]] * (CHAINS - len(chains))
         heats = [HEAT * (1 - i / ROUNDS) for i in range(ROUNDS)]
         for heat in chain(heats, repeat(HEAT / 4)):
-            self._judged.clear()
+            self._evaluated.clear()
             yield [self._walk(c, heat) for c in chains]
             chains = self._best(CHAINS)
             chains[-1] = chains[0]
 
     def _best(self, count: int) -> list[StreamingCandidate]:
-        return [candidate for _, candidate in sorted(self._judged, key=lambda j: j[0])[:count]]
+        return [candidate for _, candidate in sorted(self._evaluated, key=lambda e: e[0])[:count]]
 
     @cached_property
     def _starts(self) -> list[StreamingCandidate]:
@@ -228,7 +227,7 @@ class Streaming:
 
 
 def first_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
-    """Latency of the best of a few guesses, in a few milliseconds. Raises InfeasibleBudget."""
+    """Latency of the best of a few quick choices, in milliseconds. Raises InfeasibleBudget."""
     work = Workload.of(footprint, profile, partition_bytes, workspace_bytes)
     hold = holds_up_to(work.arrays, float(work.arrays.swap_s.max(initial=0.0)))
     least_s = np.inf

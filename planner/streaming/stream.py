@@ -1,10 +1,9 @@
-"""Plays one inference in which parameters stream through memory, past residents, by given decisions.
+"""Simulates one inference in which parameters stream through memory past residents, by given decisions.
 
-Ops are scanned in order. A parameter that is not in memory when its op comes is put into a hole that is free by the
-time the link can begin, or, if there is none, into the one that is free first. Only if there is no hole at all does
-it displace what the decisions would keep, that which is not needed for the longest time (Belady; SwapAdvisor,
-section 4.2). Parameters never change: displacing one costs nothing, except that a resident must be brought back.
-"""
+Ops are scanned in order. A parameter that is not in memory when its op comes goes into a hole that is free by the time
+the link can begin, or else into the hole that is free first. Only if there is no hole does it displace a parameter
+that the decisions would keep: the one needed furthest in the future (Belady; SwapAdvisor, section 4.2). Parameters
+never change: displacing one costs nothing, except that a resident must be restored."""
 
 from typing import Final, NamedTuple
 
@@ -43,7 +42,7 @@ Flags = NDArray[np.bool_]
 STREAMED: Final = 0
 """Not a resident."""
 RELEASED: Final = 1
-"""A resident whose bytes are free behind its last use; the epilogue brings it back."""
+"""A resident whose bytes are free after its last use; the epilogue restores it."""
 KEPT: Final = 2
 """A resident that stays."""
 

@@ -1,4 +1,4 @@
-"""A planning problem as arrays: which op uses which parameter when, what that costs, and the room there is."""
+"""A planning problem as arrays: the uses of parameters by ops, their costs, and the memory."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class Arrays(NamedTuple):
     zone_so_far: Ints
     """The most that this has been by then, [ops]."""
     busy_start: Ints
-    """During op k the activations take stretches `busy_start[k]` to `busy_start[k + 1]`, [ops + 1]."""
+    """During op k the activations take ranges `busy_start[k]` to `busy_start[k + 1]`, [ops + 1]."""
     busy: Ints
-    """First page of each stretch, and the one behind its last; counted from the workspace's bottom, [stretches, 2]."""
+    """First and end page of each range, counted from the workspace's bottom, [ranges, 2]."""
     size: Ints
     """Pages of each parameter."""
     swap_s: Floats
@@ -51,7 +51,7 @@ class Arrays(NamedTuple):
     compute_slowdown: float
     swap_slowdown: float
     reused: Ints
-    """Uses behind which the same parameter is used again."""
+    """Uses after which the same parameter is used again."""
     page_s: float
     """Time of a page on the link, latency not counted."""
     single: bool
@@ -76,7 +76,7 @@ class Workload:
         workspace_bytes: int,
         residents: Sequence[Placement] = (),
     ) -> "Workload":
-        """Raises InfeasibleBudget if some op's parameters do not fit beside the activations.
+        """Raises InfeasibleBudget if some op's parameters do not fit next to the activations.
 
         Without a workspace all of the partition is used like one, and residents have their homes at its top.
         """
@@ -99,7 +99,7 @@ class Workload:
             zone=_ints(footprint.zone_pages),
             zone_so_far=np.maximum.accumulate(_ints(footprint.zone_pages)),
             busy_start=_ints(np.cumsum([0, *map(len, footprint.busy_pages)])),
-            busy=_ints(page for op in footprint.busy_pages for stretch in op for page in stretch).reshape(-1, 2),
+            busy=_ints(page for op in footprint.busy_pages for each in op for page in each).reshape(-1, 2),
             size=_ints(pages(tensors[i].nbytes) for i in parameters),
             swap_s=np.array([profile.swap_in.seconds(tensors[i].nbytes) for i in parameters]),
             first_use=_first_uses(uses, len(parameters)),

@@ -166,5 +166,5 @@ class Driver(Protocol):
         ...
 
     def drain(self) -> None:
-        """Block until nothing is under way."""
+        """Block until all issued work has ended."""
         ...

@@ -28,7 +28,7 @@ class Buffers:
         self.inputs, self.outputs = tuple(views[: len(inputs)]), tuple(views[len(inputs) :])
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take an inference's inputs. Nothing may be under way. Raises DeviceError for another shape or dtype."""
+        """Take an inference's inputs. No work may be in progress. Raises DeviceError for another shape or dtype."""
         for port, own, given in zip(self._ports, self.inputs, tensors, strict=True):
             if own.shape != given.shape or own.dtype != given.dtype:
                 raise DeviceError(
@@ -52,7 +52,7 @@ class Buffers:
         return [own.clone() for own in self.outputs]
 
     def close(self) -> None:
-        self._pinned.give(self._host)
+        self._pinned.release(self._host)
 
 
 def _nbytes(port: Port, batch: int) -> int:

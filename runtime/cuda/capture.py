@@ -9,7 +9,7 @@ from runtime.errors import CaptureFailed
 
 
 def capture(streams: Streams, program: CudaProgram) -> None:
-    """Capture a program, in place; `admission.refused` says why not. Nothing may be under way."""
+    """Capture a program, in place; `admission.refused` says why not. No work may be in progress."""
     graphs = program.admission
     if graphs.refused is not None:
         return

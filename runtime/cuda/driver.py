@@ -177,7 +177,7 @@ class CudaDriver:
 
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:
-        # These switches set what the newer ones, an op each, set too; the newer alone leave the two in contradiction.
+        # These switches also set the newer per-op ones; setting only the newer ones would leave the two contradictory.
         modules = (_backends.cuda.matmul, _backends.cudnn)
         before = [module.allow_tf32 for module in modules]
         for module in modules:

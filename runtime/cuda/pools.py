@@ -28,9 +28,9 @@ class CarvedPool:
         self.refused_bytes: int | None = None
         """The size of the last segment that did not fit."""
         # Torch keeps the addresses, not the objects: they live as long as the pool.
-        self._callbacks = (_Allocate(self._take), _Free(self._give))
-        take, give = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
-        self._allocator = torch._C._cuda_customAllocator(take, give)
+        self._callbacks = (_Allocate(self._take), _Free(self._release))
+        take, release = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
+        self._allocator = torch._C._cuda_customAllocator(take, release)
         self._pool: Any = torch.cuda.MemPool(self._allocator)
         if large_bytes:
             with self.allocating():
@@ -65,5 +65,5 @@ class CarvedPool:
             self.refused_bytes = nbytes
         return address
 
-    def _give(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
+    def _release(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
         self._free.release(address, nbytes)

@@ -56,7 +56,7 @@ class PinnedMemory:
                 self.used_bytes += nbytes
         return host
 
-    def give(self, host: HostBytes) -> None:
+    def release(self, host: HostBytes) -> None:
         """Unpin memory, unless that has been done. No copy may be in progress."""
         with self._lock:
             held = self._held.pop(host.ctypes.data, None)
@@ -67,7 +67,7 @@ class PinnedMemory:
     def close(self) -> None:
         """Unpin everything."""
         for host in list(self._held.values()):
-            self.give(host)
+            self.release(host)
 
 
 class PinnedStore:
@@ -98,7 +98,7 @@ class PinnedStore:
         return pinned_spill_buffers(self._pinned, sizes)
 
     def close(self) -> None:
-        self._pinned.give(self._host)
+        self._pinned.release(self._host)
 
 
 def pinned_spill_buffers(pinned: PinnedMemory, sizes: Sequence[int]) -> list[SpillBuffer]:
@@ -120,7 +120,7 @@ class _PinnedSpillBuffer:
         raise AssertionError("the device copies by itself")
 
     def close(self) -> None:
-        self._pool.give(self._host)
+        self._pool.release(self._host)
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class Ring:
         for slot in self._slots:
             if slot.emptied is not None:
                 self._driver.synchronize(slot.emptied)
-            self._pinned.give(slot.host)
+            self._pinned.release(slot.host)
         self._slots = []
         self.slot_bytes = self._next = 0
 
@@ -208,6 +208,6 @@ class StagedStore:
 
     def close(self) -> None:
         for host in self._hosts.values():
-            self._pinned.give(host)
+            self._pinned.release(host)
         self._hosts = {}
         self._source.close()

@@ -26,7 +26,7 @@ def large_region(nbytes: int) -> Bytes:
     return np.frombuffer(mapping, np.uint8)
 
 
-def give_back(region: Bytes) -> None:
+def release_pages(region: Bytes) -> None:
     """Release a region's pages now; views that still exist read zeros.
 
     Python's own calls hold the interpreter lock meanwhile, for a third of a second per 4 GiB; this one does not.

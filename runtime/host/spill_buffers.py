@@ -18,7 +18,7 @@ import torch
 from planner.errors import format_bytes
 from runtime.errors import MemoryExceeded
 from runtime.host.direct import open_direct, read_fully, write_fully
-from runtime.host.pages import Bytes, anonymous_memory, give_back
+from runtime.host.pages import Bytes, anonymous_memory, release_pages
 from runtime.memory import SpillBuffer
 
 BUFFER_BYTES = 1 << 20
@@ -63,11 +63,11 @@ class _RamSpillBuffer:
         np.copyto(_bytes_of(destination), self._memory)
 
     def close(self) -> None:
-        give_back(self._memory)
+        release_pages(self._memory)
 
 
 class _ScratchFile:
-    """A file without a name, which is deleted when this process ends, in whatever way."""
+    """A file without a name, so that it is deleted however this process ends."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         handle, path = tempfile.mkstemp(dir=folder, prefix="activations-")
@@ -87,7 +87,7 @@ class _ScratchFile:
 
 
 class _FileSpillBuffer:
-    """Used by one lane each way: saved by the swap-out lane's thread, loaded by the swap-in lane's."""
+    """Saved by the swap-out lane's thread, loaded by the swap-in lane's."""
 
     pinned = None
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from runtime.host.direct import open_direct, read_fully
-from runtime.host.pages import Bytes, give_back, large_region
+from runtime.host.pages import Bytes, large_region, release_pages
 from runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
 from runtime.lowering.weights import Manifest, Table, dtype_of
 from runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
@@ -53,11 +53,11 @@ class RamStore:
         return ram_spill_buffers(sizes)
 
     def close(self) -> None:
-        give_back(self._bytes)
+        release_pages(self._bytes)
 
 
 class FileStore:
-    """The weights file itself. Tables are mapped, so that a gather reads the pages of its rows alone."""
+    """The weights file itself. Tables are mapped, so that a gather reads only the pages of its rows."""
 
     kind: StoreKind = "file"
     staged = False

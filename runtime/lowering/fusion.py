@@ -76,7 +76,7 @@ def _fusable(node: fx.Node) -> bool:
 
 
 def _read_once(operand: fx.Node, reader: fx.Node) -> bool:
-    """Whether a value is read by this node alone, and once."""
+    """Whether this node is the value's only reader, and reads it once."""
     return len(operand.users) == 1 and sum(a is operand for a in reader.args) == 1
 
 

@@ -1,4 +1,4 @@
-"""The working form of a model while it is lowered: an fx graph, its weights by name, its inputs and outputs."""
+"""A model while it is lowered: an fx graph, its weights by name, its inputs and outputs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +60,7 @@ def same_form(first: fx.Node, second: fx.Node) -> bool:
 
 
 def from_program(name: str, program: ExportedProgram) -> FxModel:
-    """Take an exported program apart. Raises UnsupportedModel for state, tokens and other shapes than the batch."""
+    """Convert an exported program. Raises UnsupportedModel for state, tokens and other shapes than the batch."""
     signature = program.graph_signature
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))

@@ -280,7 +280,7 @@ def work_in_place(model: FxModel) -> None:
 
 
 def _dies_with(operand: Any, reader: fx.Node, ours: set[fx.Node]) -> bool:
-    """Whether an operand is new bytes that this op alone reads, and once.
+    """Whether an operand is new bytes whose only reader is this op, and reads them once.
 
     What the model itself changed in place does not count: it may be read under its older name.
     """

@@ -99,7 +99,7 @@ class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def trace_model(
     model: FxModel, weights: dict[str, torch.Tensor], batch: int, examples: Sequence[torch.Tensor]
 ) -> Trace:
-    """Run the model at one batch size. `weights` have a storage each, shared by tied ones alone.
+    """Run the model at one batch size. `weights` have a storage each, shared only by tied ones.
 
     Raises UnsupportedModel where sizes depend on values, weights are changed, or an operator is not allowed.
     """

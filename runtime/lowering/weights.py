@@ -21,7 +21,7 @@ from planner.graph import decode_as, fingerprint
 BLOCK_BYTES = 4096
 PIECE_ALIGNMENT = 64
 COALESCE_BYTES = 256 << 10
-"""Neighbouring segments are joined while they stay below this, because small copies cost latency alone."""
+"""Neighbouring segments are joined while they stay below this, because the time of small copies is all latency."""
 LARGE_BYTES = 8 << 20
 """A segment has at most one weight of this size, even if the same ops read several: large ranges are hard to free."""
 FORMAT_VERSION = 2

@@ -114,8 +114,9 @@ class ServeConfig:
     watchdog_s: float = setting(
         10.0,
         "--watchdog",
-        "restart the engine if an execution takes longer than this and than 20 times its prediction",
-        seconds,
+        "restart the engine if an execution takes longer than this and than 20 times its prediction, or if its event"
+        " loop does not run for this long; 0 switches that off",
+        seconds_or_zero,
         "SECONDS",
     )
     threads: int | None = setting(None, "--threads", "CPU threads of one inference", integer(1, 1024), "N")
@@ -183,7 +184,7 @@ class ServeConfig:
     queue_bytes: int = setting(
         1 << 30,
         "--queue-memory",
-        "bytes of inputs that may wait, of all models together",
+        "shared memory for requests that are not answered yet: bodies, inputs and outputs; per front end",
         parse_size,
         "SIZE",
         write_size,
@@ -251,7 +252,8 @@ class ServeConfig:
 
     @property
     def takes_client_shm(self) -> bool:
-        return self.client_shm == "on" or (self.client_shm == "auto" and self.is_loopback)
+        """Whether clients may name shared memory: with several front ends, none knows what another registered."""
+        return self.frontends == 1 and (self.client_shm == "on" or (self.client_shm == "auto" and self.is_loopback))
 
     @property
     def wants_stretches(self) -> bool:
@@ -289,6 +291,10 @@ def check_consistent(config: ServeConfig) -> None:
         raise ConfigError(f"--frontends {config.frontends} needs --engine process, which they share")
     if config.frontends > 1 and 0 in (config.http_port, config.grpc_port, config.metrics_port):
         raise ConfigError(f"--frontends {config.frontends} needs fixed ports; 0 would give each its own")
+    if config.frontends > 1 and config.client_shm == "on":
+        raise ConfigError("--client-shm on needs --frontends 1: front ends do not share what clients register")
+    if config.frontends > 1 and config.trace_file is not None:
+        raise ConfigError("--trace-file needs --frontends 1: front ends do not share a trace file")
     if config.http_unix is not None and config.http_unix == config.grpc_unix:
         raise ConfigError("--http-unix and --grpc-unix need different paths")
 

@@ -1,4 +1,4 @@
-"""A compute lane as the event loop sees it: requests in by queue, results out by future, chores in between."""
+"""A compute lane as the event loop sees it: requests in by queue, results out by future, background work in between."""
 
 import asyncio
 import math
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from server.engine.device_thread import Chore, DeviceThread, Executed, LoadedModel, PendingChore
+from server.engine.device_thread import BackgroundWork, DeviceThread, Executed, LoadedModel, PendingWork
 from server.engine.execution import Servable
 from server.errors import (
     DeviceUnavailable,
@@ -150,8 +150,8 @@ class ComputeLane:
         await self.perform(Once())
         return results[0]
 
-    async def perform(self, chore: Chore) -> None:
-        """Do a chore, a piece between every two executions. Raises what it raises, or ShuttingDown."""
+    async def perform(self, background: BackgroundWork) -> None:
+        """Do a background, a piece between every two executions. Raises what it raises, or ShuttingDown."""
         self._refuse_if_over()
         future: asyncio.Future[None] = self._loop.create_future()
 
@@ -164,7 +164,7 @@ class ComputeLane:
                 future.set_exception(error)
 
         with self._device.changed:
-            self._device.orders.append(PendingChore(chore, end))
+            self._device.orders.append(PendingWork(background, end))
             self._device.changed.notify()
         await future
 

@@ -1,4 +1,4 @@
-"""The thread that owns a compute lane: it executes what the scheduler chooses, and pieces of chores in between."""
+"""The thread that owns a compute lane: it executes what the scheduler chooses, with background work in between."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ _log = logging.getLogger("cohabit.engine")
 Outcome = InferResult | RequestError
 
 
-class Chore(Protocol):
+class BackgroundWork(Protocol):
     """Work on the device that is done a piece at a time, so that no request waits for all of it."""
 
     def advance(self) -> bool:
@@ -39,10 +39,10 @@ class Chore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PendingChore:
-    """A chore, and the function that reports its end."""
+class PendingWork:
+    """Background work, and the function that reports its end."""
 
-    chore: Chore
+    work: BackgroundWork
     settle: Callable[[BaseException | None], None]
 
 
@@ -80,7 +80,7 @@ class DeviceThread:
     ) -> None:
         self.changed = threading.Condition()
         self.scheduler = scheduler
-        self.orders: deque[PendingChore] = deque()
+        self.orders: deque[PendingWork] = deque()
         self.stopped = False
         self.models: dict[tuple[str, int], LoadedModel] = {}
         """By name and generation."""
@@ -92,7 +92,7 @@ class DeviceThread:
         self._clock = clock
         self._lane = lane
         self._chore_is_next = False
-        """Whether an execution ran since the last piece of a chore."""
+        """Whether an execution ran since the last piece of a background."""
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -117,7 +117,7 @@ class DeviceThread:
             self._tell(self._listener.device_lost, f"the engine has failed: {type(error).__name__}: {error}")
 
     def _turn(self) -> None:
-        """Do the next thing, executions and chores in turn; wait if there is nothing to do."""
+        """Do the next thing, executions and background work in turn; wait if there is nothing to do."""
         with self.changed:
             now_s = self._clock()
             order = self.orders[0] if self.orders else None
@@ -138,10 +138,10 @@ class DeviceThread:
             self._tell(self._listener.too_late, hopeless)
         return work
 
-    def _advance(self, order: PendingChore) -> None:
+    def _advance(self, order: PendingWork) -> None:
         error: BaseException | None = None
         try:
-            ended = order.chore.advance()
+            ended = order.work.advance()
         except Exception as raised:
             ended, error = True, raised
         if ended:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo
-from server.scheduling.estimates import Readiness
+from server.scheduling.estimates import SwapTiming
 
 if TYPE_CHECKING:
     from runtime.recording import Follow
@@ -40,7 +40,7 @@ class Servable(Protocol):
         ...
 
     @property
-    def readiness(self) -> Readiness: ...
+    def readiness(self) -> SwapTiming: ...
 
     @property
     def lost(self) -> str | None:

@@ -15,7 +15,7 @@ from runtime.lowering.model import Port
 from runtime.recording import Follow
 from server.engine.execution import Execution
 from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
-from server.scheduling.estimates import Readiness
+from server.scheduling.estimates import SwapTiming
 
 _DATATYPES = {
     torch.bool: "BOOL",
@@ -71,15 +71,15 @@ class ProgramServable:
         return {b: p.latency_s for b, p in plans.items() if p is not None and b <= self.info.max_batch_size}
 
     @property
-    def readiness(self) -> Readiness:
+    def readiness(self) -> SwapTiming:
         """What the smallest batch saves by its prefix, and loses right behind itself."""
         program = self.programs[min(self.programs)]
         provenance = program.plan.provenance
         if provenance is None or program.link_bytes == 0:
-            return Readiness()
+            return SwapTiming()
         prefix_bytes = sum(step.nbytes for step in program.swap_ins[: program.prefix])
         stall_s = max(provenance.latency_s - provenance.resident_s, 0.0)
-        return Readiness(
+        return SwapTiming(
             prefix_s=stall_s * prefix_bytes / program.link_bytes,
             recovery_s=max(provenance.period_s - provenance.latency_s, 0.0),
         )

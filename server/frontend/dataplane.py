@@ -56,6 +56,7 @@ class DataPlane:
         self.tracer = tracer or Tracer(TraceControl())
         self.log_settings = LogSettings()
         self._queue_limit = config.queue_limit
+        self._shares_ports = config.frontends > 1
         self._client = client
         self._machine = machine
         self._under_way: dict[str, int] = {}
@@ -180,9 +181,19 @@ class DataPlane:
 
     def change_log(self, changes: Mapping[str, object]) -> None:
         """Change what is logged, here and in the engine. Raises InvalidRequest or Unsupported."""
+        self._require_only_front_end("log settings")
         self.log_settings = log_changes(self.log_settings, changes)
         log.apply(self.log_settings)
         self._client.change_log(self.log_settings)
+
+    def change_traces(self, changes: Mapping[str, object], model: str | None) -> None:
+        """Change which requests are traced. Raises InvalidRequest or Unsupported."""
+        self._require_only_front_end("trace settings")
+        self.traces.update(changes, model)
+
+    def _require_only_front_end(self, what: str) -> None:
+        if self._shares_ports:
+            raise Unsupported(f"{what} cannot be changed with --frontends over 1: the others would not hear of it")
 
     def traced_model(self, model: str) -> str:
         """Return a name whose trace settings may be read or changed. Raises InvalidRequest for an unknown model."""

@@ -14,21 +14,11 @@ from planner.errors import format_bytes
 from planner.free_list import FreeList
 from server.errors import Overloaded
 from server.ipc.model import Array
+from server.ipc.shared_layout import HEARTBEAT, PAGE_BYTES, round_up
 
-ALIGNMENT = 64
-PAGE_BYTES = mmap.PAGESIZE
 _KEPT_BYTES = 64 << 20
 """Pages that an idle pool keeps; more than this is given back to the system."""
 _RETRY_S = 1.0
-
-HEARTBEAT = np.dtype([("beat_s", "<f8")])
-"""At offset 0: when the engine's event loop last ran, by `time.monotonic`."""
-MARK = np.dtype([("started_s", "<f8"), ("predicted_s", "<f8")])
-"""In front of each request: when its execution began (0 while it waits), and how long that was predicted to take."""
-
-
-def round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class RequestMemory:

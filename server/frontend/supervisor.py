@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from planner.errors import CohabitError
-from server.frontend.engine_process import EngineProcess
+from server.frontend.engine_connection import EngineConnection
 
 _log = logging.getLogger("cohabit.supervisor")
 
@@ -35,7 +35,7 @@ class Supervisor:
 
     def __init__(
         self,
-        client: EngineProcess,
+        client: EngineConnection,
         config: bytes,
         watchdog_s: float,
         command: Sequence[str] = COMMAND,

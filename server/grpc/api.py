@@ -103,7 +103,7 @@ class InferenceCalls:
     async def trace_setting(self, request: Any, context: Any) -> Any:
         model = self._plane.traced_model(request.model_name) if request.model_name else None
         changes = {key: list(setting.value) for key, setting in request.settings.items()}
-        self._plane.traces.update(changes, model)
+        self._plane.change_traces(changes, model)
         response = pb.TraceSettingResponse()
         for key, value in self._plane.traces.to_wire(model).items():
             response.settings[key].value.extend([value] if isinstance(value, str) else value)

@@ -84,7 +84,7 @@ class ControlApi:
         name = request.match_info.get("model")
         model = None if name is None else self._plane.traced_model(name)
         if request.method == "POST":
-            self._plane.traces.update(await read_json(request, dict[str, Any]), model)
+            self._plane.change_traces(await read_json(request, dict[str, Any]), model)
         return json_response(self._plane.traces.to_wire(model))
 
     async def log_settings(self, request: web.Request) -> web.Response:

@@ -21,9 +21,10 @@ from runtime.lowering.lower import Lowered, lower
 from runtime.memory import HostStore
 from server.config.config import ServeConfig
 from server.engine.servable import describe
-from server.models.cache import FileState, Known
+from server.models.known_models import FileState, KnownModel
 from server.models.options import options_of
 from server.models.repository import ModelSource
+from server.models.worker_process import WorkerProcess
 from server.protocol.model_config import ModelConfig, config_mismatch
 
 _log = logging.getLogger("cohabit.models")
@@ -36,7 +37,7 @@ class Prepared:
     """A model that waits for its partition. Its store is the owner's to close."""
 
     source: ModelSource
-    known: Known
+    known: KnownModel
     store: HostStore[Any]
     rate_per_s: float = 1.0
 
@@ -62,7 +63,7 @@ class Prepared:
         return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s)
 
 
-def say_what_is_done_otherwise(source: ModelSource) -> None:
+def warn_of_ignored_config(source: ModelSource) -> None:
     """Log, once per load, what a config.pbtxt asks for and does not get."""
     groups = source.config.instance_group if source.config is not None else ()
     asked = sum(max(group.count, 1) for group in groups)
@@ -71,7 +72,7 @@ def say_what_is_done_otherwise(source: ModelSource) -> None:
         _log.warning("one instance serves, and requests that wait are batched", extra={"fields": fields})
 
 
-def say_why_ops_run_one_by_one(config: ServeConfig) -> None:
+def warn_without_segments(config: ServeConfig) -> None:
     """Log that stretches were not asked for, would run by default, and cannot."""
     if config.wants_stretches and (reason := unavailable()) is not None:
         fields = {"torch": str(torch.__version__), "reason": reason}
@@ -115,10 +116,10 @@ def prepare(source: ModelSource, config: ServeConfig, backend: Backend, on_progr
     except BaseException:
         store.close()
         raise
-    return Prepared(source, Known(lowered, profiles, weights), store, _rate(source.name, config))
+    return Prepared(source, KnownModel(lowered, profiles, weights), store, _rate(source.name, config))
 
 
-def prepare_known(source: ModelSource, known: Known, config: ServeConfig, backend: Backend) -> Prepared:
+def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, backend: Backend) -> Prepared:
     """Open a model of which all but the parameters is in memory. Raises CohabitError."""
     lowered = known.lowered
     _refuse_mismatch(source, lowered)
@@ -132,8 +133,22 @@ def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
     return source.name, archive.fingerprint(source.path), tuple(wanted_batches(source, config)), options
 
 
-def prepare_apart(source: ModelSource, model_config: bytes | None, config: ServeConfig) -> None:
-    """Fill the cache with what `prepare` needs, in a process of its own, which a ModelConfig reaches as bytes."""
+def prepare_in_worker(source: ModelSource, config: ServeConfig, worker: WorkerProcess) -> None:
+    """Lower and measure a model in a worker process, unless the cache has it; `prepare` then only reads the cache.
+
+    Raises WorkerFailed.
+    """
+    if not is_prepared(source, config):
+        model_config = None if source.config is None else source.config.SerializeToString()
+        worker.call(_fill_cache, replace(source, config=None), model_config, config)
+
+
+def is_prepared(source: ModelSource, config: ServeConfig) -> bool:
+    """Whether a worker has prepared this very model for this configuration."""
+    return _marker(source, config).exists()
+
+
+def _fill_cache(source: ModelSource, model_config: bytes | None, config: ServeConfig) -> None:
     if model_config is not None:
         source = replace(source, config=ModelConfig.FromString(model_config))
     backend = open_backend(config)
@@ -144,11 +159,6 @@ def prepare_apart(source: ModelSource, model_config: bytes | None, config: Serve
     marker = _marker(source, config)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
-
-
-def is_prepared(source: ModelSource, config: ServeConfig) -> bool:
-    """Whether `prepare_apart` has been there, so that preparing takes no time of the interpreter's to speak of."""
-    return _marker(source, config).exists()
 
 
 def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:

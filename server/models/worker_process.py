@@ -1,4 +1,4 @@
-"""A process of its own for lowering, measuring and planning: they hold the interpreter for long, and may crash."""
+"""A worker process for lowering, measuring and planning, which hold the interpreter for long and may crash."""
 
 import multiprocessing
 import os
@@ -18,11 +18,11 @@ _NICENESS = 10
 """The kernel gives the engine's threads the processor first."""
 
 
-class ApartFailed(CohabitError):
+class WorkerFailed(CohabitError):
     """What the other process was asked for failed there; the message is the reason."""
 
 
-class Apart:
+class WorkerProcess:
     """One process, started when it is first needed. Any thread may call; calls wait for each other."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Apart:
         self._closed = False
 
     def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call a module's function there, and wait. Raises ApartFailed, also if the process dies of it."""
+        """Call a module's function there, and wait. Raises WorkerFailed, also if the process dies of it."""
         pool = self._running()
         try:
             result, failure = pool.submit(_guarded, function, args, kwargs).result()
@@ -39,9 +39,9 @@ class Apart:
             with self._lock:
                 if self._pool is pool:
                     self._pool = None
-            raise ApartFailed("the process that prepares models has died; perhaps memory has run out") from error
+            raise WorkerFailed("the process that prepares models has died; perhaps memory has run out") from error
         if failure is not None:
-            raise ApartFailed(failure)
+            raise WorkerFailed(failure)
         answer: _T = result
         return answer
 
@@ -59,7 +59,7 @@ class Apart:
     def _running(self) -> ProcessPoolExecutor:
         with self._lock:
             if self._closed:
-                raise ApartFailed("the server is stopping")
+                raise WorkerFailed("the server is stopping")
             if self._pool is None:
                 self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
             return self._pool

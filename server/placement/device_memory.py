@@ -12,8 +12,8 @@ from runtime.memory import DeviceArena
 from runtime.shared_region.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
 from server.ipc.model import DeviceUse, ModelFootprint, lane_name
-from server.models.cache import Plans
-from server.models.prepared import Prepared, say_what_is_done_otherwise
+from server.models.known_models import Plans
+from server.models.prepared import Prepared, warn_of_ignored_config
 from server.placement.lane_choice import least_busy
 from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
@@ -67,7 +67,7 @@ def expected_load(prepared: Prepared, plans: Plans) -> float:
 
 
 class PartitionedMemory:
-    """Binding is for any thread; chores are for the engine's, and bookkeeping for the event loop's."""
+    """Binding is for any thread; background work are for the engine's, and bookkeeping for the event loop's."""
 
     def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int, lanes: int = 1) -> None:
         self.backend = backend
@@ -144,7 +144,7 @@ class PartitionedMemory:
 
     def add(self, owner: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> PlacedModel:
         """Record a model whose residents are in place, and return it."""
-        say_what_is_done_otherwise(prepared.source)
+        warn_of_ignored_config(prepared.source)
         lowered, config = prepared.lowered, prepared.source.config
         most = max(programs)
         if config is not None and config.max_batch_size:
@@ -158,7 +158,7 @@ class PartitionedMemory:
         return placed
 
     def resident_load(self, programs: Programs, lane: int, then: Callable[[], None] = lambda: None) -> ResidentLoad:
-        """Bring the residents in, a chore of the lane's thread; all batch sizes have the same ones."""
+        """Bring the residents in, a background of the lane's thread; all batch sizes have the same ones."""
         return ResidentLoad(self.executors[lane], [programs[batch] for batch in sorted(programs)], then)
 
     def leave(self, owner: str) -> None:

@@ -126,7 +126,7 @@ class Lifecycle:
             _log.info("model unloaded", extra={"fields": {"model": model}})
 
     async def _load(self, placement: "ModelPlacement", source: ModelSource) -> None:
-        prepared = await asyncio.to_thread(placement.workshop.prepare, source)
+        prepared = await asyncio.to_thread(placement.preparer.prepare, source)
         old = self._serving.get(source.name)
         placed: PlacedModel | None = None
         try:

@@ -17,10 +17,12 @@ from server.models.prepared import (
     cache_of,
     open_backend,
     prepare,
-    say_why_ops_run_one_by_one,
+    prepare_in_worker,
+    warn_without_segments,
 )
-from server.models.preparing import Workshop
+from server.models.preparer import ModelPreparer
 from server.models.repository import ModelSource
+from server.models.worker_process import WorkerProcess
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
 from server.placement.loading import ResidentLoad
@@ -71,17 +73,22 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     Raises InfeasibleBudget, which names the least memory that would do, if the memory is too small.
     """
     backend = open_backend(config)
-    say_why_ops_run_one_by_one(config)
+    warn_without_segments(config)
     failures: dict[str, str] = {}
     prepared: list[Prepared] = []
+    worker = WorkerProcess()
     for source in sources:
         try:
+            if config.engine == "process":
+                on_progress(source.name, "lowering and measuring")
+                prepare_in_worker(source, config, worker)
             prepared.append(prepare(source, config, backend, on_progress))
         except CohabitError as error:
             failures[source.name] = str(error)
         except Exception as error:
             _log.exception("model failed to load", extra={"fields": {"model": source.name}})
             failures[source.name] = f"unexpected {type(error).__name__}: {error}"
+    worker.close()
     deployment = deploy(
         [p.demand for p in prepared],
         config.memory.of(sum(p.weight_bytes for p in prepared)),
@@ -95,7 +102,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
     placement = None
     if config.model_control != "none":
-        placement = ModelPlacement(memory, Workshop(config, backend), keeps_all=config.layout == "resident")
+        placement = ModelPlacement(memory, ModelPreparer(config, backend), keeps_all=config.layout == "resident")
     loaded = Loaded(memory, deployment, placement, failures)
     _place(loaded, prepared, on_progress)
     return loaded

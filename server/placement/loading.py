@@ -9,7 +9,7 @@ _DONE = object()
 
 
 class ResidentLoad:
-    """A chore for the engine. `then` is called on its thread when everything is there."""
+    """A background for the engine. `then` is called on its thread when everything is there."""
 
     def __init__(
         self, executor: Executor, programs: Sequence[Program], then: Callable[[], None] = lambda: None

@@ -13,9 +13,9 @@ from runtime.binding.program import Program
 from runtime.errors import MemoryExceeded
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import RequestError
-from server.models.cache import Plans
+from server.models.known_models import Plans
 from server.models.prepared import Prepared
-from server.models.preparing import Workshop, is_better
+from server.models.preparer import ModelPreparer, is_better
 from server.placement.device_memory import PartitionedMemory, PlacedModel, Programs
 from server.placement.moves import Move, Vacate, moves, packed, vacate_all
 from server.placement.partitions import Extent
@@ -41,9 +41,9 @@ class PlacementListener(Protocol):
 class ModelPlacement:
     """All methods belong to the event loop's thread. What changes places in memory happens one after the other."""
 
-    def __init__(self, memory: PartitionedMemory, workshop: Workshop, keeps_all: bool) -> None:
+    def __init__(self, memory: PartitionedMemory, preparer: ModelPreparer, keeps_all: bool) -> None:
         self.memory = memory
-        self.workshop = workshop
+        self.preparer = preparer
         self._keeps_all = keeps_all
         """Whether every parameter must be resident."""
         self._places = asyncio.Lock()
@@ -55,7 +55,7 @@ class ModelPlacement:
 
     async def close(self) -> None:
         """End what is under way; models stay as they are."""
-        self.workshop.close()
+        self.preparer.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -70,7 +70,7 @@ class ModelPlacement:
                     await self._vacate_old(old, make_way)
             if room is None:
                 room = await self._make_room(prepared, old, make_way)
-            plans = await asyncio.to_thread(self.workshop.quick_plans, prepared, room)
+            plans = await asyncio.to_thread(self.preparer.quick_plans, prepared, room)
             lane = self.memory.least_busy_lane() if old is None else old.lane
             placed = await self._settle(prepared, room, plans, lane)
         self._improve_later(placed)
@@ -153,7 +153,7 @@ class ModelPlacement:
         if self._keeps_all:
             raise await asyncio.to_thread(self._no_room_to_keep_all, prepared, others)
         workspace, sizes = await asyncio.to_thread(
-            self.workshop.shares,
+            self.preparer.shares,
             [*(placed.prepared for placed in others), prepared],
             memory.partitions.arena_bytes,
             memory.partitions.workspace_bytes if others else 0,
@@ -195,7 +195,7 @@ class ModelPlacement:
         """Plans to begin with, for those whose partition is to be smaller."""
         return {
             t.owner: await asyncio.to_thread(
-                self.workshop.quick_plans, t.prepared, Room(workspace, wanted[t.owner].nbytes)
+                self.preparer.quick_plans, t.prepared, Room(workspace, wanted[t.owner].nbytes)
             )
             for t in placed_models
             if wanted[t.owner].nbytes < self.memory.partitions.held[t.owner].nbytes
@@ -294,7 +294,7 @@ class ModelPlacement:
         begun = placed.plans
         plan = begun[min(begun)]
         room = Room(plan.workspace_bytes, plan.partition_bytes)
-        plans = await asyncio.to_thread(self.workshop.best_plans, placed.prepared, room)
+        plans = await asyncio.to_thread(self.preparer.best_plans, placed.prepared, room)
         async with self._places:
             if (
                 placed.plans is not begun

@@ -19,7 +19,7 @@ _FORGET_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Readiness:
+class SwapTiming:
     """How the order of executions changes what a model's swaps cost. Zero for one that is all resident."""
 
     prefix_s: float = 0.0

@@ -7,8 +7,8 @@ import math
 from collections.abc import Collection, Mapping
 
 from server.scheduling.batching import Batch, best_rate_batch
-from server.scheduling.known import KnownModel
 from server.scheduling.queues import Ticket
+from server.scheduling.scheduled_model import ScheduledModel
 
 BYPASSES = 8
 
@@ -16,7 +16,7 @@ BYPASSES = 8
 class DispatchOrder:
     """Looks at the models for which something waits that may be executed, and remembers what was executed."""
 
-    def __init__(self, waiting: Mapping[str, KnownModel]) -> None:
+    def __init__(self, waiting: Mapping[str, ScheduledModel]) -> None:
         self._waiting = waiting
         self._last: str | None = None
         self._announced: str | None = None
@@ -61,7 +61,7 @@ class DispatchOrder:
             count = self._bypassed[1] if self._bypassed[0] == oldest else 0
             self._bypassed = (oldest, count + 1)
 
-    def _urgency_s(self, name: str, known: KnownModel) -> float:
+    def _urgency_s(self, name: str, known: ScheduledModel) -> float:
         """When a model's next batch is due, moved by what its copies save or cost right now."""
         due_s = known.queue.due_s(known.most_rows)
         if name == self._last:
@@ -69,18 +69,18 @@ class DispatchOrder:
         return due_s - known.readiness.prefix_s if name == self._announced else due_s
 
 
-def _kept_until_s(known: KnownModel, now_s: float) -> float:
+def _kept_until_s(known: ScheduledModel, now_s: float) -> float:
     return -math.inf if known.policy.batch_delay_s == 0.0 else known.batch(_first(known), now_s).keep_until_s
 
 
-def _first(known: KnownModel) -> Ticket:
+def _first(known: ScheduledModel) -> Ticket:
     """The first request of a queue in which there are some."""
     first = known.queue.first()
     assert first is not None
     return first
 
 
-def _oldest(waiting: Collection[tuple[str, KnownModel]]) -> tuple[str, Ticket]:
+def _oldest(waiting: Collection[tuple[str, ScheduledModel]]) -> tuple[str, Ticket]:
     """The oldest request of all, and its model."""
     oldest = [(name, ticket) for name, known in waiting if (ticket := known.queue.oldest()) is not None]
     return min(oldest, key=lambda entry: entry[1].number)

@@ -12,11 +12,11 @@ from server.errors import ModelNotFound, QueueFull, RequestTimedOut
 from server.protocol.request import InferRequest
 from server.scheduling.batching import Batch
 from server.scheduling.deadlines import Deadlines
-from server.scheduling.estimates import Delay, Estimate, Readiness
-from server.scheduling.known import KnownModel
+from server.scheduling.estimates import Delay, Estimate, SwapTiming
 from server.scheduling.order import DispatchOrder
 from server.scheduling.policy import Policy
 from server.scheduling.queues import Ticket
+from server.scheduling.scheduled_model import ScheduledModel
 
 PATIENCE_S = 1.0
 """A request without a deadline is as urgent as one that must start within this time."""
@@ -40,8 +40,8 @@ class Scheduler:
 
     def __init__(self, queue_limit: int) -> None:
         self._queue_limit = queue_limit
-        self._models: dict[str, KnownModel] = {}
-        self._waiting: dict[str, KnownModel] = {}
+        self._models: dict[str, ScheduledModel] = {}
+        self._waiting: dict[str, ScheduledModel] = {}
         """Those for which something waits that may be executed."""
         self._order = DispatchOrder(self._waiting)
         self._arrivals = 0
@@ -72,22 +72,22 @@ class Scheduler:
         seconds_by_batch: Mapping[int, float] | None = None,
         policy: Policy | None = None,
         most_rows: int = 0,
-        readiness: Readiness | None = None,
+        readiness: SwapTiming | None = None,
     ) -> int:
         """Know a model, or what has replaced it; returns the generation that its tickets carry from now on.
 
         Requests are put together up to `most_rows`; those of different generations never are.
         """
         self._generations += 1
-        known = self._models.setdefault(model, KnownModel(self._generations))
+        known = self._models.setdefault(model, ScheduledModel(self._generations))
         known.generation = self._generations
         known.apply(policy or Policy())
         known.estimate = Estimate(seconds_by_batch or {})
         known.most_rows = most_rows
-        known.readiness = readiness or Readiness()
+        known.readiness = readiness or SwapTiming()
         return known.generation
 
-    def replan(self, model: str, seconds_by_batch: Mapping[int, float], readiness: Readiness) -> None:
+    def replan(self, model: str, seconds_by_batch: Mapping[int, float], readiness: SwapTiming) -> None:
         """Hear that a model has other plans now."""
         known = self._models[model]
         known.estimate.replan(seconds_by_batch)
@@ -221,7 +221,7 @@ class Scheduler:
         for ticket in list(self._live):
             self.cancel(ticket)
 
-    def _look_at(self, model: str, known: KnownModel) -> None:
+    def _look_at(self, model: str, known: ScheduledModel) -> None:
         """Note whether something waits for a model that may be executed."""
         if known.held or not known.queue:
             self._waiting.pop(model, None)
@@ -236,7 +236,7 @@ class Scheduler:
     def _choose(self, now_s: float) -> tuple[str, Batch] | None:
         return self._order.choose(now_s, strained=now_s - self._refused_s < _STRAINED_S)
 
-    def _ticket(self, request: InferRequest, known: KnownModel, now_s: float) -> Ticket:
+    def _ticket(self, request: InferRequest, known: ScheduledModel, now_s: float) -> Ticket:
         level = known.policy.level_of(request.priority)
         policy = known.policy.of_level(level)
         timeout_s = policy.timeout_of(request.timeout_s)
@@ -273,7 +273,7 @@ class Scheduler:
             return False
         return now_s + self._careful_s(first, now_s) > first.deadline_s
 
-    def _start_s(self, ticket: Ticket, own: KnownModel, now_s: float) -> float:
+    def _start_s(self, ticket: Ticket, own: ScheduledModel, now_s: float) -> float:
         """When a request would start that arrives now: behind what runs, and what would be chosen before it."""
         ahead_s = 0.0
         for known in self._waiting.values():
@@ -290,7 +290,7 @@ class Scheduler:
         running_s = max(self._busy_until_s - now_s, 0.0)
         return running_s + sum(k.estimate.drain_s(k.queue.rows) for k in self._models.values())
 
-    def _require_room(self, known: KnownModel, ticket: Ticket, now_s: float) -> None:
+    def _require_room(self, known: ScheduledModel, ticket: Ticket, now_s: float) -> None:
         model = ticket.request.model
         limit = known.policy.of_level(ticket.level).limit
         if limit is not None and known.queue.waiting(ticket.level) >= limit:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server.models.cache import Plans
 from tritonclient.utils import InferenceServerException
 
 from planner.sizing.fitting import Room
 from runtime.binding.program import Program
 from server.models import preparing
-from server.models.cache import Plans
 from server.models.prepared import Prepared
 from server.models.repository import ModelSource
 from tests.e2e.serving import eventually, repository_index

@@ -208,7 +208,7 @@ def test_a_thinned_chain_bounds_as_well_and_no_better(seed: int) -> None:
     assert thinned.latency_s <= whole.latency_s * (1 + 1e-7) + 1e-7
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_the_best_possible_plan_is_no_faster(seed: int) -> None:
     rng = random.Random(seed)
@@ -339,7 +339,7 @@ def plan_of(graph: Graph, profile: Profile, actions: Sequence[Action], residents
     return write(graph, profile, placed.peak_bytes, actions, residents, placed)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_no_random_plan_is_faster(seed: int) -> None:
     rng = random.Random(seed)

@@ -288,9 +288,8 @@ def test_convolutions_are_trained_with_batch_statistics() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wresnet152_4", "inception_4", "rnn_8_2k", "brnn_4_2k"])
-def test_training_needs_several_times_the_papers_device(name: str, tmp_path: Path) -> None:
-    graph, work = training_graph(name, cache=tmp_path)
+def test_training_needs_several_times_the_papers_device(tmp_path: Path) -> None:
+    graph, work = training_graph("inception_4", cache=tmp_path)
     updates_come_last(graph)
     assert len(graph.ops) == len(work) < 4000
     assert peak_bytes(graph) > 2.5 * 16e9

@@ -164,7 +164,7 @@ def test_what_else_a_repeated_op_writes_makes_way_for_it() -> None:
     check(graph, profile, plan)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds)
 def test_random_fates_make_safe_plans_or_none(seed: int) -> None:
     rng, graph = random_case(seed)
@@ -183,7 +183,7 @@ def test_random_fates_make_safe_plans_or_none(seed: int) -> None:
         assert decided[0]  # it was made, but could not be placed
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds)
 def test_any_fates_fit_in_ample_memory(seed: int) -> None:
     rng, graph = random_case(seed)
@@ -194,7 +194,7 @@ def test_any_fates_fit_in_ample_memory(seed: int) -> None:
     check(graph, profile, plan)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds)
 def test_nothing_needs_less_memory_than_swapping_everything(seed: int) -> None:
     rng, graph = random_case(seed)

@@ -48,7 +48,7 @@ def random_allocation(space: Space, rng: random.Random) -> Allocation:
     return Allocation(classes, least + [rng.choice((0, 0, 1, 2, 5)) for _ in least])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_costs_are_those_of_the_written_plan(seed: int) -> None:
     graph, profile, rng = random_case(seed)
@@ -146,7 +146,7 @@ def test_the_threshold_prefers_what_was_used_long_ago() -> None:
     assert swapped == [[0, 1, 2, 1], [0, 1, 2, 0, 1]]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_schedules_stay_schedules(seed: int) -> None:
     graph, _, rng = random_case(seed)
@@ -212,7 +212,7 @@ def valid_classes(length: int) -> list[tuple[int, ...]]:
     return [tuple(itertools.accumulate((1, *steps))) for steps in itertools.product((0, 1), repeat=length - 1)]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data(), length=st.integers(1, 7))
 def test_a_repaired_cls_is_the_least_valid_one_above(data: st.DataObject, length: int) -> None:
     valid = valid_classes(length)
@@ -223,7 +223,7 @@ def test_a_repaired_cls_is_the_least_valid_one_above(data: st.DataObject, length
     assert tuple(raised(np.array(joined)).tolist()) == min(above, key=sum)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     objects=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(1, 500)), min_size=1, max_size=6),
     memory=st.integers(0, 9000),

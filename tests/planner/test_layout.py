@@ -132,7 +132,7 @@ LATER = st.one_of(
 BLOCKS = st.lists(st.builds(Block, st.integers(0, 9), st.sampled_from([1, 2, 4]), SPANS, LATER), max_size=12)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(BLOCKS)
 def test_searched_layouts_are_sound_and_never_worse(blocks: list[Block]) -> None:
     searched = place(blocks, nodes=400)

@@ -149,7 +149,7 @@ def test_prefetching_swaps_the_same_but_earlier() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds)
 def test_decisions_fit_and_hold_from_one_iteration_to_the_next(seed: int) -> None:
     problem = some_problem(seed)

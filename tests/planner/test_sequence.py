@@ -17,7 +17,7 @@ from tests.planner.reference import sequence_peak_bytes
 seeds = st.integers(0, 10**6)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds, st.booleans())
 def test_serial_plan_runs_in_the_least_memory(seed: int, training: bool) -> None:
     rng = random.Random(seed)

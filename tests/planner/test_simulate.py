@@ -113,7 +113,7 @@ def random_steps(rng: random.Random, graph: Graph) -> tuple[Step, ...]:
     return (*steps, Compute(0, (address,)))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6))
 def test_simulator_agrees_with_exact_one_on_random_steps(seed: int) -> None:
     rng = random.Random(seed)

@@ -237,7 +237,7 @@ def test_recomputation_uses_nothing_that_was_released() -> None:
     assert [run.op for run in system.axis.runs] == [0, 1, 2, 3, 4, 0, 5]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds, st.booleans(), st.booleans())
 def test_schedules_become_plans_that_hold_what_was_counted(seed: int, duplex: bool, thorough: bool) -> None:
     """Transfers do not meet. A swap-out follows what made its version, meets no access, and is over when the tensor

@@ -68,7 +68,7 @@ def test_a_copy_from_registered_memory_does_not_block(backend: CudaBackend) -> N
     driver.synchronize(end)
     ended_s = time.perf_counter() - start_s
     assert issued_s < ended_s / 2
-    backend.pinned_memory.give(host)
+    backend.pinned_memory.release(host)
 
 
 def test_kernels_read_mapped_memory_in_place(backend: CudaBackend) -> None:
@@ -242,5 +242,5 @@ def test_pinned_memory_is_anonymous_memory_of_exactly_that_size(backend: CudaBac
     host = host_bytes(backend, 3 * MIB + 17)
     assert backend.pinned_memory.used_bytes - before == 3 * MIB + 17
     assert torch.from_numpy(host).is_pinned()
-    backend.pinned_memory.give(host)
+    backend.pinned_memory.release(host)
     assert not torch.from_numpy(np.frombuffer(anonymous_memory(4096), np.uint8)).is_pinned()

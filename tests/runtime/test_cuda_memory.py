@@ -77,7 +77,7 @@ def test_pinned_memory_has_a_cap() -> None:
     first = pinned.take(6000, "first")
     with pytest.raises(MemoryExceeded, match=r"pinning 5\.9 KiB on top of 5\.9 KiB exceeds the cap of 9\.8"):
         pinned.take(6000, "second")
-    pinned.give(first)
+    pinned.release(first)
     assert pinned.used_bytes == driver.pinned_bytes == 0
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from server.config.config import ServeConfig, encode_config
 from server.frontend.engine_client import EngineClient
-from server.frontend.engine_process import EngineProcess
+from server.frontend.engine_connection import EngineConnection
 from server.frontend.in_process import InProcessEngine
 from server.frontend.memory import Lease, RequestMemory
 from server.frontend.supervisor import Supervisor
@@ -97,7 +97,7 @@ async def in_process(folder: Path) -> AsyncIterator[FrontEnd]:
 @asynccontextmanager
 async def process(folder: Path, watchdog_s: float = 0.0) -> AsyncIterator[FrontEnd]:
     memory = RequestMemory(1 << 20)
-    client = EngineProcess(memory)
+    client = EngineConnection(memory)
     supervisor = Supervisor(client, encode_config(_config(folder)), watchdog_s, COMMAND)
     try:
         await supervisor.start(lambda model, stage: None)

@@ -19,7 +19,7 @@ from server.engine.execution import Execution, Servable
 from server.engine_host import Engine
 from server.errors import InvalidRequest
 from server.ipc.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, TensorSpec
-from server.scheduling.estimates import Readiness
+from server.scheduling.estimates import SwapTiming
 from server.serve import Server
 
 Function = Callable[..., dict[str, Array]]
@@ -33,7 +33,7 @@ class FakeServable:
     expected: list[int] = field(default_factory=list)
     """Batches that were announced to come next."""
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
-    readiness: Readiness = field(default_factory=Readiness)
+    readiness: SwapTiming = field(default_factory=SwapTiming)
     lost: str | None = None
     captures: Mapping[int, GraphCapture] = field(default_factory=lambda: {1: GraphCapture(1, 4096, None)})
 

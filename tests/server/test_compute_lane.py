@@ -1,4 +1,4 @@
-"""One compute lane: batches, announcements for prefetch, chores, versions, deadlines, and faults of the device."""
+"""One compute lane: batches, prefetch, background work, versions, deadlines, and faults of the device."""
 
 import asyncio
 import threading
@@ -156,7 +156,7 @@ async def test_the_start_of_an_execution_is_marked_with_its_prediction() -> None
 
 
 class Steps:
-    """A chore of so many pieces, which notes how often its model had been executed before each."""
+    """A background of so many pieces, which notes how often its model had been executed before each."""
 
     def __init__(self, count: int, servable: FakeServable) -> None:
         self.left, self.servable = count, servable
@@ -176,16 +176,16 @@ async def test_chores_are_done_a_piece_between_every_two_executions_and_go_on_wh
         answers = [infer(lane) for _ in range(5)]
         await entered(gate)
         await queued(lane, "m", 4)
-        chore = Steps(3, servable)
-        done = asyncio.create_task(lane.perform(chore))
+        background = Steps(3, servable)
+        done = asyncio.create_task(lane.perform(background))
         await asyncio.sleep(0)
         gate.open.set()
         await asyncio.gather(done, *answers)
-        assert chore.executed == [1, 2, 3]
+        assert background.executed == [1, 2, 3]
         idle = Steps(50, servable)
         await lane.perform(idle)
         assert idle.executed == [5] * 50
-        assert {await lane.between(threading.get_ident)} == chore.threads == idle.threads
+        assert {await lane.between(threading.get_ident)} == background.threads == idle.threads
 
 
 async def test_a_chore_that_fails_fails_alone() -> None:
@@ -291,10 +291,10 @@ async def test_stopping_refuses_chores_and_requests_alike() -> None:
     lane.start()
     running, waiting = infer(lane), infer(lane)
     await entered(gate)
-    chore = asyncio.create_task(lane.between(lambda: None))
+    background = asyncio.create_task(lane.between(lambda: None))
     await queued(lane, "m", 1)
     assert not await lane.stop(0.0), "it is still executing"
-    for refused in (running, waiting, chore):
+    for refused in (running, waiting, background):
         with pytest.raises(ShuttingDown):
             await refused
     with pytest.raises(ShuttingDown):

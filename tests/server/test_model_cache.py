@@ -3,34 +3,34 @@
 import os
 from pathlib import Path
 
-from server.models.cache import FileState, Newest
+from server.models.known_models import FileState, LeastRecentlyUsed
 
 
 def test_the_least_recently_used_makes_room() -> None:
-    shelf = Newest[str, int](most=2)
-    shelf["a"], shelf["b"] = 1, 2
-    assert shelf.get("a") == 1
-    shelf["c"] = 3
-    assert (shelf.get("a"), shelf.get("b"), shelf.get("c")) == (1, None, 3)
+    cache = LeastRecentlyUsed[str, int](most=2)
+    cache["a"], cache["b"] = 1, 2
+    assert cache.get("a") == 1
+    cache["c"] = 3
+    assert (cache.get("a"), cache.get("b"), cache.get("c")) == (1, None, 3)
 
 
 def test_bytes_are_bounded_too_and_what_is_larger_than_all_is_not_kept() -> None:
-    shelf = Newest[str, int](most=10, most_bytes=100, nbytes=lambda value: value)
-    shelf["a"], shelf["b"], shelf["c"] = 50, 40, 20
-    assert ("a" in shelf, "b" in shelf, "c" in shelf) == (False, True, True)
-    shelf["d"] = 101
-    assert len(shelf) == 0
+    cache = LeastRecentlyUsed[str, int](most=10, most_bytes=100, nbytes=lambda value: value)
+    cache["a"], cache["b"], cache["c"] = 50, 40, 20
+    assert ("a" in cache, "b" in cache, "c" in cache) == (False, True, True)
+    cache["d"] = 101
+    assert len(cache) == 0
 
 
 def test_a_replaced_value_counts_once() -> None:
-    shelf = Newest[str, int](most=10, most_bytes=100, nbytes=lambda value: value)
-    shelf["a"] = 60
-    shelf["a"] = 70
-    assert shelf["a"] == 70
+    cache = LeastRecentlyUsed[str, int](most=10, most_bytes=100, nbytes=lambda value: value)
+    cache["a"] = 60
+    cache["a"] = 70
+    assert cache["a"] == 70
 
 
 def test_nothing_that_is_known_to_be_absent_is_asked_for_again() -> None:
-    rooms = Newest[str, int | None](most=2)
+    rooms = LeastRecentlyUsed[str, int | None](most=2)
     rooms["full"] = None
     assert "full" in rooms
     assert rooms["full"] is None

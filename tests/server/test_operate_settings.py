@@ -188,7 +188,7 @@ def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_pat
         (("--frontends", "2", "--engine", "in-process"), "--frontends 2 needs --engine process"),
         (("--frontends", "2", "--grpc-port", "0"), "--frontends 2 needs fixed ports"),
         (("--http-unix", "s", "--grpc-unix", "s"), "--http-unix and --grpc-unix need different paths"),
-        (("--watchdog", "0"), "--watchdog: '0' is not a number of seconds over zero"),
+        (("--watchdog", "-1"), "--watchdog: '-1' is not a number of seconds"),
     ],
 )
 def test_contradictions_are_refused(flags: tuple[str, ...], message: str) -> None:

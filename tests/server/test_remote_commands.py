@@ -89,9 +89,7 @@ def test_statistics_of_an_unknown_model_are_refused(own: Running, capsys: pytest
 def test_load_and_unload_give_orders_in_turn(
     own: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    orders = Orders()
-    monkeypatch.setattr(own.engine, "load", orders.load)
-    monkeypatch.setattr(own.engine, "unload", orders.unload)
+    monkeypatch.setattr(own.server.plane, "_client", orders := Orders())
     assert run(own, "load", "a", "b c") == 0
     assert run(own, "unload", "a", "--json") == 0
     assert orders.given == [("load", "a"), ("load", "b c"), ("unload", "a")]

@@ -6,7 +6,7 @@ import pytest
 
 from server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
 from server.protocol.request import InferRequest
-from server.scheduling.estimates import Readiness
+from server.scheduling.estimates import SwapTiming
 from server.scheduling.order import BYPASSES
 from server.scheduling.policy import LevelPolicy, Policy
 from server.scheduling.queues import Ticket
@@ -398,13 +398,13 @@ def test_rate_allows_bursts_and_then_its_mean() -> None:
     assert 0.0 < min(waits_s) < max(waits_s) <= 0.1 + 1e-9
 
 
-# Readiness, and what it may not do.
+# SwapTiming, and what it may not do.
 
 
 def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() -> None:
     scheduler = Scheduler(16)
     for model, prefix_s in (("running", 0.0), ("announced", 0.5), ("older", 0.0)):
-        scheduler.add(model, {1: 1.0}, readiness=Readiness(prefix_s=prefix_s))
+        scheduler.add(model, {1: 1.0}, readiness=SwapTiming(prefix_s=prefix_s))
     scheduler.submit(0.0, request("running"))
     scheduler.next(0.0)
     older = scheduler.submit(0.1, request("older"))
@@ -425,7 +425,7 @@ def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() ->
 def test_model_whose_residents_are_on_their_way_back_lets_another_go_first() -> None:
     scheduler = Scheduler(16)
     for model in "ab":
-        scheduler.add(model, {1: 1.0}, readiness=Readiness(recovery_s=0.5))
+        scheduler.add(model, {1: 1.0}, readiness=SwapTiming(recovery_s=0.5))
     for now_s, model in ((0.0, "a"), (0.1, "a"), (0.2, "b")):
         scheduler.submit(now_s, request(model))
     assert served(scheduler, 0.2) == ["a", "b", "a"]
@@ -470,7 +470,7 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
     names = [f"m{i}" for i in range(rng.randint(1, 6))]
     scheduler = Scheduler(10_000)
     for name in names:
-        readiness = Readiness(rng.choice([0.0, 0.1, 10.0]), rng.choice([0.0, 0.1, 10.0]))
+        readiness = SwapTiming(rng.choice([0.0, 0.1, 10.0]), rng.choice([0.0, 0.1, 10.0]))
         scheduler.add(name, SWAP_BOUND, levels(3), most_rows=rng.choice([1, 8]), readiness=readiness)
     bound: dict[Ticket, int] = {}
     executions, now_s = 0, 0.0

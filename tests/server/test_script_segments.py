@@ -9,8 +9,9 @@ import torch
 from runtime.cpu.backend import CpuBackend
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
-from server.models.prepared import is_prepared, open_backend, prepare_apart, say_why_ops_run_one_by_one
+from server.models.prepared import is_prepared, open_backend, prepare_in_worker, warn_without_segments
 from server.models.repository import find
+from server.models.worker_process import WorkerProcess
 from tests.runtime import models
 from tests.server.test_operate_settings import NEEDED, config, file
 
@@ -43,11 +44,11 @@ def test_the_default_asks_nothing_of_a_gpu() -> None:
 @pytest.mark.usefixtures("torch_without_stretches")
 def test_a_torch_without_stretches_is_told_of_once_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     assert not is_scripted(DEFAULT)
-    say_why_ops_run_one_by_one(DEFAULT)
+    warn_without_segments(DEFAULT)
     (record,) = [r for r in caplog.records if r.name == "cohabit.models"]
     assert record.message == "models run op by op, because this torch cannot run stretches"
     assert "_create_function_from_graph" in record.fields["reason"]  # type: ignore[attr-defined]
-    say_why_ops_run_one_by_one(replace(DEFAULT, scripted=False))
+    warn_without_segments(replace(DEFAULT, scripted=False))
     assert len([r for r in caplog.records if r.name == "cohabit.models"]) == 1, "nobody asked for them"
 
 
@@ -55,7 +56,9 @@ def test_what_is_prepared_for_one_way_is_not_for_the_other(tmp_path: Path) -> No
     models.export(models.Wide(), {"x": torch.zeros(3, 384)}, tmp_path / "wide" / "1" / "model.pt2")
     source = find(tmp_path / "wide")
     one = replace(DEFAULT, cache=tmp_path / "cache", batch_sizes=(1,), threads=torch.get_num_threads())
-    prepare_apart(source, None, one)
+    worker = WorkerProcess()
+    prepare_in_worker(source, one, worker)
+    worker.close()
     assert is_prepared(source, one)
     assert is_prepared(source, replace(one, scripted=True)), "which the default is"
     assert not is_prepared(source, replace(one, scripted=False))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from server.errors import EngineFailed, EngineUnavailable, RequestTimedOut
-from server.frontend.engine_process import EngineProcess
+from server.frontend.engine_connection import EngineConnection
 from server.frontend.memory import RequestMemory
 from server.ipc.catalog import ModelEntry, ModelState
 from server.ipc.messages import EntryChanged
@@ -131,7 +131,7 @@ async def test_an_engine_that_dies_while_it_loads_for_the_first_time_fails_the_s
 async def test_a_deadline_counts_while_there_is_no_engine() -> None:
     now_s = 100.0
     memory = RequestMemory(1 << 16)
-    client = EngineProcess(memory, clock=lambda: now_s)
+    client = EngineConnection(memory, clock=lambda: now_s)
     info = identity("double", "FP32").info
     client._received(EntryChanged(ModelEntry("double", 1, ModelState.READY, info=info)))
     front_end = FrontEnd(client, memory, None)
@@ -155,7 +155,7 @@ async def test_a_deadline_counts_while_there_is_no_engine() -> None:
 def test_only_an_execution_far_beyond_its_prediction_is_stuck() -> None:
     memory = RequestMemory(1 << 16)
     now_s = 100.0
-    client = EngineProcess(memory, clock=lambda: now_s)
+    client = EngineConnection(memory, clock=lambda: now_s)
 
     async def ask() -> None:
         nonlocal now_s

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from fake_engine import Ports, running, standard_models
+from transport_fakes import Ports, running, standard_models
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import Ports
 from server_http import HEADER_LENGTH, Answer, ask, binary_x, infer, infer_binary, x
+from transport_fakes import Ports
 
 MIB = 1 << 20
 

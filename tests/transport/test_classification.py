@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from clients import PROTOCOLS, connect
-from fake_engine import Ports
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from server_http import infer, x
+from transport_fakes import Ports
 
 from server.ipc.model import TensorSpec
 from server.protocol.classification import classify

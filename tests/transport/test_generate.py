@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import Ports
 from server_http import Answer, ask
+from transport_fakes import Ports
 
 
 def generate(server: Ports, model: str, body: Any, stream: bool = False) -> Answer:

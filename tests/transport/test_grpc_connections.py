@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fake_engine import Gate, Ports, identity, running
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc import service_pb2 as pb
 
 from server.grpc import handlers

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import Ports
 from server_http import HEADER_LENGTH, Answer, ask, binary_x, infer, infer_binary, x
+from transport_fakes import Ports
 
 
 def split(answer: Answer) -> tuple[Any, bytes]:

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from fake_engine import Gate, Ports, identity, running
 from server_http import ask, infer, x
+from transport_fakes import Gate, Ports, identity, running
 
 from server.errors import ConfigError
 from server.frontend import listening

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fake_engine import Gate, Ports, identity, running
 from server_http import ask, infer, x
+from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 
 from server.errors import ClientTooSlow, ConfigError, InvalidRequest, PayloadTooLarge, RequestError

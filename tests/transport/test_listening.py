@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_engine import Ports, identity, running
+from transport_fakes import Ports, identity, running
 from tritonclient.grpc.service_pb2 import ServerLiveResponse
 
 from server.errors import ConfigError

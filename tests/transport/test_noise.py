@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fake_engine import Ports, identity, running
 from server_http import HEADER_LENGTH, ask, infer
+from transport_fakes import Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from server.errors import RepositoryError

@@ -6,11 +6,11 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
-from fake_engine import Ports, identity, running
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from server_http import ask
+from transport_fakes import Ports, identity, running
 
 from server.frontend.dataplane import DataPlane
 from server.http.endpoints import endpoints

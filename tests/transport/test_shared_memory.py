@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tritonclient.utils.shared_memory as shm
 from clients import PROTOCOLS, Client, connect
-from fake_engine import Gate, Ports, identity, running
 from server_http import ask, infer, x
+from transport_fakes import Gate, Ports, identity, running
 from tritonclient.utils import InferenceServerException
 
 from server.errors import InvalidRequest, RegionNotFound

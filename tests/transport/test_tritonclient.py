@@ -13,7 +13,7 @@ import tritonclient.grpc.aio as triton_grpc_aio
 import tritonclient.http as triton_http
 import tritonclient.http.aio as triton_http_aio
 from clients import PROTOCOLS, Client, connect
-from fake_engine import Gate, Ports, identity, running
+from transport_fakes import Gate, Ports, identity, running
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 A = np.arange(8, dtype=np.float32).reshape(2, 4)

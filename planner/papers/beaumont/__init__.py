@@ -1,1 +1,1 @@
-"""Beaumont et al.: chains of layers, and which activations to offload."""
+"""Beaumont, Eyraud-Dubois and Shilova: offloading of activations in chains of layers."""

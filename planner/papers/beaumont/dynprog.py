@@ -1,16 +1,15 @@
 """DYNPROG: the best set of activations to offload when copies are fractional (Beaumont et al., Algorithm 1).
 
-The table of layer i has an entry per (bytes kept below x_i, Delta_F, Delta_B), the least idle time so far; the paper's
-M_F is x_i + kept + Delta_F+. Ours beside the paper: entries that cannot lead to an optimum any more, or that another
-entry is at least as good as, are forgotten. That changes no result:
+The table of layer i has an entry per (bytes kept below x_i, Delta_F, Delta_B), with the least idle time so far; the
+paper's M_F is x_i + kept + Delta_F+. Unlike the paper, entries that cannot lead to an optimum, or that another entry
+dominates, are removed. That changes no result:
 - what one entry reaches, another with no more of each reaches as early; it may also wait first, and Deltas then fall
-  by what the link copies meanwhile;
-- the idle time still to come is at least that of the copies that do not fit behind the ops to come.
+  by what the link copies during the wait;
+- the remaining idle time is at least that of the copies that do not fit into the remaining ops.
 
-The paper's rounding is in a research report; ours: sizes and times count in units of `grid_bytes` on the link, sums
-from x_0 on rounded, not single values, so that no error grows with the layers. Room is rounded down. What is found is
-judged again without rounding, beside GREEDY's choices.
-"""
+The paper leaves its rounding to a research report. Here, sizes and times are in units of `grid_bytes` on the link, and
+prefix sums are rounded, not single values, so that no error grows with the layers. Room is rounded down. The finalists
+are evaluated again without rounding, together with GREEDY's choices."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -28,9 +27,9 @@ Floats = NDArray[np.float64]
 Offloaded = tuple[bool, ...]
 
 GRID_UNITS: Final = 2000
-"""Units that all activations together have, where nobody says how large a unit is."""
+"""Units in all activations together, unless the unit is given."""
 FINALISTS: Final = 16
-"""Choices that are judged without rounding."""
+"""Choices that are evaluated without rounding."""
 _TIE: Final = 1e-9
 
 
@@ -58,7 +57,7 @@ class _Grid(NamedTuple):
 
 
 def optima(chain: LayerChain, memory_bytes: float, grid_bytes: float | None = None) -> list[Offloaded]:
-    """Of the choices that were judged best, the one that offloads least, and the one that offloads most.
+    """Of the choices evaluated as best, the one that offloads least, and the one that offloads most.
 
     The latter leaves memory for what the relaxation leaves out; there is none if nothing need be offloaded.
     """
@@ -84,8 +83,8 @@ def incumbents(chain: LayerChain, memory_bytes: float) -> list[Offloaded]:
 def _on_grid(chain: LayerChain, memory_bytes: float, unit: float) -> _Grid:
     last = chain.layers
     rooms = [
-        [int((memory_bytes - beside(i)) // unit) for i in range(last)]
-        for beside in (chain.beside_forward_bytes, chain.beside_backward_bytes)
+        [int((memory_bytes - own(i)) // unit) for i in range(last)]
+        for own in (chain.forward_own_bytes, chain.backward_own_bytes)
     ]
     return _Grid(
         _rounded(chain.x_bytes[:last], unit),

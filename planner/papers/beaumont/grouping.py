@@ -1,21 +1,20 @@
-"""Any graph as a chain of virtual layers: where it turns from forward to backward, and what its layers save for that.
+"""Any graph as a chain of virtual layers: where it turns from forward to backward, and what its layers save.
 
 Beaumont et al., section 6, "have slightly modified these networks to represent them as linear chains, by grouping each
-non-linear part of the graph in a virtual layer". How is not said; here:
+non-linear part of the graph in a virtual layer". The paper does not say how. Here:
 
 - The graph *turns* where the most bytes of activations and inputs wait between two uses. Waits for an op that changes
-  something in place do not count (they are gradients on their way to an update), nor do waits over nothing else. An
-  inference graph may turn too: the decoder of a U-net uses what its encoder saved. Without waits all is forward.
-- A virtual layer ends with every op whose results are all that later forward ops read of the forward ops so far. Up
-  to SMALL_SHARE of the bytes that ever pass between layers may do so beside, say masks that every layer reads.
-- A backward op belongs to the last forward layer that used its operands, or to that of the op before it if that is an
-  earlier one. Ops that change something in place just follow.
-- x_i is what waits over the turn and was written by layer i - 1. Where it is used longer forward, or sooner backward,
-  than the model has it, i is larger.
-- y_i is everything else that lives between two backward layers, accumulated gradients and outputs too. Extra memory is
-  what is missing to the bytes that are really alive, so that M_peak is exact.
-- Weights lie in memory beside the chain.
-"""
+  a tensor in place do not count (these are gradients on their way to an update), nor do waits over such ops only. An
+  inference graph may turn, too: the decoder of a U-net uses what its encoder saved. Without waits all is forward.
+- A virtual layer ends with every op whose results are all that later forward ops read of earlier forward ops. Up to
+  SMALL_SHARE of the bytes between layers may bypass it, such as masks that every layer reads.
+- A backward op belongs to the last forward layer that used its operands, or to the layer of the preceding backward op
+  if that is earlier. Ops that change a tensor in place follow.
+- x_i is what waits over the turn and was written by layer i - 1. If it is used longer in the forward phase, or sooner
+  in the backward phase, than the model assumes, i is larger.
+- y_i is everything else that lives between two backward layers, including accumulated gradients and outputs. Extra
+  memory is the difference to the bytes that are really alive, so that M_peak is exact.
+- Weights are not part of the chain's memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,17 +58,17 @@ def turn(gaps: Gaps) -> int:
 def virtual_layers(gaps: Gaps, turn: int) -> list[int]:
     """The op that ends each virtual layer, the last forward op included."""
     graph = gaps.graph
-    written, beside = np.zeros(turn + 1, np.int64), np.zeros(turn + 1, np.int64)
+    written, bypassing = np.zeros(turn + 1, np.int64), np.zeros(turn + 1, np.int64)
     for k, op in enumerate(graph.ops[:turn]):
         for t in op.writes:
             until = max((u for u in gaps.uses[t] if u < turn), default=k)
             if until > k:
                 written[k] += graph.tensors[t].nbytes
-                beside[k + 1] += graph.tensors[t].nbytes
-                beside[until] -= graph.tensors[t].nbytes
-    beside = np.cumsum(beside)
-    small = SMALL_SHARE * (written + beside).max(initial=0)
-    ends = [k for k in range(turn - 1) if written[k] and beside[k] <= small]
+                bypassing[k + 1] += graph.tensors[t].nbytes
+                bypassing[until] -= graph.tensors[t].nbytes
+    bypassing = np.cumsum(bypassing)
+    small = SMALL_SHARE * (written + bypassing).max(initial=0)
+    ends = [k for k in range(turn - 1) if written[k] and bypassing[k] <= small]
     return [*ends, turn - 1] if turn else []
 
 

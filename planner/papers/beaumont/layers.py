@@ -20,9 +20,9 @@ class LayerChain:
     x_bytes: Sequence[float]
     y_bytes: Sequence[float]
     forward_extra_bytes: Sequence[float]
-    """ex_F: what a forward op needs beside x_i and x_(i+1)."""
+    """ex_F: what a forward op needs in addition to x_i and x_(i+1)."""
     backward_extra_bytes: Sequence[float]
-    """ex_B: what a backward op needs beside both x and both y. Negative where these are never all there."""
+    """ex_B: what a backward op needs in addition to both x and both y. Negative where these never coexist."""
     offload_bytes_per_s: float
     prefetch_bytes_per_s: float
 
@@ -34,12 +34,12 @@ class LayerChain:
     def compute_s(self) -> float:
         return sum(self.forward_s) + sum(self.backward_s)
 
-    def beside_forward_bytes(self, i: int) -> float:
-        """What F_i needs beside the activations that are not its own."""
+    def forward_own_bytes(self, i: int) -> float:
+        """What F_i needs itself, without the other activations."""
         return self.x_bytes[i] + self.x_bytes[i + 1] + self.forward_extra_bytes[i]
 
-    def beside_backward_bytes(self, i: int) -> float:
-        """What B_i needs beside the activations that are not its own."""
+    def backward_own_bytes(self, i: int) -> float:
+        """What B_i needs itself, without the other activations."""
         own = self.x_bytes[i] + self.x_bytes[i + 1] + self.y_bytes[i] + self.y_bytes[i + 1]
         return own + self.backward_extra_bytes[i]
 
@@ -54,7 +54,7 @@ class LayerChain:
     def _needs(self, below: Sequence[float]) -> list[float]:
         """Bytes during every op, when `below[i]` of the activations before x_i are in memory."""
         return [
-            below[i] + beside(i)
+            below[i] + own(i)
             for i in range(self.layers)
-            for beside in (self.beside_forward_bytes, self.beside_backward_bytes)
+            for own in (self.forward_own_bytes, self.backward_own_bytes)
         ]

@@ -5,7 +5,7 @@ relaxations copies can be interrupted and memory comes free (or fills) byte by b
 offloaded is offloaded in order, then brought back in reverse order.
 
 Equations (1) to (9) were derived anew; the printed ones differ in these places:
-- (6) has ex^F for what the backward op needs beside its operands, ex^B;
+- (6) has ex^F for what the backward op needs in addition to its operands, ex^B;
 - Delta_B is of x_(i-1), ..., x_0: those are what can come before B_(i-1) starts, not x_L, ..., x_i;
 - Algorithm 1 asks for room with Delta where section 5.2 has Delta+, so a link that has nothing to do costs memory;
 - R^B has y_(j-1) for B_j's other gradient, y_(j+1);
@@ -40,8 +40,8 @@ def relaxed_s(chain: LayerChain, memory_bytes: float, out_bytes: Sequence[float]
     out_rate, in_rate = chain.offload_bytes_per_s, chain.prefetch_bytes_per_s
     idle_s = kept = to_offload = to_prefetch = 0.0  # the last two are Delta_F and Delta_B
     for i, out in enumerate(out_bytes):
-        forward_room = memory_bytes - kept - chain.beside_forward_bytes(i)
-        backward_room = memory_bytes - kept - chain.beside_backward_bytes(i)
+        forward_room = memory_bytes - kept - chain.forward_own_bytes(i)
+        backward_room = memory_bytes - kept - chain.backward_own_bytes(i)
         if min(forward_room, backward_room) < 0:
             return math.inf
         forward_wait = max(0.0, to_offload - forward_room)  # (1), in bytes

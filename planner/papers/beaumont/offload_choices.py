@@ -1,9 +1,8 @@
-"""From a choice on a chain to tensors that leave and fates of gaps: the way from Beaumont's model to graphs.
+"""Turns a choice on a chain into tensors that leave and fates of gaps: from Beaumont's model to graphs.
 
-Weights stay in memory, as in the paper, while that leaves enough for the chain. Where it does not, as for inference
-in less memory than the weights have, some are prefetched for each use (`prefetching`) beside the memory that
-the chain is given; several divisions are tried. That is ours.
-"""
+Weights stay in memory, as in the paper, if enough remains for the chain. Otherwise, as for inference in less memory
+than the weights take, some weights are prefetched for each use (`prefetching`), and several divisions of the memory
+between weights and chain are tried. That extends the paper."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -60,8 +59,8 @@ class Chooser:
     def choices(self, share: float) -> list[Choice]:
         """For this share of the memory, from chains of virtual and of short layers.
 
-        Weights are streamed where they do not fit beside the chains. Where they do in all of the memory but not in
-        the share, that is tried, too.
+        Weights are streamed where they do not fit together with the chains. Where they fit in all of the memory but
+        not in the share, both are tried.
         """
         memory_bytes = share * self._memory_bytes
         weights = sum(self._nbytes[t] for t in self._weights)
@@ -139,7 +138,7 @@ class Chooser:
 
     @cached_property
     def _trains(self) -> bool:
-        """Whether weights are used before and behind the turn."""
+        """Whether some weight is used both before and after the turn."""
         return any(self._gaps.uses[t][0] < self._turn <= self._gaps.uses[t][-1] for t in self._weights)
 
     def _guess_s(self, choice: Choice, memory_bytes: float, chain_bytes: float) -> float:

@@ -6,7 +6,7 @@ costs what the backward phase of section 5.2 does, from the last op to the first
 stays after its use (it is there for the next inference), so `kept_bytes` is fixed beforehand and taken off the memory.
 
     ahead_k = fetched_k + max(0, ahead_(k+1) - (wait_k + u_k) * bandwidth)       bytes copied before op k starts
-    wait_k  = max(0, ahead_(k+1) + fetched_k + a_k + kept - memory) / bandwidth  while op k needs a_k beside weights
+    wait_k  = max(0, ahead_(k+1) + fetched_k + a_k + kept - memory) / bandwidth  while op k needs a_k other than weights
 
 and before the first op all of ahead_0 is copied. "Eager and ordered" (section 4) becomes: keep what is used first,
 for then copies for the rest get ahead of the ops. That is `eager`; `best` is a DYNPROG over (bytes kept, ahead).
@@ -38,7 +38,7 @@ class Line:
     copy_s: Sequence[float]
     """Link time of these weights."""
     room_bytes: Sequence[float]
-    """Memory less what the op needs beside weights."""
+    """Memory without what the op needs other than weights."""
     bytes_per_s: float
 
 
@@ -70,7 +70,7 @@ def fetching_s(
 
 
 def eager(line: Line, window_bytes: float = 0.0) -> tuple[bool, ...]:
-    """Keep the weights of the first k ops, k the most that leave `window_bytes` beside what each op needs."""
+    """Keep the weights of the first k ops, k the most that leave `window_bytes` in addition to what each op needs."""
     before = list(accumulate(line.weight_bytes, initial=0.0))
     for k in reversed(range(len(line.op_s) + 1)):
         rest = [0.0] * k + list(line.weight_bytes[k:])

@@ -1,9 +1,8 @@
-"""Beaumont et al.'s GREEDY and DYNPROG: offload activations of a chain of virtual layers, and bring them back.
+"""The searchers `greedy` and `dynprog`: Beaumont et al.'s GREEDY and DYNPROG on a chain of virtual layers.
 
-Both choose a set of activations in a relaxation of the problem (`planner.papers.beaumont`); the plan is the
-no-wait schedule that offloads just these (sections 4 and 5.3). The relaxations know nothing of fragmentation, so the
-choice is made for falling shares of the memory, until the plans get no better.
-"""
+Both choose a set of activations in a relaxation of the problem; the plan is the no-wait schedule that offloads exactly
+these (sections 4 and 5.3). The relaxations do not model fragmentation, so the choice is made for falling shares of the
+memory, until the plans stop improving."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from planner.search.searcher import PlanSearcher
 from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import fit, lean, no_wait
-from planner.sequence.sequence import lay_out, write
+from planner.sequence.sequence import plan_of
 from planner.sequence.serial import require_single_budget, serial_plan
 from planner.simulate import simulate
 
@@ -39,7 +38,7 @@ Candidate = Choice | str
 
 
 class _ChainSearcher(PlanSearcher[Candidate]):
-    """Judges the choices for each share of the memory; what needs the least memory comes last."""
+    """Evaluates the choices for each share of the memory; the plans of least memory come last."""
 
     def __init__(self, name: str, problem: Problem, offload: Offload, keep: Keep) -> None:
         require_single_budget(problem, name)
@@ -84,11 +83,11 @@ class _ChainSearcher(PlanSearcher[Candidate]):
         return serial_plan(self.problem)
 
     def _with_delayed_drops(self, choice: Choice) -> Plan | None:
-        """A plan in which what is swapped out stays until others need its bytes.
+        """A plan whose drops are delayed until the swap-outs have ended, as far as memory allows.
 
-        It waits for no bytes that need not be waited for, but packs less well than one in which all leave at once.
+        It waits less than a plan with immediate drops, but packs less tightly.
         """
-        graph, profile, memory_bytes = self.problem.graph, self.problem.profile, self.problem.memory_bytes
+        problem, memory_bytes = self.problem, self.problem.memory_bytes
         fates = self._chooser.fates(choice)
         most = 1.0
         for share in SHARES:
@@ -97,11 +96,11 @@ class _ChainSearcher(PlanSearcher[Candidate]):
             decided = no_wait(self._gaps, int(share * memory_bytes), fates)
             if decided is None:
                 return None
-            actions = delay_drops(graph, profile, *decided, int(share * memory_bytes))
-            placed = lay_out(graph, actions, decided[1], memory_bytes)
-            if placed.peak_bytes <= memory_bytes:
-                return write(graph, profile, memory_bytes, actions, decided[1], placed)
-            most = share * memory_bytes / placed.peak_bytes * HOPEFUL
+            actions = delay_drops(problem.graph, problem.profile, *decided, int(share * memory_bytes))
+            plan, peak_bytes = plan_of(problem, actions, decided[1])
+            if plan is not None:
+                return plan
+            most = share * memory_bytes / peak_bytes * HOPEFUL
         return None
 
 

@@ -1,1 +1,1 @@
-"""HOME (He et al.): what a fate per tensor costs."""
+"""HOME (He et al.): particle swarm optimisation of a fate per tensor."""

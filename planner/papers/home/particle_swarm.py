@@ -6,7 +6,7 @@ Algorithm 2 (`planner.papers.home.cost`) finds less costly. Where the paper says
 
 - HOME decides about the feature maps of a training step, and all else stays. Here whatever has a gap is decided
   about: inference has little but weights. They cannot be recomputed, but they can be restored (`Fate.RESTORE`).
-- The particles are judged by the simulator, and that says which ones are best; the cost model guides the updates.
+- The simulator ranks the particles; the cost model guides the updates.
 - Random particles would not fit in a small memory. They begin with everything swapped, and random actions are taken
   for as long as a random share of the memory lasts. One more takes those that save the most of the link, and two give
   one tensor after the other the action that the cost model likes best.
@@ -55,7 +55,7 @@ NODES: Final = 3000
 POLISHED: Final = 3
 """So many, of the best by the simulator and of the best by the cost model each."""
 PERIOD: Final = 0.01
-"""What a second of the period counts for beside one of the latency when particles are compared."""
+"""Weight of a second of the period relative to a second of latency when particles are compared."""
 
 
 class Particle(NamedTuple):
@@ -145,14 +145,14 @@ class ParticleSwarm(PlanSearcher[Particle]):
         own = list(swarm)
         for _ in range(self._iterations - 1):
             self._adjust(swarm)
-            last = min(swarm, key=self._judged)
+            last = min(swarm, key=self._simulated_s)
             before, swarm = swarm, []
             for i in range(0, len(before), part):
                 pairs = zip(before[i : i + part], own[i : i + part], strict=True)
                 moved = [updated(p, last, o, self._cost, self._some(start.decided)) for p, o in pairs]
                 yield from self._new(moved)
                 swarm += moved
-            own = [min(o, p, key=self._judged) for o, p in zip(own, swarm, strict=True)]
+            own = [min(o, p, key=self._simulated_s) for o, p in zip(own, swarm, strict=True)]
             if all(np.array_equal(p, q) for p, q in zip(before, swarm, strict=True)):
                 return
 
@@ -165,13 +165,13 @@ class ParticleSwarm(PlanSearcher[Particle]):
         room_bytes = int(self._share * self.problem.memory_bytes)
         return evaluate(tables(self._gaps), self._seconds, particle, room_bytes, FAR)
 
-    def _judged(self, particle: Codes) -> float:
+    def _simulated_s(self, particle: Codes) -> float:
         return self._score_s.get(particle.tobytes(), math.inf)
 
     def _adjust(self, swarm: Sequence[Codes]) -> None:
         """Assume less memory if what should be the best particle could not be placed as it was thought of."""
         best = min(swarm, key=self._cost)
-        if self._judged(best) > CLOSE * self._cost(best):
+        if self._simulated_s(best) > CLOSE * self._cost(best):
             self._share = max(self._share - LESS, min(SHARES))
         else:
             self._share = min(self._share + MORE, 1.0)
@@ -188,7 +188,7 @@ class ParticleSwarm(PlanSearcher[Particle]):
         return particle
 
     def _new(self, particles: Sequence[Codes]) -> Iterator[Sequence[Particle]]:
-        """Those that were not judged yet."""
+        """Those that were not evaluated yet."""
         new = [c for c in dict.fromkeys(p.tobytes() for p in particles) if c not in self._score_s]
         if new:
             yield [Particle(c) for c in new]

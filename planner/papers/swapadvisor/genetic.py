@@ -1,9 +1,9 @@
 """SwapAdvisor (ASPLOS'20; thesis, chapter 4): a genetic algorithm over schedules and memory pools.
 
 A candidate is an order of the ops and a pool; the swap planner (`pool_swaps`) makes a plan of the two, the
-simulator judges it. The paper leaves open, and here it is so:
+simulator evaluates it. The paper leaves open, and here it is so:
 
-- The first generation has the graph's own order beside random ones, and pools that ops can run in: random mappings of
+- The first generation has the graph's own order and random ones, and pools that ops can run in: random mappings of
   sizes to classes, and the one that needs the least memory.
 - A generation has as many children as the population has members. Only candidates that fit survive, as long as
   there are any.
@@ -125,15 +125,17 @@ class Genetic:
         yield [SERIAL]
         if not self.problem.graph.ops or not len(self._space.sizes.nbytes):
             return
-        living = yield from self._judged(self._first_generation())
+        living = yield from self._evaluated(self._first_generation())
         best_s = np.inf
         while True:
             self.population_costs = tuple(m.cost for m in living)
-            children = yield from self._judged(self._children(living))
+            children = yield from self._evaluated(self._children(living))
             best_s = min(best_s, *(m.cost.latency_s for m in (*living, *children)))
             living = self._survivors([*living, *children], best_s)
 
-    def _judged(self, members: Sequence[_Individual]) -> Generator[Sequence[Chromosome], None, list[_Individual]]:
+    def _evaluated(
+        self, members: Sequence[_Individual]
+    ) -> Generator[Sequence[Chromosome], None, list[_Individual]]:
         yield [_candidate(m) for m in members]
         return [_Individual(m.order, m.allocation, cost) for m, cost in zip(members, self._costs, strict=False)]
 

@@ -1,13 +1,12 @@
-"""SwapAdvisor's online baseline: least recently used leaves, and later iterations prefetch what the first one swapped.
+"""The searcher `on_demand`: ODSwap, SwapAdvisor's online baseline. LRU eviction, with prefetching in later iterations.
 
 SwapAdvisor, section 6.1, Baselines: "in the first training iteration, ODSwap swaps out a tensor when the GPU memory
 is insufficient to run the next node based on LRU. In subsequent iterations, ODSwap performs prefetching based on the
 scheduling decisions seen in the first iteration."
 
-The paper says no more than that. Here, the iteration whose decisions are kept is one that starts with the weights
-that it ends with. Prefetching moves a swap-in ahead, in the order of demand, as far as memory allows, and what has
-to leave for it leaves right after its last use. Copies overlap with ops in both directions.
-"""
+The paper says no more. Here, the recorded iteration is one that starts with the weights with which it ends. Prefetching
+moves swap-ins ahead, in the order of demand, as far as memory allows; evicted tensors leave right after their last
+use. Copies overlap with ops in both directions."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ from planner.graph import Graph
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.search.searcher import PlanSearcher
-from planner.sequence.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
+from planner.sequence.sequence import Action, compute, drop, plan_of, swap_in, swap_out
 from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 
 SHARES: Final = (1.0, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the decisions assume to have; the rest is for fragmentation."""
 FITTING: Final = 3
-"""Shares to judge: the largest whose tensors can be placed. Placing takes most of the time."""
+"""Shares to evaluate: the largest whose tensors can be placed. Placement takes most of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +55,12 @@ class OnDemand(PlanSearcher[OnDemandCandidate]):
         """Nothing to learn: the candidates do not build on one another."""
 
     def _make(self, candidate: OnDemandCandidate) -> Plan | None:
-        graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
+        graph = self.problem.graph
         if candidate.share is None:
             return serial_plan(self.problem)
-        room_bytes = max(int(memory_bytes * candidate.share), least_bytes(graph))
+        room_bytes = max(int(self.problem.memory_bytes * candidate.share), least_bytes(graph))
         course = steady(graph, room_bytes)
-        actions = prefetched(graph, course)
-        placed = lay_out(graph, actions, course.residents, memory_bytes)
-        if placed.peak_bytes > memory_bytes:
-            return None
-        return write(graph, self.problem.profile, memory_bytes, actions, course.residents, placed)
+        return plan_of(self.problem, prefetched(graph, course), course.residents)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What happens right before an op, or behind the last one: first tensors leave, then others are fetched."""
+    """What happens right before an op, or after the last one: first evictions, then fetches."""
 
     leaves: tuple[Eviction, ...]
     fetches: tuple[int, ...]
@@ -89,19 +84,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class LruDecisions:
-    """The decisions of one iteration: a turn per op, and one behind the last."""
+    """The decisions of one iteration: a turn per op, and one after the last."""
 
     room_bytes: int
     residents: frozenset[int]
     turns: tuple[Turn, ...]
     kept: frozenset[int]
-    """Weights in memory at the end, but none that was there at the start and was pressed out before its first use."""
+    """Weights in memory at the end, but none that was there at the start and was evicted before its first use."""
 
 
 def steady(graph: Graph, room_bytes: int) -> LruDecisions:
     """The decisions of an iteration that starts with weights that it ends with.
 
-    The first pass starts without any. What is there at its end starts the second; a weight that is pressed out before
+    The first pass starts without any. What is there at its end starts the second; a weight that is evicted before
     its first use, or gone at the end, is no resident, and the pass is made again without it.
     """
     residents = least_recently_used(graph, room_bytes, frozenset()).kept
@@ -173,7 +168,7 @@ class _LruMemory:
         inputs = graph.inputs
         self._used = dict.fromkeys((*sorted(residents, key=lambda t: (self._last[t], t)), *inputs), -1)
         self._unsaved = {t for t in self._used if graph.tensors[t].kind != "parameter"}
-        self._pressed_out: set[int] = set()
+        self._evicted_unused: set[int] = set()
         self._free = room_bytes - sum(self._nbytes[t] for t in self._used)
         self._leaving: list[Eviction] = []
         self._evict(())
@@ -197,7 +192,7 @@ class _LruMemory:
 
     def kept(self) -> frozenset[int]:
         """What the iteration may start with, as far as it has shown."""
-        return frozenset(t for t in self._used if self._is_weight(t)) - self._pressed_out
+        return frozenset(t for t in self._used if self._is_weight(t)) - self._evicted_unused
 
     def end(self) -> Turn:
         """All but outputs and residents leaves; no changed state goes unsaved but a resident's."""
@@ -215,7 +210,7 @@ class _LruMemory:
                 return
             if t not in needed and self._nbytes[t]:
                 if self._used[t] < 0:
-                    self._pressed_out.add(t)
+                    self._evicted_unused.add(t)
                 self._leaving.append(self._leave(t))
 
     def _leave(self, t: int) -> Eviction:
@@ -248,6 +243,6 @@ def _held_bytes(graph: Graph, course: LruDecisions, leaves: Sequence[Sequence[Ev
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
-    """The last op that touches a tensor; behind the last op for what must be there then."""
+    """The last op that touches a tensor; the number of ops for outputs."""
     last = {t: k for k in range(len(graph.ops)) for t in graph.needed_by(k)}
     return last | {t: len(graph.ops) for t in graph.outputs if graph.tensors[t].kind in ("input", "activation")}

@@ -1,8 +1,7 @@
-"""What a pool's swap plan costs, and the plan itself: the swap planner's log as the simulator's lanes, and as steps.
+"""Evaluates a pool's swap plan on the simulator's lanes, and writes it as a plan.
 
-A swap-in waits for whoever used its object last: that is the paper's edge from a swap-out (or from the last user of
-what was dropped) to the swap-in (section 4.2, Figure 3). A swap-out waits for the tensor's last user.
-"""
+A swap-in waits for the last user of its object: the paper's edge from a swap-out (or from the last user of what was
+dropped) to the swap-in (section 4.2, Figure 3). A swap-out waits for the tensor's last user."""
 
 from collections.abc import Sequence
 
@@ -165,7 +164,7 @@ def write(
         elif verb == IN:
             writer.swap_in(what, offsets[where])
         elif verb == OUT:
-            writer.swap_out(what, behind_uses=True)
+            writer.swap_out(what, after_uses=True)
         else:
             writer.drop(what)
     return writer.plan(problem.profile.fingerprint)

@@ -1,8 +1,7 @@
-"""A memory pool while the swap planner scans the ops: who is in which object, and the log of what happened.
+"""The state of a memory pool while the swap planner scans the ops: the tensor in each object, and a log of actions.
 
-Tables of records, because compiled functions pay for every array that is handed to them. All functions run inside
-compiled loops and change the tables in place.
-"""
+The state is kept in tables of records, because compiled functions pay for every array argument. All functions run
+inside compiled loops and change the tables in place."""
 
 from typing import Any, Final, NamedTuple
 
@@ -177,7 +176,7 @@ def save(state: PoolState, t: int) -> None:
 
 @compiled
 def displace(state: PoolState, t: int) -> None:
-    """Swap a tensor out, if need be, and drop it. Who displaced it takes its object."""
+    """Swap a tensor out if the host has no copy, and drop it. The caller takes its object."""
     save(state, t)
     note(state.log, GONE, t, NOWHERE)
     state.objects[state.tensors[t].where].holder = FREE

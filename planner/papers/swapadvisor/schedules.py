@@ -1,17 +1,18 @@
-"""SwapAdvisor's operators on schedules (section 5.2): orders of a graph's ops, crossed over and mutated.
+"""SwapAdvisor's operators on schedules (section 5.2): crossover and mutation of the order of a graph's ops.
 
-Besides data dependencies, an op that changes a tensor in place stays behind the ops that used it before and before
-those that use it later, as in the graph's own order.
+Besides data dependencies, an op that changes a tensor in place keeps its order relative to all other users of the
+tensor.
 """
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled
 from planner.graph import Graph
-from planner.order import predecessors
+from planner.order import predecessors, successors
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -29,10 +30,7 @@ class Precedence:
 def precedence(graph: Graph) -> Precedence:
     """Which ops must run before which others."""
     earlier = predecessors(graph)
-    after: list[list[int]] = [[] for _ in graph.ops]
-    for k, needed in enumerate(earlier):
-        for j in needed:
-            after[j].append(k)
+    after = successors(earlier)
     return Precedence(
         np.cumsum([0, *map(len, after)]),
         np.array([k for ops in after for k in ops], np.int64),
@@ -72,20 +70,20 @@ def _mutate(order: Ints, start: Ints, after: Ints, before: Ints, random: Bools, 
     for i in range(count):
         position[order[i]] = i
     ready, place = np.empty(count, np.int64), np.full(count, -1)  # ready ops, and where each stands among them
-    heap = np.empty(count, np.int64)  # their positions, least first; those of ops that ran are skipped
-    ready_length = heap_length = 0
+    ready_length = 0
+    heap = [np.int64(count)]  # positions of ready ops, least first; those of ops that ran are skipped
     for k in range(count):
         if missing[k] == 0:
             ready[ready_length], place[k] = k, ready_length
             ready_length += 1
-            heap_length = _push(heap, heap_length, position[k])
+            heappush(heap, position[k])
     result = np.empty(count, np.int64)
     for i in range(count):
         if random[i]:
             k = ready[int(pick[i] * ready_length)]
         else:
             while place[order[heap[0]]] < 0:
-                heap_length = _pop(heap, heap_length)
+                heappop(heap)
             k = order[heap[0]]
         ready_length -= 1
         ready[place[k]] = ready[ready_length]
@@ -97,30 +95,5 @@ def _mutate(order: Ints, start: Ints, after: Ints, before: Ints, random: Bools, 
             if missing[j] == 0:
                 ready[ready_length], place[j] = j, ready_length
                 ready_length += 1
-                heap_length = _push(heap, heap_length, position[j])
+                heappush(heap, position[j])
     return result
-
-
-@compiled
-def _push(heap: Ints, length: int, value: int) -> int:
-    i = length
-    while i > 0 and heap[(i - 1) // 2] > value:
-        heap[i] = heap[(i - 1) // 2]
-        i = (i - 1) // 2
-    heap[i] = value
-    return length + 1
-
-
-@compiled
-def _pop(heap: Ints, length: int) -> int:
-    value, i = heap[length - 1], 0
-    while True:
-        child = 2 * i + 1
-        if child + 1 < length - 1 and heap[child + 1] < heap[child]:
-            child += 1
-        if child >= length - 1 or heap[child] >= value:
-            break
-        heap[i] = heap[child]
-        i = child
-    heap[i] = value
-    return length - 1

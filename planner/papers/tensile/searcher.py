@@ -18,13 +18,13 @@ from planner.problem import Cost, Problem
 from planner.search.searcher import PlanSearcher
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import fit
-from planner.sequence.sequence import lay_out, write
+from planner.sequence.sequence import plan_of
 from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 
 SHARES: Final = (1.0, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the schedule assumes to have; the rest is for fragmentation."""
 FITTING: Final = 3
-"""Shares to judge: the largest whose tensors can be placed. Placing takes most of the time."""
+"""Shares to evaluate: the largest whose tensors can be placed. Placement takes most of the time."""
 UNTIMED: Final = (0.95, 0.9, 0.8, 0.7, 0.5)
 """The same for schedules of which only the decisions count: what they leave is for transfers that come early."""
 BEST: Final = 2
@@ -63,7 +63,7 @@ class ScheduleCandidate:
 
 
 class Tensile(PlanSearcher[ScheduleCandidate]):
-    """Judges schedules for several maximum swapping rates and shares of the memory."""
+    """Evaluates schedules for several maximum swapping rates and shares of the memory."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         require_single_budget(problem, "interval")
@@ -98,17 +98,12 @@ class Tensile(PlanSearcher[ScheduleCandidate]):
         ]
 
     def _make(self, candidate: ScheduleCandidate) -> Plan | None:
-        graph, memory_bytes = self.problem.graph, self.problem.memory_bytes
         if candidate.schedule is None:
             return serial_plan(self.problem)
         axis = self._axis(candidate.schedule)
         if not candidate.timed:
             return fit(self.problem, self._gaps, fates_of(axis, self._gaps))
-        actions, residents = actions_of(axis)
-        placed = lay_out(graph, actions, residents, memory_bytes)
-        if placed.peak_bytes > memory_bytes:
-            return None
-        return write(graph, self.problem.profile, memory_bytes, actions, residents, placed)
+        return plan_of(self.problem, *actions_of(axis))[0]
 
     def _scheduled(self, how: ScheduleOptions) -> Axis:
         room_bytes = max(int(self.problem.memory_bytes * how.share), least_bytes(self.problem.graph))

@@ -25,7 +25,7 @@ _LEAST_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """Both directions alone, and the bandwidths of both when they are busy at the same time."""
+    """Each direction by itself, and the bandwidths of both when they are busy at the same time."""
 
     swap_in: Link
     swap_out: Link
@@ -45,7 +45,7 @@ class LinkBench:
 
     def close(self) -> None:
         self._streams.driver.drain()
-        self._pinned.give(self._host)
+        self._pinned.release(self._host)
 
     def figures(self) -> LinkFigures:
         swap_in = self._link(self._streams.swap_in, self.copy_in)

@@ -1,13 +1,13 @@
 """What the scheduler knows of one model: its queue, what its config says, and how long its executions take."""
 
 from server.scheduling.batching import Batch, alone, batch_of
-from server.scheduling.estimates import Estimate, Readiness
+from server.scheduling.estimates import Estimate, SwapTiming
 from server.scheduling.limits import Admission
 from server.scheduling.policy import Policy
 from server.scheduling.queues import ModelQueue, Ticket
 
 
-class KnownModel:
+class ScheduledModel:
     """Belongs to the scheduler, which changes it."""
 
     def __init__(self, generation: int) -> None:
@@ -17,7 +17,7 @@ class KnownModel:
         self.apply(self.admission.policy)
         self.estimate = Estimate({})
         self.most_rows = 0
-        self.readiness = Readiness()
+        self.readiness = SwapTiming()
         self.held = False
 
     def apply(self, policy: Policy) -> None:

@@ -1,4 +1,4 @@
-"""What is known of the models that were opened last: all but their parameters, so that one is opened again at once."""
+"""A cache of recently opened models without their parameters, so that a model can be opened again at once."""
 
 import os
 from collections import OrderedDict
@@ -15,16 +15,16 @@ from runtime.lowering.lower import Lowered
 Plans = Mapping[int, Plan]
 
 _BYTES_PER_INSTRUCTION = 4 << 10
-"""Of graph, profile, plan, blueprint and calls together, generously: 3.4 KiB were measured."""
+"""Of graph, profile, plan, draft and calls together, rounded up: 3.4 KiB were measured."""
 _MOST_MODELS, _MOST_BYTES = 64, 256 << 20
-_MOST_NOTES = 16
+_MOST_ROOMS = 16
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Newest(Generic[K, V]):
-    """A dictionary of what was used last. Not thread-safe."""
+class LeastRecentlyUsed(Generic[K, V]):
+    """A dictionary that evicts the least recently used entry. Not thread-safe."""
 
     def __init__(
         self, most: int, most_bytes: int | None = None, nbytes: Callable[[V], int] = lambda value: 0
@@ -76,20 +76,20 @@ class FileState:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A model without its parameters, and what was worked out for it so far."""
+class KnownModel:
+    """A model without its parameters, with the plans that were found for it."""
 
     lowered: Lowered
     profiles: dict[int, Profile]
     weights: FileState | None
     """The weights file as it was when its checksum was verified."""
-    plans: Newest[Room, Plans] = field(default_factory=lambda: Newest(_MOST_NOTES))
-    """The library's, by the room that they are for."""
-    rooms: Newest[Hashable, Room | None] = field(default_factory=lambda: Newest(_MOST_NOTES))
-    """What the model should have, by what is free."""
+    plans: LeastRecentlyUsed[Room, Plans] = field(default_factory=lambda: LeastRecentlyUsed(_MOST_ROOMS))
+    """Plans from the library, by workspace and partition size."""
+    rooms: LeastRecentlyUsed[Hashable, Room | None] = field(default_factory=lambda: LeastRecentlyUsed(_MOST_ROOMS))
+    """The workspace and partition that the model should get, by what is free."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the weights file is still the one that was verified."""
         return self.weights is not None and self.weights == FileState.of(self.lowered.weights_path)
 
@@ -99,5 +99,5 @@ class Known:
         return _BYTES_PER_INSTRUCTION * sum(len(trace.instructions) for trace in self.lowered.traces.values())
 
 
-def new_shelf() -> Newest[Hashable, Known]:
-    return Newest(_MOST_MODELS, _MOST_BYTES, lambda known: known.nbytes)
+def new_cache() -> LeastRecentlyUsed[Hashable, KnownModel]:
+    return LeastRecentlyUsed(_MOST_MODELS, _MOST_BYTES, lambda known: known.nbytes)

@@ -21,7 +21,7 @@ from server.errors import (
     ShuttingDown,
     from_wire,
 )
-from server.frontend.memory import MARK, Lease, RequestMemory, round_up
+from server.frontend.memory import Lease, RequestMemory
 from server.ipc.catalog import Catalog, ModelEntry, ModelState
 from server.ipc.channel import MessageChannel
 from server.ipc.execution import InferResult, OnSpans
@@ -52,6 +52,7 @@ from server.ipc.messages import (
     decode_to_frontend,
 )
 from server.ipc.model import ModelInfo
+from server.ipc.shared_layout import MARK, round_up
 from server.ipc.statistics import EngineReport
 from server.observe.settings import LogSettings
 from server.protocol.datatypes import DTYPES
@@ -97,7 +98,7 @@ class _Pending:
         return math.inf if timeout_s is None or arrived_s is None else arrived_s + timeout_s
 
 
-class EngineProcess:
+class EngineConnection:
     """An `EngineClient` for an engine process, which may die and be started again. Event loop's thread only.
 
     Every request lies in `memory` until the engine has answered it. When the connection ends, those requests are sent
