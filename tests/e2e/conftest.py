@@ -35,7 +35,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def fixed_plans(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of servers whose plans are always the same: computing a layer takes twice as long as copying a MiB."""
+    """The cache of servers whose plans are always the same: computing a layer takes as long as copying half a MiB."""
     folder = tmp_path_factory.mktemp("fixed")
     repository, cache = folder / "models", folder / "cache"
     for seed, name in enumerate("abcd"):
@@ -45,7 +45,7 @@ def fixed_plans(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Pat
             pass  # the models are lowered and measured now
     for path in (cache / "profiles").glob("*.json"):
         profile = profile_format.decode(path.read_bytes())
-        seconds, link = (400e-6,) * len(profile.op_seconds), Link(5e-6, 5e9)
+        seconds, link = (100e-6,) * len(profile.op_seconds), Link(5e-6, 5e9)
         fixed = structs.replace(profile, op_seconds=seconds, swap_in=link, compute_slowdown=1.0, swap_slowdown=1.0)
         path.write_bytes(profile_format.encode(fixed))
     shutil.rmtree(cache / "plans")
