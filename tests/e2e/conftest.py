@@ -3,16 +3,15 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
 
-from planner.profile import Link, Profile
-from runtime.cpu import backend as cpu
-from runtime.lowering.lower import Lowered
+from planner import profile as profile_format
+from planner.profile import Link
 from tests.e2e.archives import Archives
+from tests.e2e.serving import serving
 from tests.e2e.stacks import Stacks
 
 
@@ -35,29 +34,22 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _fixed_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fixed")
-
-
-@pytest.fixture
-def fixed_plans(monkeypatch: pytest.MonkeyPatch, _fixed_cache: Path) -> Path:
+def fixed_plans(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache of servers whose plans are always the same: computing a layer takes as long as copying half a MiB."""
-    measured = cpu.profile
-
-    def as_if(lowered: Lowered, *others: Any, **options: Any) -> dict[int, Profile]:
-        return {
-            batch: structs.replace(
-                profile,
-                op_seconds=(100e-6,) * len(profile.op_seconds),
-                swap_in=Link(5e-6, 5e9),
-                compute_slowdown=1.0,
-                swap_slowdown=1.0,
-            )
-            for batch, profile in measured(lowered, *others, **options).items()
-        }
-
-    monkeypatch.setattr(cpu, "profile", as_if)
-    return _fixed_cache
+    folder = tmp_path_factory.mktemp("fixed")
+    repository, cache = folder / "models", folder / "cache"
+    for seed, name in enumerate("abcd"):
+        stacks.put(repository, name, seed)
+    for store in ("ram", "file"):
+        with serving(repository, "20MiB", cache, store=store, batch_sizes=(1, 2)):
+            pass  # the models are lowered and measured now
+    for path in (cache / "profiles").glob("*.json"):
+        profile = profile_format.decode(path.read_bytes())
+        seconds, link = (100e-6,) * len(profile.op_seconds), Link(5e-6, 5e9)
+        fixed = structs.replace(profile, op_seconds=seconds, swap_in=link, compute_slowdown=1.0, swap_slowdown=1.0)
+        path.write_bytes(profile_format.encode(fixed))
+    shutil.rmtree(cache / "plans")
+    return cache
 
 
 @pytest.fixture(autouse=True)

@@ -1,52 +1,40 @@
 """The first swap-ins of a queued model are issued while another model computes, with plans as served."""
 
-import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runtime.host.store import StoreKind
-from tests.e2e.serving import READY_S, Running, eventually, metric, serving
-from tests.e2e.stacks import Stacks, answer, is_answer_of
+from tests.e2e.archives import Archives
+from tests.e2e.serving import infer, metric, serving
 
-SEEDS = {"a": 0, "b": 1}
-TIMES = 4
-
-
-def hits(server: Running) -> float:
-    return sum(metric(server.metrics_address, "cohabit_prefetch_hits", name) for name in SEEDS)
+NAMES = ("bert_small", "ranker")
+TIMES, AT_ONCE = 6, 3
 
 
-def answer_all_at_once(server: Running) -> float:
-    """Let requests of both models queue up before the first is executed; returns the prefetches that hit."""
-    before, lane = hits(server), server.engine._lanes[0]
-    busy, go_on = threading.Event(), threading.Event()
-
-    def occupy() -> bool:
-        busy.set()
-        return go_on.wait(READY_S)
-
-    held = asyncio.run_coroutine_threadsafe(lane.between(occupy), server.loop)
-    assert busy.wait(READY_S)
-    with ThreadPoolExecutor(TIMES * len(SEEDS)) as clients:
-        asked = []
-        for count in range(1, TIMES + 1):
-            for name, seed in SEEDS.items():  # in turns, as they are executed then
-                asked.append((seed, clients.submit(answer, server, name)))
-                eventually(lambda name=name, count=count: lane.pending(name) == count)
-        go_on.set()
-    assert held.result()
-    assert all(is_answer_of(seed, output.result()) for seed, output in asked)
-    return hits(server) - before
-
-
+@pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("store", ["ram", "file"])
-def test_queued_models_are_prefetched(stacks: Stacks, fixed_plans: Path, tmp_path: Path, store: StoreKind) -> None:
-    for name, seed in SEEDS.items():
-        stacks.put(tmp_path, name, seed)
-    with serving(tmp_path, "5MiB", fixed_plans, store=store, batch_sizes=(1,)) as server:
-        assert answer_all_at_once(server) > 0
-        server.engine.prefetch(False)
-        assert answer_all_at_once(server) == 0
+def test_queued_models_are_prefetched_and_answer_as_they_do_alone(
+    archives: Archives, store: StoreKind, prefetch: bool
+) -> None:
+    inputs = {name: archives.inputs(name, 1) for name in NAMES}
+    repository = archives.repository(*NAMES)
+    with serving(repository, "25%", archives.cache, store=store, prefetch=prefetch) as server:
+        shares = [metric(server.metrics_address, "cohabit_resident_share", name) for name in NAMES]
+        assert min(shares) < 1, "something is copied for each inference"
+        alone = {name: infer(server.address, name, inputs[name]) for name in NAMES}
+
+        def ask_on(name: str) -> list[dict[str, NDArray[Any]]]:
+            return [infer(server.address, name, inputs[name]) for _ in range(TIMES)]
+
+        with ThreadPoolExecutor(AT_ONCE * len(NAMES)) as clients:
+            asked = [(name, clients.submit(ask_on, name)) for name in NAMES * AT_ONCE]
+        for name, answers in asked:
+            for answer in answers.result():
+                for key, value in alone[name].items():
+                    np.testing.assert_allclose(answer[key], value, rtol=1e-4, atol=1e-5)
+        hits = sum(metric(server.metrics_address, "cohabit_prefetch_hits", name) for name in NAMES)
+        assert (hits > 0) == prefetch
