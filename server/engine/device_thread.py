@@ -304,9 +304,8 @@ class DeviceThread:
         model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
         if ahead is None or model is None:
             return _Told()
-        if told is None or (told.model, told.rows) != (ahead.model, ahead.rows):
-            tell = model.servable.expect if told is None else model.servable.expect_behind
-            tell(ahead.rows, _follower(ahead.tickets) is not None)
+        if told is None:
+            model.servable.expect(ahead.rows, _follower(ahead.tickets) is not None)
         return _Told(ahead.model, ahead.rows, waiting)
 
 

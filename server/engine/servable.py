@@ -121,10 +121,6 @@ class ProgramServable:
         """Let the swap-in lane start on this model's prefix behind the next inference's copies."""
         self.executor.expect(self._planned(batch), followed=followed)
 
-    def expect_behind(self, batch: int, followed: bool = False) -> None:
-        """Let the swap-in lane start on this model's prefix behind the copies of the inference under way."""
-        self.executor.expect_behind(self._planned(batch), followed=followed)
-
     def switch(self, programs: Mapping[int, Program]) -> None:
         """Run these programs from now on, whose residents are there; on the engine's thread."""
         self.programs = programs

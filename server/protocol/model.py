@@ -126,10 +126,6 @@ class Servable(Protocol):
         """
         ...
 
-    def expect_behind(self, batch: int, followed: bool = False) -> None:
-        """Hear that this model, or this batch, is next behind what is executed, as was not known before. Any thread."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Footprint:

@@ -41,8 +41,6 @@ class FakeServable:
     calls: list[int] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     """Batches that were announced to come next."""
-    expected_late: list[int] = field(default_factory=list)
-    """The same, while what is before them was being executed."""
 
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
     readiness: Readiness = field(default_factory=Readiness)
@@ -53,9 +51,6 @@ class FakeServable:
 
     def expect(self, batch: int, followed: bool = False) -> None:
         self.expected.append(batch)
-
-    def expect_behind(self, batch: int, followed: bool = False) -> None:
-        self.expected_late.append(batch)
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
         self.calls.append(rows)

@@ -135,9 +135,6 @@ class Patient:
     def expect(self, program: Program | None, *, followed: bool = False) -> None:
         self._executor.expect(program, followed=followed)
 
-    def expect_behind(self, program: Program, *, followed: bool = False) -> None:
-        self._executor.expect_behind(program, followed=followed)
-
     def run(self, program: Program, inputs: Sequence[torch.Tensor], **options: Any) -> Result:
         last = program.computes[-1].step
 

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from server_fakes import FakeServable, Gate, identity
@@ -57,30 +56,6 @@ async def test_the_next_model_hears_of_its_turn_before_the_one_ahead_of_it_runs(
     first, second = await run_three()
     assert first.expected == [2], "while `second` ran"
     assert second.expected == [], "nothing was known when the first request began"
-    assert second.expected_late == [3], "until it came"
-    assert first.expected_late == [], "one model is next"
-
-
-async def test_a_batch_that_grows_is_told_anew_and_nothing_else_is() -> None:
-    gate = Gate()
-    first, second, third = (
-        FakeServable(identity("first", "FP32").info, gate),
-        *(replace(identity(name, "FP32"), seconds_by_batch=FASTER) for name in ("second", "third")),
-    )
-    engine = Engine(Scheduler(8))
-    for servable in (first, second, third):
-        engine.add(servable, ModelStatistics())
-    engine.start()
-    answers = [asyncio.ensure_future(engine.infer(request("first", 1)))]
-    await asyncio.to_thread(gate.entered.wait, 10)
-    for model in ("second", "third", "second", "third", "first", "second"):
-        answers.append(asyncio.ensure_future(engine.infer(request(model, 1))))
-        await some_turns()
-    gate.open.set()
-    await asyncio.gather(*answers)
-    await engine.stop()
-    assert (second.expected_late, second.calls) == ([1, 2, 3], [3])
-    assert (third.expected_late, third.expected, third.calls) == ([], [2], [2])
 
 
 async def test_what_comes_when_nothing_is_executed_is_not_told() -> None:
@@ -92,13 +67,13 @@ async def test_what_comes_when_nothing_is_executed_is_not_told() -> None:
         await engine.infer(request("first", 1))
         engine._device.tell_late()
     await engine.stop()
-    assert servable.expected == servable.expected_late == []
+    assert servable.expected == []
 
 
 async def test_models_without_leading_copies_are_not_told_of_their_turn() -> None:
     first, second = await run_three(prefetches=False)
     for told in (first, second):
-        assert told.expected == told.expected_late == []
+        assert told.expected == []
 
 
 async def test_prefetching_may_be_ended_and_begun_at_any_time() -> None:
