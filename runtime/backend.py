@@ -59,10 +59,6 @@ class ProgramRunner(Protocol[P_contra]):
         """
         ...
 
-    def expect_behind(self, program: P_contra, *, followed: bool = False) -> None:
-        """Announce, from any thread, the program that runs after the current run, if there is one."""
-        ...
-
     def run(
         self,
         program: P_contra,

@@ -175,7 +175,6 @@ def _program(
         final_calls=with_tables(drafted.final_calls, bound.final_calls),
         constants=_values(drafted.constants, bound.statics),
         epilogue=drafted.epilogue,
-        workspace=bases.workspace,
     )
 
 

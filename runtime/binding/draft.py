@@ -3,7 +3,7 @@
 Drafting walks the plan once. A model that moves, or is loaded again, is bound to the arena from the same draft.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Generic, Literal, TypeVar
@@ -14,7 +14,6 @@ from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from runtime.binding.calls import CallTemplate, template_of
-from runtime.binding.prefetch import WorkspaceUse, workspace_uses
 from runtime.lowering.trace import Instruction, Trace
 from runtime.lowering.weights import Manifest, Piece
 from runtime.memory import Copy
@@ -119,12 +118,9 @@ class Draft:
     constants: Statics
     """Outputs that are parameters or views of them."""
     prefix: int
-    """How many leading swap-ins wait for nothing of this run: a run before may prefetch them."""
-    own_prefix: int
-    """How many of these go to the model's own partition."""
+    """How many leading swap-ins go to the model's own partition and wait for nothing: they can be prefetched."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
-    workspace_uses: tuple[WorkspaceUse, ...]
     restored: Mapping[int, int] = field(init=False)
     """Initial residents that a run brings back, with the index into `swap_ins` of the last copy that does.
 
@@ -200,10 +196,8 @@ class _Drafter:
             ),
             final_calls=self._calls(final_calls, {}),
             constants=constants,
-            prefix=_count(self.swap_ins, self._is_prefetchable),
-            own_prefix=_count(self.swap_ins, lambda s: self._is_prefetchable(s) and _in_partition(s)),
+            prefix=sum(1 for _ in takewhile(self._is_prefetchable, self.swap_ins)),
             epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
-            workspace_uses=workspace_uses(self.graph, self.plan),
         )
 
     def _walk(self) -> tuple[tuple[_PendingCall, ...], Statics]:
@@ -272,9 +266,10 @@ class _Drafter:
         return self.graph.tensors[tensor].nbytes
 
     def _is_prefetchable(self, swap: SwapStep) -> bool:
-        """Whether a swap-in waits for nothing of this run and is not part of the epilogue."""
-        waits = swap.computes_before or swap.others_before or swap.tensor in self.spills
-        return not waits and swap.step < self.plan.epilogue_start
+        """Whether a swap-in goes to the partition, waits for nothing of this run, and is not part of the epilogue."""
+        in_partition = swap.address is not None and swap.address.region == "partition"
+        waits = swap.computes_before or swap.others_before
+        return in_partition and not waits and swap.step < self.plan.epilogue_start
 
     def _needed_by(self, instruction: Instruction) -> list[Instruction]:
         """Return the views that an op needs and that are not made yet, in order, and the op itself."""
@@ -342,15 +337,6 @@ class _StaticValues:
             return StaticWeight(piece, addresses[segment])
         view = self._views[slot]
         return StaticView(template_of(view, self._device), self.of(view.reads, addresses))
-
-
-def _count(swaps: Iterable[SwapStep], leads: Callable[[SwapStep], bool]) -> int:
-    """Return how many swap-ins precede the first that does not lead."""
-    return sum(1 for _ in takewhile(leads, swaps))
-
-
-def _in_partition(swap: SwapStep) -> bool:
-    return swap.address is not None and swap.address.region == "partition"
 
 
 def _frees(steps: Sequence[Sequence[_PendingCall]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:

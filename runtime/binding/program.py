@@ -45,8 +45,6 @@ class Program:
     """Output slots that are parameters or views of them."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
-    workspace: int
-    """Where the workspace begins in the arena."""
     segments: tuple[ComputeStep[Call], ...] = field(default=(), kw_only=True)
     """The compute steps with those of each script segment joined into one, where there are segments."""
     link_bytes: int = field(init=False)

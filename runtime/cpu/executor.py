@@ -5,7 +5,6 @@ once there are activations to swap out. Lanes run in order, so "after step k" me
 finished, and an event is a number on a counter.
 """
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from runtime.binding.calls import Call
 from runtime.binding.draft import ComputeStep, SwapStep
 from runtime.binding.program import Program
 from runtime.captures import Capture
-from runtime.cpu.prefetch import PrefetchCopies
 from runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
 from runtime.errors import DeviceError
 from runtime.lowering.slots import Frame
@@ -51,13 +49,6 @@ class _Prefetch:
     """Of these copies, where the current run has no recording for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CurrentRun:
-    program: Program
-    base: int
-    """The compute lane's counter before it."""
-
-
 class CpuExecutor:
     """Runs programs one at a time, for one calling thread at a time."""
 
@@ -74,11 +65,7 @@ class CpuExecutor:
         """Models whose residents may be wrong, because a copy failed."""
         self._expected: Program | None = None
         self._expected_is_followed = False
-        self._lock = threading.Lock()
-        """Guards the two below and the submission of copies: another thread may announce the next program."""
         self._prefetch: _Prefetch | None = None
-        self._current: _CurrentRun | None = None
-        self._prefetch_copies = PrefetchCopies()
 
     def __enter__(self) -> "CpuExecutor":
         self.start()
@@ -114,9 +101,8 @@ class CpuExecutor:
         `follow` gets a recording of the copies. Raises DeviceError if the store cannot be read.
         """
         self._restored.pop(program.name, None)
-        with self._lock:
-            self._retract()
-            self._expected = None
+        self._retract()
+        self._expected = None
         recording = None if follow is None else Recording(program)
         run = self._new_run(recording)
         self._swap_in.submit(run, program.residents)
@@ -148,10 +134,8 @@ class CpuExecutor:
 
     def dismiss(self, program: Program) -> None:
         """Release a program's spill buffers, and drop references to it."""
-        with self._lock:
-            self._prefetch_copies.forget(program)
-            if self._expected is program:
-                self._expected = None
+        if self._expected is program:
+            self._expected = None
         for activation in program.offloaded:
             activation.close()
 
@@ -166,22 +150,10 @@ class CpuExecutor:
     def expect(self, program: Program | None, *, followed: bool = False) -> None:
         """Announce the program that runs after the next run: the swap-in lane starts on its prefix when it is idle.
 
-        Each copy waits until the next run no longer uses its destination. If another program runs instead, the copies
-        that have not started are skipped.
+        The prefix goes to free bytes of that model's own partition. If another program runs instead, the copies that
+        have not started are skipped.
         """
         self._expected, self._expected_is_followed = program, followed
-
-    def expect_behind(self, program: Program, *, followed: bool = False) -> None:
-        """Announce, from any thread, the program that runs after the current run.
-
-        Nothing happens if there is no current run; another program's prefetch is retracted. The program must stay as it
-        is until the current run has ended.
-        """
-        with self._lock:
-            known = self._prefetch is not None and self._prefetch.program is program
-            if self._current is not None and not known:
-                self._retract()
-                self._start_prefetch(self._current, program, None, Recording(program) if followed else None)
 
     def run(
         self,
@@ -203,9 +175,7 @@ class CpuExecutor:
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
         restored = self._restored.get(program.name)
-        with self._lock:
-            self._submit(program, run, recording)
-            self._current = _CurrentRun(program, run.compute_base)
+        self._submit(program, run, recording)
         try:
             with torch.inference_mode():
                 steps = program.computes if traced or not program.segments else program.segments
@@ -223,8 +193,6 @@ class CpuExecutor:
         finally:
             # Whatever happened, the swap-in lane goes on to the end, so that the residents are back for the next run.
             self._computes.advance(run.compute_base + len(program.computes))
-            with self._lock:
-                self._current = None
             if program.offloaded:
                 self._forget_activations(program, run)
             if follow is not None and recording is not None:
@@ -272,25 +240,16 @@ class CpuExecutor:
             activation.forget()
 
     def _prefetch_expected(self, current: Program, recording: Recording | None) -> None:
-        expected, self._expected = self._expected, None
-        if expected is not None:
-            own = Recording(expected) if recording is None and self._expected_is_followed else None
-            self._start_prefetch(_CurrentRun(current, self._computes.value), expected, recording, own)
-
-    def _start_prefetch(
-        self, current: _CurrentRun, expected: Program, recording: Recording | None, own: Recording | None
-    ) -> None:
         """Submit the prefix of the program that runs next, noted in the current recording or in one of its own."""
-        if not expected.prefix or expected.name in self._stale:
-            return
-        copies = self._prefetch_copies.of(current.program, expected)
-        if not copies:
-            return
+        expected, self._expected = self._expected, None
+        if expected is None or not expected.prefix or expected.name in (current.name, *self._stale):
+            return  # while a model runs, its own partition is in use
+        own = Recording(expected) if recording is None and self._expected_is_followed else None
         noted = recording or own
         note = None if noted is None else noted.by(expected)
-        run = LaneRun(time.perf_counter(), current.base, note=note)
-        self._prefetch = _Prefetch(expected, run, self._swap_in.submitted, len(copies), own)
-        self._swap_in.submit(run, copies)
+        run = LaneRun(time.perf_counter(), self._computes.value, note=note)
+        self._prefetch = _Prefetch(expected, run, self._swap_in.submitted, expected.prefix, own)
+        self._swap_in.submit(run, expected.swap_ins[: expected.prefix])
 
     def _retract(self) -> None:
         """Skip what has not started of a prefetch whose program does not run next after all."""

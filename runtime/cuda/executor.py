@@ -149,9 +149,6 @@ class CudaExecutor:
         """
         self._expected = program
 
-    def expect_behind(self, program: CudaProgram, *, followed: bool = False) -> None:
-        """Nothing comes of it: what runs has been issued as a whole, and its thread has the driver's streams."""
-
     def run(
         self,
         program: CudaProgram,

@@ -67,11 +67,6 @@ class CudaProgram(Program):
     """Its buffers belong to another program of its model."""
 
     @property
-    def prefix(self) -> int:
-        """Only swap-ins to its own partition: a replayed graph does not tell when it is done with the workspace."""
-        return self.draft.own_prefix
-
-    @property
     def pool(self) -> AllocatorPool:
         assert self.admission.pool is not None, "not admitted"
         return self.admission.pool

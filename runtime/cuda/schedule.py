@@ -133,7 +133,7 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
     needed = max((c.swap_ins_before for c in program.computes), default=0)
     if program.constants:
         needed = max(needed, program.epilogue)
-    prefix = min(program.draft.own_prefix, needed)
+    prefix = min(program.prefix, needed)
     whole = _commands(program, 0, needed, most_bytes)
     return IssueSchedule(
         whole=whole,

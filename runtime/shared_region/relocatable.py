@@ -65,7 +65,6 @@ class RelocatableModel:
             final_calls=self._bound(draft.final_calls),
             constants={},
             epilogue=0,
-            workspace=0,
         )
         kinds = [t.kind for t in graph.tensors]
         ops = [graph.ops[s.op].reads for s in plan.steps if isinstance(s, Compute)] or [()]

@@ -144,9 +144,6 @@ class SharedRegion:
     def expect(self, program: Program | None, *, followed: bool = False) -> None:
         """Do nothing: the next model has no bytes of its own to prefetch into."""
 
-    def expect_behind(self, program: Program, *, followed: bool = False) -> None:
-        """As `expect`."""
-
     def capture(self, program: Program) -> Capture | None:
         """Return how a model's programs are issued. Any thread."""
         model = self._models[program.name, program.batch]

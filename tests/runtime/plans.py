@@ -116,34 +116,3 @@ def _travels(graph: Graph, keep: frozenset[int]) -> list[Action]:
             actions.append(drop(t))
             here.discard(t)
     return actions
-
-
-def leading_plan(graph: Graph, resident: frozenset[int] = frozenset(), *, reverse: bool = False) -> Plan:
-    """Every parameter that is not resident has its bytes at the workspace's start, and comes before the first op.
-
-    No copy waits for anything, and each is dropped behind its last reader. With `reverse` the parameters lie the other
-    way round, so that the first to come goes to the bytes that others leave last.
-    """
-    base = streaming_plan(graph, resident)
-    streamed = [i for i in graph.parameters if i not in resident]
-    start, places = 0, {}
-    for i in reversed(streamed) if reverse else streamed:
-        places[i] = Address("workspace", start)
-        start += _up(graph.tensors[i].nbytes, 4096)
-    shift = start  # the activations lie above
-
-    def above(address: Address) -> Address:
-        return Address(address.region, address.offset + shift)
-
-    steps: list[Step] = [SwapIn(i, places[i]) for i in streamed]
-    last_reader = {i: n for n, op in enumerate(graph.ops) for i in op.reads}
-    for step in base.steps:
-        if isinstance(step, Compute):
-            op = graph.ops[step.op]
-            waits = tuple(streamed.index(i) for i in op.reads if i in places)
-            scratch = None if step.scratch is None else above(step.scratch)
-            steps.append(Compute(step.op, tuple(map(above, step.outputs)), scratch, waits[-1:]))
-            steps += [Drop(i) for i in op.reads if i in places and last_reader[i] == step.op]
-    inputs = tuple(Placement(p.tensor, above(p.address)) for p in base.inputs)
-    workspace = base.workspace_bytes + shift
-    return Plan(base.graph, "", base.partition_bytes, workspace, inputs, base.residents, tuple(steps))
