@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server.models.cache import Plans
 from tritonclient.utils import InferenceServerException
 
 from planner.sizing.fitting import Room
 from runtime.binding.program import Program
-from server.models import preparing
+from server.models import preparer
+from server.models.known_models import Plans
 from server.models.prepared import Prepared
 from server.models.repository import ModelSource
 from tests.e2e.serving import eventually, repository_index
@@ -114,13 +114,13 @@ def test_a_model_that_comes_back_runs_the_plans_that_were_found_for_it(
     with controlled(tmp_path / "repository", "6MiB", tmp_path / "cache", load_models=("a",)) as (server, client):
         placement = server.loaded.placement
         assert placement is not None
-        best_plans, found = placement.workshop.best_plans, list[Plans]()
+        best_plans, found = placement.preparer.best_plans, list[Plans]()
 
         def noted(prepared: Prepared, room: Room) -> Plans:
             found.append(best_plans(prepared, room))
             return found[-1]
 
-        monkeypatch.setattr(placement.workshop, "best_plans", noted)
+        monkeypatch.setattr(placement.preparer, "best_plans", noted)
         client.load_model("b")
         server.until_planned()
         assert len(found) == 1
@@ -134,7 +134,7 @@ def test_a_model_that_comes_back_is_opened_from_memory_unless_its_files_have_cha
     stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    prepare = preparing.prepare
+    prepare = preparer.prepare
 
     def noted(source: ModelSource, *arguments: Any) -> Prepared:
         opened.append(source.name)
