@@ -140,7 +140,7 @@ def test_a_model_that_comes_back_is_opened_from_memory_unless_its_files_have_cha
         opened.append(source.name)
         return prepare(source, *arguments)
 
-    monkeypatch.setattr(preparing, "prepare", noted)
+    monkeypatch.setattr(preparer, "prepare", noted)
     stacks.put(tmp_path, "a", 0)
     with controlled(tmp_path, "9MiB", plans) as (server, client):
         for _ in range(3):

@@ -149,5 +149,5 @@ def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives
             assert status == 200
             np.testing.assert_allclose(answer["outputs"][0]["data"], expected[0], rtol=1e-4, atol=1e-6)
         assert server.popen.wait(60) == 0, server.log_text()
-        assert not server.is_anything_left()
+        eventually(lambda: not server.is_anything_left())
         assert "Traceback" not in server.log_text()

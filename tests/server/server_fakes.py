@@ -150,6 +150,7 @@ def config(**changes: object) -> ServeConfig:
         "grpc_port": 0,
         "metrics_port": 0,
         "exit_timeout_s": 5.0,
+        "engine": "in-process",
     }
     return ServeConfig(**(defaults | changes))  # type: ignore[arg-type]
 
