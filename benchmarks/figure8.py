@@ -1,16 +1,16 @@
 """SwapAdvisor's Figure 8 on this machine: every layout in one run, at several rates, over HTTP.
 
-A server per layout is started, and at each rate they are measured one after the other, the others idle: what else the
-machine does meanwhile then falls on all of them. The requests are the same, drawn beforehand, open loop. `resident` has
-all of the memory and is what the others are compared with. Six servers take some 4 GiB of the machine's memory.
-Everything made lies in `.demo`, as `make demo`'s.
+A server per layout is started. At each rate they are measured in turns, in several rounds, while the others are idle, so
+that other load on the machine affects all of them. In one round all get the same requests, drawn beforehand (open loop).
+`resident` has all of the memory; the others are compared with it round by round. Six servers take about 4 GiB of memory.
+Models and caches are those of `make demo`, in `.demo`.
 """
 
 import argparse
 import asyncio
 import math
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
+from rich.progress import track
 
+from benchmarks.ratio import LIKELY, Ratio
 from benchmarks.record import RESULTS, markdown_table, record
 from benchmarks.scrape import by_model, free_port
 from loadgen.errors import ServerFailed
@@ -31,7 +35,7 @@ from loadgen.server_process import running_server, server_command
 from planner.sizing.deployment import ONE_REGION, LayoutName
 
 LAYOUTS: tuple[LayoutName, ...] = ("resident", "partitioned", *ONE_REGION)
-RATES = (50.0, 100.0, 200.0, 300.0)
+RATES = (100.0, 200.0, 300.0)
 WARM_UP_S = 1.0
 SLO_S = 0.1
 GIVE_UP_S = 5.0
@@ -40,19 +44,24 @@ GIVE_UP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One layout at one rate."""
+    """One layout at one rate: a report per round."""
 
     layout: LayoutName
-    report: Report
+    rate_per_s: float
+    reports: Sequence[Report]
     swapped_bytes: float
 
-    @property
-    def rate_per_s(self) -> float:
-        return self.report.rate_per_s
+    def percentiles_s(self, name: str) -> NDArray[np.float64]:
+        """A percentile of the latency, such as `p99_s`, by round."""
+        return np.array([math.nan if r.latency is None else getattr(r.latency, name) for r in self.reports])
 
     @property
     def p99_s(self) -> float:
-        return math.nan if self.report.latency is None else self.report.latency.p99_s
+        """The median over the rounds."""
+        return float(np.median(self.percentiles_s("p99_s")))
+
+    def share(self, count: Callable[[Report], int]) -> float:
+        return sum(map(count, self.reports)) / max(1, sum(report.sent for report in self.reports))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = options.folder
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
     weight_bytes = sum(p.weight_bytes for p in prepared)
-    points, notes = asyncio.run(_measure(options, console))
+    points, notes, swappable_bytes = asyncio.run(_measure(options, console))
     table = markdown_table(*_table(points))
     console.print(table, soft_wrap=True)
     if options.record:
@@ -70,7 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "figure8",
             "SwapAdvisor's Figure 8 on the CPU",
             "benchmarks.figure8",
-            [_about(options, weight_bytes), table, *notes, "![p99 over the rate, by layout](figure8.png)"],
+            [
+                _about(options, weight_bytes, swappable_bytes),
+                table,
+                *notes,
+                "![p99 over the rate, by layout](figure8.png)",
+            ],
         )
     picture = (RESULTS if options.record else folder) / "figure8.png"
     draw(points, picture)
@@ -87,8 +101,8 @@ class Running:
     metrics_url: str
 
 
-async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[Point], list[str]]:
-    """Every layout at every rate, the lowest first, ordered by layout; and why a layout is not there."""
+async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[Point], list[str], float]:
+    """Every layout at every rate, ordered by layout; why a layout is missing; and the bytes that are ever copied."""
     notes: list[str] = []
     servers: list[Running] = []
     points: list[Point] = []
@@ -101,14 +115,23 @@ async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[
             except ServerFailed as failure:
                 notes.append(f"{layout}: {str(failure).splitlines()[-1]}\n")
                 console.print(notes[-1], soft_wrap=True)
+        swappable_bytes = sum(by_model(servers[0].metrics_url, "cohabit_parameter_bytes").values())
         for rate in sorted(options.rates):
             console.rule(f"{rate:g} requests/s")
+            before = {server.layout: _swapped(server) for server in servers}
+            reports: dict[LayoutName, list[Report]] = {server.layout: [] for server in servers}
+            for turn in track(range(options.rounds), f"{rate:g}/s", console=console, transient=True):
+                for server in servers[turn % len(servers) :] + servers[: turn % len(servers)]:
+                    reports[server.layout].append(await run_load(server.url, _load(rate, turn, options)))
             for server in servers:
-                points.append(await _point(server, rate, options))
-                report = points[-1].report
-                told = f"{report.completed} of {report.sent} answered, p99 {_ms(points[-1].p99_s)} ms"
-                console.print(f"{server.layout}: {told}", soft_wrap=True)
-    return sorted(points, key=lambda point: LAYOUTS.index(point.layout)), notes
+                swapped = _swapped(server) - before[server.layout]
+                points.append(Point(server.layout, rate, reports[server.layout], swapped))
+                console.print(f"{server.layout}: p99 {_ms(points[-1].p99_s)} ms", soft_wrap=True)
+    return sorted(points, key=lambda point: LAYOUTS.index(point.layout)), notes, swappable_bytes
+
+
+def _swapped(server: Running) -> float:
+    return sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values())
 
 
 @asynccontextmanager
@@ -120,20 +143,13 @@ async def _serving(layout: LayoutName, memory: str, folder: Path) -> AsyncIterat
         yield Running(layout, url, f"http://127.0.0.1:{metrics_port}/metrics")
 
 
-async def _point(server: Running, rate: float, options: argparse.Namespace) -> Point:
-    before = sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values())
-    report = await run_load(server.url, _load(rate, options))
-    swapped = sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values()) - before
-    return Point(server.layout, report, swapped)
-
-
-def _load(rate: float, options: argparse.Namespace) -> Load:
+def _load(rate: float, seed: int, options: argparse.Namespace) -> Load:
     return Load(
         rate_per_s=rate,
         duration_s=options.duration,
         model_count=options.models,
         zipf=options.zipf,
-        seed=0,
+        seed=seed,
         batch=1,
         slo_s=SLO_S,
         timeout_s=GIVE_UP_S,
@@ -152,21 +168,22 @@ def _table(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
         "p99 / resident's",
         "MiB copied each",
     ]
-    resident = {point.rate_per_s: point.p99_s for point in points if point.layout == "resident"}
+    resident = {point.rate_per_s: point.percentiles_s("p99_s") for point in points if point.layout == "resident"}
     rows = []
     for point in points:
-        report = point.report
-        p50_s = math.nan if report.latency is None else report.latency.p50_s
-        within = sum(model.within_slo for model in report.models)
+        p99s = point.percentiles_s("p99_s")
+        within = point.share(lambda report: sum(model.within_slo for model in report.models))
+        completed = sum(report.completed for report in point.reports)
+        compared = point.rate_per_s in resident and point.layout != "resident"
         rows.append(
             [
                 f"{point.layout}, {point.rate_per_s:g}",
-                f"{report.completed / max(1, report.sent):.0%}",
-                f"{within / max(1, report.sent):.0%}",
-                _ms(p50_s),
+                f"{point.share(lambda report: report.completed):.0%}",
+                f"{within:.0%}",
+                _ms(float(np.median(point.percentiles_s("p50_s")))),
                 _ms(point.p99_s),
-                f"{point.p99_s / resident[point.rate_per_s]:.2f}" if point.rate_per_s in resident else "-",
-                f"{point.swapped_bytes / 2**20 / max(1, report.completed):.2f}",
+                str(Ratio.of(p99s / resident[point.rate_per_s])) if compared else "",
+                f"{point.swapped_bytes / 2**20 / max(1, completed):.2f}",
             ]
         )
     return header, rows
@@ -187,13 +204,16 @@ def draw(points: Sequence[Point], path: Path) -> None:
     plt.close(figure)
 
 
-def _about(options: argparse.Namespace, weight_bytes: int) -> str:
+def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: float) -> str:
     skew = f", chosen by Zipf's law with exponent {options.zipf:g}" if options.zipf else ", chosen evenly"
+    total, copied = weight_bytes / 2**20, swappable_bytes / 2**20
     return (
-        f"{options.models} models with {weight_bytes / 2**20:.1f} MiB of weights (embedding tables in the host store"
-        f" included){skew}; {options.duration:g} s per point, batch 1. *Resident* has all of the memory, the others"
-        f" {options.memory} of the weights. Load generator and server share the CPUs. Latency counts from the intended"
-        " send time, over the answered requests.\n"
+        f"{options.models} models with {total:.1f} MiB of weights{skew}. Of these, {total - copied:.1f} MiB are embedding"
+        f" tables, which stay in the host store in every layout; {copied:.1f} MiB are ever copied to the device."
+        f" *Resident* has all of the memory, the others {options.memory} of the weights. Batch 1, {options.rounds} rounds of"
+        f" {options.duration:g} s per layout and rate, in turns. p50 and p99 are medians over the rounds. The ratio is the"
+        f" geometric mean over the rounds, with its {LIKELY:.0%} bootstrap interval. Load generator and servers share the"
+        " CPUs. Latency counts from the intended send time, over the answered requests.\n"
     )
 
 
@@ -218,7 +238,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PER_S,...",
         help=f"requests per second, all models together ({','.join(f'{rate:g}' for rate in RATES)})",
     )
-    parser.add_argument("--duration", type=float, default=5.0, help="seconds per point (default: %(default)s)")
+    parser.add_argument("--duration", type=float, default=4.0, help="seconds per round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per rate (default: %(default)s)")
     parser.add_argument(
         "--zipf", type=float, default=0.0, metavar="S", help="skew of the models' popularity (0: none)"
     )

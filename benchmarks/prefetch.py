@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.overload import Bench, only_child
+from benchmarks.ratio import DRAWS, LIKELY, Ratio
 from benchmarks.record import markdown_table, record
 from benchmarks.scrape import Running
 from benchmarks.switchable import OFF, ON
@@ -32,9 +33,6 @@ AT_ONCE = (1, 2, 3)
 BUSY = 0.6
 """Arrival rate at random, over the rate at saturation."""
 PROGRAM = "python -m benchmarks.switchable"
-LIKELY = 0.95
-"""How often the interval around a mean ratio has it, if turns were drawn again."""
-DRAWS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +43,6 @@ class Load:
     send: Callable[[float, int], Awaitable[Traffic]]
     is_queued: bool
     """Whether a request finds others, which the next model's copies can begin beside."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """With prefetch over without, from turn to turn."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, ratios: NDArray[np.float64]) -> "Ratio":
-        """The geometric mean, and where it would be if other turns of the same kind were drawn (bootstrap)."""
-        logs = np.log(ratios)
-        drawn = np.random.default_rng(0).choice(logs, (DRAWS, len(logs))).mean(axis=1)
-        low, high = np.exp(np.quantile(drawn, [(1 - LIKELY) / 2, (1 + LIKELY) / 2]))
-        return cls(float(np.exp(logs.mean())), float(low), float(high))
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} ({self.low:.3f} - {self.high:.3f})"
 
 
 @dataclass(frozen=True, slots=True)
