@@ -1,9 +1,9 @@
 """SwapAdvisor's Figure 8 on this machine: every layout in one run, at several rates, over HTTP.
 
-A server per layout is started. At each rate they are measured in turns, in several rounds, while the others are idle, so
-that other load on the machine affects all of them. In one round all get the same requests, drawn beforehand (open loop).
-`resident` has all of the memory; the others are compared with it round by round. Six servers take about 4 GiB of memory.
-Models and caches are those of `make demo`, in `.demo`.
+A server per layout is started. At each rate they are measured in turns, in several rounds, while the others are idle:
+other load on the machine affects all of them. In one round all get the same requests, drawn beforehand (open loop).
+`resident` has all of the memory; the others are compared with it round by round. Six servers take about 4 GiB of
+memory. Models and caches are those of `make demo`, in `.demo`.
 """
 
 import argparse
@@ -208,12 +208,13 @@ def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: floa
     skew = f", chosen by Zipf's law with exponent {options.zipf:g}" if options.zipf else ", chosen evenly"
     total, copied = weight_bytes / 2**20, swappable_bytes / 2**20
     return (
-        f"{options.models} models with {total:.1f} MiB of weights{skew}. Of these, {total - copied:.1f} MiB are embedding"
-        f" tables, which stay in the host store in every layout; {copied:.1f} MiB are ever copied to the device."
-        f" *Resident* has all of the memory, the others {options.memory} of the weights. Batch 1, {options.rounds} rounds of"
-        f" {options.duration:g} s per layout and rate, in turns. p50 and p99 are medians over the rounds. The ratio is the"
-        f" geometric mean over the rounds, with its {LIKELY:.0%} bootstrap interval. Load generator and servers share the"
-        " CPUs. Latency counts from the intended send time, over the answered requests.\n"
+        f"{options.models} models with {total:.1f} MiB of weights{skew}. Of these, {total - copied:.1f} MiB are"
+        " embedding tables, which stay in the host store in every layout;"
+        f" {copied:.1f} MiB are ever copied to the device. *Resident* has all of the memory, the others"
+        f" {options.memory} of the weights. Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
+        " rate, in turns. p50 and p99 are medians over the rounds. The ratio is the geometric mean over the rounds, with"
+        f" its {LIKELY:.0%} bootstrap interval. Load generator and servers share the CPUs. Latency counts from the"
+        " intended send time, over the answered requests.\n"
     )
 
 

@@ -10,11 +10,12 @@ from benchmarks import figure8, record
 from benchmarks.figure8 import Point, Running
 from loadgen.errors import ServerFailed
 from loadgen.report import ModelReport, Report, Spread
+from loadgen.run import Load
 from planner.sizing.deployment import LayoutName
 
 
 def point(layout: LayoutName, rate_per_s: float, p99_s: float | None) -> Point:
-    """Ten requests, of which eight are answered, six in time; none without a p99."""
+    """Two rounds of ten requests, of which eight are answered, six in time; none without a p99."""
     completed = 0 if p99_s is None else 8
     spread = None if p99_s is None else Spread(0.01, 0.01, p99_s, p99_s, p99_s, p99_s)
     model = ModelReport("a", 10, completed, {}, min(completed, 6), spread)
@@ -23,10 +24,10 @@ def point(layout: LayoutName, rate_per_s: float, p99_s: float | None) -> Point:
         completed=completed, achieved_per_s=8.0, goodput_per_s=6.0, latency=spread, send_lag=None, errors={},
         error_examples={}, models=(model,),
     )  # fmt: skip
-    return Point(layout, report, 8 << 20)
+    return Point(layout, rate_per_s, [report, report], 16 << 20)
 
 
-def test_each_point_stands_beside_the_resident_one_of_its_rate() -> None:
+def test_each_point_is_compared_with_the_resident_one_of_its_rate() -> None:
     points = [
         point("resident", 50, 0.02),
         point("lru", 50, 0.05),
@@ -34,8 +35,9 @@ def test_each_point_stands_beside_the_resident_one_of_its_rate() -> None:
         point("pipelined", 50, None),
     ]
     _, rows = figure8._table(points)
-    assert rows[1] == ["lru, 50", "80%", "60%", "10.0", "50.0", "2.50", "1.00"]
-    assert rows[2][5] == "-"
+    assert rows[0][5] == ""
+    assert rows[1] == ["lru, 50", "80%", "60%", "10.0", "50.0", "2.500 (2.500 - 2.500)", "1.00"]
+    assert rows[2][5] == ""
     assert rows[3][:2] == ["pipelined, 50", "0%"]
 
 
@@ -49,16 +51,17 @@ def test_a_layout_that_cannot_start_is_a_note_and_the_others_are_measured(
         assert memory == ("100%" if layout == "resident" else "25%")
         yield Running(layout, "", "")
 
-    async def made_up(server: Running, rate: float, options: object) -> Point:
-        return point(server.layout, rate, 0.02)
+    async def made_up(url: str, load: Load) -> Report:
+        return point("lru", load.rate_per_s, 0.02).reports[0]
 
     monkeypatch.setattr(figure8, "_serving", serving)
-    monkeypatch.setattr(figure8, "_point", made_up)
+    monkeypatch.setattr(figure8, "run_load", made_up)
+    monkeypatch.setattr(figure8, "by_model", lambda url, name: {"a": 1.0})
     monkeypatch.setattr(figure8, "prepare_visibly", lambda *_, **__: [])
     monkeypatch.setattr(figure8, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     assert figure8.main(["--record", "--folder", str(tmp_path)]) == 1
     written = (tmp_path / "figure8.md").read_text()
     assert "lru: cohabit: big: holding all parameters" in written
-    assert all(f"| {layout}, 50 |" in written for layout in figure8.LAYOUTS if layout != "lru")
+    assert all(f"| {layout}, 100 |" in written for layout in figure8.LAYOUTS if layout != "lru")
     assert (tmp_path / "figure8.png").stat().st_size > 1000
