@@ -164,10 +164,6 @@ class Engine:
         """Count a request that was refused before it came here."""
         self.registry.count_rejection(model, reason)
 
-    def prefetch(self, enabled: bool) -> None:
-        """Let the next model's copies begin during the execution before, or not, from now on."""
-        self._lanes.prefetch(enabled)
-
     def report(self) -> EngineReport:
         models = {
             entry.name: ModelCounters(

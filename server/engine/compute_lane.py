@@ -98,10 +98,6 @@ class ComputeLane:
         for ticket in forgotten:
             self._settle(ticket, ModelNotFound(model, reason="unloaded"))
 
-    def prefetch(self, enabled: bool) -> None:
-        """Let the next model's copies begin during the execution before, or not, from now on."""
-        self._device.prefetch = enabled
-
     def hold(self, model: str, held: bool) -> None:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
         with self._device.changed:

@@ -79,11 +79,6 @@ class ComputeLanes:
         self._of(model).remove(model)
         self._lane_of.pop(model, None)
 
-    def prefetch(self, enabled: bool) -> None:
-        """Let the next model's copies begin beside the execution before theirs, or not, from now on."""
-        for lane in self._lanes:
-            lane.prefetch(enabled)
-
     def hold(self, model: str, held: bool) -> None:
         """Keep a model's requests waiting while its memory is being changed, or let them go on."""
         self._of(model).hold(model, held)
