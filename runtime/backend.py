@@ -114,7 +114,7 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         """
         ...
 
-    def dismiss(self, program: P_contra) -> None:
+    def release(self, program: P_contra) -> None:
         """Release what a program holds; it will not run any more."""
         ...
 

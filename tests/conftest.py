@@ -27,7 +27,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
 
 
 @pytest.fixture
-def torch_without_stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def torch_without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A release that has moved what stretches stand on."""
     monkeypatch.delattr(torch._C, "_create_function_from_graph")
     unavailable.cache_clear()

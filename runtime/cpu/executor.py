@@ -132,7 +132,7 @@ class CpuExecutor:
         if piece:
             self.load(replace(programs[0], name=name, residents=tuple(piece)))
 
-    def dismiss(self, program: Program) -> None:
+    def release(self, program: Program) -> None:
         """Release a program's spill buffers, and drop references to it."""
         if self._expected is program:
             self._expected = None

@@ -190,7 +190,7 @@ def _require_relocatable(name: str, plan: Plan) -> None:
     addresses += [a for step in plan.steps if isinstance(step, Compute) for a in (*step.outputs, step.scratch) if a]
     if any(address.region == "partition" for address in addresses):
         raise UnsupportedPlan(
-            f"{name}: the plan has activations beside parameters; a program that moves needs them in a workspace"
+            f"{name}: the plan has activations among parameters; a program that moves needs them in a workspace"
         )
 
 

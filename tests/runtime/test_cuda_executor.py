@@ -156,7 +156,7 @@ def test_a_dismissed_program_gives_everything_back(bench: Bench) -> None:
     pool, graph = program.admission.pool, program.admission.whole
     assert driver.pinned_bytes > pinned_bytes
     assert isinstance(bench.backend, CudaBackend)
-    bench.backend.executor.dismiss(program)
+    bench.backend.executor.release(program)
     assert driver.pinned_bytes == pinned_bytes
     assert pool.closed  # type: ignore[union-attr]
     assert graph.closed  # type: ignore[union-attr]
@@ -178,6 +178,6 @@ def test_a_captured_program_says_what_its_graphs_take_and_another_why_there_are_
     driver.uncapturable = "an op asks the host"
     refused = beside(bench, resident_plan(bench.graph), 4 * MIB, "b")
     assert bench.executor.capture(refused) == Capture(0, 0, "an op asks the host")
-    bench.executor.dismiss(two)
+    bench.executor.release(two)
     assert bench.executor.capture(two) is None
     assert driver.graphs == 0

@@ -295,7 +295,7 @@ def test_a_dismissed_program_gives_its_places_back(bench: Bench) -> None:
     bench.run(program)
     memory = [a._buffer._memory for a in program.offloaded]  # type: ignore[attr-defined]
     assert any(own.any() for own in memory)
-    bench.executor.dismiss(program)
+    bench.executor.release(program)
     assert not any(own.any() for own in memory), "pages that were given back read zeros"
 
 

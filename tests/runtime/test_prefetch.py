@@ -98,7 +98,7 @@ def test_a_program_is_not_expected_any_more_once_it_is_dismissed_or_residents_ar
     store.open.set()
     first = beside(bench, resident_plan(bench.graph), 32 * MIB, "a")
     second = beside(bench, prefix_plan(bench.graph), 48 * MIB, "b", store)
-    for forget in (lambda: bench.executor.dismiss(second), lambda: bench.executor.load(first)):
+    for forget in (lambda: bench.executor.release(second), lambda: bench.executor.load(first)):
         bench.executor.expect(second)
         forget()
         bench.run(first)

@@ -132,7 +132,7 @@ def _resident(
         device.executor.load(program)
         yield program
     finally:
-        device.executor.dismiss(program)
+        device.executor.release(program)
         arena.close()
 
 
