@@ -28,7 +28,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
 
 @pytest.fixture
 def torch_without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A release that has moved what stretches stand on."""
+    """Simulate a torch release without the interface that script segments use."""
     monkeypatch.delattr(torch._C, "_create_function_from_graph")
     unavailable.cache_clear()
     yield

@@ -292,7 +292,7 @@ class CpuExecutor:
     def _raise_if_failed(self, program: Program, run: LaneRun, restored: _Restored | None) -> None:
         """Raise DeviceError if a copy of this run failed, or one by which the last run restored residents.
 
-        The next run of the model loads its residents anew.
+        The next run of the model reloads its residents.
         """
         for earlier in (run, run.prefetch, restored.run if restored is not None else None):
             if earlier is not None and earlier.error is not None:

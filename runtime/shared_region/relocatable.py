@@ -81,7 +81,7 @@ class RelocatableModel:
     def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> Program:
         """Return the program for a run. With `blocking`, loading it copies everything and running it copies nothing.
 
-        `lasting` says that runs with the same addresses will follow, so that it pays to prepare much.
+        `lasting`: runs with the same addresses will follow, so that preparation pays.
         """
         return replace(self.home, **self._changes(fetch_plan, blocking))
 

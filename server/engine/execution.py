@@ -66,7 +66,7 @@ class Servable(Protocol):
     def expect(self, batch: int, followed: bool = False) -> None:
         """Announce that this model is executed after the next execution, so that its first copies are prefetched.
 
-        Compute lane's thread. The announcement may turn out wrong. `followed` says that the execution will probably be
+        Compute lane's thread. The announcement may turn out wrong. `followed`: the execution will probably be
         given a `follow`.
         """
         ...

@@ -180,7 +180,7 @@ class DataPlane:
         await self._client.unload(model)
 
     def change_log(self, changes: Mapping[str, object]) -> None:
-        """Change what is logged, here and in the engine. Raises InvalidRequest or Unsupported."""
+        """Change the log settings of the front end and the engine. Raises InvalidRequest or Unsupported."""
         self._require_only_front_end("log settings")
         self.log_settings = log_changes(self.log_settings, changes)
         log.apply(self.log_settings)

@@ -61,5 +61,5 @@ class EngineClient(Protocol):
         ...
 
     async def close(self) -> bool:
-        """End the engine; False if it had to be abandoned or killed."""
+        """End the engine; False if it was abandoned or killed."""
         ...

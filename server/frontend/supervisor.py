@@ -72,7 +72,7 @@ class Supervisor:
         return memory_map
 
     async def close(self) -> bool:
-        """End the engine's process; False if it had to be killed."""
+        """End the engine's process; False if it was killed."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()

@@ -21,7 +21,7 @@ _FLAG = "--grpc-port"
 _MOST_CALLS = 4096
 """Calls under way together; more are answered RESOURCE_EXHAUSTED."""
 _MESSAGE_ALLOWANCE_BYTES = 1 << 20
-"""What a message may have besides the tensors that `max_body_bytes` is about."""
+"""Allowance of a message for everything but the tensors, which `max_body_bytes` limits."""
 _HANDSHAKE_MS = 20_000
 _PING_INTERVAL_MS = 5_000
 _PING_TIMEOUT_MS = 20_000

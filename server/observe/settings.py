@@ -25,7 +25,7 @@ class TraceSettings(msgspec.Struct, frozen=True):
     count: int = _UNLIMITED
     """Maximum number of requests to trace; -1 for no limit, as in Triton."""
     log_frequency: int = 0
-    """Traces after which the file is written; 0 leaves that to the server."""
+    """Number of traces after which the file is flushed; 0 for the server's default."""
 
     def to_wire(self, file: str = "") -> dict[str, str | list[str]]:
         """Return Triton's form, in which all values are strings."""

@@ -58,7 +58,7 @@ def _blockers(owner: str, at: Mapping[str, Extent], wanted: Mapping[str, Extent]
 
 
 def packed(sizes: Mapping[str, int], now: Mapping[str, Extent], arena_bytes: int) -> dict[str, Extent]:
-    """Return extents packed from the arena's top down, in the present order of the models; new ones come last."""
+    """Return extents packed from the arena's top down, in the present order; new models are last."""
     order = sorted(sizes, key=lambda name: (name not in now, -now[name].offset if name in now else 0))
     places, top = {}, arena_bytes
     for name in order:

@@ -149,7 +149,7 @@ def test_a_library_that_keeps_bytes_of_the_workspace_is_found_at_load(bench: Ben
         beside(bench, streaming_plan(bench.graph), 0, "a")
 
 
-def test_a_dismissed_program_gives_everything_back(bench: Bench) -> None:
+def test_a_released_program_holds_no_memory(bench: Bench) -> None:
     driver = driver_of(bench)
     pinned_bytes = driver.pinned_bytes
     program = beside(bench, streaming_plan(bench.graph), 0, "a")

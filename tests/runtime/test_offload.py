@@ -290,7 +290,7 @@ def test_the_scratch_file_has_no_name(bench: Bench, tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_dismissed_program_gives_its_places_back(bench: Bench) -> None:
+def test_a_released_program_frees_its_spill_buffers(bench: Bench) -> None:
     program = bench.program(offloading_plan(bench.graph))
     bench.run(program)
     memory = [a._buffer._memory for a in program.offloaded]  # type: ignore[attr-defined]

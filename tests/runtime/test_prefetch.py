@@ -93,7 +93,7 @@ def test_copies_of_a_wrong_guess_that_have_not_started_are_skipped(bench: Bench)
     assert not result.prefetched
 
 
-def test_a_program_is_not_expected_any_more_once_it_is_dismissed_or_residents_are_loaded(bench: Bench) -> None:
+def test_a_program_is_not_expected_any_more_once_it_is_released_or_residents_are_loaded(bench: Bench) -> None:
     store = GatedLog(bench)
     store.open.set()
     first = beside(bench, resident_plan(bench.graph), 32 * MIB, "a")
