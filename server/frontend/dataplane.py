@@ -22,7 +22,6 @@ from server.frontend.engine_client import EngineClient
 from server.frontend.memory import Lease, RequestMemory
 from server.ipc.catalog import ModelEntry, ModelState
 from server.ipc.model import Array, ModelInfo
-from server.ipc.statistics import EngineReport
 from server.observe.machine import Machine
 from server.observe.metrics_page import metrics_page
 from server.observe.settings import LogSettings, TraceControl, log_changes
@@ -114,18 +113,18 @@ class DataPlane:
     async def config(self, model: str, version: str | None) -> ModelConfig:
         entry = self._client.catalog.find(model, version)
         info = entry.require()
-        report = (await self._report()).models.get(entry.name)
+        report = (await self._client.report()).models.get(entry.name)
         given = None if entry.config is None else ModelConfig.FromString(entry.config)
         return config_of(info, given, None if report is None else report.captures)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
         """Return the counters of one model or of all, as Triton's JSON. Raises ModelNotListed."""
         entries = self._client.catalog.listed(model, version)
-        return descriptions.statistics(entries, (await self._report()).models)
+        return descriptions.statistics(entries, (await self._client.report()).models)
 
     async def metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        report = await self._report()
+        report = await self._client.report()
         entries, used_bytes = list(self._client.catalog), self.memory.used_bytes
         return await asyncio.to_thread(
             metrics_page, entries, report, self._machine, self._client.restarts, used_bytes
@@ -217,9 +216,6 @@ class DataPlane:
     def _refuse_if_draining(self) -> None:
         if self._draining:
             raise ShuttingDown
-
-    async def _report(self) -> EngineReport:
-        return await self._client.report()
 
 
 def _shared(array: Array, lease: Lease) -> Array:

@@ -70,7 +70,7 @@ class GrpcServer:
         """Listen, and return the first host with its port.
 
         Port 0 takes a free port, the same one on every host. The Unix socket has no TLS. Raises ConfigError for an
-        address that cannot be had, and for TLS files that cannot be used.
+        address that cannot be bound, and for unusable TLS files.
         """
         credentials = None if self._tls is None else self._tls.grpc_credentials()
         server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=_MOST_CALLS)

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING
 
 from planner.errors import CohabitError
-from server.config.config import ModelControl, ServeConfig
+from server.config.config import ServeConfig
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown
 from server.models.registry import Registry
@@ -24,7 +24,6 @@ class Lifecycle:
     """Loads and unloads models for clients and the poller. Belongs to the event loop's thread."""
 
     def __init__(self, config: ServeConfig, registry: Registry, lanes: ComputeLanes) -> None:
-        self.mode: ModelControl = config.model_control
         self._config = config
         self._registry = registry
         self._lanes = lanes
@@ -172,8 +171,8 @@ class Lifecycle:
         return self._placement
 
     def _require_explicit(self) -> None:
-        if self.mode != "explicit":
-            raise ControlOff(self.mode)
+        if self._config.model_control != "explicit":
+            raise ControlOff(self._config.model_control)
 
     def _lock(self, model: str) -> asyncio.Lock:
         return self._locks.setdefault(model, asyncio.Lock())
