@@ -212,7 +212,7 @@ def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: floa
         " embedding tables, which stay in the host store in every layout;"
         f" {copied:.1f} MiB are ever copied to the device. *Resident* has all of the memory, the others"
         f" {options.memory} of the weights. Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
-        " rate, in turns. p50 and p99 are medians over the rounds. The ratio is the geometric mean over the rounds, with"
+        " rate, in turns. p50 and p99 are medians over the rounds. The ratio is the geometric mean of the rounds, with"
         f" its {LIKELY:.0%} bootstrap interval. Load generator and servers share the CPUs. Latency counts from the"
         " intended send time, over the answered requests.\n"
     )

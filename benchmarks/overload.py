@@ -117,18 +117,18 @@ async def overload(bench: Bench) -> Section:
     """
     peak, loaded = Found(), Found()
     turn_s = OVERLOADED * bench.duration_s / TURNS
-    rss: list[int] = []
+    memory: list[int] = []
     async with bench.server() as server, client_of(server.url, bench.models) as client:
         resident = server.resident_share
         offered_per_s = OVERLOAD * (await bench.saturation(client, bench.models)).goodput_per_s
-        sampler = asyncio.create_task(_sample(lambda: rss.append(_rss_bytes(only_child()))))
+        sampler = asyncio.create_task(_sample(lambda: memory.append(_memory_bytes(only_child()))))
         for turn in range(TURNS):
             peak.add(await bench.saturation(client, bench.models))
             loaded.add(await client.open_loop(bench.models, offered_per_s, turn_s, seed=turn))
         sampler.cancel()
     answered = {OK} | REFUSALS
     share = sum(loaded.goodputs_per_s) / sum(peak.goodputs_per_s)
-    settled, end = rss[len(rss) // 5], rss[-1]
+    settled, end = memory[len(memory) // 5], memory[-1]
     rows = [
         ["parameters that stay in device memory", f"{resident:.0%}"],
         ["saturation by turns, answers/s", _range(peak.goodputs_per_s)],
@@ -138,8 +138,8 @@ async def overload(bench: Bench) -> Section:
         *[[f"status {status}" if status else "no answer", f"{n}"] for status, n in sorted(loaded.statuses.items())],
         ["p99 of the refusals, ms", _ms(_percentile(loaded.refusals_s))],
         ["the sender's lag, p99, ms", _ms(_percentile(loaded.lags_s))],
-        ["process memory after a fifth, MiB", f"{settled / 2**20:.1f}"],
-        ["process memory at the end, MiB", f"{end / 2**20:.1f}"],
+        ["memory of both processes after a fifth, MiB", f"{settled / 2**20:.1f}"],
+        ["memory of both processes at the end, MiB", f"{end / 2**20:.1f}"],
     ]
     holds = set(loaded.statuses) <= answered and share >= 0.9 and end <= 1.05 * settled
     title = f"{OVERLOAD:g} times saturation for {OVERLOADED * bench.duration_s:.0f} s, in {TURNS} turns"
@@ -283,12 +283,12 @@ async def _control(client: Client, model: str, order: str) -> None:
 
 
 async def _planned(server: int) -> None:
-    """Wait until the processes in which a server prepares and plans have nothing to do."""
+    """Wait until the worker processes in which a server's engine prepares and plans have nothing to do."""
     busy_s, quiet = -1.0, 0
     async with asyncio.timeout(SEARCH_S):
         while quiet < 4:
             await asyncio.sleep(0.5)
-            before_s, busy_s = busy_s, sum(sum(p.cpu_times()[:2]) for p in psutil.Process(server).children())
+            before_s, busy_s = busy_s, sum(sum(p.cpu_times()[:2]) for p in _workers(server))
             quiet = quiet + 1 if busy_s == before_s else 0
 
 
@@ -304,9 +304,14 @@ def only_child() -> int:
     return int(children[-1])
 
 
-def _rss_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _workers(server: int) -> list[psutil.Process]:
+    return [worker for engine in psutil.Process(server).children() for worker in engine.children()]
+
+
+def _memory_bytes(server: int) -> int:
+    """Private and shared memory of the front end and the engine; what both map counts in part for each."""
+    front_end = psutil.Process(server)
+    return sum(process.memory_full_info().pss for process in (front_end, *front_end.children()))
 
 
 def _percentile(samples: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ DRAWS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """With prefetch over without, from turn to turn."""
+    """One over the other, from turn to turn."""
 
     mean: float
     low: float

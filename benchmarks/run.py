@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks import demo, figure8, memory, overload, parity, prefetch, streaming
+from benchmarks import demo, figure8, memory, overload, parity, streaming
 from benchmarks.frontend import __main__ as frontend
 from benchmarks.planner import speed
 
@@ -18,12 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("parity", parity),
         ("frontend", frontend),
         ("overload", overload),
-        ("prefetch", prefetch),
         ("demo", demo),
         ("figure8", figure8),
     ):
         sys.argv[1:] = []
-        arguments = ["--record"] if run in (demo, figure8, frontend, overload, prefetch) else []
+        arguments = ["--record"] if run in (demo, figure8, frontend, overload) else []
         if run.main(arguments):
             failed.append(name)
     if failed:

@@ -164,10 +164,6 @@ class Engine:
         """Count a request that the front end refused."""
         self.registry.count_rejection(model, reason)
 
-    def prefetch(self, enabled: bool) -> None:
-        """Switch cross-model prefetch on or off."""
-        self._lanes.prefetch(enabled)
-
     def report(self) -> EngineReport:
         models = {
             entry.name: ModelCounters(

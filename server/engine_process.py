@@ -42,7 +42,6 @@ from server.ipc.messages import (
     LoadModel,
     Progress,
     Reported,
-    SetPrefetch,
     SharedTensor,
     Start,
     Started,
@@ -233,8 +232,6 @@ class EngineService:
                     self._ended.set()
             case CountRejection():
                 self.engine.count_rejection(message.model, message.reason)
-            case SetPrefetch():
-                self.engine.prefetch(message.enabled)
             case ChangeLog():
                 log.apply(msgspec.convert(message.settings, LogSettings))
 

@@ -98,10 +98,6 @@ class ComputeLane:
         for ticket in forgotten:
             self._settle(ticket, ModelNotFound(model, reason="unloaded"))
 
-    def prefetch(self, enabled: bool) -> None:
-        """Switch cross-model prefetch on or off."""
-        self._device.prefetch = enabled
-
     def hold(self, model: str, held: bool) -> None:
         """Pause a model's dispatch while its memory changes, or resume it."""
         with self._device.changed:

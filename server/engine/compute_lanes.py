@@ -79,11 +79,6 @@ class ComputeLanes:
         self._of(model).remove(model)
         self._lane_of.pop(model, None)
 
-    def prefetch(self, enabled: bool) -> None:
-        """Switch cross-model prefetch on or off."""
-        for lane in self._lanes:
-            lane.prefetch(enabled)
-
     def hold(self, model: str, held: bool) -> None:
         """Pause a model's dispatch while its memory changes, or resume it."""
         self._of(model).hold(model, held)

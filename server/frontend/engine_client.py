@@ -56,10 +56,6 @@ class EngineClient(Protocol):
         """Apply log settings in the engine's process."""
         ...
 
-    def prefetch(self, enabled: bool) -> None:
-        """Switch cross-model prefetch on or off, for measurements."""
-        ...
-
     async def close(self) -> bool:
         """End the engine; False if it was abandoned or killed."""
         ...

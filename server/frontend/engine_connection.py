@@ -39,7 +39,6 @@ from server.ipc.messages import (
     Progress,
     Reported,
     RestoredModel,
-    SetPrefetch,
     SharedTensor,
     Start,
     Started,
@@ -267,9 +266,6 @@ class EngineConnection:
 
     def change_log(self, settings: LogSettings) -> None:
         self._send(ChangeLog(msgspec.structs.asdict(settings)))
-
-    def prefetch(self, enabled: bool) -> None:
-        self._send(SetPrefetch(enabled))
 
     async def close(self) -> bool:
         """Ask the process to end, and refuse pending requests."""

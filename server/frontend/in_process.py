@@ -24,7 +24,6 @@ class LocalEngine(Protocol):
     async def unload(self, model: str) -> None: ...
     def report(self) -> EngineReport: ...
     def count_rejection(self, model: str, reason: str) -> None: ...
-    def prefetch(self, enabled: bool) -> None: ...
     async def stop(self) -> bool: ...
 
 
@@ -65,9 +64,6 @@ class InProcessEngine:
 
     def change_log(self, settings: LogSettings) -> None:
         """Do nothing: the process has one log."""
-
-    def prefetch(self, enabled: bool) -> None:
-        self._engine.prefetch(enabled)
 
     async def close(self) -> bool:
         return await self._engine.stop()

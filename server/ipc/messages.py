@@ -92,17 +92,11 @@ class ChangeLog(msgspec.Struct, frozen=True, tag="log"):
     settings: dict[str, Any]
 
 
-class SetPrefetch(msgspec.Struct, frozen=True, tag="prefetch"):
-    enabled: bool
-
-
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the process after the current execution."""
 
 
-ToEngine = (
-    Start | Infer | Cancel | LoadModel | UnloadModel | AskReport | CountRejection | ChangeLog | SetPrefetch | Stop
-)
+ToEngine = Start | Infer | Cancel | LoadModel | UnloadModel | AskReport | CountRejection | ChangeLog | Stop
 
 
 class EntryChanged(msgspec.Struct, frozen=True, tag="entry"):

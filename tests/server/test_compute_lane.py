@@ -53,8 +53,8 @@ async def queued(lane: ComputeLane, model: str, count: int) -> None:
 
 
 @asynccontextmanager
-async def lane_of(*servables: FakeServable) -> AsyncIterator[ComputeLane]:
-    lane = ComputeLane(Scheduler(64))
+async def lane_of(*servables: FakeServable, prefetch: bool = True) -> AsyncIterator[ComputeLane]:
+    lane = ComputeLane(Scheduler(64), prefetch=prefetch)
     for servable in servables:
         lane.add(servable, ModelStatistics())
     lane.start()
@@ -71,13 +71,11 @@ async def lane_of(*servables: FakeServable) -> AsyncIterator[ComputeLane]:
 async def test_the_next_model_is_announced_before_each_execution_while_prefetch_is_on(enabled: bool) -> None:
     first, gate = gated("first")
     second = identity("second", "FP32")
-    async with lane_of(first, second) as lane:
+    async with lane_of(first, second, prefetch=enabled) as lane:
         answers = [infer(lane, "first")]
         await entered(gate)
         answers += [infer(lane, "second", batch=3), infer(lane, "first", batch=2)]
         await queued(lane, "first", 1)
-        lane.prefetch(not enabled)
-        lane.prefetch(enabled)
         gate.open.set()
         await asyncio.gather(*answers)
     assert (first.calls, second.calls) == ([1, 2], [3])
