@@ -23,7 +23,7 @@ LANES = (1, 2)
 SHARE_OF_WEIGHTS = 0.2
 """More than half of the weights are embedding tables, which stay in the host's memory."""
 BUSY = 0.6
-"""ResidentLoad rate at which latency is measured, over the lowest saturation of the two."""
+"""Request rate at which latency is measured, over the lowest saturation of the two."""
 AT_ONCE = 32
 """Requests under way where saturation is measured."""
 TURNS = 4

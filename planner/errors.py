@@ -1,7 +1,7 @@
 """The planner's errors.
 
 CohabitError
-├── FormatError            a file is not what it says: truncated, edited, newer, another's
+├── FormatError            an invalid file: truncated, edited, or of a newer format
 │   └── FingerprintMismatch  a plan or profile made for another graph, weights file or profile
 ├── InvalidGraph           a graph that breaks a rule of its format
 ├── InvalidPlan            the checker's findings
@@ -18,7 +18,7 @@ class CohabitError(Exception):
 
 
 class FormatError(CohabitError):
-    """A graph, profile or plan file cannot be used; the message says why."""
+    """A graph, profile or plan file cannot be used; the message has the reason."""
 
 
 class FingerprintMismatch(FormatError):

@@ -1,7 +1,7 @@
 """What a device provides: memory, host stores, programs and executors. `runtime.devices` opens one by name.
 
 The rest of the runtime (lowering, binding, plans) is the same for all devices. A device's own program type is the type
-parameter; `Backend`, `Executor` and `Runner` are for code that does not care which it is.
+parameter; `Backend`, `Executor` and `Runner` are for code that is independent of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Result:
 
 
 class ProgramRunner(Protocol[P_contra]):
-    """Runs programs one at a time. Every method is called by the thread that owns the device, unless it says so."""
+    """Runs programs one at a time. Methods belong to the thread that owns the device, unless stated otherwise."""
 
     changes_threads: bool
     """Whether another thread may own the device from one run to the next."""
@@ -55,7 +55,7 @@ class ProgramRunner(Protocol[P_contra]):
     def expect(self, program: P_contra | None, *, followed: bool = False) -> None:
         """Announce the program that runs after the next run, so that its first copies may start during that run.
 
-        `followed` says that its run will probably be given a `follow`.
+        `followed`: its run will probably have a `follow`.
         """
         ...
 
@@ -86,7 +86,7 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
 
     @property
     def swap_busy_s(self) -> float | None:
-        """Seconds that the swap-in lane has spent copying since the start; None where the device does not tell."""
+        """Seconds that the swap-in lane has spent copying since the start; None if it is not measured."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -114,7 +114,7 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         """
         ...
 
-    def dismiss(self, program: P_contra) -> None:
+    def release(self, program: P_contra) -> None:
         """Release what a program holds; it will not run any more."""
         ...
 
@@ -128,7 +128,7 @@ class DeviceBackend(Protocol[P]):
 
     @property
     def name(self) -> str:
-        """The device's name in profiles and for people."""
+        """The device's name, in profiles and in output."""
         ...
 
     @property
@@ -137,7 +137,7 @@ class DeviceBackend(Protocol[P]):
         ...
 
     def arena(self, nbytes: int) -> DeviceArena[Any]:
-        """Take this much device memory. Raises MemoryExceeded."""
+        """Allocate device memory. Raises MemoryExceeded."""
         ...
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[Any]:
@@ -158,7 +158,7 @@ class DeviceBackend(Protocol[P]):
     ) -> tuple[Lowered, dict[int, Profile]]:
         """Return the model with the scratch that kernels take on this device, and its profiles by batch size.
 
-        Both come from the cache where they were measured before.
+        Both are read from the cache if they were measured before.
         """
         ...
 

@@ -2,10 +2,10 @@
 
 CohabitError
 ├── ArchiveError         a model.pt2 cannot be used: damaged, pickled, not a plain program
-│   └── UnsupportedModel   a sound program that Cohabit cannot plan; the message says what and the way out
+│   └── UnsupportedModel   a valid program that cannot be planned; the message has the cause and the remedy
 ├── UnsupportedPlan      a valid plan for another runtime
 ├── DeviceError          a kernel or a copy failed while an inference ran
-│   └── DeviceLost         nothing can run on the device until the process starts anew
+│   └── DeviceLost         nothing can run on the device until the process is restarted
 ├── CaptureFailed        a program's kernels cannot become one graph; they are issued one by one instead
 └── MemoryExceeded       an allocation would leave its region
 """
@@ -22,7 +22,7 @@ class UnsupportedModel(ArchiveError):
 
 
 class UnsupportedPlan(CohabitError):
-    """A valid plan asks for what this runtime does not do; the message says how to plan for it."""
+    """A valid plan needs an unsupported feature; the message says how to plan without it."""
 
 
 class DeviceError(CohabitError):
@@ -34,7 +34,7 @@ class DeviceLost(DeviceError):
 
 
 class CaptureFailed(CohabitError):
-    """Capturing a program into a graph failed; the message says at what."""
+    """Capturing a program into a graph failed; the message has the cause."""
 
 
 class MemoryExceeded(CohabitError):

@@ -38,7 +38,7 @@ class LaneSpan:
 class Note(msgspec.Struct, frozen=True):
     program: Program
     step: Step | None
-    """None for a whole inference, on a device that does not tell when its steps ran."""
+    """None for a whole inference, on a device without times per step."""
     start_s: float
     end_s: float
     stalled: bool = False

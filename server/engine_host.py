@@ -1,4 +1,4 @@
-"""The engine put together: it loads a repository onto one device and executes requests, in any process."""
+"""The engine: it loads a repository onto one device and executes requests, in any process."""
 
 import asyncio
 import gc
@@ -35,11 +35,11 @@ _log = logging.getLogger("cohabit.engine")
 _THREADS_END_S = 1.0
 
 OnProgress = Callable[[str, str], None]
-"""Receives a model's name and what is being done for it. Loader's thread."""
+"""Receives a model's name and the stage of its loading. Loader's thread."""
 
 
 class LoadedRepository(Protocol):
-    """What a loader returns."""
+    """The result of a loader."""
 
     @property
     def servables(self) -> Mapping[str, Servable]: ...
@@ -51,13 +51,13 @@ class LoadedRepository(Protocol):
     def memory_map(self) -> str: ...
     @property
     def placement(self) -> "ModelPlacement | None":
-        """Where models can be loaded later; None if none can."""
+        """Loads models later; None if the configuration does not allow that."""
         ...
 
     @property
     def placed_models(self) -> "Mapping[str, PlacedModel]": ...
     def use(self) -> DeviceUse:
-        """What the device's memory is used for, and how busy its copy lanes were. Any thread."""
+        """Return the use of the device's memory, and the busy time of its copy lanes. Any thread."""
         ...
 
     def close(self) -> None: ...
@@ -73,10 +73,10 @@ class LoadCancelled(BaseException):
 def load_repository(
     sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress
 ) -> LoadedRepository:
-    """Load models, importing torch only now: the seconds that takes must not delay what comes before.
+    """Load models. Torch is imported here, because that takes seconds and would delay the start.
 
-    What exists then stays, so the garbage collector need not visit it: each visit of torch's own objects would halt
-    every thread for a third of a second.
+    Objects that exist after loading are frozen: a garbage collection of torch's objects would stop every thread for
+    a third of a second.
     """
     from server.placement.loader import load
 
@@ -96,7 +96,7 @@ class Engine:
         on_lost: Callable[[str], None] = lambda reason: None,
         load: Load = load_repository,
     ) -> None:
-        """`publish` receives every change of a model, `on_lost` the reason why nothing can be executed any more."""
+        """`publish` receives every change of a model, `on_lost` the reason for the loss of the device."""
         self.registry = Registry(publish)
         self._config = config
         self._load = load
@@ -108,7 +108,7 @@ class Engine:
         self._poller: asyncio.Task[None] | None = None
         self._stopping = False
         self.started = False
-        """Whether everything that was to be loaded at the start has been tried."""
+        """Whether loading at the start has finished, perhaps with failures."""
 
     @property
     def lost(self) -> str | None:
@@ -118,7 +118,7 @@ class Engine:
     async def start(
         self, on_progress: OnProgress = lambda model, stage: None, restored: Sequence[RestoredModel] | None = None
     ) -> str:
-        """Load the repository, and return the memory map. `restored` says what to load after a restart.
+        """Load the repository, and return the memory map. `restored` has the models to load after a restart.
 
         Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if no model could be loaded.
         """
@@ -161,7 +161,7 @@ class Engine:
         await self._lifecycle.unload(model)
 
     def count_rejection(self, model: str, reason: str) -> None:
-        """Count a request that was refused before it came here."""
+        """Count a request that the front end refused."""
         self.registry.count_rejection(model, reason)
 
     def report(self) -> EngineReport:
@@ -179,11 +179,11 @@ class Engine:
         return EngineReport(models, msgspec.structs.replace(use, lane_busy_s=busy_s))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others to be answered; False if that took too long."""
+        """Refuse new requests and wait for the others to be answered; False after a timeout."""
         return await self._lanes.drain(timeout_s)
 
     async def stop(self) -> bool:
-        """Refuse what is not answered yet and release the device; False if a thread is still busy."""
+        """Refuse unanswered requests and release the device; False if a thread is still busy."""
         self._stopping = True
         if self._poller is not None:
             self._poller.cancel()
@@ -248,7 +248,7 @@ class Engine:
 
 
 async def _in_daemon_thread(function: Callable[[], _T]) -> _T:
-    """Run a function that may take minutes; unlike a pool's thread, this one does not keep the process alive."""
+    """Run a slow function on a daemon thread, which unlike a pool's thread does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""The engine's process: it listens for front ends on a Unix socket and executes what they send.
+"""The engine's process: it listens for front ends on a Unix socket and executes their requests.
 
 Started by the supervisor as `python -m server.engine_process DESCRIPTOR`, with an inherited listening socket. It ends
 with the front end that supervises it.
@@ -83,11 +83,11 @@ class FrontendConnection:
         self._shared = shared
         self._heartbeat = np.ndarray((1,), HEARTBEAT, shared, 0)
         self._requests: dict[int, asyncio.Task[None]] = {}
-        self._orders: set[asyncio.Task[None]] = set()
+        self._operations: set[asyncio.Task[None]] = set()
         self.channel: MessageChannel[ToEngine] = MessageChannel(decode_to_engine, self._received, self._closed)
 
     def beat(self) -> None:
-        """Show the front end that the event loop runs."""
+        """Update the heartbeat, which shows the front end that the event loop runs."""
         self._heartbeat["beat_s"] = time.monotonic()
 
     def _closed(self) -> None:
@@ -105,9 +105,9 @@ class FrontendConnection:
                 if (request := self._requests.get(message.id)) is not None:
                     request.cancel()
             case LoadModel() | UnloadModel() | AskReport():
-                order = asyncio.create_task(self._order(message))
-                self._orders.add(order)
-                order.add_done_callback(self._orders.discard)
+                operation = asyncio.create_task(self._run_operation(message))
+                self._operations.add(operation)
+                operation.add_done_callback(self._operations.discard)
             case _:
                 self._service.received(message, self)
 
@@ -121,7 +121,7 @@ class FrontendConnection:
             self.channel.send(answer)
 
     def _ended(self, message: Infer, task: asyncio.Task[None]) -> None:
-        """Answer a request that was cancelled, perhaps before its task began: its memory is kept until then."""
+        """Answer a request that was cancelled or has crashed: the front end keeps its memory until then."""
         del self._requests[message.id]
         if task.cancelled():
             self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model, "it was cancelled"))))
@@ -154,13 +154,13 @@ class FrontendConnection:
         return send  # type: ignore[return-value]
 
     def _written(self, message: Infer, result: InferResult) -> list[SharedTensor]:
-        """Write the wanted outputs to where the front end has room for them. Raises ExecutionFailed."""
+        """Write the wanted outputs to the request's shared memory. Raises ExecutionFailed if they do not fit."""
         offset, end = message.output_offset, message.output_offset + message.output_bytes
         written = []
         for name in message.outputs:
             array = result.outputs.get(name)
             if array is None:
-                continue  # the front end says which outputs are missing
+                continue  # the front end reports missing outputs
             if offset + array.nbytes > end:
                 raise ExecutionFailed(message.model, f"output '{name}' is larger than the model's description says")
             np.ndarray(array.shape, array.dtype, self._shared, offset)[...] = array
@@ -168,21 +168,21 @@ class FrontendConnection:
             offset += round_up(array.nbytes)
         return written
 
-    async def _order(self, order: LoadModel | UnloadModel | AskReport) -> None:
+    async def _run_operation(self, operation: LoadModel | UnloadModel | AskReport) -> None:
         engine = self._service.engine
         try:
-            match order:
+            match operation:
                 case LoadModel():
-                    await engine.load(order.model, order.config)
+                    await engine.load(operation.model, operation.config)
                 case UnloadModel():
-                    await engine.unload(order.model)
+                    await engine.unload(operation.model)
                 case AskReport():
-                    self.channel.send(Reported(order.id, engine.report()))
+                    self.channel.send(Reported(operation.id, engine.report()))
                     return
         except CohabitError as error:
-            self.channel.send(Failed(order.id, to_wire(error)))
+            self.channel.send(Failed(operation.id, to_wire(error)))
         else:
-            self.channel.send(Done(order.id))
+            self.channel.send(Done(operation.id))
 
 
 class EngineService:
@@ -201,11 +201,11 @@ class EngineService:
 
     @property
     def engine(self) -> Engine:
-        assert self._engine is not None  # front ends send requests once they have been told of models
+        assert self._engine is not None  # front ends send requests only after EntryChanged
         return self._engine
 
     async def run(self) -> None:
-        """Serve until the supervising front end says so, or leaves."""
+        """Serve until the supervising front end sends Stop or disconnects."""
         tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._beat())]
         await self._ended.wait()
         for task in tasks:
@@ -243,7 +243,7 @@ class EngineService:
             await self._adopt(connection)
 
     async def _adopt(self, connection: socket.socket) -> None:
-        """Talk to a front end that has connected, and tell it what the others know."""
+        """Accept a front end that has connected, and send it the present state."""
         frontend = FrontendConnection(self, await asyncio.to_thread(_receive_memory, connection))
         self._frontends.add(frontend)
         frontend.beat()
@@ -290,7 +290,7 @@ class EngineService:
 
 
 def _receive_memory(connection: socket.socket) -> mmap.mmap:
-    """Receive the descriptor of a front end's shared memory, which is the first thing that it sends."""
+    """Receive the descriptor of a front end's shared memory, which is its first message."""
     connection.settimeout(_HANDSHAKE_S)
     size, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
     connection.setblocking(False)
@@ -301,7 +301,7 @@ def _receive_memory(connection: socket.socket) -> mmap.mmap:
 
 
 def _exit_device_lost(reason: str) -> None:
-    """End at once: only a new process can use the device again, and requests under way are tried once more there."""
+    """Exit at once: only a new process can use the device again, and retries the requests in flight."""
     _log.error("the device is lost", extra={"fields": {"reason": reason}})
     os._exit(EXIT_DEVICE_LOST)
 
@@ -321,7 +321,7 @@ def main(make_engine: Callable[..., Engine] = Engine) -> None:
         runner.run(EngineService(listener, make_engine).run())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a load that was cut short, or a kernel that hangs, has threads that cannot be ended
+    os._exit(0)  # an aborted load or a hung kernel has threads that cannot be ended
 
 
 if __name__ == "__main__":

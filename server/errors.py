@@ -1,32 +1,32 @@
 """The server's errors. They know no HTTP: `server.http.errors` maps them to status codes.
 
 CohabitError
-├── ConfigError              a setting that cannot be; the server does not start
+├── ConfigError              an invalid setting; the server does not start
 ├── RepositoryError          the model repository cannot be read; the server does not start
-├── RemoteError              a server that was asked does not answer, or refuses
-├── StartFailed              what had to be loaded at start could not be
+├── RemoteError              another server does not answer, or refuses
+├── StartFailed              no model, or a required one, could be loaded at start
 └── RequestError             this request gets no answer; others do
-    ├── Unauthenticated      no token, or none of the server's
+    ├── Unauthenticated      no token, or an unknown one
     ├── PermissionMissing    the token does not permit this call
-    ├── InvalidRequest       the client's mistake
-    │   ├── ModelNotListed   statistics of a model that is not there
-    │   └── AlreadyRegistered  a shared memory region by that name is there
+    ├── InvalidRequest       the request breaks the protocol or does not fit the model
+    │   ├── ModelNotListed   statistics of a model that is not served
+    │   └── AlreadyRegistered  the name of a registered shared memory region
     ├── ModelNotFound        no such model or version, or it failed to load
     ├── ModelNotReady        it is still loading
     ├── RegionNotFound       no such shared memory region
     ├── PayloadTooLarge      a body over the limit
-    ├── ClientTooSlow        the rest of a body does not come
-    ├── Unsupported          sound by the protocol, but not done here
+    ├── ClientTooSlow        a body arrives too slowly
+    ├── Unsupported          valid in the protocol, but not supported
     │   └── UnknownEncoding  a Content-Encoding other than gzip and deflate
-    ├── Overloaded           later it may well be taken: `retry_after_s` says when
+    ├── Overloaded           a retry may succeed after `retry_after_s`
     │   ├── QueueFull        too many requests wait
-    │   ├── RateLimited      the model's config allows no more of them
+    │   ├── RateLimited      the model's config allows no more requests now
     │   └── EngineUnavailable  the engine's process is down
-    ├── RequestTimedOut      it could not be answered within its timeout
+    ├── RequestTimedOut      it cannot be answered within its timeout
     ├── ShuttingDown         the server drains
     ├── ExecutionFailed      the model failed while it computed
     ├── EngineFailed         the engine's process died twice while it executed the request
-    ├── DeviceUnavailable           the device is gone; nothing can be executed
+    ├── DeviceUnavailable    the device is lost; nothing can be executed
     ├── ControlOff           loading and unloading by request is not allowed
     ├── LoadFailed           a model cannot be loaded; the message says why
     └── NotInRepository      there is no model of that name to load
@@ -40,7 +40,7 @@ from planner.errors import CohabitError, format_bytes
 
 
 class ConfigError(CohabitError):
-    """A setting that cannot be; the message names it."""
+    """A setting is invalid; the message names it."""
 
 
 class RepositoryError(CohabitError):
@@ -48,25 +48,25 @@ class RepositoryError(CohabitError):
 
 
 class RemoteError(CohabitError):
-    """Another process, which serves, does not answer or refuses what it was asked."""
+    """Another server does not answer, or refuses a call."""
 
 
 class StartFailed(CohabitError):
-    """What had to be loaded at start could not be."""
+    """No model, or a required one, could be loaded at start."""
 
 
 class RequestError(CohabitError):
     """One request cannot be answered."""
 
     def of_request(self, request_id: str | None) -> None:
-        """Put the client's id in front of the message, unless it stands there already."""
+        """Put the client's id in front of the message, unless it is there already."""
         prefix = f"[request id: {request_id}] "
         if request_id and not str(self).startswith(prefix):
             self.args = (f"{prefix}{self}",)
 
 
 class Unauthenticated(RequestError):
-    """The call came without a token that this server knows."""
+    """The call has no token, or an unknown one."""
 
     def __init__(self, message: str, wrong_token: bool = False) -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class Unauthenticated(RequestError):
 
 
 class PermissionMissing(RequestError):
-    """The call's token is known, and does not permit it."""
+    """The call's token does not permit it."""
 
 
 class InvalidRequest(RequestError):
@@ -82,7 +82,7 @@ class InvalidRequest(RequestError):
 
 
 class ModelNotListed(InvalidRequest):
-    """Statistics were asked of a model that is not there; Triton answers this one differently."""
+    """A statistics call names a model that is not served; Triton has a status of its own for this."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"requested model '{model}' is not available")
@@ -123,18 +123,18 @@ class PayloadTooLarge(RequestError):
 
 
 class ClientTooSlow(RequestError):
-    """A body comes too slowly to be waited for."""
+    """A body arrives too slowly."""
 
     def __init__(self, received_bytes: int, waited_s: float) -> None:
         super().__init__(f"the request body came too slowly: {received_bytes} bytes in {waited_s:.3g} s")
 
 
 class Unsupported(RequestError):
-    """Part of the protocol that this server does not speak."""
+    """A part of the protocol that this server does not support."""
 
 
 class UnknownEncoding(Unsupported):
-    """A Content-Encoding that cannot be undone here."""
+    """A Content-Encoding that this server does not support."""
 
     def __init__(self, encoding: str) -> None:
         super().__init__(f"Unable to decompress request body, unknown Content-Encoding '{encoding}'")
@@ -149,7 +149,7 @@ class Overloaded(RequestError):
 
 
 class QueueFull(Overloaded):
-    """A queue is at its bound."""
+    """A queue is at its limit."""
 
     @classmethod
     def of_model(cls, model: str, limit: int, retry_after_s: float) -> "QueueFull":
@@ -182,21 +182,21 @@ class ShuttingDown(RequestError):
 
 
 class ExecutionFailed(RequestError):
-    """The model failed on this request; the next one may well succeed."""
+    """The model failed on this request; others may succeed."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"model '{model}' failed to execute: {reason}")
 
 
 class DeviceUnavailable(RequestError):
-    """The device is gone, and with it whatever was on it."""
+    """The device is lost, with everything in its memory."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the device is lost: {reason}")
 
 
 class ControlOff(RequestError):
-    """The server was not started for loading and unloading by request."""
+    """The server's configuration does not allow loading and unloading by request."""
 
     def __init__(self, mode: str) -> None:
         super().__init__(
@@ -206,21 +206,21 @@ class ControlOff(RequestError):
 
 
 class LoadFailed(RequestError):
-    """A model cannot be loaded; what was served before is served still."""
+    """A model cannot be loaded; a version that was served before is still served."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"load failed for model '{model}': {reason}")
 
 
 class NotInRepository(RequestError):
-    """There is no model of that name to load."""
+    """The repository has no model of that name."""
 
     def __init__(self, model: str, reason: str = "it has no such folder") -> None:
         super().__init__(f"failed to load '{model}', failed to poll from model repository: {reason}")
 
 
 class EngineFailed(RequestError):
-    """The engine's process died while it executed this request, and again when the request was tried once more."""
+    """The engine's process died while it executed this request, and again during the retry."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(
@@ -230,7 +230,7 @@ class EngineFailed(RequestError):
 
 
 class EngineUnavailable(Overloaded):
-    """The engine's process is down and could not be started again yet."""
+    """The engine's process is down, and restarts have failed so far."""
 
 
 class WireError(msgspec.Struct, frozen=True):
@@ -246,7 +246,7 @@ def to_wire(error: CohabitError) -> WireError:
 
 
 def from_wire(wire: WireError) -> CohabitError:
-    """Make the error again, with its message; a kind that is unknown here becomes a StartFailed."""
+    """Restore the error with its message; an unknown kind becomes a StartFailed."""
     known = _BY_NAME.get(wire.kind, StartFailed)
     error = known.__new__(known)
     error.args = (wire.message,)

@@ -1,4 +1,4 @@
-"""The server put together: ports, data plane, and the engine in a process of its own or in this one."""
+"""The server: ports, data plane, and a client of the engine."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ _ANSWERS_WRITTEN_S = 2.0
 _RECONNECT_S = 0.05
 
 OnProgress = Callable[[str, str], None]
-"""Receives a model's name and what is being done for it."""
+"""Receives a model's name and the stage of its loading."""
 
 
 class Server:
@@ -86,7 +86,7 @@ class Server:
         self.plane = DataPlane(config, self.client, self._memory, regions, tracer, Machine(self._access))
 
     async def start(self) -> None:
-        """Listen on every port. Raises ConfigError if a port cannot be had, or a file not be read."""
+        """Listen on every port. Raises ConfigError if a port or a file cannot be opened."""
         config, access = self._config, self._access
         self._warn_if_open(access)
         self._tasks.append(asyncio.create_task(self._tokens.follow()))
@@ -131,7 +131,7 @@ class Server:
     async def load(self, on_progress: OnProgress = lambda model, stage: None) -> str:
         """Start the engine and load the repository; returns the memory map.
 
-        Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if nothing could be loaded.
+        Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if no model could be loaded.
         """
         if self._local is not None:
             return await self._local.start(on_progress)
@@ -146,11 +146,11 @@ class Server:
         return memory_map
 
     async def reread_tokens(self) -> None:
-        """Take the tokens that the token files have now; a file that cannot be used changes nothing."""
+        """Reload the token files; an unusable file changes nothing."""
         await self._tokens.reread()
 
     async def stop(self) -> bool:
-        """Answer what is in flight while refusing the rest, then close; False if something had to be abandoned."""
+        """Answer the requests in flight, refuse new ones, and close; False if anything was abandoned."""
         for task in self._tasks:
             task.cancel()
         for process in self._frontends:
@@ -164,7 +164,7 @@ class Server:
         for port in self._ports:
             await port.stop(_ANSWERS_WRITTEN_S)
         if self._trace_file is not None:
-            self._trace_file.close()  # after the engine, whose last copies belong in it
+            self._trace_file.close()  # after the engine, whose last spans belong in it
             self._trace_file = None
         self._memory.close()
         return drained and ended

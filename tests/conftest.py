@@ -27,8 +27,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
 
 
 @pytest.fixture
-def torch_without_stretches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A release that has moved what stretches stand on."""
+def torch_without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Simulate a torch release without the interface that script segments use."""
     monkeypatch.delattr(torch._C, "_create_function_from_graph")
     unavailable.cache_clear()
     yield

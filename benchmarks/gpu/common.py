@@ -86,7 +86,7 @@ def loaded(backend: CudaBackend, model: Measured, plan: Plan, batch: int) -> Ite
     try:
         yield program
     finally:
-        backend.executor.dismiss(program)
+        backend.executor.release(program)
         arena.close()
 
 

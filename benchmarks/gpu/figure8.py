@@ -137,7 +137,7 @@ def _in_partitions(
         yield Layout(programs, backend.executor, deployment.layout == "partitioned")
     finally:
         for program in programs:
-            backend.executor.dismiss(program)
+            backend.executor.release(program)
 
 
 @contextmanager

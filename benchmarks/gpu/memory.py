@@ -71,7 +71,7 @@ def _row(backend: CudaBackend, model: Measured, share: float, clock: Clock) -> t
         backend.executor.run(program, inputs)
         count += 1
     free.append(backend.driver.memory().free_bytes)
-    backend.executor.dismiss(program)
+    backend.executor.release(program)
     arena.close()
     torch.cuda.empty_cache()
     figures = [_mib(a - b) for a, b in pairwise(free)]

@@ -78,8 +78,8 @@ def _path_bound(graph: Graph, profile: Profile, partition_bytes: int, workspace_
             start_s[j] = max(start_s[j], float((start_s[before] + run_s[before, j]).max()) - op_s[j])
             start_s[j] = max(start_s[j], float((start_s[before] + copy_s[before, j]).max()))
         room = partition_bytes + workspace_bytes - _held_bytes(graph, j)
-        behind = nbytes[upstream[reader, j] > 0]
-        copy_s[j] -= _most_held_seconds(behind, room, profile.swap_in)
+        downstream = nbytes[upstream[reader, j] > 0]
+        copy_s[j] -= _most_held_seconds(downstream, room, profile.swap_in)
         latency = max(latency, start_s[j] + float(upstream[:, j] @ op_s))
     return float(latency)
 

@@ -278,10 +278,10 @@ class _Relaxation:
         chain, p = self._chain, self.program
         if not chain.loose:
             return
-        before, behind = np.zeros(chain.moments + 1), np.zeros(chain.moments + 1)
+        before, following = np.zeros(chain.moments + 1), np.zeros(chain.moments + 1)
         for after, by, op_s in chain.loose:
             before[by:] += op_s
-            behind[: after + 1] += op_s
+            following[: after + 1] += op_s
         passed = p.variables(chain.moments, 0, self._most_s * chain.moments)
         rows = p.equal(np.zeros(chain.moments))
         p.put(rows, passed, 1)
@@ -290,7 +290,7 @@ class _Relaxation:
         if again is not None:
             p.put(rows, again, 1)
         p.put(p.at_most(-before[1:]), passed, -1)
-        rows = p.at_most(-behind[:-1])
+        rows = p.at_most(-following[:-1])
         p.put(rows, np.repeat(passed[-1], len(rows)), -1)
         p.put(rows[1:], passed[:-1], 1)
 

@@ -44,8 +44,8 @@ class _Emitter:
         self._partition_bytes = partition_bytes
         count = int(swaps.length[0])
         self._tensor = [work.parameters[p] for p in swaps.parameter[:count].tolist()]
-        self._page, self._behind, self._needed_by = (
-            a[:count].tolist() for a in (swaps.page, swaps.behind, swaps.op)
+        self._page, self._after_op, self._needed_by = (
+            a[:count].tolist() for a in (swaps.page, swaps.after_op, swaps.op)
         )
         self._starting = {
             (s.tensor, s.span.first): partition_bytes + offset
@@ -104,7 +104,7 @@ class _Emitter:
     def _issue(self, k: int) -> None:
         """Issue, after op k, every copy that may start by now, in order of need."""
         while True:
-            parameter = self._issued < len(self._tensor) and self._behind[self._issued] <= k
+            parameter = self._issued < len(self._tensor) and self._after_op[self._issued] <= k
             activation = bool(self._returning)
             if not (parameter or activation):
                 return

@@ -58,7 +58,7 @@ class Tables(NamedTuple):
     start: Ints
     """List l of the op at position p is `ids[start[l, p]:start[l, p + 1]]`, l one of those above."""
     ids: Ints
-    behind: Ints
+    gap_after: Ints
     """For each id that is a use, the gap that begins there, or none."""
     scratch_bytes: Ints
     nbytes: Ints
@@ -95,7 +95,7 @@ def tables(gaps: Gaps) -> Tables:
     ops = [graph.ops[k] for k in gaps.ops_at]
     needed = [op.reads for op in ops]
     needed[-1] = tuple(t for t in dict.fromkeys((*ops[-1].reads, *graph.outputs)) if t not in ops[-1].writes)
-    behind = {(g.tensor, g.last_use): i for i, g in enumerate(gaps.all) if not g.wraps}
+    gap_after = {(g.tensor, g.last_use): i for i, g in enumerate(gaps.all) if not g.wraps}
     wrapping = {g.tensor: i for i, g in enumerate(gaps.all) if g.wraps}
     again: list[list[int]] = [[] for _ in ops]
     for i, gap in enumerate(gaps.all):
@@ -106,7 +106,7 @@ def tables(gaps: Gaps) -> Tables:
     first_inputs = [graph.inputs, *(() for _ in ops[1:])]
     lists: list[Sequence[Sequence[int]]] = [needed, writes, [op.reads for op in ops], changes, again, first_inputs]
     begins = [
-        behind.get((i, START if kind == INPUTS else p), _NONE) if kind in (NEEDED, WRITES, INPUTS) else _NONE
+        gap_after.get((i, START if kind == INPUTS else p), _NONE) if kind in (NEEDED, WRITES, INPUTS) else _NONE
         for kind, of_ops in enumerate(lists)
         for p, some in enumerate(of_ops)
         for i in some
@@ -118,7 +118,7 @@ def tables(gaps: Gaps) -> Tables:
     return Tables(
         start=np.concatenate([end[:, :1] - np.array(lengths)[:, :1], end], axis=1),
         ids=_ints(i for of_ops in lists for some in of_ops for i in some),
-        behind=_ints(begins),
+        gap_after=_ints(begins),
         scratch_bytes=_ints(op.aligned_scratch_bytes for op in ops),
         nbytes=_ints(t.aligned_bytes for t in graph.tensors),
         kind=_ints(_KINDS[t.kind] for t in graph.tensors),
@@ -157,7 +157,7 @@ def residents(t: Tables, fates: Codes) -> Bools:
 @compiled
 def alap(t: Tables, fates: Codes) -> AlapSequence:
     """The sequence of these fates."""
-    start, ids, behind, last_use, stays, kind = t.start, t.ids, t.behind, t.last_use, t.stays, t.kind
+    start, ids, gap_after, last_use, stays, kind = t.start, t.ids, t.gap_after, t.last_use, t.stays, t.kind
     here, saved, kept = _at_the_start(t, fates)
     forgotten = np.zeros(len(here), np.bool_)  # in a gap that a computation ends
     verb, what, length = np.empty(t.most + t.plain, np.int64), np.empty(t.most + t.plain, np.int64), 0
@@ -184,8 +184,8 @@ def alap(t: Tables, fates: Codes) -> AlapSequence:
         for uses in range(NEEDED if p != START else INPUTS, WRITES + 1 if p != START else INPUTS + 1):
             for n in range(start[uses, max(p, 0)], start[uses, max(p, 0) + 1]):
                 i, fate = ids[n], GONE
-                if behind[n] >= 0:
-                    fate = fates[behind[n]]
+                if gap_after[n] >= 0:
+                    fate = fates[gap_after[n]]
                 elif p < last_use[i] or kept[i]:
                     fate = KEEP
                 elif kind[i] == _STATE and not saved[i]:

@@ -34,7 +34,7 @@ def _lateness(work: Arrays, swaps: Swaps) -> tuple[Floats, Floats, np.ndarray]:
     for k in range(ops):
         ready_s = op_end_s[k]
         while i < count and swaps.op[i] <= k:
-            link_s = max(link_s, op_end_s[swaps.behind[i] + 1])
+            link_s = max(link_s, op_end_s[swaps.after_op[i] + 1])
             start_s[i] = link_s
             link_s += work.swap_s[swaps.parameter[i]]
             end_s[i] = link_s

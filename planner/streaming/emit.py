@@ -21,7 +21,7 @@ def emit(
     graph, layout = work.footprint.graph, work.footprint.activations
     count = int(swaps.length[0])
     tensor = [work.parameters[p] for p in swaps.parameter[:count].tolist()]
-    page, behind, needed_by = (a[:count].tolist() for a in (swaps.page, swaps.behind, swaps.op))
+    page, after_op, needed_by = (a[:count].tolist() for a in (swaps.page, swaps.after_op, swaps.op))
     initial = {p.tensor: p.address for p in residents}
     drops = _drops(work, frozenset(initial), tensor, needed_by)
 
@@ -45,7 +45,7 @@ def emit(
             )
         for t in drops.get(k, ()):
             writer.drop(t)
-        while issued < count and behind[issued] <= k:
+        while issued < count and after_op[issued] <= k:
             writer.swap_in(tensor[issued], offset(work.address(page[issued])))
             issued += 1
     return writer.plan(work.profile.fingerprint)

@@ -63,7 +63,7 @@ class Swaps(NamedTuple):
 
     parameter: Ints
     page: Ints
-    behind: Ints
+    after_op: Ints
     """The last op that used these bytes before, or NOTHING."""
     op: Ints
     """The op that reads it first; the number of ops for the epilogue."""
@@ -140,7 +140,7 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
                 _make_room(work, memory, swaps, home, k, touched)
             for i in range(begun, swaps.length[0]):
                 p = swaps.parameter[i]
-                link_s = max(link_s, op_end_s[swaps.behind[i] + 1]) + work.swap_s[p]
+                link_s = max(link_s, op_end_s[swaps.after_op[i] + 1]) + work.swap_s[p]
                 arrival_s[p] = link_s
                 cursor = swaps.page[i] + work.size[p]
         ready_s = op_end_s[k]
@@ -186,7 +186,7 @@ def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> LaneArrays:
     for k in range(ops + 1):
         while i < count and swaps.op[i] <= k:
             lanes.work_s[SWAP_IN, i] = work.swap_s[swaps.parameter[i]]
-            lanes.wait[SWAP_IN, i, COMPUTE] = swaps.behind[i]
+            lanes.wait[SWAP_IN, i, COMPUTE] = swaps.after_op[i]
             newest[swaps.parameter[i]] = i
             i += 1
         if k < ops:
@@ -215,7 +215,7 @@ def _bring(
         p = work.use_parameter[j]
         if memory.where[p] >= 0:
             continue
-        page, behind = 0, NOTHING
+        page, after_op = 0, NOTHING
         if work.size[p] > 0:
             zone = 0
             if decisions.hold[j] and work.use_next[j] < NO_MORE:
@@ -227,9 +227,9 @@ def _bring(
                 page = find_room(memory, work.size[p], hole.op, upcoming)
             if page < 0:
                 return False
-            behind = max(touched[p], put(memory, p, page, work.size[p]))
+            after_op = max(touched[p], put(memory, p, page, work.size[p]))
         memory.where[p] = page
-        _append(swaps, p, page, behind, hole.op)
+        _append(swaps, p, page, after_op, hole.op)
     return True
 
 
@@ -263,17 +263,17 @@ def _make_room(work: Arrays, memory: PageMap, swaps: Swaps, home: Ints, op: int,
 @compiled
 def _move(work: Arrays, memory: PageMap, swaps: Swaps, parameter: int, page: int, touched: int, op: int) -> None:
     """Bring a parameter to a page, once its former place (if any) has been read for the last time."""
-    behind = touched
+    after_op = touched
     if work.size[parameter] > 0:
         if memory.where[parameter] >= 0:
             remove(memory, parameter)
-        behind = max(touched, put(memory, parameter, page, work.size[parameter]))
+        after_op = max(touched, put(memory, parameter, page, work.size[parameter]))
     memory.where[parameter] = page
-    _append(swaps, parameter, page, behind, op)
+    _append(swaps, parameter, page, after_op, op)
 
 
 @compiled
-def _append(swaps: Swaps, parameter: int, page: int, behind: int, op: int) -> None:
+def _append(swaps: Swaps, parameter: int, page: int, after_op: int, op: int) -> None:
     i = swaps.length[0]
-    swaps.parameter[i], swaps.page[i], swaps.behind[i], swaps.op[i] = parameter, page, behind, op
+    swaps.parameter[i], swaps.page[i], swaps.after_op[i], swaps.op[i] = parameter, page, after_op, op
     swaps.length[0] += 1

@@ -78,7 +78,7 @@ class ProgramCache:
 
 
 def require_supported(graph: Graph, plan: Plan) -> None:
-    """Refuse what this runtime cannot do: activations come from torch's allocator, and each op is computed once."""
+    """Refuse unsupported plans: torch's allocator places activations, and each op is computed once."""
     computes = [s for s in plan.steps if isinstance(s, Compute)]
     if len({s.op for s in computes}) < len(computes):
         raise UnsupportedPlan(f"{graph.name}: the plan computes an op again, which this runtime does not do")

@@ -1,4 +1,4 @@
-"""A program: one plan bound to addresses, with everything prepared that can be decided before a request comes."""
+"""A program: one plan bound to addresses, with everything prepared that can be decided before a request arrives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

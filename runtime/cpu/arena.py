@@ -30,7 +30,7 @@ class CpuArena:
         self.close()
 
     def close(self) -> None:
-        """Give the pages back now. Views that still exist read zeros from then on."""
+        """Release the pages now. Views that still exist then read zeros."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     @property

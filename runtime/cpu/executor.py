@@ -132,7 +132,7 @@ class CpuExecutor:
         if piece:
             self.load(replace(programs[0], name=name, residents=tuple(piece)))
 
-    def dismiss(self, program: Program) -> None:
+    def release(self, program: Program) -> None:
         """Release a program's spill buffers, and drop references to it."""
         if self._expected is program:
             self._expected = None
@@ -292,7 +292,7 @@ class CpuExecutor:
     def _raise_if_failed(self, program: Program, run: LaneRun, restored: _Restored | None) -> None:
         """Raise DeviceError if a copy of this run failed, or one by which the last run restored residents.
 
-        The next run of the model loads its residents anew.
+        The next run of the model reloads its residents.
         """
         for earlier in (run, run.prefetch, restored.run if restored is not None else None):
             if earlier is not None and earlier.error is not None:

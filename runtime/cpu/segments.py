@@ -142,7 +142,7 @@ def segment_ranges(draft: Draft) -> Iterator[range]:
 def compiled(draft: Draft, ranges: Iterable[range]) -> tuple[ScriptSegment, ...]:
     """Compile every segment that is worth it, as far as its calls can be written as TorchScript.
 
-    If compiling fails the model has no segments, and the log says so.
+    If compiling fails, the model has no segments, and a warning is logged.
     """
     try:
         return tuple(segment for steps in ranges for segment in _segments(draft, steps))

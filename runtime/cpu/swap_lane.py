@@ -41,7 +41,7 @@ class Counter:
 
 @dataclass(slots=True)
 class LaneRun:
-    """One inference in progress: where its steps are on the lanes' counters, and what went wrong.
+    """One inference in progress: its steps' positions on the lanes' counters, and its error.
 
     A *ticket* is the value of a swap lane's counter once some number of the run's steps on that lane have ended.
     """
@@ -140,7 +140,7 @@ class SwapLane:
         start = time.perf_counter()
         try:
             step.copy()
-        except Exception as error:  # whatever it is, the lane goes on and the run is told
+        except Exception as error:  # the lane continues, and the run receives the error
             run.error = run.error or error
         end = time.perf_counter()
         self.busy_s += end - start

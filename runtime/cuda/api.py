@@ -25,7 +25,7 @@ Event: TypeAlias = Any
 
 
 class AllocatorPool(Protocol):
-    """A range of device memory: tensors made while it is in use come from its bytes only."""
+    """A range of device memory, from which tensors are allocated while the pool is in use."""
 
     @property
     def held_bytes(self) -> int:
@@ -56,7 +56,7 @@ class CapturedGraph(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of device memory: in all, free, and held by this process whatever took them (None where unknown)."""
+    """Bytes of device memory: total, free, and held by this process (None if unknown)."""
 
     total_bytes: int
     free_bytes: int
@@ -64,7 +64,7 @@ class DeviceMemory:
 
 
 class Driver(Protocol):
-    """One device. Errors on it raise RuntimeError, perhaps from a later call than the one at fault."""
+    """One device. Errors on it raise RuntimeError, perhaps from a later call than the failing one."""
 
     @property
     def device(self) -> torch.device: ...
@@ -120,7 +120,7 @@ class Driver(Protocol):
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory, for good. Raises MemoryExceeded."""
+        """Allocate device memory that is never released. Raises MemoryExceeded."""
         ...
 
     def pin(self, host: HostBytes) -> None:
@@ -134,7 +134,7 @@ class Driver(Protocol):
         ...
 
     def pool(self, memory: torch.Tensor, large_bytes: int) -> AllocatorPool:
-        """A pool of the given device bytes; so many of them in one piece, the rest in segments for small tensors.
+        """A pool of the given device bytes: the first ones in one piece, the rest in segments for small tensors.
 
         For tensors of the current stream. Pools may overlap: using two with the same bytes at a time corrupts data.
         """
@@ -147,7 +147,7 @@ class Driver(Protocol):
     def capture(self, pool: Any, issue: Callable[[], None]) -> CapturedGraph:
         """Capture what `issue` issues to the current stream, and to those that join it by events.
 
-        Nothing runs. Tensors come from the pool. Raises CaptureFailed.
+        Nothing runs. Tensors are allocated from the pool. Raises CaptureFailed.
         """
         ...
 

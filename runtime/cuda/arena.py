@@ -18,7 +18,7 @@ class CudaArena:
         self._bytes = driver.allocate(nbytes)
 
     def close(self) -> None:
-        """Give the memory back as soon as no view of it is left."""
+        """Release the memory once no view of it is left."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def bytes(self, offset: int, nbytes: int) -> torch.Tensor:

@@ -113,7 +113,7 @@ class CudaBackend:
         )
 
     def close(self) -> None:
-        """Dismiss every program, and unpin what is still pinned."""
+        """Release every program, and unpin all memory."""
         for executor in self._executors:
             executor.close()
         if self._shared.lost is None:

@@ -50,7 +50,7 @@ class CudaDriver:
             return
         torch.cuda.set_device(self._index)
         with torch.cuda.stream(compute), torch.inference_mode():
-            # Handles and workspaces of the libraries are per thread and stream, and stay: not in anybody's pool.
+            # Handles and workspaces of the libraries stay, per thread and stream, so they must not be in a pool.
             for dtype in (torch.float32, torch.float16):
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
                 torch.nn.functional.linear(square, square, square[0])
@@ -218,7 +218,7 @@ class _AtAddress:
 
 
 def _process_bytes(index: int) -> int | None:
-    """Device memory of this process, whatever took it: NVML's figure, or None where it does not know the process."""
+    """Device memory of this process by NVML; None if NVML does not know the process."""
     try:
         import pynvml
     except ImportError:

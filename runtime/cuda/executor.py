@@ -90,9 +90,9 @@ class CudaExecutor:
             self._thread = threading.get_ident()
 
     def close(self) -> None:
-        """Let the streams finish and end; programs that were admitted are dismissed."""
+        """Let the streams finish and end; programs that were admitted are released."""
         for program in self._admitted:
-            self.dismiss(program)
+            self.release(program)
         if self._shared.lost is None:
             self.settle()
         self._feeder.close()
@@ -282,7 +282,7 @@ class CudaExecutor:
                 " after an inference; what a library keeps must not lie there"
             )
 
-    def dismiss(self, program: CudaProgram) -> None:
+    def release(self, program: CudaProgram) -> None:
         """Release the graphs, the pool and the buffers of a program that will not run any more."""
         if self._shared.lost is not None:
             return  # a device that does not answer releases nothing before the process ends

@@ -52,7 +52,7 @@ class Marks:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Release all waits: the rest of the records will not come."""
+        """Release all waits, because the remaining records will not be made."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The bytes of the workspace that activations may use: those that a plan gives to no parameter, in one piece."""
+"""The bytes of the workspace that activations may use: one piece without any parameter of the plan."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Memory pools of torch's allocator whose segments come from given bytes, by two native callbacks made in Python.
+"""Memory pools of torch's allocator with segments from given bytes, by two native callbacks made in Python.
 
 The callbacks run under the allocator's lock and take the interpreter's: a thread that holds the interpreter and frees
 a CUDA tensor while another one allocates in a pool would wait for ever. So only the thread that owns the device may
@@ -56,7 +56,7 @@ class CarvedPool:
             yield
 
     def close(self) -> None:
-        """Give the segments back. No tensor or graph of the pool may be left."""
+        """Release the segments. No tensor or graph of the pool may be left."""
         self._pool = None
 
     def _take(self, nbytes: int, device: int, stream: int | None) -> int | None:

@@ -203,7 +203,7 @@ def prepare(
 
 
 def _obstacle(trace: Trace, *, staged: bool) -> str | None:
-    """Return why a program cannot be captured, as far as its trace tells."""
+    """Return why a program cannot be captured, as far as its trace shows; else None."""
     if staged:
         return "its parameters are not pinned: copies pass through the staging ring, which the host fills"
     for instruction in trace.instructions:

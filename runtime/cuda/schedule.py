@@ -126,7 +126,7 @@ class IssueSchedule:
 def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
     """Lower a program. Copies that no op of this run waits for are left to the epilogue.
 
-    `join` says whether the store can copy several segments at once.
+    `join`: whether the store can copy several segments at once.
     """
     most_bytes = MOST_BYTES if join else 0
     swap_ins = program.swap_ins

@@ -65,7 +65,7 @@ class Transfers:
         def work() -> None:
             try:
                 self._issue(copies, after, transfer.event, carry_out)
-            except Exception as error:  # whatever it is, the thread goes on and the model's next run is told
+            except Exception as error:  # the thread continues, and the model's next run receives the error
                 transfer.error = error
             transfer.issued.set()
 

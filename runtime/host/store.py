@@ -140,7 +140,7 @@ class _SlowLink:
         self._copy_s = 0.0
 
     def carry(self, copy: Callable[[], None], nbytes: int) -> None:
-        """Copy. The bytes arrive at the end of the wait, so that a read that comes too early gets wrong bytes."""
+        """Copy. The bytes arrive at the end of the wait, so that a read that is too early gets wrong bytes."""
         with self._turn:
             end = time.perf_counter() + self._latency_s + nbytes / self._bandwidth
             _sleep_until(end - self._copy_s)

@@ -1,4 +1,4 @@
-"""Measures what torch's CPU allocator gives out inside named ranges (`torch.profiler.record_function`)."""
+"""Measures what torch's CPU allocator allocates inside named ranges (`torch.profiler.record_function`)."""
 
 import os
 from collections.abc import Iterator

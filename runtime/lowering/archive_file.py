@@ -1,4 +1,4 @@
-"""A `.pt2` archive as a file: opening it, and telling whether it has changed."""
+"""A `.pt2` archive as a file: opening it, and detecting changes."""
 
 import hashlib
 import json

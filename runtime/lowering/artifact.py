@@ -1,7 +1,7 @@
 """The cache file of a lowered model: ports, instructions and storages as JSON, so that a restart needs no archive.
 
 Operators are written by name and looked up below `torch.ops` only. A program with sub-programs as arguments
-(`torch.cond`) cannot be written; it is lowered anew at every start.
+(`torch.cond`) cannot be written; it is lowered again at every start.
 """
 
 import math
@@ -67,7 +67,7 @@ class TraceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything about a lowered model but its weights. `lowering` says what made it, and from what."""
+    """A lowered model without its weights. `lowering` identifies the code and the archive that made it."""
 
     lowering: str
     inputs: tuple[PortRecord, ...]

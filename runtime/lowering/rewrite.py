@@ -251,7 +251,7 @@ def _sliced(
 def undo_own_changes(model: FxModel) -> None:
     """Replace the model's own in-place ops by plain ones where no other op can see the difference.
 
-    `work_in_place` then decides anew: a ReLU after an in-place sum of the model's would make new bytes otherwise.
+    `work_in_place` then decides again: a ReLU after an in-place sum of the model's would make new bytes otherwise.
     """
     for node in model.graph.nodes:
         new = _AS_IF_NEW.get(node.target) if node.op == "call_function" else None

@@ -1,6 +1,6 @@
 """Traces a model at one batch size: runs it once and records each call, its storages and its scratch.
 
-A real run tells what no schema does: which results share a storage, how many bytes each storage has, and which
+A real run shows what no schema has: which results share a storage, how many bytes each storage has, and which
 sizes the shape arithmetic yields. Only ops that make new bytes are ops of the planner's graph; a view of existing bytes
 is an instruction without cost there.
 """

@@ -21,7 +21,7 @@ from runtime.profiling.link import measure_contention, measure_swap_in, measure_
 from runtime.profiling.stopwatch import ColdCaches, measure_ops
 
 _METHOD = 3
-"""Changes when something is measured in another way, so that cached profiles are measured anew."""
+"""Changes with the method of measurement, so that cached profiles are measured again."""
 
 Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]], Program]
 

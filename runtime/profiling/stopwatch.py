@@ -135,7 +135,7 @@ def repeating(work: Callable[[], object], name: str) -> Iterator[None]:
 
 
 def _largest_cache_bytes() -> int:
-    """Return the size of the last-level cache, at most 128 MiB; 32 MiB where the system does not tell."""
+    """Return the size of the last-level cache, at most 128 MiB; 32 MiB if the system does not report it."""
     sizes = [32 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """The bytes of a region that models share: which parameters are in it, and what each run has to copy where.
 
 Parameters are fetched when they are needed, and the least recently used ones are evicted. Nothing is copied here: a
-`FetchPlan` says what has to be copied, and what each copy must wait for.
+`FetchPlan` has the copies, and the waits of each.
 """
 
 from collections import OrderedDict, deque
@@ -190,7 +190,7 @@ class ParameterRegion:
         placed: list[tuple[int, int]] = []
         for segment in missing:
             offset = self._place(run, segment, needed, offsets.get(segment))
-            if offset is None:  # the step's own parameters fragment the region: all of them are fetched anew
+            if offset is None:  # the step's own parameters fragment the region: all of them are fetched again
                 for own in needed:
                     self._evict((run.uses.model, own), run)
                 return [(s, self._certain(run, s, needed)) for s in needed]

@@ -81,7 +81,7 @@ class RelocatableModel:
     def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> Program:
         """Return the program for a run. With `blocking`, loading it copies everything and running it copies nothing.
 
-        `lasting` says that runs with the same addresses will follow, so that it pays to prepare much.
+        `lasting`: runs with the same addresses will follow, so that preparation pays.
         """
         return replace(self.home, **self._changes(fetch_plan, blocking))
 
@@ -190,7 +190,7 @@ def _require_relocatable(name: str, plan: Plan) -> None:
     addresses += [a for step in plan.steps if isinstance(step, Compute) for a in (*step.outputs, step.scratch) if a]
     if any(address.region == "partition" for address in addresses):
         raise UnsupportedPlan(
-            f"{name}: the plan has activations beside parameters; a program that moves needs them in a workspace"
+            f"{name}: the plan has activations among parameters; a program that moves needs them in a workspace"
         )
 
 

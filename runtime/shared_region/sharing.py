@@ -159,7 +159,7 @@ class SharedRegion:
         for model in self._models.values():
             for program in (model.first, *model.programs.values(), model.relocatable.home):
                 if program is not None:
-                    self._executor.dismiss(program)
+                    self._executor.release(program)
         self._models = {}
 
     def _program(self, model: _SharedModel, fetch_plan: FetchPlan) -> Program:
@@ -174,6 +174,6 @@ class SharedRegion:
             if len(programs) > PROGRAMS_KEPT:
                 _, oldest = programs.popitem(last=False)
                 if lasting:
-                    self._executor.dismiss(oldest)
+                    self._executor.release(oldest)
         programs.move_to_end(fetch_plan)
         return programs[fetch_plan]

@@ -252,11 +252,11 @@ class ServeConfig:
 
     @property
     def takes_client_shm(self) -> bool:
-        """Whether clients may name shared memory: with several front ends, none knows what another registered."""
+        """Whether clients may register shared memory; several front ends do not share registrations."""
         return self.frontends == 1 and (self.client_shm == "on" or (self.client_shm == "auto" and self.is_loopback))
 
     @property
-    def wants_stretches(self) -> bool:
+    def wants_segments(self) -> bool:
         """Whether script segments are wanted if torch supports them."""
         return self.device == "cpu" and self.scripted is not False
 

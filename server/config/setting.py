@@ -18,7 +18,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field of the config declares; `declared` adds what follows from the field itself."""
+    """The declaration of a config field; `declared` adds the properties of the field itself."""
 
     flag: str
     help: str

@@ -1,4 +1,4 @@
-"""A compute lane as the event loop sees it: requests in by queue, results out by future, background work in between."""
+"""The event loop's side of a compute lane: it queues requests and background work, and resolves their futures."""
 
 import asyncio
 import math
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class ComputeLane:
-    """Every method belongs to the event loop's thread; the device belongs to `DeviceThread`."""
+    """All methods belong to the event loop's thread; `DeviceThread` owns the device."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class ComputeLane:
         self._device = DeviceThread(scheduler, self, clock, prefetch, lane)
         self._on_lost = on_lost
         self._current: dict[str, int] = {}
-        """Each model's generation, which new requests are for."""
+        """The generation of each model that new requests are for."""
         self._lost: str | None = None
         self._waiting: dict[Ticket, asyncio.Future[tuple[InferResult, float]]] = {}
-        """The result of each request and when its execution ended; a cancelled one stays until it has been executed."""
+        """Each request's result, and when its execution ended. Cancelled requests stay until they were executed."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self._draining = False
@@ -63,7 +63,7 @@ class ComputeLane:
 
     @property
     def computed_s(self) -> float:
-        """Seconds that the lane has computed since the start."""
+        """Seconds of computation since the start."""
         return self._device.computed_s
 
     def pending(self, model: str) -> int:
@@ -75,21 +75,21 @@ class ComputeLane:
         return self._scheduler.correction(model) if model in self._current else 1.0
 
     def add(self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None) -> None:
-        """Execute requests for a model, or execute those that come from now on by another servable."""
+        """Serve a model, or replace the servable of its future requests."""
         info, seconds_by_batch = servable.info, servable.seconds_by_batch
-        most_rows = info.max_batch_size if seconds_by_batch else 0  # without predictions, batching may not pay
+        max_rows = info.max_batch_size if seconds_by_batch else 0  # no batching without predictions
         with self._device.changed:
-            generation = self._scheduler.add(info.name, seconds_by_batch, policy, most_rows, servable.readiness)
+            generation = self._scheduler.add(info.name, seconds_by_batch, policy, max_rows, servable.swap_timing)
             self._current[info.name] = generation
             self._device.models[info.name, generation] = LoadedModel(servable, statistics)
 
     def replan(self, servable: Servable) -> None:
-        """Take the predictions of a servable's new plans."""
+        """Replace the predictions after a servable's plans have changed."""
         with self._device.changed:
-            self._scheduler.replan(servable.info.name, servable.seconds_by_batch, servable.readiness)
+            self._scheduler.replan(servable.info.name, servable.seconds_by_batch, servable.swap_timing)
 
     def remove(self, model: str) -> None:
-        """Forget a model; what still waits for it is refused."""
+        """Remove a model and refuse its waiting requests."""
         with self._device.changed:
             forgotten = self._scheduler.remove(model)
         self._current.pop(model, None)
@@ -99,7 +99,7 @@ class ComputeLane:
             self._settle(ticket, ModelNotFound(model, reason="unloaded"))
 
     def hold(self, model: str, held: bool) -> None:
-        """Keep a model's requests waiting while its memory is being changed, or let them go on."""
+        """Pause a model's dispatch while its memory changes, or resume it."""
         with self._device.changed:
             self._scheduler.hold(model, held)
             self._device.changed.notify()
@@ -111,10 +111,10 @@ class ComputeLane:
     async def infer(self, request: InferRequest) -> InferResult:
         """Execute a request. Cancelling this takes it out of the queue, if it has not started.
 
-        Raises Overloaded, RequestTimedOut, ShuttingDown, DeviceUnavailable, ModelNotFound, ExecutionFailed, or what the
-        servable refuses with.
+        Raises Overloaded, RequestTimedOut, ShuttingDown, DeviceUnavailable, ModelNotFound, ExecutionFailed, or the
+        servable's InvalidRequest.
         """
-        self._refuse_if_over()
+        self._require_running()
         try:
             with self._device.changed:
                 ticket = self._scheduler.submit(self._clock(), request)
@@ -134,7 +134,7 @@ class ComputeLane:
         self._scheduler.answered(self._clock() - ended_s)
         return result
 
-    async def between(self, action: Callable[[], _T]) -> _T:
+    async def call_on_lane(self, action: Callable[[], _T]) -> _T:
         """Call a function on the lane's thread between two executions. It should take less time than one."""
         results: list[_T] = []
 
@@ -147,8 +147,8 @@ class ComputeLane:
         return results[0]
 
     async def perform(self, background: BackgroundWork) -> None:
-        """Do a background, a piece between every two executions. Raises what it raises, or ShuttingDown."""
-        self._refuse_if_over()
+        """Do background work between executions. Raises its error, ShuttingDown or DeviceUnavailable."""
+        self._require_running()
         future: asyncio.Future[None] = self._loop.create_future()
 
         def end(error: BaseException | None) -> None:
@@ -160,21 +160,21 @@ class ComputeLane:
                 future.set_exception(error)
 
         with self._device.changed:
-            self._device.orders.append(PendingWork(background, end))
+            self._device.background.append(PendingWork(background, end))
             self._device.changed.notify()
         await future
 
     async def finish(self, model: str, timeout_s: float, older_only: bool = False) -> bool:
-        """Wait until a model's requests are answered; False if that took too long.
+        """Wait until a model's requests are answered; False after a timeout.
 
-        With `older_only`, those for the servable that has been replaced; what is left of them then is refused.
+        With `older_only`, only the requests for replaced servables; after a timeout the rest of these are refused.
         """
         newest = self._current.get(model) if older_only else None
 
         def is_idle() -> bool:
             return not any(t.request.model == model and t.generation != newest for t in self._waiting)
 
-        if not await self._until(is_idle, timeout_s):
+        if not await self._wait_until(is_idle, timeout_s):
             if newest is not None:
                 self._drop_older(model)
             return False
@@ -189,16 +189,16 @@ class ComputeLane:
             self.refused(ticket, ModelNotFound(model, ticket.request.version, "replaced"), "OTHER")
 
     def refuse(self) -> None:
-        """Take no new request from now on."""
+        """Refuse new requests from now on."""
         self._draining = True
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others to be answered; False if that took too long."""
+        """Refuse new requests and wait for the others to be answered; False after a timeout."""
         self.refuse()
-        return await self._until(lambda: not self._waiting, timeout_s)
+        return await self._wait_until(lambda: not self._waiting, timeout_s)
 
-    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a condition that can only change when a request is answered; False if that took too long."""
+    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for a condition that only changes when a request is answered; False after a timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition():
@@ -209,16 +209,16 @@ class ComputeLane:
         return True
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
-        """Refuse what is not answered yet and end the thread; False if it is still busy after `timeout_s`."""
+        """Refuse unanswered requests and end the thread; False if it is still busy after `timeout_s`."""
         self._draining = True
         with self._device.changed:
             self._scheduler.clear()
             self._device.stopped = True
-            orders = list(self._device.orders)
-            self._device.orders.clear()
+            background = list(self._device.background)
+            self._device.background.clear()
             self._device.changed.notify()
-        for order in orders:
-            order.settle(ShuttingDown())
+        for pending in background:
+            pending.settle(ShuttingDown())
         if self._alarm is not None:
             self._alarm.cancel()
         for ticket in list(self._waiting):
@@ -227,14 +227,14 @@ class ComputeLane:
             await asyncio.to_thread(self._device.join, timeout_s)
         return not self._device.is_running
 
-    def _refuse_if_over(self) -> None:
+    def _require_running(self) -> None:
         if self._draining:
             raise ShuttingDown
         if self._lost is not None:
             raise DeviceUnavailable(self._lost)
 
     def _cancel(self, ticket: Ticket) -> None:
-        """Take a request out of the queue; one that has started is executed, counted and not sent."""
+        """Remove a request from the queue; one that has started is executed and counted, and its result dropped."""
         with self._device.changed:
             never_ran = self._scheduler.cancel(ticket)
         if never_ran:
@@ -263,7 +263,7 @@ class ComputeLane:
             self.device_lost(done.lost)
 
     def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
-        """Answer with an error and count it."""
+        """Answer a request with an error, and count it."""
         waited_s = self._clock() - ticket.arrived_s
         self._count_failure(ticket.request.model, ticket.generation, reason, waited_s)
         self._settle(ticket, error)
@@ -274,7 +274,7 @@ class ComputeLane:
             known.statistics.failed(reason, seconds)
 
     def _watch_deadlines(self) -> None:
-        """Look again when the next request becomes hopeless, even if the lane is busy then."""
+        """Set the alarm for the next deadline, so that requests are shed even while the lane is busy."""
         with self._device.changed:
             expiry_s = self._scheduler.expiry_s()
         if expiry_s >= self._alarm_s:
@@ -288,24 +288,24 @@ class ComputeLane:
         self._alarm_s = math.inf
         with self._device.changed:
             hopeless = self._scheduler.shed(self._clock())
-        self.too_late(hopeless)
+        self.refuse_late(hopeless)
         self._watch_deadlines()
 
-    def too_late(self, tickets: Sequence[Ticket]) -> None:
+    def refuse_late(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             self.refused(ticket, RequestTimedOut(ticket.request.model, ticket.timeout_s or 0.0), "REJECTED")
 
     def device_lost(self, reason: str) -> None:
-        """Refuse everything from now on: the device is lost."""
+        """Refuse all requests and background work from now on."""
         if self._lost is not None:
             return
         self._lost = reason
         with self._device.changed:
             self._scheduler.clear()
-            orders = list(self._device.orders)
-            self._device.orders.clear()
-        for order in orders:
-            order.settle(DeviceUnavailable(reason))
+            background = list(self._device.background)
+            self._device.background.clear()
+        for pending in background:
+            pending.settle(DeviceUnavailable(reason))
         for ticket in list(self._waiting):
             self.refused(ticket, DeviceUnavailable(reason), "BACKEND")
         self._on_lost(reason)

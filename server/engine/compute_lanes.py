@@ -1,4 +1,4 @@
-"""The compute lanes of one device, each with a thread and a scheduler, and which of them executes which model."""
+"""The compute lanes of one device, each with a thread and a scheduler, and the assignment of models to lanes."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from server.scheduling.scheduler import Scheduler
 
 
 class ComputeLanes:
-    """Every method belongs to the event loop's thread. `ComputeLane` describes the methods."""
+    """All methods belong to the event loop's thread; see `ComputeLane` for those that are forwarded."""
 
     def __init__(
         self,
@@ -45,42 +45,42 @@ class ComputeLanes:
 
     @property
     def lost(self) -> str | None:
-        """Why nothing can be executed any more, or None while the device is well."""
+        """Why nothing can be executed any more, or None while the device works."""
         return self._lanes[0].lost
 
     @property
     def computed_s(self) -> dict[str, float]:
-        """Seconds that each compute lane has worked since the start."""
+        """Seconds of computation since the start, by lane name."""
         count = len(self._lanes)
         return {lane_name("compute", number, count): lane.computed_s for number, lane in enumerate(self._lanes)}
 
     def pending(self, model: str) -> int:
-        """How many requests wait in this model's queue."""
+        """Return how many requests wait in this model's queue."""
         return self._of(model).pending(model)
 
     def correction(self, model: str) -> float:
-        """Measured over predicted time of this model's executions; 1 if it is not there."""
+        """Return measured over predicted time of this model's executions; 1 if it is not loaded."""
         return self._of(model).correction(model)
 
     def add(
         self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None, lane: int = 0
     ) -> None:
-        """Execute requests for a model on a lane, or those that come from now on by another servable on its lane."""
+        """Serve a model on a lane, or replace the servable of its future requests. The lane of a model is fixed."""
         own = self._lanes[lane]
         assert self._lane_of.setdefault(servable.info.name, own) is own
         own.add(servable, statistics, policy)
 
     def replan(self, servable: Servable) -> None:
-        """Hear that a servable has other plans now."""
+        """Replace the predictions after a servable's plans have changed."""
         self._of(servable.info.name).replan(servable)
 
     def remove(self, model: str) -> None:
-        """Forget a model; what still waits for it is refused."""
+        """Remove a model and refuse its waiting requests."""
         self._of(model).remove(model)
         self._lane_of.pop(model, None)
 
     def hold(self, model: str, held: bool) -> None:
-        """Keep a model's requests waiting while its memory is being changed, or let them go on."""
+        """Pause a model's dispatch while its memory changes, or resume it."""
         self._of(model).hold(model, held)
 
     def start(self) -> None:
@@ -96,21 +96,21 @@ class ComputeLanes:
         return self._of(model).finish(model, timeout_s, older_only)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others to be answered; False if that took too long."""
+        """Refuse new requests and wait for the others to be answered; False after a timeout."""
         for lane in self._lanes:
             lane.refuse()
         return all(await asyncio.gather(*(lane.drain(timeout_s) for lane in self._lanes)))
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
-        """Refuse whatever is not answered yet and end the threads; False if one is still busy after `timeout_s`."""
+        """Refuse unanswered requests and end the threads; False if one is still busy after `timeout_s`."""
         return all(await asyncio.gather(*(lane.stop(timeout_s) for lane in self._lanes)))
 
     def _of(self, model: str) -> ComputeLane:
-        """The engine of a model's lane; of one that nobody knows the first, which says so."""
+        """Return a model's lane; for an unknown model the first lane, which raises ModelNotFound."""
         return self._lane_of.get(model, self._lanes[0])
 
     def _all_lost(self, reason: str) -> None:
-        """They have one device."""
+        """Mark all lanes as lost, because they share one device."""
         for lane in self._lanes:
             lane.device_lost(reason)
         on_lost, self._on_lost = self._on_lost, lambda reason: None

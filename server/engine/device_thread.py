@@ -1,4 +1,4 @@
-"""The thread that owns a compute lane: it executes what the scheduler chooses, with background work in between."""
+"""The thread that owns a compute lane: it executes the scheduler's choices, and background work between them."""
 
 import asyncio
 import logging
@@ -31,10 +31,10 @@ Outcome = InferResult | RequestError
 
 
 class BackgroundWork(Protocol):
-    """Work on the device that is done a piece at a time, so that no request waits for all of it."""
+    """Work on the device in pieces, so that a request waits for one piece at most."""
 
     def advance(self) -> bool:
-        """Do a piece, which should take less time than an execution; True when nothing is left. Lane's thread."""
+        """Do one piece, which should take less time than an execution; True after the last one. Lane's thread."""
         ...
 
 
@@ -48,7 +48,7 @@ class PendingWork:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What executes a model's requests, and what counts them."""
+    """A model's servable and its counters."""
 
     servable: Servable
     statistics: ModelStatistics
@@ -61,38 +61,38 @@ class Executed(msgspec.Struct, frozen=True):
     outcomes: Sequence[Outcome]
     ended_s: float
     lost: str | None
-    """Why nothing more can be executed, if that is so."""
+    """Why nothing can be executed any more, or None while the device works."""
 
 
 class Listener(Protocol):
-    """Receives what has happened, on the event loop's thread."""
+    """Receives events on the event loop's thread."""
 
     def executed(self, done: Executed) -> None: ...
-    def too_late(self, tickets: Sequence[Ticket]) -> None: ...
+    def refuse_late(self, tickets: Sequence[Ticket]) -> None: ...
     def device_lost(self, reason: str) -> None: ...
 
 
 class DeviceThread:
-    """`changed` guards the scheduler, `orders` and `stopped`; whoever changes one of them notifies it."""
+    """`changed` guards the scheduler, `background` and `stopped`; after a change, the caller notifies it."""
 
     def __init__(
         self, scheduler: Scheduler, listener: Listener, clock: Callable[[], float], prefetch: bool, lane: int = 0
     ) -> None:
         self.changed = threading.Condition()
         self.scheduler = scheduler
-        self.orders: deque[PendingWork] = deque()
+        self.background: deque[PendingWork] = deque()
         self.stopped = False
         self.models: dict[tuple[str, int], LoadedModel] = {}
         """By name and generation."""
         self.prefetch = prefetch
         """Whether the next model's copies may begin during the execution before; read before each execution."""
         self.computed_s = 0.0
-        """Seconds that the lane has computed."""
+        """Seconds of computation since the start."""
         self._listener = listener
         self._clock = clock
         self._lane = lane
-        self._chore_is_next = False
-        """Whether an execution ran since the last piece of a background."""
+        self._background_is_next = False
+        """Whether an execution ran since the last piece of background work."""
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -111,46 +111,48 @@ class DeviceThread:
     def _run(self) -> None:
         try:
             while not self.stopped:
-                self._turn()
-        except BaseException as error:  # a fault of the engine: no request may wait for ever
+                self._step()
+        except BaseException as error:  # a bug in the engine: no request may wait for ever
             _log.error("the engine has failed", exc_info=error)
-            self._tell(self._listener.device_lost, f"the engine has failed: {type(error).__name__}: {error}")
+            self._call_on_loop(
+                self._listener.device_lost, f"the engine has failed: {type(error).__name__}: {error}"
+            )
 
-    def _turn(self) -> None:
-        """Do the next thing, executions and background work in turn; wait if there is nothing to do."""
+    def _step(self) -> None:
+        """Alternate between an execution and a piece of background work; wait if there is neither."""
         with self.changed:
             now_s = self._clock()
-            order = self.orders[0] if self.orders else None
-            work = None if order is not None and self._chore_is_next else self._next(now_s)
-            self._chore_is_next = work is not None
-            if work is None and order is None and not self.stopped:
+            pending = self.background[0] if self.background else None
+            work = None if pending is not None and self._background_is_next else self._next(now_s)
+            self._background_is_next = work is not None
+            if work is None and pending is None and not self.stopped:
                 wait_s = self.scheduler.wake_s(now_s) - now_s
                 self.changed.wait(None if wait_s == math.inf else max(wait_s, 0.0))
         if work is not None:
-            self._tell(self._listener.executed, self._work(work))
-        elif order is not None:
-            self._advance(order)
+            self._call_on_loop(self._listener.executed, self._work(work))
+        elif pending is not None:
+            self._advance(pending)
 
     def _next(self, now_s: float) -> Work | None:
-        """Take what is to be executed next, and shed what is too late."""
+        """Take the next requests to execute, and shed those that are too late."""
         work = self.scheduler.next(now_s)
         if hopeless := self.scheduler.shed(now_s):
-            self._tell(self._listener.too_late, hopeless)
+            self._call_on_loop(self._listener.refuse_late, hopeless)
         return work
 
-    def _advance(self, order: PendingWork) -> None:
+    def _advance(self, pending: PendingWork) -> None:
         error: BaseException | None = None
         try:
-            ended = order.work.advance()
+            ended = pending.work.advance()
         except Exception as raised:
             ended, error = True, raised
         if ended:
             with self.changed:
-                if order in self.orders:
-                    self.orders.remove(order)
-            self._tell(order.settle, error)
+                if pending in self.background:
+                    self.background.remove(pending)
+            self._call_on_loop(pending.settle, error)
 
-    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+    def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         """Call a function on the event loop."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
@@ -158,7 +160,7 @@ class DeviceThread:
             _log.debug("the event loop has closed")
 
     def _work(self, work: Work) -> Executed:
-        """Execute requests together; if that fails, one by one, so that each fails for itself alone."""
+        """Execute requests together; if that fails, one by one, so that only the faulty ones fail."""
         tickets = work.tickets
         model = self.models[work.model, tickets[0].generation]
         started_s = self._clock()
@@ -176,7 +178,7 @@ class DeviceThread:
     def _execute(
         self, model: LoadedModel, tickets: Sequence[Ticket], rows: int, predicted_s: float
     ) -> tuple[Sequence[Outcome], float]:
-        """Execute requests as one batch; returns their outcomes (all answered, or one error for each) and the end."""
+        """Execute requests as one batch; returns their outcomes (all results, or all errors) and the end time."""
         started_s = self._clock()
         for ticket in tickets:
             if ticket.request.start_mark is not None:
@@ -239,9 +241,9 @@ class DeviceThread:
         ]
 
     def _announce_next(self) -> None:
-        """Let the model that is executed after this one begin its copies."""
+        """Announce the next model, so that it may begin its copies."""
         with self.changed:
-            ahead = self.scheduler.ahead(self._clock())
+            ahead = self.scheduler.peek(self._clock())
         model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
         if ahead is not None and model is not None:
             model.servable.expect(ahead.rows, _follower(ahead.tickets, self._lane) is not None)
@@ -260,7 +262,7 @@ def split_rows(batches: Sequence[int], execution: Execution) -> list[Inputs]:
 
 
 def _follower(tickets: Iterable[Ticket], lane: int) -> "Follow | None":
-    """Return what records the lanes for the first of these requests that is traced."""
+    """Return the recorder of the first traced request; None if none is traced."""
     for ticket in tickets:
         if ticket.request.on_spans is not None:
             return _spans_to(ticket.request.on_spans, lane)
@@ -292,12 +294,12 @@ def _spans_to(on_spans: OnSpans, lane: int) -> "Follow":
 
 
 def _clock_shift_s() -> float:
-    """Return what leads from the recordings' clock to the monotonic one; on Linux they are the same."""
+    """Return the offset from the recordings' clock to the monotonic one; on Linux they are the same."""
     recorded, ours = (time.get_clock_info(name).implementation for name in ("perf_counter", "monotonic"))
     return 0.0 if recorded == ours else time.monotonic() - time.perf_counter()
 
 
 def _failure(request: InferRequest, error: Exception) -> ExecutionFailed:
-    """Log an unexpected error while it is handled; returns what the client is told."""
+    """Log an unexpected error while it is handled; returns the client's error."""
     _log.exception("execution failed", extra={"fields": {"model": request.model, "request": request.id}})
     return ExecutionFailed(request.model, f"{type(error).__name__}: {error}")

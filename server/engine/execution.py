@@ -1,4 +1,4 @@
-"""What the engine executes: the interface of a loaded model, and the outcome of one execution."""
+"""The interface of a loaded model, and the outcome of one execution."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -25,7 +25,7 @@ class Execution(msgspec.Struct, frozen=True, eq=False):
     prefetched: bool = False
     """Whether its first copies began during the execution before."""
     output_s: float = 0.0
-    """From the existence of the outputs until they are these arrays."""
+    """From the existence of the outputs until they are converted to these arrays."""
 
 
 class Servable(Protocol):
@@ -40,7 +40,7 @@ class Servable(Protocol):
         ...
 
     @property
-    def readiness(self) -> SwapTiming: ...
+    def swap_timing(self) -> SwapTiming: ...
 
     @property
     def lost(self) -> str | None:
@@ -53,7 +53,7 @@ class Servable(Protocol):
         ...
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: "Follow | None" = None) -> Execution:
-        """Run one execution, on the compute lane's thread. `follow` receives what the device's lanes did for it.
+        """Run one execution, on the compute lane's thread. `follow` receives the spans of the device's lanes.
 
         Every request has every input. Their rows are concatenated along the first dimension and add up to `rows`;
         without a batch (`max_batch_size` is 0) there is one request, and `rows` is 1. Inputs are little-endian, may be
@@ -64,9 +64,9 @@ class Servable(Protocol):
         ...
 
     def expect(self, batch: int, followed: bool = False) -> None:
-        """Announce that this model is executed after the next execution, so that its first copies may begin early.
+        """Announce that this model is executed after the next execution, so that its first copies are prefetched.
 
-        Compute lane's thread. The announcement may turn out wrong. `followed` says that the execution will probably be
+        Compute lane's thread. The announcement may turn out wrong. `followed`: the execution will probably be
         given a `follow`.
         """
         ...

@@ -35,7 +35,7 @@ _DATATYPES = {
 
 
 def describe(lowered: Lowered, version: int, max_batch: int) -> ModelInfo:
-    """The model as clients see it. Raises UnsupportedModel for a dtype that the protocol has no name for."""
+    """Return the model's description for clients. Raises UnsupportedModel for a dtype without a KServe datatype."""
     return ModelInfo(
         name=lowered.name,
         version=version,
@@ -64,15 +64,15 @@ class ProgramServable:
 
     @property
     def seconds_by_batch(self) -> Mapping[int, float]:
-        """The plans' predictions; those of a model without a batch count as batch 1."""
+        """The plans' predicted seconds by batch size; a model without a batch dimension has batch 1."""
         plans = {batch: program.plan.provenance for batch, program in self.programs.items()}
         if self.info.max_batch_size == 0:
             return dict(zip([1], (p.latency_s for p in plans.values() if p is not None), strict=False))
         return {b: p.latency_s for b, p in plans.items() if p is not None and b <= self.info.max_batch_size}
 
     @property
-    def readiness(self) -> SwapTiming:
-        """What the smallest batch saves by its prefix, and loses right behind itself."""
+    def swap_timing(self) -> SwapTiming:
+        """What the smallest batch saves by a prefetched prefix, and loses directly after itself."""
         program = self.programs[min(self.programs)]
         provenance = program.plan.provenance
         if provenance is None or program.link_bytes == 0:
@@ -111,22 +111,22 @@ class ProgramServable:
         )
 
     def expect(self, batch: int, followed: bool = False) -> None:
-        """Let the swap-in lane copy this model's prefix after the next execution's own copies."""
+        """Prefetch this model's prefix after the next execution's own copies."""
         self.executor.expect(self._planned(batch), followed=followed)
 
     def switch(self, programs: Mapping[int, Program]) -> None:
-        """Run these programs from now on, whose residents are in place. Compute lane's thread."""
+        """Replace the programs. The residents of the new ones must be in place. Compute lane's thread."""
         self.programs = programs
 
     def _planned(self, rows: int) -> Program:
-        """The program of the smallest batch that holds so many rows."""
+        """Return the program of the smallest batch that holds `rows`."""
         if not self.info.max_batch_size:
             return self.programs[min(self.programs)]
         return self.programs.get(rows) or self.programs[min([b for b in self.programs if b >= rows])]
 
 
 def _tensor(arrays: Sequence[Array], port: Port, rows: int, planned: int) -> torch.Tensor:
-    """One copy of all, which belongs to the inference, padded to the planned batch."""
+    """Return a concatenated copy that the execution owns, padded to the planned batch."""
     batched = bool(port.shape) and port.shape[0] is None
     if batched and rows == planned and len(arrays) == 1:
         own = arrays[0].copy()
@@ -142,7 +142,7 @@ def _tensor(arrays: Sequence[Array], port: Port, rows: int, planned: int) -> tor
 
 
 def _array(tensor: torch.Tensor, rows: int | None) -> Array:
-    """The rows that were asked for, or all of a tensor without a batch."""
+    """Return the first `rows` of a tensor as an array; None for a tensor without a batch."""
     own = tensor.contiguous()
     array: Array = own.view(torch.uint16).numpy() if own.dtype is torch.bfloat16 else own.numpy()
     return array if rows is None else array[:rows]

@@ -1,4 +1,4 @@
-"""What every protocol asks of the server, in the server's own terms: one object that all ports share."""
+"""The data plane: the protocol-independent operations of the server, which all ports share."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,7 +22,6 @@ from server.frontend.engine_client import EngineClient
 from server.frontend.memory import Lease, RequestMemory
 from server.ipc.catalog import ModelEntry, ModelState
 from server.ipc.model import Array, ModelInfo
-from server.ipc.statistics import EngineReport
 from server.observe.machine import Machine
 from server.observe.metrics_page import metrics_page
 from server.observe.settings import LogSettings, TraceControl, log_changes
@@ -33,7 +32,7 @@ from server.protocol.request import InferRequest, InferResponse, respond
 from server.protocol.shared_memory import Regions
 
 ControlParameters = Mapping[str, bool | int | float | str | bytes]
-"""What a client adds to an order to load or unload."""
+"""Parameters of a client's load or unload call."""
 
 _QUICK_CLASSIFICATION_BYTES = 64 << 10
 _RETRY_S = 1.0
@@ -60,7 +59,7 @@ class DataPlane:
         self._client = client
         self._machine = machine
         self._under_way: dict[str, int] = {}
-        """Requests of each model that are not answered yet."""
+        """Unanswered requests by model."""
         self._draining = False
         self._answered = asyncio.Event()
 
@@ -94,7 +93,7 @@ class DataPlane:
         return self._client.catalog.find(model, version).require()
 
     def require_ready(self, model: str, version: str | None = None) -> ModelInfo:
-        """Return the model that a request is for, before its tensors are read.
+        """Return a request's model, before its tensors are read.
 
         Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull if the model's queue is certainly full.
         """
@@ -114,18 +113,18 @@ class DataPlane:
     async def config(self, model: str, version: str | None) -> ModelConfig:
         entry = self._client.catalog.find(model, version)
         info = entry.require()
-        report = (await self._report()).models.get(entry.name)
+        report = (await self._client.report()).models.get(entry.name)
         given = None if entry.config is None else ModelConfig.FromString(entry.config)
         return config_of(info, given, None if report is None else report.captures)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
         """Return the counters of one model or of all, as Triton's JSON. Raises ModelNotListed."""
         entries = self._client.catalog.listed(model, version)
-        return descriptions.statistics(entries, (await self._report()).models)
+        return descriptions.statistics(entries, (await self._client.report()).models)
 
     async def metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        report = await self._report()
+        report = await self._client.report()
         entries, used_bytes = list(self._client.catalog), self.memory.used_bytes
         return await asyncio.to_thread(
             metrics_page, entries, report, self._machine, self._client.restarts, used_bytes
@@ -134,7 +133,7 @@ class DataPlane:
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResponse:
         """Execute a request. Input arrays that are not in leased memory are copied there first.
 
-        The response's arrays are valid until the lease is left. Raises RequestError, with the client's id in front.
+        The response's arrays are valid until the lease is left. Raises RequestError, prefixed with the client's id.
         """
         request = self.tracer.attach(request)
         model = request.model
@@ -157,7 +156,7 @@ class DataPlane:
             self._answered.set()
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
-        """Load a model. Raises ControlOff, NotInRepository, LoadFailed, and Unsupported for files sent along."""
+        """Load a model. Raises ControlOff, NotInRepository, LoadFailed, and Unsupported for files."""
         for key in parameters:
             if key.startswith("file:"):
                 raise Unsupported(
@@ -180,7 +179,7 @@ class DataPlane:
         await self._client.unload(model)
 
     def change_log(self, changes: Mapping[str, object]) -> None:
-        """Change what is logged, here and in the engine. Raises InvalidRequest or Unsupported."""
+        """Change the log settings of the front end and the engine. Raises InvalidRequest or Unsupported."""
         self._require_only_front_end("log settings")
         self.log_settings = log_changes(self.log_settings, changes)
         log.apply(self.log_settings)
@@ -193,7 +192,7 @@ class DataPlane:
 
     def _require_only_front_end(self, what: str) -> None:
         if self._shares_ports:
-            raise Unsupported(f"{what} cannot be changed with --frontends over 1: the others would not hear of it")
+            raise Unsupported(f"{what} cannot be changed with --frontends over 1: front ends do not share it")
 
     def traced_model(self, model: str) -> str:
         """Return a name whose trace settings may be read or changed. Raises InvalidRequest for an unknown model."""
@@ -203,7 +202,7 @@ class DataPlane:
             raise InvalidRequest(f"trace settings: {error}") from error
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait until the others are answered; False if that took too long."""
+        """Refuse new requests and wait until the others are answered; False after a timeout."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -217,9 +216,6 @@ class DataPlane:
     def _refuse_if_draining(self) -> None:
         if self._draining:
             raise ShuttingDown
-
-    async def _report(self) -> EngineReport:
-        return await self._client.report()
 
 
 def _shared(array: Array, lease: Lease) -> Array:

@@ -1,4 +1,4 @@
-"""The engine as the front end sees it: one interface, for an engine in this process or in one of its own."""
+"""The front end's interface to the engine, which runs in this process or in one of its own."""
 
 from typing import Protocol
 
@@ -21,23 +21,23 @@ class EngineClient(Protocol):
 
     @property
     def unavailable(self) -> str | None:
-        """Why no request can be executed at present, or None. Requests that come meanwhile wait."""
+        """Why no request can be executed at present, or None. New requests wait meanwhile."""
         ...
 
     @property
     def restarts(self) -> int:
-        """How often the engine's process was started again."""
+        """How often the engine's process was restarted."""
         ...
 
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
-        """Execute a request whose inputs are in leased memory; output arrays are valid until the lease is left.
+        """Execute a request whose inputs are in leased memory; output arrays are valid until the lease is released.
 
-        Cancelling this takes the request out of the queue, if it has not started. Raises RequestError.
+        Cancelling this removes the request from the queue, if it has not started. Raises RequestError.
         """
         ...
 
     async def load(self, model: str, config: str | None) -> None:
-        """Load a model, with a ModelConfig as JSON in place of its config.pbtxt. See `Lifecycle.load`."""
+        """Load a model; `config`, a ModelConfig in JSON, replaces its config.pbtxt. See `Lifecycle.load`."""
         ...
 
     async def unload(self, model: str) -> None:
@@ -57,5 +57,5 @@ class EngineClient(Protocol):
         ...
 
     async def close(self) -> bool:
-        """End the engine; False if it had to be abandoned or killed."""
+        """End the engine; False if it was abandoned or killed."""
         ...

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: requests go to it as messages, and are kept until they are answered."""
+"""The client of an engine in its own process; requests are kept until answered, and retried after a crash."""
 
 import asyncio
 import logging
@@ -60,11 +60,11 @@ from server.protocol.request import InferRequest
 _log = logging.getLogger("cohabit.frontend")
 
 DEATHS_PER_REQUEST = 2
-"""A request that was being executed in so many deaths of the engine is not tried again."""
+"""A request that was being executed in this many crashes of the engine is not retried."""
 PREDICTIONS_PER_EXECUTION = 20.0
-"""An execution may take this many times its prediction, if that is longer than the watchdog's limit."""
+"""The watchdog allows an execution this multiple of its prediction, if that exceeds the watchdog's limit."""
 _MOST_TRACED = 1024
-"""Requests whose spans may still come."""
+"""Maximum number of requests whose spans are still expected."""
 _REPORT_S = 1.0
 _RETRY_S = 1.0
 
@@ -84,7 +84,7 @@ class _Pending:
 
     @property
     def started_s(self) -> float:
-        """When its execution began; 0 while it waits."""
+        """When its execution began; 0 while it is queued."""
         return float(self.mark["started_s"][0])
 
     @property
@@ -100,8 +100,8 @@ class _Pending:
 class EngineConnection:
     """An `EngineClient` for an engine process, which may die and be started again. Event loop's thread only.
 
-    Every request lies in `memory` until the engine has answered it. When the connection ends, those requests are sent
-    again as soon as the next process has loaded its models.
+    Every request is kept in `memory` until the engine has answered it. After a crash, unanswered requests are sent
+    again once the next process has loaded its models.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class EngineConnection:
         self._clock = clock
         self._channel: MessageChannel[ToFrontend] | None = None
         self._started = False
-        """Whether the connected process has tried to load everything."""
+        """Whether the connected process has finished loading."""
         self._was_started = False
         self._gave_up: str | None = None
         """Why requests are refused instead of waiting for the next process."""
         self._closing = False
         self._next_id = 0
         self._pending: dict[int, _Pending] = {}
-        self._orders: dict[int, asyncio.Future[EngineReport | None]] = {}
+        self._operations: dict[int, asyncio.Future[EngineReport | None]] = {}
         self._traced: dict[int, OnSpans] = {}
         self._last_report = EngineReport()
         self._start: asyncio.Future[str] | None = None
@@ -151,9 +151,9 @@ class EngineConnection:
     async def start(
         self, config: bytes, on_progress: Callable[[str, str], None] = lambda model, stage: None
     ) -> str:
-        """Let the connected engine load its models; returns the memory map. Raises what the loading failed with.
+        """Let the connected engine load its models; returns the memory map. Raises the loading error.
 
-        After a restart, the models that were served before are loaded, and requests that wait are sent again.
+        After a restart, the models served before are loaded, and unanswered requests are sent again.
         """
         self._on_progress = on_progress
         self._start = asyncio.get_running_loop().create_future()
@@ -165,7 +165,7 @@ class EngineConnection:
         await self._lost.wait()
 
     def died(self, reason: str) -> None:
-        """The engine's process has ended: requests that it was executing are tried once more, the others wait."""
+        """Called when the engine's process has ended: executing requests are retried once, the others wait."""
         if self._channel is not None:
             self._channel.close()
         self._channel, self._started = None, False
@@ -173,11 +173,13 @@ class EngineConnection:
             self._start.set_exception(
                 EngineUnavailable(f"the engine's process ended while it loaded: {reason}", _RETRY_S)
             )
-        for id_ in list(self._orders):
-            self._orders.pop(id_).set_exception(LoadFailed("", f"the engine's process ended: {reason}; try again"))
+        for id_ in list(self._operations):
+            self._operations.pop(id_).set_exception(
+                LoadFailed("", f"the engine's process ended: {reason}; try again")
+            )
         self._traced.clear()
         for id_, pending in list(self._pending.items()):
-            if pending.future.done():  # its client has left
+            if pending.future.done():  # the client has disconnected
                 self._forget(id_)
                 continue
             pending.deaths += pending.started_s > 0
@@ -187,13 +189,13 @@ class EngineConnection:
                 self._fail(id_, EngineFailed(pending.message.model, reason))
 
     def give_up(self, reason: str) -> None:
-        """Refuse what waits, and what comes until the next process has started."""
+        """Refuse waiting requests, and new ones until the next process has started."""
         self._gave_up = reason
         for id_ in list(self._pending):
             self._fail(id_, EngineUnavailable(reason, _RETRY_S))
 
     def shed(self) -> None:
-        """Refuse requests whose deadline has passed while no engine was there to do it."""
+        """Refuse requests whose deadline has passed while no engine ran."""
         now_s = self._clock()
         for id_, pending in list(self._pending.items()):
             if not pending.sent and now_s > pending.deadline_s:
@@ -202,8 +204,8 @@ class EngineConnection:
     def stuck(self, watchdog_s: float) -> str | None:
         """Return why the engine must be considered hung, or None.
 
-        Either an execution exceeds both the watchdog's limit and its prediction by far, or the engine's event loop
-        has not run for that long.
+        Either an execution exceeds the watchdog's limit and a multiple of its prediction, or the engine's event
+        loop has not run for `watchdog_s`.
         """
         now_s = self._clock()
         for pending in self._pending.values():
@@ -245,16 +247,16 @@ class EngineConnection:
             raise
 
     async def load(self, model: str, config: str | None) -> None:
-        await self._order(lambda id_: LoadModel(id_, model, config))
+        await self._call(lambda id_: LoadModel(id_, model, config))
 
     async def unload(self, model: str) -> None:
-        await self._order(lambda id_: UnloadModel(id_, model))
+        await self._call(lambda id_: UnloadModel(id_, model))
 
     async def report(self) -> EngineReport:
         if self._started:
             try:
                 async with asyncio.timeout(_REPORT_S):
-                    self._last_report = await self._order(AskReport) or self._last_report
+                    self._last_report = await self._call(AskReport) or self._last_report
             except (TimeoutError, RequestError):
                 _log.debug("the engine did not report")
         return self._last_report
@@ -266,7 +268,7 @@ class EngineConnection:
         self._send(ChangeLog(msgspec.structs.asdict(settings)))
 
     async def close(self) -> bool:
-        """Ask the process to end, and refuse what is still pending."""
+        """Ask the process to end, and refuse pending requests."""
         self._closing = True
         self._send(Stop())
         for id_ in list(self._pending):
@@ -274,7 +276,7 @@ class EngineConnection:
         return True
 
     def _message(self, id_: int, request: InferRequest, info: ModelInfo, lease: Lease) -> Infer:
-        """Describe a request whose inputs are in leased memory, and lease room for its mark and its outputs."""
+        """Describe a request whose inputs are in leased memory, and allocate its mark and its outputs."""
         wanted = [output.tensor for output in request.outputs]
         output_bytes = 0
         for tensor in wanted:
@@ -312,12 +314,12 @@ class EngineConnection:
                 del self._traced[next(iter(self._traced))]
         self._send(pending.message)
 
-    async def _order(self, make: Callable[[int], ToEngine]) -> EngineReport | None:
+    async def _call(self, make: Callable[[int], ToEngine]) -> EngineReport | None:
         if not self._started:
             raise EngineUnavailable(self.unavailable or "the engine is still loading", _RETRY_S)
         self._next_id += 1
         future: asyncio.Future[EngineReport | None] = asyncio.get_running_loop().create_future()
-        self._orders[self._next_id] = future
+        self._operations[self._next_id] = future
         self._send(make(self._next_id))
         return await asyncio.shield(future)
 
@@ -333,17 +335,17 @@ class EngineConnection:
                 error = from_wire(message.error)
                 if message.id in self._pending:
                     self._fail(message.id, error)
-                elif (order := self._orders.pop(message.id, None)) is not None and not order.done():
-                    order.set_exception(error)
+                elif (operation := self._operations.pop(message.id, None)) is not None and not operation.done():
+                    operation.set_exception(error)
             case Traced():
                 if (on_spans := self._traced.get(message.id)) is not None:
                     on_spans(message.spans)
             case EntryChanged(entry):
                 self._update(entry)
             case Done() | Reported():
-                order = self._orders.pop(message.id, None)
-                if order is not None and not order.done():
-                    order.set_result(message.report if isinstance(message, Reported) else None)
+                operation = self._operations.pop(message.id, None)
+                if operation is not None and not operation.done():
+                    operation.set_result(message.report if isinstance(message, Reported) else None)
             case Progress():
                 self._on_progress(message.model, message.stage)
             case Started():
@@ -353,7 +355,7 @@ class EngineConnection:
                     self._start.set_exception(from_wire(message.error))
 
     def _update(self, entry: ModelEntry) -> None:
-        """Take a model's new state. While a new process loads, models that were served before stay described."""
+        """Update a model's state. While a new process loads, models served before stay READY for clients."""
         old = self.catalog.get(entry.name)
         was_ready = old is not None and old.state is ModelState.READY
         reloading = self._was_started and not self._started
@@ -387,6 +389,6 @@ class EngineConnection:
         self._pending.pop(id_).lease.release()
 
     def _restored(self) -> list[RestoredModel]:
-        """The models that a new process has to load."""
+        """Return the models that a new process has to load."""
         served: Iterable[ModelEntry] = (e for e in self.catalog if e.wanted and e.version is not None)
         return [RestoredModel(entry.name, entry.config_override) for entry in served]

@@ -1,4 +1,4 @@
-"""The engine in the front end's own process: one interpreter less, and no protection from its faults."""
+"""An engine in the front end's process: less memory, but no isolation from crashes."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from server.protocol.request import InferRequest
 
 
 class LocalEngine(Protocol):
-    """What the client asks of `server.engine_host.Engine`."""
+    """The part of `server.engine_host.Engine` that the client uses."""
 
     @property
     def lost(self) -> str | None: ...
@@ -28,7 +28,7 @@ class LocalEngine(Protocol):
 
 
 class InProcessEngine:
-    """An `EngineClient` around an engine that lives here."""
+    """An `EngineClient` for an engine in this process."""
 
     restarts = 0
 
@@ -63,7 +63,7 @@ class InProcessEngine:
         self._engine.count_rejection(model, reason)
 
     def change_log(self, settings: LogSettings) -> None:
-        """The front end's settings are the engine's."""
+        """Do nothing: the process has one log."""
 
     async def close(self) -> bool:
         return await self._engine.stop()

@@ -12,19 +12,19 @@ import grpc
 from server.errors import ConfigError
 
 UNREAD_S = 75.0
-"""How long a client may leave its answers unread, or its connection dead, before the kernel ends it."""
+"""TCP_USER_TIMEOUT: the kernel closes a connection whose sent data is not acknowledged for this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of a server's certificate chain and key; with a client CA, clients must show a certificate too."""
+    """PEM files of a server's certificate chain and key; with a client CA, clients need a certificate, too."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Return the files as an SSL context. Raises ConfigError, which names the flag, if one cannot be used."""
+        """Return the files as an SSL context. Raises ConfigError naming the flag if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["http/1.1"])
         for flag, path in (("--tls-cert", self.cert), ("--tls-key", self.key)):
@@ -53,7 +53,7 @@ class TlsFiles:
 
 
 def without_covered(hosts: Sequence[str]) -> list[str]:
-    """Leave out what another host covers: `::` listens on all IPv4 addresses as well."""
+    """Drop duplicate hosts, and `0.0.0.0` next to `::`, which listens on all IPv4 addresses as well."""
     return [host for host in dict.fromkeys(hosts) if host != "0.0.0.0" or "::" not in hosts]
 
 

@@ -1,7 +1,7 @@
-"""The shared memory that requests lie in: bodies, input tensors, and room for their outputs.
+"""The shared memory of requests: bodies, input tensors and outputs.
 
-One anonymous file, mapped by the front end and by the engine, of which leases take blocks. Its size is the bound on
-everything that clients have sent and that is not answered yet (`--queue-memory`).
+One anonymous file, mapped by the front end and by the engine; leases allocate blocks of it. Its size bounds the
+memory of all unanswered requests (`--queue-memory`).
 """
 
 import mmap
@@ -17,7 +17,7 @@ from server.ipc.model import Array
 from server.ipc.shared_layout import HEARTBEAT, PAGE_BYTES, round_up
 
 _KEPT_BYTES = 64 << 20
-"""Pages that an idle pool keeps; more than this is given back to the system."""
+"""An idle pool keeps at most these pages and returns the others to the system."""
 _RETRY_S = 1.0
 
 
@@ -33,7 +33,7 @@ class RequestMemory:
         self._free = FreeList(PAGE_BYTES, self.nbytes - PAGE_BYTES)
         self._used_bytes = 0
         self._highest = PAGE_BYTES
-        """The end of the highest block that was handed out since memory was last given back."""
+        """The end of the highest block allocated since pages were last returned to the system."""
 
     @property
     def used_bytes(self) -> int:
@@ -43,7 +43,7 @@ class RequestMemory:
         return Lease(self)
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of a free block. Raises Overloaded if there is none."""
+        """Allocate a block and return its offset. Raises Overloaded if there is no room."""
         size = round_up(nbytes)
         offset = self._free.take(size)
         if offset is None:
@@ -71,7 +71,7 @@ class RequestMemory:
         return memoryview(self.map)[offset : offset + nbytes]
 
     def offset_of(self, array: Array) -> int | None:
-        """Return where an array lies in the pool; None if it lies elsewhere, or not in one piece."""
+        """Return an array's offset in the pool; None if it is elsewhere or not contiguous."""
         offset: int = array.__array_interface__["data"][0] - self._base
         inside = offset >= PAGE_BYTES and offset + array.nbytes <= self.nbytes
         return offset if inside and array.flags.c_contiguous else None
@@ -80,19 +80,19 @@ class RequestMemory:
         return np.ndarray(shape, dtype, self.map, offset)
 
     def heartbeat_s(self) -> float:
-        """When the engine's event loop last ran; 0 before the first time."""
+        """Return when the engine's event loop last ran; 0 before its first iteration."""
         return float(self.array(0, HEARTBEAT, (1,))["beat_s"][0])
 
     def clear_heartbeat(self) -> None:
         self.array(0, HEARTBEAT, (1,))["beat_s"] = 0.0
 
     def close(self) -> None:
-        """Give the file back; the mapping goes when the last array in it does."""
+        """Close the file; the mapping is released with its last array."""
         os.close(self.descriptor)
 
 
 class Lease:
-    """The blocks of one request. They are given back when the lease was left and nobody holds it any more."""
+    """The blocks of one request, with a reference count; the last `release` frees them."""
 
     def __init__(self, memory: RequestMemory) -> None:
         self.memory = memory
@@ -108,7 +108,7 @@ class Lease:
         self.release()
 
     def take(self, nbytes: int) -> int:
-        """Take a block, and return its offset in the pool. Raises Overloaded."""
+        """Allocate a block and return its offset in the pool. Raises Overloaded."""
         offset = self.memory.take(nbytes)
         self._blocks[offset] = nbytes
         return offset
@@ -120,18 +120,18 @@ class Lease:
         return self.memory.view(self.take(nbytes), nbytes)
 
     def free(self, view: memoryview) -> None:
-        """Give one block back early, such as a body's after it was moved to a larger one."""
+        """Release one block early, such as a body's after a move to a larger block."""
         if view.nbytes:
             offset = self.memory.offset_of(np.frombuffer(view, np.uint8))
             assert offset is not None
             self.memory.release(offset, self._blocks.pop(offset))
 
     def hold(self) -> None:
-        """Keep the blocks although the lease may be left: the engine uses them."""
+        """Add a reference, because the engine uses the blocks."""
         self._holds += 1
 
     def release(self) -> None:
-        """End one hold; the last one gives the blocks back."""
+        """Remove a reference; without any, the blocks are freed."""
         self._holds -= 1
         if self._holds == 0:
             for offset, nbytes in self._blocks.items():

@@ -1,4 +1,4 @@
-"""Starts the engine's process, watches it, and starts it again when it dies or hangs."""
+"""Starts the engine's process, and restarts it when it dies or hangs."""
 
 import asyncio
 import logging
@@ -20,12 +20,12 @@ _log = logging.getLogger("cohabit.supervisor")
 
 _POLL_S = 0.25
 _STALLED_S = 1.0
-"""If this process did not run itself for so long, it cannot tell whether the engine did."""
+"""If this process was stalled for longer, it cannot judge whether the engine hangs."""
 _STOP_S = 5.0
 _LAST_ANSWERS_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _GIVE_UP_AFTER = 3
-"""Starts that failed in a row, after which requests are refused instead of waiting."""
+"""After this many failed starts in a row, requests are refused instead of waiting."""
 
 COMMAND = (sys.executable, "-m", "server.engine_process")
 
@@ -47,7 +47,7 @@ class Supervisor:
         self._command = command
         self._folder = Path(tempfile.mkdtemp(prefix="cohabit-"))
         self.path = self._folder / "engine.sock"
-        """Where front ends connect to the engine, whichever process that is."""
+        """The engine's socket, which stays the same after restarts."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._process: asyncio.subprocess.Process | None = None
         self._killed_for: str | None = None
@@ -56,11 +56,11 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """The engine's process, while there is one."""
+        """The engine's process id; None before the first start."""
         return None if self._process is None else self._process.pid
 
     async def start(self, on_progress: Callable[[str, str], None]) -> str:
-        """Start the engine and have it load its models; returns the memory map. Raises what that failed with."""
+        """Start the engine and load its models; returns the memory map. Raises the loading error."""
         self._listener.bind(str(self.path))
         self._listener.listen(64)
         self._tasks.append(asyncio.create_task(self._watch_hangs()))
@@ -72,7 +72,7 @@ class Supervisor:
         return memory_map
 
     async def close(self) -> bool:
-        """End the engine's process; False if it had to be killed."""
+        """End the engine's process; False if it was killed."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()
@@ -91,7 +91,7 @@ class Supervisor:
         return clean
 
     async def _launch(self, on_progress: Callable[[str, str], None]) -> tuple[asyncio.Task[str], asyncio.Task[str]]:
-        """Start a process; returns its loading and its death, one of which has happened."""
+        """Start a process; returns the tasks of its loading and its end, one of which is done."""
         descriptor = self._listener.fileno()
         self._killed_for = None
         process = await asyncio.create_subprocess_exec(
@@ -105,7 +105,7 @@ class Supervisor:
         return loaded, died
 
     async def _died(self, process: asyncio.subprocess.Process) -> str:
-        """Wait until a process has ended and its last messages were read; returns how it ended."""
+        """Wait until a process has ended and its last messages were read; returns the reason."""
         code = await process.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_ANSWERS_S):

@@ -9,9 +9,9 @@ _T = TypeVar("_T")
 
 
 async def call(on_thread: bool, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call a function, on a worker thread where `on_thread` says so.
+    """Call a function, on a worker thread if `on_thread`.
 
-    A caller that is cancelled waits for the thread, because that may use memory that the caller is about to release.
+    A cancelled caller waits for the thread, which may use memory that the caller is about to release.
     """
     if not on_thread:
         return function(*args, **kwargs)

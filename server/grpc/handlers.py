@@ -50,7 +50,7 @@ def metadata_of(context: Any, name: str) -> str | None:
 
 
 def _method_handler(method: Any, calls: object, access: Access) -> grpc.RpcMethodHandler:
-    """Make a handler that gets a call as soon as its head has come, before any message.
+    """Make a handler that receives a call after its head, before any message.
 
     On the wire a unary request is a stream of one message, so every handler is a streaming one.
     """

@@ -21,7 +21,7 @@ _FLAG = "--grpc-port"
 _MOST_CALLS = 4096
 """Calls under way together; more are answered RESOURCE_EXHAUSTED."""
 _MESSAGE_ALLOWANCE_BYTES = 1 << 20
-"""What a message may have besides the tensors that `max_body_bytes` is about."""
+"""Allowance of a message for everything but the tensors, which `max_body_bytes` limits."""
 _HANDSHAKE_MS = 20_000
 _PING_INTERVAL_MS = 5_000
 _PING_TIMEOUT_MS = 20_000
@@ -70,7 +70,7 @@ class GrpcServer:
         """Listen, and return the first host with its port.
 
         Port 0 takes a free port, the same one on every host. The Unix socket has no TLS. Raises ConfigError for an
-        address that cannot be had, and for TLS files that cannot be used.
+        address that cannot be bound, and for unusable TLS files.
         """
         credentials = None if self._tls is None else self._tls.grpc_credentials()
         server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=_MOST_CALLS)

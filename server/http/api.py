@@ -59,7 +59,7 @@ class InferenceApi:
         return json_response(await self._plane.statistics(name, version))
 
     async def infer(self, request: web.Request) -> web.Response:
-        """Refuse what the head allows to refuse; then read, decode, infer and encode."""
+        """Check the head before reading the body; then read, decode, infer and encode."""
         info = self._plane.require_ready(*model_of(request))
         header_length = parse_header_length(request.headers.get(HEADER_LENGTH))
         regions = self._plane.regions

@@ -31,7 +31,7 @@ class Allocator(Protocol):
         ...
 
     def free(self, view: memoryview) -> None:
-        """Give back one block that `allocate` returned."""
+        """Release one block that `allocate` returned."""
         ...
 
 

@@ -107,7 +107,7 @@ class _Tail:
         self._offset = 0
 
     def read(self, body: InputBody) -> Array:
-        """Read one input from the JSON, the tail or shared memory, as its description says."""
+        """Read one input from the JSON, the tail or shared memory, according to its parameters."""
         where = f"input '{body.name}'"
         size = unsigned(body.parameters, "binary_data_size", where) if body.parameters else None
         window = window_of(body.parameters, self._regions, where) if body.parameters else None

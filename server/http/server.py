@@ -57,7 +57,7 @@ class AppServer:
         """Listen, and return the URL of the first host.
 
         Port 0 takes a free port, the same one on every host. The Unix socket has no TLS. Raises ConfigError, which
-        names the flag, for an address that cannot be had, and for TLS files that cannot be used.
+        names the flag, for an address that cannot be bound, and for unusable TLS files.
         """
         loop = asyncio.get_running_loop()
         tls = None if self._tls is None else self._tls.context()

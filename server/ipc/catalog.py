@@ -1,4 +1,4 @@
-"""The models of a server and their states: what the engine publishes, and how the front end looks models up."""
+"""The catalog of models and their states, which the engine publishes to the front ends."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -12,7 +12,7 @@ _LARGEST_VERSION = 2**63 - 1
 
 
 class ModelState(Enum):
-    """Triton's names for what a model is doing."""
+    """Triton's names of model states."""
 
     ABSENT = ""
     """In the repository, and never requested."""
@@ -23,11 +23,11 @@ class ModelState(Enum):
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """One model. `info` is set while it is READY, `reason` says why it is not."""
+    """One model. `info` is set while it is READY, `reason` otherwise."""
 
     name: str
     version: int | None
-    """None if the repository has no version that could be loaded."""
+    """None if the repository has no version that can be loaded."""
     state: ModelState
     reason: str = ""
     info: ModelInfo | None = None
@@ -35,9 +35,9 @@ class ModelEntry(msgspec.Struct, frozen=True):
     config: bytes | None = None
     """The model's configuration, a serialized `ModelConfig`; None if it has none."""
     config_override: bytes | None = None
-    """A configuration that a client sent with its load request, in place of config.pbtxt."""
+    """A configuration that a client sent with its load request, to replace config.pbtxt."""
     wanted: bool = True
-    """Whether the server was asked to serve it."""
+    """Whether serving it was requested."""
 
     def require(self) -> ModelInfo:
         """Return the model's description. Raises ModelNotReady or ModelNotFound unless it is READY."""
@@ -65,7 +65,7 @@ class Catalog:
         return self._entries.get(name)
 
     def find(self, name: str, version: str | None = None) -> ModelEntry:
-        """Look up a model, whatever its state. `version` None stands for the version that is served.
+        """Look up a model in any state. `version` None means the version that is served.
 
         Raises ModelNotFound, or InvalidRequest for a version that is no number.
         """
@@ -76,7 +76,7 @@ class Catalog:
         return entry
 
     def listed(self, name: str | None = None, version: str | None = None) -> list[ModelEntry]:
-        """Return all READY entries, or the one that is named. Raises ModelNotListed if that is not READY."""
+        """Return all READY entries, or the named one. Raises ModelNotListed if it is not READY."""
         if name is None:
             return [entry for entry in self if entry.state is ModelState.READY]
         try:
@@ -90,7 +90,7 @@ class Catalog:
     def not_ready(self) -> str | None:
         """Return why the server is not ready, or None.
 
-        Every requested model must be READY; unless readiness is strict, one of them is enough once all have been tried.
+        Every requested model must be READY; without strict readiness, one is enough once all have been tried.
         """
         loading = [entry.name for entry in self if entry.wanted and entry.state is ModelState.LOADING]
         if loading:

@@ -29,7 +29,7 @@ class MessageChannel(asyncio.Protocol, Generic[M]):
         self._on_closed()
 
     def send(self, message: Any) -> None:
-        """Send a message; one that cannot be sent any more is dropped, and `on_closed` has been called."""
+        """Send a message. After the connection has ended, and `on_closed` was called, messages are dropped."""
         if self._transport is not None:
             self._transport.write(encode(message))
 

@@ -1,4 +1,4 @@
-"""The outcome of one execution: output arrays, where the time went, and what the device's lanes did."""
+"""The outcome of one execution: output arrays, timing, and spans of the device's lanes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -15,7 +15,7 @@ class ExecutionTiming(msgspec.Struct, frozen=True):
     """When the request entered the scheduler's queue."""
     started_s: float
     busy_s: float
-    """How long its execution kept the compute lane."""
+    """How long its execution occupied the compute lane."""
     compute_s: float
     """From the first op until the outputs exist, stalls included."""
     stall_s: float = 0.0
@@ -35,22 +35,22 @@ class DeviceSpan(msgspec.Struct, frozen=True):
     model: str
     lane: Literal["compute", "swap_in", "swap_out"]
     name: str
-    """Of the op, of the first and last op of a segment, or of the tensor that was copied."""
+    """The name of the op, of a segment's first and last op, or of the copied tensor."""
     start_s: float
     end_s: float
     nbytes: int = 0
     stalled: bool = False
-    """The op did not run yet: it waited for parameters."""
+    """Whether the span is a stall of the op, which waited for parameters."""
     ahead: bool = False
-    """A copy that began before its own execution did."""
+    """Whether the copy began before its own execution."""
     ops: int = 1
-    """How many ops ran as one segment."""
+    """Number of ops in the segment."""
     compute_lane: int = 0
     """The compute lane that executed the request."""
 
 
 OnSpans = Callable[[Sequence[DeviceSpan]], None]
-"""Receives what the lanes did for one execution, some time after its last copy. Any thread."""
+"""Receives the spans of one execution after its last copy. Any thread."""
 
 
 class InferResult(msgspec.Struct, frozen=True, eq=False):

@@ -1,4 +1,4 @@
-"""How often durations fell between given bounds, as Prometheus counts them."""
+"""A histogram with cumulative buckets, as Prometheus defines it."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Histogram(msgspec.Struct):
         self.sum += value
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
-        """How many values are at most each bound, as `le` writes it; the last one counts all."""
+        """Yield the label `le` and the number of values up to each bound; the last one counts all."""
         total = 0
         for bound, count in zip((*(f"{b:g}" for b in self.bounds), "+Inf"), list(self.counts), strict=True):
             total += count

@@ -36,7 +36,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     config: bytes
     """An encoded `ServeConfig`."""
     restored: list[RestoredModel] | None = None
-    """What to load after a restart; None for what the configuration says."""
+    """The models to load after a restart; None for those of the configuration."""
 
 
 class Infer(msgspec.Struct, frozen=True, tag="infer"):
@@ -49,7 +49,7 @@ class Infer(msgspec.Struct, frozen=True, tag="infer"):
     batch: int
     outputs: list[str]
     mark_offset: int
-    """Where the engine records the start of the execution; see `server.frontend.memory`."""
+    """Offset of the mark that the engine sets at the start of the execution; see `server.ipc.shared_layout`."""
     output_offset: int
     output_bytes: int
     request_id: str | None = None
@@ -67,7 +67,7 @@ class LoadModel(msgspec.Struct, frozen=True, tag="load"):
     id: int
     model: str
     config: str | None
-    """A ModelConfig as JSON, in place of config.pbtxt."""
+    """A ModelConfig as JSON, which replaces config.pbtxt."""
 
 
 class UnloadModel(msgspec.Struct, frozen=True, tag="unload"):
@@ -87,13 +87,13 @@ class CountRejection(msgspec.Struct, frozen=True, tag="rejected"):
 
 
 class ChangeLog(msgspec.Struct, frozen=True, tag="log"):
-    """The log settings that hold from now on: the fields of `LogSettings`."""
+    """New log settings: the fields of `LogSettings`."""
 
     settings: dict[str, Any]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End the process after what is under way."""
+    """End the process after the current execution."""
 
 
 ToEngine = Start | Infer | Cancel | LoadModel | UnloadModel | AskReport | CountRejection | ChangeLog | Stop
@@ -109,7 +109,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """Everything that was to be loaded at the start has been tried."""
+    """Loading at the start has finished, perhaps with failures."""
 
     memory_map: str
 
@@ -145,7 +145,7 @@ class Reported(msgspec.Struct, frozen=True, tag="reported"):
 
 
 class Traced(msgspec.Struct, frozen=True, tag="traced"):
-    """What the lanes did for a traced request; comes after its answer, perhaps in several pieces."""
+    """Spans of a traced request, sent after its answer, perhaps in several messages."""
 
     id: int
     spans: list[DeviceSpan]

@@ -1,4 +1,4 @@
-"""A model as the front end knows it: tensors, memory footprint, captured graphs. Plain data, sent between processes."""
+"""The description of a model for the front end: tensors, footprint, captured graphs. Plain data for IPC."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ Inputs = Mapping[str, Array]
 class TensorSpec(msgspec.Struct, frozen=True):
     """An input or output: a KServe datatype, and a shape in which -1 stands for any size.
 
-    As in Triton's configuration, `shape` leaves the batch out where the model has one.
+    As in Triton's configuration, `shape` has no batch dimension.
     """
 
     name: str
@@ -23,7 +23,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """A model as clients see it. `max_batch_size` 0 means that its tensors have no batch dimension."""
+    """A model's description for clients. `max_batch_size` is 0 if its tensors have no batch dimension."""
 
     name: str
     version: int
@@ -33,12 +33,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     platform: str = "pytorch_pt2"
 
     def wire_shape(self, tensor: TensorSpec) -> tuple[int, ...]:
-        """Return the shape that clients send and receive: -1 in front where there is a batch."""
+        """Return the shape that clients send and receive, with -1 for the batch dimension if there is one."""
         return (-1, *tensor.shape) if self.max_batch_size > 0 else tensor.shape
 
 
 class ModelFootprint(msgspec.Struct, frozen=True):
-    """The memory a loaded model holds, and what its plans promise: seconds per inference by batch size."""
+    """A loaded model's memory, and its plans' predicted seconds per inference by batch size."""
 
     partition_bytes: int = 0
     parameter_bytes: int = 0
@@ -51,26 +51,26 @@ class ModelFootprint(msgspec.Struct, frozen=True):
 
 
 class GraphCapture(msgspec.Struct, frozen=True):
-    """How a program is issued on a device with graphs: as one captured graph, or `refused` says why not."""
+    """How a program is issued on a device with graphs. `refused` is the reason why it was not captured."""
 
     graphs: int
     graph_bytes: int
-    """Device memory that the graphs take outside of the arena, as the driver reports it."""
+    """Device memory of the graphs outside of the arena, as the driver reports it."""
     refused: str | None
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """What the device's memory is used for, and how long its lanes have worked since the start."""
+    """The use of the device's memory, and the busy seconds of its lanes since the start."""
 
     workspace_bytes: int = 0
     partition_bytes: int = 0
     free_bytes: int = 0
     lane_busy_s: dict[str, float] = {}
     pinned_total_bytes: int | None = None
-    """Most host memory that may be pinned; None where nothing is pinned."""
+    """Limit of pinned host memory; None on devices that pin none."""
     pinned_used_bytes: int = 0
 
 
 def lane_name(kind: str, lane: int, lanes: int) -> str:
-    """Return a lane's name for people: numbered only where there are several lanes of a kind."""
+    """Return a lane's display name, numbered only if there are several lanes of a kind."""
     return kind if lanes == 1 else f"{kind}_{lane}"

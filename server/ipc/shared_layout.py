@@ -1,4 +1,4 @@
-"""What lies where in the memory that a front end shares with the engine, besides tensors."""
+"""Layout of the control records in the memory that a front end shares with the engine."""
 
 import mmap
 
@@ -10,9 +10,9 @@ ALIGNMENT = 64
 HEARTBEAT = np.dtype([("beat_s", "<f8")])
 """At offset 0: when the engine's event loop last ran, by `time.monotonic`. Blocks begin after the first page."""
 MARK = np.dtype([("started_s", "<f8"), ("predicted_s", "<f8")])
-"""One per request: when its execution began (0 while it waits), and how long that was predicted to take."""
+"""One per request: when its execution began (0 while it is queued), and its predicted duration."""
 
 
 def round_up(nbytes: int) -> int:
-    """Return the size of the block that holds so many bytes."""
+    """Return the size of the block that holds `nbytes`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,7 @@
 """Counts and durations per model, as Triton's statistics and metrics report them.
 
 Each counter is written by one thread: `cancelled` and `rejected` by the event loop, the others by the compute lane's.
-A reader may see a request that is counted in part; the next reading has all of it.
+A reader may see a request that is counted in part; the next read is complete.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ REJECTIONS: Mapping[type[errors.RequestError], str] = {
     errors.ShuttingDown: "draining",
     errors.DeviceUnavailable: "device_lost",
 }
-"""Why a request is refused that could be answered at another time."""
+"""Reasons of refusals after which a retry can succeed."""
 
 _RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
 """Triton's."""
@@ -31,7 +31,7 @@ _RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """How often something happened, and how long it took in all."""
+    """A count and a total duration."""
 
     count: int
     seconds: float
@@ -57,7 +57,7 @@ class StageTimes(msgspec.Struct):
 
     @property
     def prepare(self) -> Total:
-        """From leaving the queue until the model computes: Triton's compute_input."""
+        """From dispatch to the first op: Triton's compute_input."""
         return Total(self.count, self.prepare_s)
 
     @property
@@ -66,7 +66,7 @@ class StageTimes(msgspec.Struct):
 
     @property
     def output(self) -> Total:
-        """From there being outputs until each request has its own: Triton's compute_output."""
+        """From the existence of outputs until each request has its own: Triton's compute_output."""
         return Total(self.count, self.output_s)
 
 
@@ -78,7 +78,7 @@ class ModelStatistics(msgspec.Struct):
     """The counters of one model, since it was loaded into this engine."""
 
     answered: StageTimes = msgspec.field(default_factory=StageTimes)
-    """Of requests that were answered."""
+    """Stage times of answered requests."""
     queue_s: float = 0.0
     success_s: float = 0.0
     failed_count: int = 0
@@ -95,7 +95,7 @@ class ModelStatistics(msgspec.Struct):
     prefetch_hits: int = 0
     queued: Histogram = msgspec.field(default_factory=_seconds)
     computed: Histogram = msgspec.field(default_factory=_seconds)
-    """Of executions, whatever number of requests they answer."""
+    """Compute times, one per execution."""
     response_ms: Histogram = msgspec.field(default_factory=lambda: Histogram.of(_RESPONSE_BOUNDS_MS))
     failures: dict[FailureReason, int] = msgspec.field(
         default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
@@ -126,7 +126,7 @@ class ModelStatistics(msgspec.Struct):
         queued_s: Sequence[float],
         wall_s: float,
     ) -> None:
-        """Count an execution that kept the lane for `busy_s`, and its answers; `queued_s` has each request's wait."""
+        """Count an execution of `busy_s` and its answers; `queued_s` has the waiting time of each request."""
         count, prepare_s = len(queued_s), max(0.0, busy_s - compute_s - output_s)
         self.execution_count += 1
         self.inference_count += rows
@@ -158,7 +158,7 @@ class ModelStatistics(msgspec.Struct):
 
 
 class ModelCounters(msgspec.Struct):
-    """What the engine knows of one model that is READY."""
+    """The counters and the state of one model that is READY."""
 
     statistics: ModelStatistics
     pending: int = 0
@@ -177,5 +177,5 @@ class EngineReport(msgspec.Struct):
 
 
 def rejection_reason(error: Exception) -> str | None:
-    """Why a request was refused that could be answered at another time; None for every other error."""
+    """Return the reason of a refusal after which a retry can succeed; None for every other error."""
     return REJECTIONS.get(type(error))  # type: ignore[arg-type]

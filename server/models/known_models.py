@@ -15,7 +15,7 @@ from runtime.lowering.lower import Lowered
 Plans = Mapping[int, Plan]
 
 _BYTES_PER_INSTRUCTION = 4 << 10
-"""Of graph, profile, plan, draft and calls together, rounded up: 3.4 KiB were measured."""
+"""Graph, profile, plan, draft and calls together, rounded up from a measured 3.4 KiB."""
 _MOST_MODELS, _MOST_BYTES = 64, 256 << 20
 _MOST_ROOMS = 16
 
@@ -59,7 +59,7 @@ class LeastRecentlyUsed(Generic[K, V]):
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """Differs when a file has been written or replaced."""
+    """Changes when a file is written or replaced."""
 
     inode: int
     nbytes: int
@@ -67,7 +67,7 @@ class FileState:
 
     @staticmethod
     def of(path: Path) -> "FileState | None":
-        """None if there is no such file."""
+        """Read a file's state; None if there is no such file."""
         try:
             stat = os.stat(path)
         except OSError:
@@ -86,7 +86,7 @@ class KnownModel:
     plans: LeastRecentlyUsed[Room, Plans] = field(default_factory=lambda: LeastRecentlyUsed(_MOST_ROOMS))
     """Plans from the library, by workspace and partition size."""
     rooms: LeastRecentlyUsed[Hashable, Room | None] = field(default_factory=lambda: LeastRecentlyUsed(_MOST_ROOMS))
-    """The workspace and partition that the model should get, by what is free."""
+    """The best workspace and partition for the model, by the state of the arena."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -95,7 +95,7 @@ class KnownModel:
 
     @property
     def nbytes(self) -> int:
-        """An estimate of the memory that it takes."""
+        """An estimate of its own memory."""
         return _BYTES_PER_INSTRUCTION * sum(len(trace.instructions) for trace in self.lowered.traces.values())
 
 

@@ -1,4 +1,4 @@
-"""Reads how a model's kernels may compute out of its ModelConfig, and refuses what makes no sense on this device."""
+"""Reads a model's kernel options from its ModelConfig, and refuses options that the device does not support."""
 
 from runtime.options import Dtype, Options
 from server.errors import RepositoryError
@@ -6,7 +6,7 @@ from server.models.repository import ModelSource
 from server.protocol.model_config import ModelConfig
 
 PRECISION, CHANNELS_LAST, FUSED = "precision", "channels_last", "fused"
-"""Keys of `parameters` in a ModelConfig, which has no fields for these."""
+"""Keys of `parameters` in a ModelConfig, for settings that have no field."""
 
 _DTYPES: dict[str, Dtype] = {
     "float32": "float32",
@@ -19,7 +19,7 @@ _TRUTHS = {"true": True, "false": False}
 
 
 def options_of(source: ModelSource, device: str) -> Options:
-    """The options of a model on a device. Raises RepositoryError, which names the parameter."""
+    """Return a model's options on a device. Raises RepositoryError naming the parameter."""
     if source.config is None:
         return Options()
     precision = _choice(source.config, PRECISION, "float32", tuple(_DTYPES))
@@ -37,7 +37,7 @@ def options_of(source: ModelSource, device: str) -> Options:
 
 
 def _choice(config: ModelConfig, key: str, default: str, choices: tuple[str, ...]) -> str:
-    """The parameter's value, in small letters; the default where it is not given."""
+    """Return the parameter's value in lower case, or the default."""
     if key not in config.parameters:
         return default
     given = str(config.parameters[key].string_value)

@@ -1,4 +1,4 @@
-"""A model made ready for a place in memory: lowered, measured, its parameters in the host store."""
+"""Preparation of a model: lowered, measured, its parameters in the host store."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ OnProgress = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model that waits for its partition. Its store is the owner's to close."""
+    """A model that can be placed in memory. The caller closes its store."""
 
     source: ModelSource
     known: KnownModel
@@ -51,7 +51,7 @@ class Prepared:
 
     @property
     def weight_bytes(self) -> int:
-        """All parameters, tables in host memory too."""
+        """The size of all parameters, including tables in host memory."""
         return self.lowered.manifest.segment_bytes + self.lowered.manifest.table_bytes
 
     @property
@@ -64,7 +64,7 @@ class Prepared:
 
 
 def warn_of_ignored_config(source: ModelSource) -> None:
-    """Log, once per load, what a config.pbtxt asks for and does not get."""
+    """Log a request for several instances in config.pbtxt, which is ignored."""
     groups = source.config.instance_group if source.config is not None else ()
     asked = sum(max(group.count, 1) for group in groups)
     if asked > 1:
@@ -73,23 +73,22 @@ def warn_of_ignored_config(source: ModelSource) -> None:
 
 
 def warn_without_segments(config: ServeConfig) -> None:
-    """Log that stretches were not asked for, would run by default, and cannot."""
-    if config.wants_stretches and (reason := unavailable()) is not None:
+    """Log why script segments cannot run, unless the configuration disables them."""
+    if config.wants_segments and (reason := unavailable()) is not None:
         fields = {"torch": str(torch.__version__), "reason": reason}
         _log.warning("models run op by op, because this torch cannot run stretches", extra={"fields": fields})
 
 
 def open_backend(config: ServeConfig) -> Backend:
-    """The device that models run on; sets torch's threads. Raises DeviceError where there is none of that name."""
+    """Open the device and set torch's number of threads. Raises DeviceError for an unknown device."""
     torch.set_num_threads(threads_of(config))
     return open_device(config.device, config.link_bandwidth_bytes_per_s, scripted=config.scripted)
 
 
 def threads_of(config: ServeConfig) -> int:
-    """Threads that one inference computes with. Torch gives each lane's own thread a team of so many.
+    """Return the number of threads of one inference; torch gives each lane's thread a pool of that size.
 
-    By default one core is left to the swap-in lane and the front end, where there is more than one, and the lanes
-    divide the others.
+    By default one core is reserved for the swap-in lane and the front end, and the lanes divide the others.
     """
     return config.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // config.compute_lanes)
 
@@ -99,7 +98,7 @@ def cache_of(config: ServeConfig) -> Path:
 
 
 def prepare(source: ModelSource, config: ServeConfig, backend: Backend, on_progress: OnProgress) -> Prepared:
-    """Lower and measure one model, as far as the cache does not have it. Raises CohabitError."""
+    """Lower and measure one model, unless the cache has the results. Raises CohabitError."""
 
     def progress(text: str) -> None:
         on_progress(source.name, text.removeprefix(f"{source.name}: "))
@@ -120,7 +119,7 @@ def prepare(source: ModelSource, config: ServeConfig, backend: Backend, on_progr
 
 
 def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, backend: Backend) -> Prepared:
-    """Open a model of which all but the parameters is in memory. Raises CohabitError."""
+    """Open the parameters of a known model. Raises CohabitError."""
     lowered = known.lowered
     _refuse_mismatch(source, lowered)
     store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
@@ -128,7 +127,7 @@ def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, b
 
 
 def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
-    """Differs for whatever is lowered to something else. Raises ArchiveError or RepositoryError."""
+    """Return a key of everything that lowering depends on. Raises ArchiveError or RepositoryError."""
     options = options_of(source, config.device)
     return source.name, archive_fingerprint(source.path), tuple(wanted_batches(source, config)), options
 
@@ -144,7 +143,7 @@ def prepare_in_worker(source: ModelSource, config: ServeConfig, worker: WorkerPr
 
 
 def is_prepared(source: ModelSource, config: ServeConfig) -> bool:
-    """Whether a worker has prepared this very model for this configuration."""
+    """Whether a worker has prepared this model for this configuration."""
     return _marker(source, config).exists()
 
 
@@ -162,7 +161,7 @@ def _fill_cache(source: ModelSource, model_config: bytes | None, config: ServeCo
 
 
 def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
-    """The configured sizes; a config.pbtxt caps them, and adds its own maximum and what it prefers."""
+    """Return the batch sizes to plan; a config.pbtxt caps them, and adds its maximum and preferred sizes."""
     most = source.config.max_batch_size if source.config is not None else 0
     preferred = source.policy.preferred_batches
     if most <= 0:
@@ -180,7 +179,7 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
         threads,
         str(torch.__version__),
     )
-    link = (config.device, config.store, config.link_bandwidth_bytes_per_s, config.wants_stretches)
+    link = (config.device, config.store, config.link_bandwidth_bytes_per_s, config.wants_segments)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
 
 
@@ -191,6 +190,6 @@ def _refuse_mismatch(source: ModelSource, lowered: Lowered) -> None:
 
 
 def _rate(name: str, config: ServeConfig) -> float:
-    """Expected requests per second; models without a rate of their own share the mean of those that have one."""
+    """Return the expected requests per second; a model without a rate gets the mean of the others."""
     given = config.model_rates
     return given.get(name, sum(given.values()) / len(given) if given else 1.0)

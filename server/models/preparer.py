@@ -23,12 +23,12 @@ from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcess
 
 _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
-"""After a model was opened from memory, its load pauses for this many times as long as that took: a client that loads
-small models in a loop takes at most a third of the interpreter's time."""
+"""After opening a cached model, the load pauses for this multiple of the time taken: a client that loads small
+models in a loop uses at most a third of the interpreter's time."""
 
 
 class ModelPreparer:
-    """All methods block, and may be called by any thread but the event loop's and the compute lanes'."""
+    """All methods block. Any thread may call them except the event loop's and the compute lanes'."""
 
     def __init__(self, config: ServeConfig, backend: Backend) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class ModelPreparer:
         """Guards the cache and its entries."""
 
     def prepare(self, source: ModelSource) -> Prepared:
-        """Open a model; one that the cache does not have is lowered and measured first. Raises CohabitError."""
+        """Open a model, after lowering and measuring it if it is not cached. Raises CohabitError."""
         key = key_of(source, self._config)
         with self._lock:
             known = self._cache.get(key)
@@ -56,7 +56,7 @@ class ModelPreparer:
         return prepared
 
     def known_plans(self, prepared: Prepared, room: Room) -> Plans | None:
-        """Return the best plans for a room, if they were made before."""
+        """Return the best plans for a room, if they are cached."""
         cached = prepared.known.plans
         with self._lock:
             known = cached.get(room)
@@ -69,18 +69,18 @@ class ModelPreparer:
         return plans
 
     def quick_plans(self, prepared: Prepared, room: Room) -> Plans:
-        """Return plans to start with: those of the library, or else the first that work."""
+        """Return plans to start with: the library's, or else the first feasible ones."""
         return self.known_plans(prepared, room) or self._worker.call(
             fitting.plan_model, prepared.demand, room, None, quick=True
         )
 
     def best_plans(self, prepared: Prepared, room: Room) -> Plans:
-        """Return the plans that the library keeps, after a full search if necessary."""
+        """Return the library's plans, after a full search if necessary."""
         plans = self.known_plans(prepared, room)
         if plans is None:
             plans = self._search_worker.call(fitting.plan_model, prepared.demand, room, self._library)
             with self._lock:
-                prepared.known.plans[room] = plans  # the very ones that programs are made of
+                prepared.known.plans[room] = plans  # the same objects that programs are made of
         return plans
 
     def shares(
@@ -91,12 +91,12 @@ class ModelPreparer:
         return self._worker.call(sizing.shares, demands, memory_bytes, least_workspace_bytes, lanes)
 
     def close(self) -> None:
-        """End the other processes."""
+        """End the worker processes."""
         self._worker.close()
         self._search_worker.close()
 
 
 def is_better(plans: Plans, than: Plans) -> bool:
-    """Whether some plans have a lower predicted latency than others at any batch size."""
+    """Whether `plans` have a lower predicted latency than `than` at any batch size."""
     pairs = [(plans[batch].provenance, than[batch].provenance) for batch in plans]
     return any(new is not None and old is not None and new.latency_s < old.latency_s for new, old in pairs)

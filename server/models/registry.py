@@ -34,13 +34,13 @@ class Registry:
         return None if record is None else record.entry
 
     def ready(self) -> Iterator[tuple[ModelEntry, Servable, ModelStatistics]]:
-        """Every model that is served."""
+        """Iterate over the models that are served."""
         for record in self._records.values():
             if record.servable is not None and record.entry.state is ModelState.READY:
                 yield record.entry, record.servable, record.statistics
 
     def absent(self, name: str) -> None:
-        """Add a model that is in the repository and was not requested."""
+        """Add a model of the repository that was not requested."""
         if name not in self._records:
             self._put(ModelEntry(name, None, ModelState.ABSENT, wanted=False))
 
@@ -59,7 +59,7 @@ class Registry:
         config: ModelConfig | None = None,
         override: bytes | None = None,
     ) -> ModelStatistics:
-        """Serve a model, or another version in place of the present one, which starts new statistics."""
+        """Serve a model, or replace its version; another version starts new statistics."""
         info = servable.info
         old = self.get(info.name)
         if old is not None and old.version != info.version:
@@ -81,7 +81,7 @@ class Registry:
         return record.statistics
 
     def moved(self, name: str, footprint: ModelFootprint) -> None:
-        """Note that a model has another partition, or other plans."""
+        """Record that a model has another partition or other plans."""
         self._put(replace(self._records[name].entry, footprint=footprint))
 
     def failed(self, name: str, reason: str, version: int | None = None) -> None:
@@ -89,12 +89,12 @@ class Registry:
         self._put(replace(old, state=ModelState.UNAVAILABLE, reason=reason, info=None, wanted=True))
 
     def unwanted(self, name: str) -> None:
-        """Note that a model that could not be served is not requested any more."""
+        """Record that a model that is not served is no longer requested."""
         if (old := self.get(name)) is not None:
             self._put(replace(old, wanted=False))
 
     def unloading(self, name: str) -> None:
-        """Serve a model no more; requests that it has already are answered."""
+        """Stop serving a model; its present requests are still answered."""
         old = self._records[name].entry
         self._put(replace(old, state=ModelState.UNLOADING, reason="unloading", info=None, wanted=False))
 
@@ -105,7 +105,7 @@ class Registry:
         )
 
     def rejected(self, name: str, error: Exception) -> None:
-        """Count a request that was refused, if it could be answered at another time."""
+        """Count a refused request, if a retry could succeed."""
         if (reason := rejection_reason(error)) is not None:
             self.count_rejection(name, reason)
 

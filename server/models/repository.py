@@ -1,4 +1,4 @@
-"""A model repository in Triton's layout: `NAME/VERSION/model.pt2`, beside an optional `NAME/config.pbtxt`."""
+"""A model repository in Triton's layout: `NAME/VERSION/model.pt2`, and an optional `NAME/config.pbtxt`."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _PROGRAM = "model.pt2"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that can be tried: the file to load, and what its config.pbtxt says, if it has one."""
+    """A model that may be loaded: its file, and its config.pbtxt if it has one."""
 
     name: str
     version: int
@@ -25,19 +25,19 @@ class ModelSource:
     config: ModelConfig | None = None
     policy: Policy = field(default_factory=Policy)
     override: bytes | None = None
-    """The serialized `config`, if a client sent it in place of config.pbtxt."""
+    """The serialized `config`, if a client sent it to replace config.pbtxt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unloadable:
-    """A folder that should be a model, and why it is not."""
+    """A folder that is no valid model, and the reason."""
 
     name: str
     reason: str
 
 
 def scan(repository: Path, may_be_empty: bool = False) -> list[ModelSource | Unloadable]:
-    """Find the models in a repository, by name. Raises RepositoryError if there is none to be found at all."""
+    """Find the models in a repository, sorted by name. Raises RepositoryError if there are none."""
     try:
         root = repository.resolve(strict=True)
         folders = sorted(entry for entry in root.iterdir() if not entry.name.startswith("."))
@@ -72,7 +72,7 @@ def find(path: Path) -> ModelSource:
 
 
 def source_of(repository: Path, name: str, override: ModelConfig | None = None) -> ModelSource | None:
-    """Find one model, with `override` in place of its config.pbtxt; None if there is no such folder.
+    """Find one model; None if there is no such folder. `override` replaces its config.pbtxt.
 
     Raises RepositoryError.
     """
@@ -118,7 +118,7 @@ def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> Mo
 
 
 def _served_version(versions: Sequence[int], config: ModelConfig | None) -> int:
-    """Return the highest version that the policy allows; one version of a model is served at a time."""
+    """Return the highest allowed version; one version of a model is served at a time."""
     if not versions:
         raise RepositoryError("it has no version folder; put the program at NAME/1/" + _PROGRAM)
     if config is None or not config.version_policy.specific.versions:
@@ -138,7 +138,7 @@ def _regular(path: Path) -> Path:
 
 
 def _confine(path: Path, root: Path) -> Path:
-    """Follow links; refuse what leaves the repository, or leads nowhere."""
+    """Resolve links. Raises RepositoryError for a target outside of the repository, or none."""
     try:
         actual = path.resolve(strict=True)
     except (FileNotFoundError, RuntimeError) as error:  # RuntimeError: a link that leads to itself

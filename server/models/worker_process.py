@@ -1,4 +1,4 @@
-"""A worker process for lowering, measuring and planning, which hold the interpreter for long and may crash."""
+"""A worker process for lowering, measuring and planning, which hold the interpreter lock and may crash."""
 
 import multiprocessing
 import os
@@ -15,15 +15,15 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _NICENESS = 10
-"""The kernel gives the engine's threads the processor first."""
+"""The kernel schedules the engine's threads first."""
 
 
 class WorkerFailed(CohabitError):
-    """What the other process was asked for failed there; the message is the reason."""
+    """A call failed in the worker process; the message is the reason."""
 
 
 class WorkerProcess:
-    """One process, started when it is first needed. Any thread may call; calls wait for each other."""
+    """One process, started at the first call. Any thread may call; calls are serialized."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -31,7 +31,7 @@ class WorkerProcess:
         self._closed = False
 
     def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call a module's function there, and wait. Raises WorkerFailed, also if the process dies of it."""
+        """Call a module-level function in the process, and wait. Raises WorkerFailed, also if the process dies."""
         pool = self._running()
         try:
             result, failure = pool.submit(_guarded, function, args, kwargs).result()
@@ -46,7 +46,7 @@ class WorkerProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, even during a call."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
@@ -66,7 +66,7 @@ class WorkerProcess:
 
 
 def _begin() -> None:
-    """In the process: stay out of the way, leave signals to the server, and end with it."""
+    """Set up the worker: low priority, no interrupts from the terminal, and an end with the server."""
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -80,7 +80,7 @@ def _end_with_parent() -> None:
 
 
 def _guarded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
-    """Errors travel as text: not every exception survives the way between processes."""
+    """Return the result, or the error as text, because not every exception can be pickled."""
     try:
         return function(*args, **kwargs), None
     except CohabitError as error:

@@ -12,7 +12,7 @@ from server.observe.prometheus import Family, Kind, Sample
 
 
 class Machine:
-    """Reads the metrics anew at each call. Any thread."""
+    """Reads the metrics at each call. Any thread."""
 
     def __init__(self, access: Access, gpus: Callable[[], tuple[Gpu, ...]] = open_gpus) -> None:
         self._access = access

@@ -13,7 +13,7 @@ Read = Callable[["View"], Iterable[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A model that is ready, and what the engine reports of it."""
+    """A model that is ready, and its counters."""
 
     entry: ModelEntry
     report: ModelCounters
@@ -28,7 +28,7 @@ class _Metric:
 
 
 def families_of(views: Sequence[View], ready: Mapping[str, bool]) -> Iterator[Family]:
-    """Read every metric of these models, and of each model that was asked for whether it is ready."""
+    """Read every metric of these models, and the readiness of each requested model."""
     yield Family(
         "cohabit_model_ready",
         "gauge",
@@ -104,7 +104,7 @@ _METRICS = (
     ),
     _counted(
         "nv_inference_compute_input_duration_us",
-        "Cumulative microseconds that executions took beside computing",
+        "Cumulative microseconds that executions took besides computing",
         lambda s: s.answered.prepare.ns // 1000,
     ),
     _counted(
@@ -137,7 +137,7 @@ _METRICS = (
     _counted("cohabit_stall_seconds", "Seconds that computing waited for parameters", lambda s: s.stall_s),
     _counted(
         "cohabit_prefetch_hits",
-        "Executions whose leading copies had begun beside the execution before",
+        "Executions whose leading copies had begun during the previous execution",
         lambda s: s.prefetch_hits,
     ),
     _Metric(
@@ -191,7 +191,7 @@ _METRICS = (
     _Metric(
         "cohabit_graph_bytes",
         "gauge",
-        "Device memory that captured graphs take beside the arena",
+        "Device memory that captured graphs take outside of the arena",
         lambda view: (
             [({}, float(sum(c.graph_bytes for c in found.values())))] if (found := view.report.captures) else []
         ),

@@ -31,7 +31,7 @@ class TraceContext:
 
 
 def new_context(traceparent: str | None = None) -> TraceContext:
-    """A new span under the caller's, or of a new trace if there is no caller, or its header is malformed."""
+    """Return a new span under the caller's; in a new trace if the header is missing or malformed."""
     span_id = os.urandom(8).hex()
     match = _TRACEPARENT.fullmatch(traceparent.strip()) if traceparent is not None else None
     if match is None:
@@ -57,7 +57,7 @@ class RequestTrace:
     """When it was executed; None for a request that was refused."""
     error: str | None = None
     fields: dict[str, str] = field(init=False)
-    """What log lines say of the request."""
+    """The request's fields in log lines."""
 
     def __post_init__(self) -> None:
         self.fields = {"trace_id": self.context.trace_id, "span_id": self.context.span_id}

@@ -21,11 +21,11 @@ _UNLIMITED = -1
 class TraceSettings(msgspec.Struct, frozen=True):
     level: TraceLevel = "OFF"
     rate: int = 1000
-    """One of so many requests is traced."""
+    """One of this many requests is traced."""
     count: int = _UNLIMITED
-    """Most requests to trace; -1 for no limit, as in Triton."""
+    """Maximum number of requests to trace; -1 for no limit, as in Triton."""
     log_frequency: int = 0
-    """Traces after which the file is written; 0 leaves that to the server."""
+    """Number of traces after which the file is flushed; 0 for the server's default."""
 
     def to_wire(self, file: str = "") -> dict[str, str | list[str]]:
         """Return Triton's form, in which all values are strings."""
@@ -67,7 +67,7 @@ class TraceControl:
         self._server = self._defaults
         self._models: dict[str, dict[str, Any]] = {}
         self._seen: dict[str, int] = {}
-        self._left: dict[str, int] = {}
+        self._remaining: dict[str, int] = {}
 
     @property
     def on(self) -> bool:
@@ -94,12 +94,12 @@ class TraceControl:
             kept = self._models.get(model, {}) | read
             self._models[model] = {field: value for field, value in kept.items() if value is not None}
         if "count" in read:
-            self._left.clear()
+            self._remaining.clear()
         if self.on and not self.file:
             _log.warning("tracing is on without a file to write to; start the server with --trace-file")
 
     def wanted(self, model: str) -> bool:
-        """Count a request, and say whether it is traced."""
+        """Count a request; returns whether it is traced."""
         settings = self.settings(model)
         if settings.level == "OFF":
             return False
@@ -108,9 +108,9 @@ class TraceControl:
             return False
         if settings.count == _UNLIMITED:
             return True
-        left = self._left.get(model, settings.count)
-        self._left[model] = max(0, left - 1)
-        return left > 0
+        remaining = self._remaining.get(model, settings.count)
+        self._remaining[model] = max(0, remaining - 1)
+        return remaining > 0
 
 
 def log_changes(current: LogSettings, changes: Mapping[str, Any]) -> LogSettings:

@@ -7,7 +7,7 @@ from server.ipc.execution import DeviceSpan
 from server.observe.request_trace import RequestTrace
 
 REQUESTS, DEVICE = 1, 2
-"""The processes of the picture: a track per request, and the device's lanes."""
+"""The trace's processes: one has a track per request, the other the device's lanes."""
 COMPUTE, SWAP_IN, SWAP_OUT = 0, 1, 2
 """The tracks of the first compute lane; the others' follow, three each."""
 _TRACKS = {"compute": COMPUTE, "swap_in": SWAP_IN, "swap_out": SWAP_OUT}
@@ -35,7 +35,7 @@ def track_of(track: int, lane: int) -> int:
 
 
 def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
-    """A request's spans. What its execution waited for parameters is drawn in one piece, at its beginning."""
+    """Return a request's spans. Its stalls are drawn as one span at the beginning of the execution."""
     label = {"model": trace.model, "request": trace.request_id, **trace.fields}
     if trace.context.parent_id is not None:
         label["parent_id"] = trace.context.parent_id
@@ -63,7 +63,7 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
 
 
 def lane_events(spans: Iterable[DeviceSpan], trace_id: str) -> Iterator[Event]:
-    """Return what a compute lane and its copy lanes did for an execution: ops, their stalls, and copies."""
+    """Return the spans of a compute lane and its copy lanes for an execution: ops, stalls, and copies."""
     for span in spans:
         name, label = _lane_label(span)
         yield {
@@ -78,7 +78,7 @@ def lane_events(spans: Iterable[DeviceSpan], trace_id: str) -> Iterator[Event]:
 
 
 def _lane_label(span: DeviceSpan) -> tuple[str, dict[str, Any]]:
-    """An event's name, and what else there is to say of it."""
+    """Return an event's name and arguments."""
     if span.stalled:
         return "swap stall", {"op": span.name}
     if span.lane == "compute":
@@ -87,7 +87,7 @@ def _lane_label(span: DeviceSpan) -> tuple[str, dict[str, Any]]:
 
 
 def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:
-    """Names, starts and ends, one behind the other."""
+    """Yield the name, start and end of each stage, in order."""
     if (timing := trace.timing) is None:
         return
     computed_s = timing.started_s + max(timing.busy_s - timing.output_s, 0.0)
@@ -105,7 +105,7 @@ def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, f
 def _pair(
     trace: RequestTrace, name: str, start_s: float, end_s: float, label: dict[str, Any] | None = None
 ) -> tuple[Event, Event]:
-    """A span that may overlap with other requests': Chrome's nestable asynchronous events, in the order of time."""
+    """Return begin and end of a span that may overlap others: Chrome's nestable asynchronous events."""
     common = {"cat": "request", "id": trace.context.span_id, "pid": REQUESTS, "tid": 0, "name": name}
     begin = {**common, "ph": "b", "ts": start_s * 1e6, "args": label or {}}
     return begin, {**common, "ph": "e", "ts": max(end_s, start_s) * 1e6}

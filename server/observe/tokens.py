@@ -20,7 +20,7 @@ class TokenFiles:
     """Keeps an `Access` up to date. Event loop's thread only."""
 
     def __init__(self, config: ServeConfig, access: Access) -> None:
-        """`access` has to be made from the files' current contents."""
+        """`access` must be made from the files' current contents."""
         self._config = config
         self._access = access
         self._seen = _states(self._paths)
@@ -53,7 +53,7 @@ class TokenFiles:
 
 
 def _states(paths: Sequence[Path]) -> tuple[_State | None, ...]:
-    """Return what changes when a file is written, replaced or removed."""
+    """Return a value that changes when a file is written, replaced or removed."""
     return tuple(map(_state, paths))
 
 

@@ -26,7 +26,7 @@ class Tracer:
 
     @property
     def traces_all(self) -> bool:
-        """Whether a request is traced even if its caller does not trace it."""
+        """Whether requests without a traceparent may be traced."""
         return self._file is not None and self.control.on
 
     @contextmanager
@@ -41,7 +41,7 @@ class Tracer:
             self._end(trace)
 
     def attach(self, request: InferRequest) -> InferRequest:
-        """Let the engine return what its lanes did, if the request is one to write to the file."""
+        """Ask the engine for spans if the request is selected for the trace file."""
         trace = CURRENT.get()
         if trace is None:
             return request
@@ -57,12 +57,12 @@ class Tracer:
         return msgspec.structs.replace(request, on_spans=write)
 
     def executed(self, timing: ExecutionTiming) -> None:
-        """Note when the current request was executed."""
+        """Record the timing of the current request."""
         if (trace := CURRENT.get()) is not None:
             trace.timing = timing
 
     def failed(self, error: Exception) -> None:
-        """Note that the current request has failed."""
+        """Record the error of the current request."""
         if (trace := CURRENT.get()) is not None:
             trace.error = type(error).__name__
 

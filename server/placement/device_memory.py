@@ -1,4 +1,4 @@
-"""The device's memory and the models in it: a partition for each, and a workspace for each compute lane."""
+"""The device's memory: a partition for each model, and a workspace for each compute lane."""
 
 import copy
 import time
@@ -26,14 +26,14 @@ class PlacedModel:
     """A model in its partition."""
 
     owner: str
-    """Its name in `Partitions`: two versions of one model may be in memory for a while."""
+    """Its key in `Partitions`. Unique per version, because two versions of a model may be loaded at once."""
     prepared: Prepared
     plans: Plans
     servable: ProgramServable
     lane: int = 0
     """The compute lane whose executor and workspace it uses."""
     shares: bool = False
-    """Whether it shares one region with all other models instead of having a partition."""
+    """Whether all models share one region, and it has no partition."""
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class PlacedModel:
 
     @property
     def load(self) -> float:
-        """Expected share of its lane's time; without known rates, the seconds of one inference."""
+        """The expected share of its lane's time."""
         return expected_load(self.prepared, self.plans)
 
     @property
@@ -59,7 +59,7 @@ class PlacedModel:
 
 
 def expected_load(prepared: Prepared, plans: Plans) -> float:
-    """Expected requests per second times the seconds of one."""
+    """Return expected requests per second times the seconds of one."""
     batch = min(plans)
     provenance = plans[batch].provenance
     seconds = prepared.profiles[batch].compute_s if provenance is None else provenance.latency_s
@@ -67,7 +67,7 @@ def expected_load(prepared: Prepared, plans: Plans) -> float:
 
 
 class PartitionedMemory:
-    """Binding is for any thread; background work are for the engine's, and bookkeeping for the event loop's."""
+    """Any thread may bind; background work belongs to the lanes' threads, all else to the event loop's."""
 
     def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int, lanes: int = 1) -> None:
         self.backend = backend
@@ -77,11 +77,11 @@ class PartitionedMemory:
         self.arena: DeviceArena[object] = backend.arena(arena_bytes)
         self.placed_models: dict[str, PlacedModel] = {}
         self.shared: SharedRegion | None = None
-        """Where models share one region instead of having partitions."""
+        """The region that all models share; None if each has a partition."""
         self._admitted = 0
 
     def share(self, sharing: Sharing) -> None:
-        """Make one region of all that is not the workspace."""
+        """Make one shared region of the arena without the workspace."""
         assert len(self.executors) == 1
         workspace_bytes = self.partitions.workspace_bytes
         region_bytes = self.partitions.arena_bytes - workspace_bytes
@@ -89,21 +89,21 @@ class PartitionedMemory:
         self.shared = SharedRegion(self.backend, sharing, self.arena, workspace_bytes, region_bytes)
 
     def least_busy_lane(self) -> int:
-        """Where one more model is to run."""
+        """Return the lane with the least expected load."""
         sums = [0.0] * len(self.executors)
         for placed in self.placed_models.values():
             sums[placed.lane] += placed.load
         return least_busy(sums)
 
     def new_owner(self, name: str) -> str:
-        """A name for the bytes of one version of a model."""
+        """Return a unique owner name for one version of a model."""
         self._admitted += 1
         return f"{name}#{self._admitted}"
 
     def room_for(self, prepared: Prepared, without: str | None = None) -> Room | None:
-        """The workspace and partition that a model should take of what is free; None if it does not fit.
+        """Return the best workspace and partition for a model in free memory; None if it does not fit.
 
-        With `without`, of what would be free if that owner had left.
+        The bytes of the owner `without` count as free.
         """
         partitions = copy.deepcopy(self.partitions)
         if without is not None:
@@ -118,12 +118,12 @@ class PartitionedMemory:
         lane: int = 0,
         *,
         workspace_bytes: int | None = None,
-        gently: bool = False,
+        yields: bool = False,
     ) -> Programs:
         """Make programs of plans for a partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
 
-        `workspace_bytes` is what each lane will have when the programs run, if not what it has now. Binding holds
-        the interpreter; `gently` leaves it to those who serve for half of the time.
+        `workspace_bytes` is each lane's workspace when the programs run; None for the present one. Binding holds
+        the interpreter lock; with `yields`, it sleeps for half of the time, so that serving threads can run.
         """
         each = self.partitions.workspace_bytes if workspace_bytes is None else workspace_bytes
         bases = Bases(partition=extent.offset, workspace=lane * each)
@@ -132,18 +132,18 @@ class PartitionedMemory:
             start_s = time.perf_counter()
             profile = prepared.profiles[batch]
             programs[batch] = self.backend.build(prepared.lowered, plan, profile, self.arena, bases, prepared.store)
-            if gently:
+            if yields:
                 time.sleep(time.perf_counter() - start_s)
         return programs
 
     def bind_shared(self, prepared: Prepared, plans: Plans) -> Programs:
-        """Make programs of plans that keep every parameter, for the region that all share. Raises as `bind` does."""
+        """Make programs for the shared region, of plans with every parameter resident. Raises as `bind` does."""
         assert self.shared is not None
         lowered, profiles, store = prepared.lowered, prepared.profiles, prepared.store
         return {batch: self.shared.add(lowered, plan, profiles[batch], store) for batch, plan in plans.items()}
 
     def add(self, owner: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> PlacedModel:
-        """Record a model whose residents are in place, and return it."""
+        """Add a model whose residents are loaded, and return it."""
         warn_of_ignored_config(prepared.source)
         lowered, config = prepared.lowered, prepared.source.config
         most = max(programs)
@@ -157,17 +157,19 @@ class PartitionedMemory:
         )
         return placed
 
-    def resident_load(self, programs: Programs, lane: int, then: Callable[[], None] = lambda: None) -> ResidentLoad:
-        """Bring the residents in, a background of the lane's thread; all batch sizes have the same ones."""
-        return ResidentLoad(self.executors[lane], [programs[batch] for batch in sorted(programs)], then)
+    def resident_load(
+        self, programs: Programs, lane: int, on_done: Callable[[], None] = lambda: None
+    ) -> ResidentLoad:
+        """Return the background work that loads a model's residents, which all batch sizes share."""
+        return ResidentLoad(self.executors[lane], [programs[batch] for batch in sorted(programs)], on_done)
 
-    def leave(self, owner: str) -> None:
-        """Release a model's bytes. The lanes must not use it any more; the caller closes its store."""
+    def remove(self, owner: str) -> None:
+        """Release a model's bytes. The lanes must no longer use it; the caller closes its store."""
         self.partitions.release(owner)
         self.placed_models.pop(owner, None)
 
     def use(self) -> DeviceUse:
-        """What the memory is used for now, and how long the swap-in lanes have worked, where the device tells."""
+        """Return the use of the memory, and the busy time of the swap-in lanes if the device measures it."""
         pinned = self.backend.pinned_memory
         busy_s = [executor.swap_busy_s for executor in self.executors]
         return DeviceUse(
@@ -184,7 +186,7 @@ class PartitionedMemory:
         )
 
     def close(self) -> None:
-        """Give everything back. The engine must have stopped."""
+        """Release everything. The engine must have stopped."""
         self.backend.close()
         self.arena.close()
         for placed in self.placed_models.values():

@@ -1,10 +1,10 @@
-"""Which compute lane a model belongs to: the one that its requests are expected to keep busy least."""
+"""Assigns models to compute lanes by expected load."""
 
 from collections.abc import Sequence
 
 
 def assign_lanes(loads: Sequence[float], lanes: int) -> list[int]:
-    """A lane for each of the models that come together: the heaviest first, each where least is to do so far."""
+    """Return a lane for each model: longest processing time first, each to the least busy lane so far."""
     chosen, sums = [0] * len(loads), [0.0] * lanes
     for model in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
         lane = least_busy(sums)
@@ -14,5 +14,5 @@ def assign_lanes(loads: Sequence[float], lanes: int) -> list[int]:
 
 
 def least_busy(sums: Sequence[float]) -> int:
-    """The lane with the least to do; of equals the first."""
+    """Return the lane with the least load; the first of equals."""
     return min(range(len(sums)), key=lambda lane: (sums[lane], lane))

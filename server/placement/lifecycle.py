@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING
 
 from planner.errors import CohabitError
-from server.config.config import ModelControl, ServeConfig
+from server.config.config import ServeConfig
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown
 from server.models.registry import Registry
@@ -21,10 +21,9 @@ _log = logging.getLogger("cohabit.lifecycle")
 
 
 class Lifecycle:
-    """Keeps the repository's models as clients or the poller order them. Belongs to the event loop's thread."""
+    """Loads and unloads models for clients and the poller. Belongs to the event loop's thread."""
 
     def __init__(self, config: ServeConfig, registry: Registry, lanes: ComputeLanes) -> None:
-        self.mode: ModelControl = config.model_control
         self._config = config
         self._registry = registry
         self._lanes = lanes
@@ -32,10 +31,10 @@ class Lifecycle:
         self._opened = asyncio.Event()
         self._serving: dict[str, PlacedModel] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._orders: set[asyncio.Task[None]] = set()
+        self._operations: set[asyncio.Task[None]] = set()
 
     def open(self, placement: "ModelPlacement", placed_models: Mapping[str, "PlacedModel"]) -> None:
-        """Begin, with what was loaded at start."""
+        """Begin, with the models that were loaded at the start."""
         placement.open(self._lanes, self)
         self._placement = placement
         self._serving = dict(placed_models)
@@ -45,18 +44,18 @@ class Lifecycle:
         return model in self._serving
 
     async def close(self) -> None:
-        """End what is under way; models stay as they are."""
+        """Cancel pending operations; models stay as they are."""
         if self._placement is not None:
             await self._placement.close()
-        for order in self._orders:
-            order.cancel()
-        await asyncio.gather(*self._orders, return_exceptions=True)
+        for operation in self._operations:
+            operation.cancel()
+        await asyncio.gather(*self._operations, return_exceptions=True)
 
     async def load(self, model: str, config: str | None = None) -> None:
-        """Load a model, or its newest version again; returns once it serves. The present version serves until then.
+        """Load a model's newest version; returns once it is served. The present version is served until then.
 
-        `config` is a ModelConfig in JSON, in place of the model's config.pbtxt. Raises ControlOff unless the mode is
-        explicit, NotInRepository, or LoadFailed with the reason; what was served before is still served.
+        `config` is a ModelConfig in JSON that replaces the model's config.pbtxt. Raises ControlOff unless the mode
+        is explicit, NotInRepository, or LoadFailed with the reason; then the present version is still served.
         """
         self._require_explicit()
         try:
@@ -69,32 +68,32 @@ class Lifecycle:
         await self.load_source(source)
 
     async def unload(self, model: str) -> None:
-        """Refuse new requests for a model, answer those it has, and release its memory; returns once that is done.
+        """Refuse new requests for a model, answer the present ones, and release its memory.
 
-        A model that is not loaded is unloaded already. Raises ControlOff unless the mode is explicit.
+        Does nothing for a model that is not loaded. Raises ControlOff unless the mode is explicit.
         """
         self._require_explicit()
         await self.unload_model(model)
 
     async def load_source(self, source: ModelSource) -> None:
-        """Load a version of a model, and serve it in place of the one so far. Raises LoadFailed."""
-        await self._to_the_end(self._load_source(source))
+        """Load a version of a model, which replaces the present one. Raises LoadFailed."""
+        await self._run_shielded(self._load_source(source))
 
     async def unload_model(self, model: str) -> None:
-        """Answer the requests that a model has, and release its memory."""
-        await self._to_the_end(self._unload_model(model))
+        """Answer a model's requests, and release its memory."""
+        await self._run_shielded(self._unload_model(model))
 
-    async def _to_the_end(self, order: Coroutine[None, None, None]) -> None:
-        """A client that leaves does not stop what it has ordered: models would be left half moved."""
-        task = asyncio.create_task(order)
-        self._orders.add(task)
+    async def _run_shielded(self, operation: Coroutine[None, None, None]) -> None:
+        """Run an operation to its end even if the client disconnects: models would be left half moved."""
+        task = asyncio.create_task(operation)
+        self._operations.add(task)
         task.add_done_callback(self._ended)
         await asyncio.shield(task)
 
-    def _ended(self, order: asyncio.Task[None]) -> None:
-        self._orders.discard(order)
-        if not order.cancelled():
-            order.exception()  # it was logged; perhaps nobody waits to hear of it
+    def _ended(self, operation: asyncio.Task[None]) -> None:
+        self._operations.discard(operation)
+        if not operation.cancelled():
+            operation.exception()  # retrieved, because it was logged and the client may have disconnected
 
     async def _load_source(self, source: ModelSource) -> None:
         placement = await self._opened_placement()
@@ -130,7 +129,7 @@ class Lifecycle:
         old = self._serving.get(source.name)
         placed: PlacedModel | None = None
         try:
-            placed = await placement.place(prepared, old, self._make_way)
+            placed = await placement.place(prepared, old, self._stop_old)
         finally:
             if placed is None:
                 prepared.store.close()
@@ -143,13 +142,13 @@ class Lifecycle:
         _log.info("model loaded", extra={"fields": {"model": source.name, "version": source.version}})
 
     def _failed(self, source: ModelSource, reason: str) -> LoadFailed:
-        """The version so far, if there is one, serves on."""
+        """Record a failed load, unless another version is still served; returns the error."""
         if source.name not in self._serving:
             self._registry.failed(source.name, reason, source.version)
         return LoadFailed(source.name, f"version {source.version} is at UNAVAILABLE state: {reason}")
 
-    async def _make_way(self, old: "PlacedModel") -> None:
-        """There is no room for two versions: the one so far goes before the new one comes."""
+    async def _stop_old(self, old: "PlacedModel") -> None:
+        """Stop serving a version before its replacement is loaded, because memory has no room for both."""
         source = old.prepared.source
         self._registry.loading(source.name, source.version, source.config, source.override)
         self._serving.pop(old.name, None)
@@ -172,8 +171,8 @@ class Lifecycle:
         return self._placement
 
     def _require_explicit(self) -> None:
-        if self.mode != "explicit":
-            raise ControlOff(self.mode)
+        if self._config.model_control != "explicit":
+            raise ControlOff(self._config.model_control)
 
     def _lock(self, model: str) -> asyncio.Lock:
         return self._locks.setdefault(model, asyncio.Lock())

@@ -1,4 +1,4 @@
-"""Loads a repository at start: every model lowered, profiled and planned, and their programs placed in one arena."""
+"""Loads a repository at start: lowers, profiles and plans every model, and places the programs in one arena."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,6 @@ from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcess
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
-from server.placement.loading import ResidentLoad
 from server.placement.memory_map import draw
 from server.placement.partitions import Extent
 from server.placement.placement import ModelPlacement
@@ -35,7 +34,7 @@ _log = logging.getLogger("cohabit.loader")
 
 @dataclass(slots=True)
 class Loaded:
-    """What serving needs; `close` gives the memory back."""
+    """The loaded models and their memory; `close` releases it."""
 
     memory: PartitionedMemory
     deployment: Deployment
@@ -68,9 +67,9 @@ class Loaded:
 
 
 def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> Loaded:
-    """Load every model that can be loaded; the others are in `failures`, with the reason.
+    """Load every model; those that fail are in `failures`, with the reason.
 
-    Raises InfeasibleBudget, which names the least memory that would do, if the memory is too small.
+    Raises InfeasibleBudget, which names the least sufficient memory, if the memory is too small.
     """
     backend = open_backend(config)
     warn_without_segments(config)
@@ -97,19 +96,19 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
         lanes=config.compute_lanes,
         on_progress=lambda done, total, text: on_progress("planning", f"{done} of {total}, {text}"),
     )
-    # Where nothing is loaded later, what nobody has is not taken from the device either.
+    # If no model can be loaded later, free memory is not allocated.
     arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
     memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
     placement = None
     if config.model_control != "none":
-        placement = ModelPlacement(memory, ModelPreparer(config, backend), keeps_all=config.layout == "resident")
+        placement = ModelPlacement(memory, ModelPreparer(config, backend), all_resident=config.layout == "resident")
     loaded = Loaded(memory, deployment, placement, failures)
     _place(loaded, prepared, on_progress)
     return loaded
 
 
 def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress) -> None:
-    """Bind every plan, and bring the residents in."""
+    """Bind every plan, and load the residents."""
     memory, deployment = loaded.memory, loaded.deployment
     memory.partitions.grow_workspace(deployment.workspace_bytes)
     unused = deployment.memory_bytes - memory.partitions.arena_bytes
@@ -127,9 +126,6 @@ def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress
         memory.partitions.put(owner, extent)
         programs = memory.bind(model, entry.plans, extent, lane)
         memory.add(owner, model, entry.plans, programs, lane)
-        _arrive(memory.resident_load(programs, lane))
-
-
-def _arrive(resident_load: ResidentLoad) -> None:
-    while not resident_load.advance():
-        pass
+        residents = memory.resident_load(programs, lane)
+        while not residents.advance():
+            pass

@@ -1,4 +1,4 @@
-"""Brings a model's initial residents into its partition, a few MiB between every two inferences of the others."""
+"""Loads a model's initial residents into its partition, in pieces of a few MiB."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,18 +9,18 @@ _DONE = object()
 
 
 class ResidentLoad:
-    """A background for the engine. `then` is called on its thread when everything is there."""
+    """Background work of a lane. `on_done` is called on the lane's thread after the last piece."""
 
     def __init__(
-        self, executor: Executor, programs: Sequence[Program], then: Callable[[], None] = lambda: None
+        self, executor: Executor, programs: Sequence[Program], on_done: Callable[[], None] = lambda: None
     ) -> None:
-        """Programs of one model, at different batch sizes, have the same residents."""
+        """`programs` are those of one model at different batch sizes, which share their residents."""
         self._pieces = executor.load_in_pieces(programs)
-        self._then = then
+        self._on_done = on_done
 
     def advance(self) -> bool:
-        """Bring the next piece. Raises DeviceError."""
+        """Load the next piece; True after the last one. Raises DeviceError."""
         is_done = next(self._pieces, _DONE) is _DONE
         if is_done:
-            self._then()
+            self._on_done()
         return is_done

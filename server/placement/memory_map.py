@@ -1,4 +1,4 @@
-"""Draws a deployment for people: who has which bytes, how much of each model is resident, what its plan promises."""
+"""Draws a deployment as a table: each model's bytes, its resident share, and its predicted times."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicte
 
 
 def draw(deployment: Deployment, weight_bytes: Mapping[str, int], lanes: Mapping[str, int]) -> str:
-    """The memory map as text. By model, `weight_bytes` counts host-side tables too, `lanes` says where it runs."""
+    """Return the memory map as text. By model, `weight_bytes` includes host-side tables, `lanes` the lane."""
     table = Table(box=SIMPLE_HEAD, title=_title(deployment), title_justify="left", title_style="bold")
     for name in (*_COLUMNS, *(["lane"] if deployment.lanes > 1 else [])):
         table.add_column(name, justify="left" if name in ("model", "") else "right")
@@ -31,7 +31,7 @@ def draw(deployment: Deployment, weight_bytes: Mapping[str, int], lanes: Mapping
 
 
 def _workspaces(deployment: Deployment) -> Sequence[Sequence[str]]:
-    """One for each lane, from the arena's bottom up."""
+    """Return a row for each lane's workspace, from the arena's bottom up."""
     each, lanes = deployment.workspace_bytes, range(deployment.lanes)
     rows = [["workspace", format_bytes(lane * each), format_bytes(each)] for lane in lanes]
     return rows if len(lanes) == 1 else [[*row, *[""] * 6, str(lane)] for lane, row in enumerate(rows)]

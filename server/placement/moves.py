@@ -1,4 +1,4 @@
-"""The order in which models move to other bytes of the arena, one at a time, while the others are served."""
+"""Orders the moves of models to other bytes of the arena; they move one at a time while the others are served."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,23 +8,24 @@ from server.placement.partitions import Extent
 
 @dataclass(frozen=True, slots=True)
 class Vacate:
-    """A model gives its bytes up; its requests wait until it has moved."""
+    """Release a model's bytes; its requests wait until it has moved."""
 
     owner: str
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A model goes to bytes that are free, or its own."""
+    """Move a model to bytes that are free or its own."""
 
     owner: str
     extent: Extent
 
 
 def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_bytes: int) -> list[Vacate | Move]:
-    """Bring every model to where it is wanted. `workspace_bytes` at the arena's bottom must be free first.
+    """Return the steps that move every model to its wanted extent.
 
-    As few models as possible have to leave before they can move; every model that leaves comes back.
+    The first `workspace_bytes` of the arena are vacated first. Cycles are broken by vacating few models; every
+    vacated model is moved by a later step.
     """
     at = dict(now)
     workspace = Extent(0, workspace_bytes)
@@ -47,17 +48,17 @@ def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_byt
 
 
 def vacate_all(wanted: Mapping[str, Extent]) -> list[Vacate | Move]:
-    """Let every model leave before the first one comes, where what they all use is about to lie elsewhere."""
+    """Return the steps that vacate every model before the first one moves, for a change of all workspaces."""
     return [*(Vacate(name) for name in wanted), *(Move(name, extent) for name, extent in wanted.items())]
 
 
 def _blockers(owner: str, at: Mapping[str, Extent], wanted: Mapping[str, Extent]) -> list[str]:
-    """Who else is where a model is wanted."""
+    """Return the other owners whose extents overlap a model's wanted extent."""
     return [name for name, extent in at.items() if name != owner and extent.overlaps(wanted[owner])]
 
 
 def packed(sizes: Mapping[str, int], now: Mapping[str, Extent], arena_bytes: int) -> dict[str, Extent]:
-    """Places from the arena's top down, in the order in which models lie now; those that are new come last."""
+    """Return extents packed from the arena's top down, in the present order; new models are last."""
     order = sorted(sizes, key=lambda name: (name not in now, -now[name].offset if name in now else 0))
     places, top = {}, arena_bytes
     for name in order:

@@ -1,4 +1,4 @@
-"""Who has which bytes of the arena: workspaces at the bottom, partitions from the top down, the rest free."""
+"""The arena's address map: workspaces at the bottom, partitions from the top down, gaps between them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from planner.sizing.fitting import Room
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """Bytes of the arena."""
+    """A range of the arena, [offset, offset + nbytes)."""
 
     offset: int
     nbytes: int
@@ -32,12 +32,12 @@ class Partitions:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of each lane."""
+        """The size of each lane's workspace."""
         return self._workspace_bytes
 
     @property
     def workspaces(self) -> Extent:
-        """Those of all lanes, one behind the other."""
+        """The extent of all lanes' workspaces, one after the other."""
         return Extent(0, self.lanes * self._workspace_bytes)
 
     @property
@@ -49,7 +49,7 @@ class Partitions:
         return sum(gap.nbytes for gap in self.gaps())
 
     def gaps(self, workspace_bytes: int | None = None) -> list[Extent]:
-        """The free stretches, lowest first, if each workspace had so many bytes."""
+        """Return the free extents, lowest first, if each workspace had at least `workspace_bytes`."""
         low = self.lanes * max(self._workspace_bytes, workspace_bytes or 0)
         gaps = []
         for extent in (*sorted(e for e in self._held.values() if e.nbytes), Extent(self.arena_bytes, 0)):
@@ -59,7 +59,7 @@ class Partitions:
         return gaps
 
     def rooms(self, workspaces: Iterable[int]) -> list[Room]:
-        """The workspaces that could be had, not smaller than now, with the largest partition beside each."""
+        """Return each possible workspace size, not below the present one, with the largest free partition."""
         sizes = sorted({max(size, self._workspace_bytes) for size in (0, *workspaces)})
         return [
             Room(size, max((gap.nbytes for gap in self.gaps(size)), default=0))
@@ -68,7 +68,7 @@ class Partitions:
         ]
 
     def take(self, owner: str, nbytes: int) -> Extent | None:
-        """Give bytes out of the tightest gap that has them, at its top; None if none has."""
+        """Allocate at the top of the tightest gap that fits (best fit); None if no gap fits."""
         gaps = [gap for gap in self.gaps() if gap.nbytes >= nbytes]
         if nbytes == 0:
             extent = Extent(self.arena_bytes, 0)
@@ -81,22 +81,22 @@ class Partitions:
         return extent
 
     def put(self, owner: str, extent: Extent) -> None:
-        """Give exactly these bytes, which must be free."""
+        """Assign exactly these bytes, which must be free or the owner's."""
         others = [self.workspaces, *(e for name, e in self._held.items() if name != owner)]
         assert 0 <= extent.offset <= extent.end <= self.arena_bytes
         assert not any(extent.overlaps(other) for other in others)
         self._held[owner] = extent
 
     def release(self, owner: str) -> None:
-        """Free a owner's bytes; when nobody is left, the workspace is free too."""
+        """Release an owner's bytes; after the last owner, the workspace is released, too."""
         self._held.pop(owner, None)
         if not self._held:
             self._workspace_bytes = 0
 
     def grow_workspace(self, nbytes: int) -> bool:
-        """Make each workspace at least so large; False if a partition is in the way.
+        """Grow each workspace to at least `nbytes`; False if a partition is in the way.
 
-        Several cannot grow while somebody is there: all but the first would begin elsewhere.
+        With several lanes, workspaces cannot grow while there are partitions: all but the first would move.
         """
         if not self._may_grow_to(nbytes):
             return False

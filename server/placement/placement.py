@@ -1,4 +1,4 @@
-"""Finds models a place in memory while others are served, moving those one at a time where there is no room."""
+"""Places models in memory while others are served, and moves those one at a time to make room."""
 
 import asyncio
 import logging
@@ -22,29 +22,29 @@ from server.placement.partitions import Extent
 
 _log = logging.getLogger("cohabit.placement")
 
-MakeWay = Callable[[PlacedModel], Awaitable[None]]
-"""Told that a model's version so far must go before the new one can come."""
+StopOld = Callable[[PlacedModel], Awaitable[None]]
+"""Stops serving a model's old version, whose memory is needed for the new one."""
 
 
 class PlacementListener(Protocol):
-    """Hears what happens to models that nobody has asked anything of."""
+    """Receives changes of models that are moved to make room for others."""
 
     def changed(self, placed: PlacedModel) -> None:
-        """It has another partition, or other plans."""
+        """Called when a model has another partition or other plans."""
         ...
 
     def lost(self, placed: PlacedModel, reason: str) -> None:
-        """It could not be moved and is not there any more."""
+        """Called when a model could not be moved and was removed."""
         ...
 
 
 class ModelPlacement:
-    """All methods belong to the event loop's thread. What changes places in memory happens one after the other."""
+    """All methods belong to the event loop's thread. A lock serializes changes of the memory map."""
 
-    def __init__(self, memory: PartitionedMemory, preparer: ModelPreparer, keeps_all: bool) -> None:
+    def __init__(self, memory: PartitionedMemory, preparer: ModelPreparer, all_resident: bool) -> None:
         self.memory = memory
         self.preparer = preparer
-        self._keeps_all = keeps_all
+        self._all_resident = all_resident
         """Whether every parameter must be resident."""
         self._places = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,48 +54,48 @@ class ModelPlacement:
         self._listener = listener
 
     async def close(self) -> None:
-        """End what is under way; models stay as they are."""
+        """Cancel pending searches; models stay as they are."""
         self.preparer.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def place(self, prepared: Prepared, old: PlacedModel | None, make_way: MakeWay) -> PlacedModel:
-        """Bring a model in. Raises CohabitError, with the least memory that would do if there is too little."""
+    async def place(self, prepared: Prepared, old: PlacedModel | None, stop_old: StopOld) -> PlacedModel:
+        """Place and load a model. Raises CohabitError; if memory is too small, with the least sufficient size."""
         async with self._places:
             room = await self._room(prepared, None)
             if room is None and old is not None:
                 room = await self._room(prepared, old)
                 if room is not None:
-                    await self._vacate_old(old, make_way)
+                    await self._vacate_old(old, stop_old)
             if room is None:
-                room = await self._make_room(prepared, old, make_way)
+                room = await self._make_room(prepared, old, stop_old)
             plans = await asyncio.to_thread(self.preparer.quick_plans, prepared, room)
             lane = self.memory.least_busy_lane() if old is None else old.lane
-            placed = await self._settle(prepared, room, plans, lane)
+            placed = await self._install(prepared, room, plans, lane)
         self._improve_later(placed)
         return placed
 
     async def retire(self, placed: PlacedModel, timeout_s: float) -> None:
-        """Answer what a model has been asked, then give its memory back. Nobody may ask it anything new."""
+        """Wait for a model's requests, then release its memory. The caller refuses new requests."""
         await self._lanes.finish(placed.name, timeout_s)
         async with self._places:
             await self._vacate(placed, forget=True)
 
     async def release(self, placed: PlacedModel) -> None:
-        """Give back the memory of a version that has been replaced and has nothing left to do."""
+        """Release the memory of a replaced version whose requests are answered."""
         async with self._places:
             await self._vacate(placed, forget=False)
 
     async def _room(self, prepared: Prepared, without: PlacedModel | None) -> Room | None:
         owner = None if without is None else without.owner
-        room = await asyncio.to_thread(self._fitting, prepared, owner)
-        if room is None or (self._keeps_all and room.partition_bytes < prepared.parameter_bytes):
+        room = await asyncio.to_thread(self._cached_room, prepared, owner)
+        if room is None or (self._all_resident and room.partition_bytes < prepared.parameter_bytes):
             return None
         return room
 
-    def _fitting(self, prepared: Prepared, without: str | None) -> Room | None:
-        """What the model should have of what is free, by heart if it was asked for before. Nobody else moves now."""
+    def _cached_room(self, prepared: Prepared, without: str | None) -> Room | None:
+        """Return `PartitionedMemory.room_for`, cached by the free memory. The caller holds the lock."""
         partitions, rooms = self.memory.partitions, prepared.known.rooms
         held = tuple(sorted(extent for owner, extent in partitions.held.items() if owner != without))
         free = (partitions.workspace_bytes if held else 0, held)
@@ -103,8 +103,8 @@ class ModelPlacement:
             rooms[free] = self.memory.room_for(prepared, without)
         return rooms[free]
 
-    async def _settle(self, prepared: Prepared, room: Room, plans: Plans, lane: int) -> PlacedModel:
-        """Bring a model into a room that is free."""
+    async def _install(self, prepared: Prepared, room: Room, plans: Plans, lane: int) -> PlacedModel:
+        """Allocate a room that is free, and load a model into it."""
         memory = self.memory
         owner = memory.new_owner(prepared.source.name)
         grown = memory.partitions.grow_workspace(room.workspace_bytes)
@@ -113,45 +113,47 @@ class ModelPlacement:
         assert extent is not None
         programs: Programs = {}
         try:
-            programs = await asyncio.to_thread(memory.bind, prepared, plans, extent, lane, gently=True)
+            programs = await asyncio.to_thread(memory.bind, prepared, plans, extent, lane, yields=True)
             await self._lanes[lane].perform(memory.resident_load(programs, lane))
             return memory.add(owner, prepared, plans, programs, lane)
         except BaseException:
-            await self._dismiss_later(lane, programs)
+            await self._release_later(lane, programs)
             memory.partitions.release(owner)
             raise
 
-    async def _vacate_old(self, old: PlacedModel, make_way: MakeWay) -> None:
-        await make_way(old)
+    async def _vacate_old(self, old: PlacedModel, stop_old: StopOld) -> None:
+        await stop_old(old)
         await self._vacate(old, forget=True)
 
     async def _vacate(self, placed: PlacedModel, forget: bool) -> None:
-        """Free a placed's bytes once no copy to them is on its way."""
+        """Release a model's bytes once its copies have ended."""
         if placed.owner not in self.memory.placed_models:
             return
         if forget:
             self._lanes.remove(placed.name)
-        await self._lanes[placed.lane].between(lambda: self._dismiss(placed.lane, placed.servable.programs))
-        await self._leave(placed)
+        await self._lanes[placed.lane].call_on_lane(
+            lambda: self._release_programs(placed.lane, placed.servable.programs)
+        )
+        await self._remove(placed)
 
-    def _dismiss(self, lane: int, programs: Mapping[int, Program]) -> None:
-        """Let the lane finish, and give back what the programs hold. On the lane's thread."""
+    def _release_programs(self, lane: int, programs: Mapping[int, Program]) -> None:
+        """Wait for the lane's copies, and release the programs. Lane's thread."""
         executor = self.memory.executors[lane]
         executor.settle()
         for program in programs.values():
-            executor.dismiss(program)
+            executor.release(program)
 
-    async def _leave(self, placed: PlacedModel) -> None:
-        """Give back its bytes, and those of its store, which takes long enough to be no work for the event loop."""
-        self.memory.leave(placed.owner)
+    async def _remove(self, placed: PlacedModel) -> None:
+        """Release a model's bytes and close its store, on another thread because that takes long."""
+        self.memory.remove(placed.owner)
         await asyncio.to_thread(placed.prepared.store.close)
 
-    async def _make_room(self, prepared: Prepared, old: PlacedModel | None, make_way: MakeWay) -> Room:
-        """Share the memory out anew, and move whoever gets less. Raises CohabitError if the memory is too small."""
+    async def _make_room(self, prepared: Prepared, old: PlacedModel | None, stop_old: StopOld) -> Room:
+        """Divide memory again, and move the models that get less. Raises CohabitError if memory is too small."""
         memory = self.memory
         others = [placed for placed in memory.placed_models.values() if placed is not old]
-        if self._keeps_all:
-            raise await asyncio.to_thread(self._no_room_to_keep_all, prepared, others)
+        if self._all_resident:
+            raise await asyncio.to_thread(self._no_room_for_all, prepared, others)
         workspace, sizes = await asyncio.to_thread(
             self.preparer.shares,
             [*(placed.prepared for placed in others), prepared],
@@ -163,21 +165,21 @@ class ModelPlacement:
         kept = {t.owner: min(size, held[t.owner].nbytes) for t, size in zip(others, sizes[:-1], strict=True)}
         wanted = packed(kept, held, memory.partitions.arena_bytes)
         plans = await self._plans_for(others, wanted, workspace)
-        # With several lanes, all workspaces but the first begin elsewhere when they grow.
+        # With several lanes, all workspaces but the first move when they grow.
         elsewhere = memory.partitions.lanes > 1 and workspace > memory.partitions.workspace_bytes
         steps = vacate_all(wanted) if elsewhere else moves(held, wanted, workspace)
         moving = {step.owner for step in steps}
-        programs = await self._bound([t for t in others if t.owner in moving], wanted, plans, workspace)
+        programs = await self._bind_all([t for t in others if t.owner in moving], wanted, plans, workspace)
         if old is not None:
-            await self._vacate_old(old, make_way)
+            await self._vacate_old(old, stop_old)
         await self._migrate({t.owner: t for t in others}, steps, workspace, plans, programs)
         for placed in others:
             if placed.owner in plans:
                 self._improve_later(placed)
         return Room(workspace, sizes[-1])
 
-    def _no_room_to_keep_all(self, prepared: Prepared, others: list[PlacedModel]) -> CohabitError:
-        """Say what lacks where every parameter must be resident and nobody is moved."""
+    def _no_room_for_all(self, prepared: Prepared, others: list[PlacedModel]) -> CohabitError:
+        """Return the error for a model that does not fit where every parameter must be resident."""
         partitions, name = self.memory.partitions, prepared.source.name
         workspace = min(workspaces_for(prepared.demand, partitions.arena_bytes), default=0)
         if partitions.lanes > 1 and workspace > partitions.workspace_bytes > 0:
@@ -192,7 +194,7 @@ class ModelPlacement:
     async def _plans_for(
         self, placed_models: list[PlacedModel], wanted: Mapping[str, Extent], workspace: int
     ) -> dict[str, Plans]:
-        """Plans to begin with, for those whose partition is to be smaller."""
+        """Return quick plans for the models whose partition shrinks."""
         return {
             t.owner: await asyncio.to_thread(
                 self.preparer.quick_plans, t.prepared, Room(workspace, wanted[t.owner].nbytes)
@@ -201,14 +203,14 @@ class ModelPlacement:
             if wanted[t.owner].nbytes < self.memory.partitions.held[t.owner].nbytes
         }
 
-    async def _bound(
+    async def _bind_all(
         self,
         placed_models: list[PlacedModel],
         wanted: Mapping[str, Extent],
         plans: Mapping[str, Plans],
         workspace: int,
     ) -> dict[str, Programs]:
-        """Programs at the places where models are wanted; what could be refused is refused before anybody moves."""
+        """Bind programs at the wanted extents, so that an unsupported plan is refused before any model moves."""
         return {
             t.owner: await asyncio.to_thread(
                 self.memory.bind,
@@ -217,7 +219,7 @@ class ModelPlacement:
                 wanted[t.owner],
                 t.lane,
                 workspace_bytes=workspace,
-                gently=True,
+                yields=True,
             )
             for t in placed_models
         }
@@ -235,7 +237,7 @@ class ModelPlacement:
             if isinstance(step, Vacate):
                 self._lanes.hold(placed_models[step.owner].name, True)
                 partitions.release(step.owner)
-        await self._at_rest({placed_models[step.owner].lane for step in steps if isinstance(step, Vacate)})
+        await self._settle_lanes({placed_models[step.owner].lane for step in steps if isinstance(step, Vacate)})
         partitions.grow_workspace(workspace)
         for step in steps:
             if not isinstance(step, Vacate):
@@ -243,14 +245,14 @@ class ModelPlacement:
                 partitions.put(step.owner, step.extent)
                 await self._move(placed, plans.get(step.owner, placed.plans), programs[step.owner])
 
-    async def _at_rest(self, lanes: set[int]) -> None:
-        """Let lanes end what they do for models that are held. A single lane does things in their order anyway."""
+    async def _settle_lanes(self, lanes: set[int]) -> None:
+        """Wait for executions of held models. With a single lane, background work is in order already."""
         if self.memory.partitions.lanes > 1:
             for lane in sorted(lanes):
-                await self._lanes[lane].between(self.memory.executors[lane].settle)
+                await self._lanes[lane].call_on_lane(self.memory.executors[lane].settle)
 
     async def _move(self, placed: PlacedModel, plans: Plans, programs: Programs) -> None:
-        """Bring a model's residents to another place, or others to its own, while its requests wait."""
+        """Load a model's residents for new programs while its requests wait, then switch to these programs."""
         self._lanes.hold(placed.name, True)
         old = placed.servable.programs
         resident_load = self.memory.resident_load(programs, placed.lane, lambda: placed.servable.switch(programs))
@@ -258,19 +260,19 @@ class ModelPlacement:
             await self._lanes[placed.lane].perform(resident_load)
         except CohabitError as error:
             self._lanes.remove(placed.name)
-            await self._dismiss_later(placed.lane, programs, old)
-            await self._leave(placed)
+            await self._release_later(placed.lane, programs, old)
+            await self._remove(placed)
             self._listener.lost(placed, str(error))
             return
         self._switched(placed, plans)
         self._lanes.hold(placed.name, False)
-        await self._dismiss_later(placed.lane, old)
+        await self._release_later(placed.lane, old)
 
-    async def _dismiss_later(self, lane: int, *programs: Mapping[int, Program]) -> None:
-        """Give back what programs hold that nobody runs any more, unless the device has nothing to give."""
+    async def _release_later(self, lane: int, *programs: Mapping[int, Program]) -> None:
+        """Release programs that no longer run, unless the lane has stopped."""
         for some in programs:
             with suppress(RequestError):
-                await self._lanes[lane].between(partial(self._dismiss, lane, some))
+                await self._lanes[lane].call_on_lane(partial(self._release_programs, lane, some))
 
     def _switched(self, placed: PlacedModel, plans: Plans) -> None:
         placed.plans = plans
@@ -290,7 +292,7 @@ class ModelPlacement:
         task.add_done_callback(self._tasks.discard)
 
     async def _improve(self, placed: PlacedModel) -> None:
-        """Search for better plans for the place that a model has, and switch to them between two inferences."""
+        """Search better plans for a model's present partition, and switch to them between two executions."""
         begun = placed.plans
         plan = begun[min(begun)]
         room = Room(plan.workspace_bytes, plan.partition_bytes)
@@ -304,12 +306,12 @@ class ModelPlacement:
                 return
             extent = self.memory.partitions.held[placed.owner]
             programs = await asyncio.to_thread(
-                self.memory.bind, placed.prepared, plans, extent, placed.lane, gently=True
+                self.memory.bind, placed.prepared, plans, extent, placed.lane, yields=True
             )
             if plans[min(plans)].residents == plan.residents:
                 old = placed.servable.programs
-                await self._lanes[placed.lane].between(lambda: placed.servable.switch(programs))
-                await self._dismiss_later(placed.lane, old)
+                await self._lanes[placed.lane].call_on_lane(lambda: placed.servable.switch(programs))
+                await self._release_later(placed.lane, old)
                 self._switched(placed, plans)
             else:
                 await self._move(placed, plans, programs)

@@ -1,4 +1,4 @@
-"""Looks at the repository now and then, and loads what is new or changed and unloads what is gone."""
+"""Polls the repository: loads new and changed models, and unloads removed ones."""
 
 import asyncio
 import logging
@@ -13,13 +13,12 @@ from server.placement.lifecycle import Lifecycle
 _log = logging.getLogger("cohabit.poll")
 
 Signature = tuple[object, ...]
-"""Differs when a model must be loaded anew."""
-
+"""Changes when a model must be loaded again."""
 
 Model = ModelSource | Unloadable
 
 
-def look(models: Sequence[Model]) -> dict[str, tuple[Model, Signature]]:
+def signatures(models: Sequence[Model]) -> dict[str, tuple[Model, Signature]]:
     return {model.name: (model, _signature(model)) for model in models}
 
 
@@ -35,29 +34,29 @@ def _signature(model: Model) -> Signature:
 
 
 class Poller:
-    """Begins with `models`, what was there at start. Belongs to the event loop's thread."""
+    """Belongs to the event loop's thread. `models` are those found at the start."""
 
     def __init__(self, repository: Path, lifecycle: Lifecycle, registry: Registry, models: Sequence[Model]) -> None:
         self._repository = repository
         self._lifecycle = lifecycle
         self._registry = registry
-        self._seen = {name: signature for name, (_, signature) in look(models).items()}
+        self._seen = {name: signature for name, (_, signature) in signatures(models).items()}
 
     async def run(self, interval_s: float) -> None:
-        """Look again and again, until cancelled."""
+        """Poll until cancelled."""
         while True:
             await asyncio.sleep(interval_s)
             try:
-                await self.follow()
+                await self.poll()
             except (RepositoryError, OSError) as error:
                 _log.warning("repository not polled", extra={"fields": {"reason": str(error)}})
 
-    async def follow(self) -> None:
-        """Do what has changed since the last look. A model that fails is tried again when it has changed again.
+    async def poll(self) -> None:
+        """Apply the changes since the last poll. A model that failed is tried again when it changes.
 
-        Raises RepositoryError if nothing can be seen: then everything stays as it is.
+        Raises RepositoryError if the repository cannot be read; then all models stay as they are.
         """
-        found = await asyncio.to_thread(lambda: look(scan(self._repository, may_be_empty=True)))
+        found = await asyncio.to_thread(lambda: signatures(scan(self._repository, may_be_empty=True)))
         seen, self._seen = self._seen, {name: signature for name, (_, signature) in found.items()}
         for name in seen.keys() - found.keys():
             await self._lifecycle.unload_model(name)
@@ -74,4 +73,4 @@ class Poller:
         try:
             await self._lifecycle.load_source(model)
         except LoadFailed:
-            return  # it has been logged, and the registry says why
+            return  # logged, and recorded in the registry

@@ -1,4 +1,4 @@
-"""What the server says about itself and its models, in the JSON forms of KServe v2 and Triton."""
+"""Descriptions of the server and its models, in the JSON forms of KServe v2 and Triton."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +26,7 @@ _EXTENSIONS = (
 
 
 def extensions(without: Container[str]) -> list[str]:
-    """Triton's extensions that are done here, in Triton's order."""
+    """The supported extensions of Triton, in Triton's order."""
     return [name for name in _EXTENSIONS if name not in without]
 
 

@@ -39,7 +39,7 @@ def parse_config(text: str) -> ModelConfig:
 def config_of(
     info: ModelInfo, given: ModelConfig | None = None, captures: Mapping[int, GraphCapture] | None = None
 ) -> ModelConfig:
-    """Complete a config.pbtxt, which may leave anything out, with what the model itself says.
+    """Complete a config.pbtxt, all fields of which are optional, from the model.
 
     How it is issued, where the device has graphs, is a parameter: Triton's clients expect any there.
     """
@@ -63,7 +63,7 @@ def config_of(
 
 
 def execution_of(capture: GraphCapture) -> str:
-    """Say whether executions are launched as one graph, and if not, why."""
+    """Describe whether executions are launched as one graph, and if not, why."""
     if capture.refused is not None:
         return f"issued to the streams one by one: {capture.refused}"
     return f"one graph; {capture.graphs} of them take {capture.graph_bytes} bytes"
@@ -80,7 +80,7 @@ def config_as_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_mismatch(config: ModelConfig, info: ModelInfo) -> str | None:
-    """Say how a config.pbtxt disagrees with the model, or None if it does not. What it leaves out agrees."""
+    """Return how a config.pbtxt contradicts the model, or None. Omitted fields agree."""
     if config.name and config.name != info.name:
         return f"config.pbtxt names the model '{config.name}', its folder '{info.name}'"
     if config.max_batch_size > info.max_batch_size:

@@ -49,7 +49,7 @@ class InferRequest(msgspec.Struct, frozen=True, eq=False):
     """When the request arrived, by `time.monotonic`; None for now."""
     start_mark: StartMark | None = None
     on_spans: OnSpans | None = None
-    """Receives what the device's lanes did for this request, if it is traced."""
+    """Receives the spans of this request, if it is traced."""
 
 
 class OutputTensor(msgspec.Struct, frozen=True, eq=False):
@@ -71,7 +71,7 @@ class InferResponse(msgspec.Struct, frozen=True, eq=False):
 
 
 def respond(request: InferRequest, info: ModelInfo, arrays: Mapping[str, Array]) -> InferResponse:
-    """Select what the client asked for from a model's outputs. Raises ExecutionFailed if one is missing."""
+    """Select the requested outputs of a model. Raises ExecutionFailed if one is missing."""
     outputs = []
     for wanted in request.outputs:
         if wanted.tensor.name not in arrays:

@@ -80,7 +80,7 @@ OpenSystem = Callable[[SystemRequest], ClientRegion]
 
 
 def no_system(request: SystemRequest) -> ClientRegion:
-    """Refuse: the operator does not let clients name memory of this machine."""
+    """Refuse: the configuration does not allow client shared memory."""
     raise Unsupported(
         f"failed to register shared memory region '{request.name}': client shared memory is off; it is on where the"
         " server listens on a loopback address only, or with --client-shm on"
@@ -110,7 +110,7 @@ class Regions:
 
     @property
     def refused(self) -> frozenset[str]:
-        """The extensions, by Triton's names, that this server does not have."""
+        """The extensions, by Triton's names, that are not available."""
         system = ("system_shared_memory",) if self._open_system is no_system else ()
         return frozenset((*system, "cuda_shared_memory"))
 

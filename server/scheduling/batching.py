@@ -1,4 +1,4 @@
-"""Which of a model's waiting requests are executed together, and whether it pays to wait for more."""
+"""Batch formation: which waiting requests of a model are executed together, and whether to wait for more."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from server.scheduling.policy import Policy
 from server.scheduling.queues import Ticket
 
 _GAIN = 0.9
-"""A larger batch is worth it if a row takes at most this part of its time in a smaller one."""
+"""A larger batch is preferred if its time per row is at most this share of a smaller batch's."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -19,19 +19,21 @@ class Batch(msgspec.Struct, frozen=True):
     tickets: tuple[Ticket, ...]
     rows: int
     keep_until_s: float = -math.inf
-    """Until then others may join."""
+    """Further requests may join until this time."""
 
 
-def alone(ticket: Ticket) -> Batch:
-    """A batch of one request, which nothing else waits beside."""
+def lone_batch(ticket: Ticket) -> Batch:
+    """Return a batch of one request."""
     return Batch((ticket,), ticket.request.batch)
 
 
-def batch_of(waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, most_rows: int, now_s: float) -> Batch:
-    """Choose how many of those that wait go with the first of them.
+def choose_batch(
+    waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, max_rows: int, now_s: float
+) -> Batch:
+    """Choose how many waiting requests are executed with the first one.
 
-    A batch may be padded: five requests of a model bound by its swaps run as eight, whose parameters are copied once.
-    One that is bound by arithmetic gains nothing, and then its requests do not wait for each other.
+    A batch may be padded: five requests of a swap-bound model run as a batch of eight, with one copy of the parameters.
+    A compute-bound model gains nothing from batching, so its requests are executed one by one.
     """
     taken: list[Ticket] = []
     rows, best_s, paying, preferred, deadline_s = 0, math.inf, 1, 0, math.inf
@@ -40,8 +42,8 @@ def batch_of(waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, most
         more = rows + ticket.request.batch
         if ticket.deadline_s is not None:
             deadline_s = min(deadline_s, ticket.deadline_s)
-        too_late = deadline_s < math.inf and now_s + estimate.careful_s(more, now_s) > deadline_s
-        if taken and (more > most_rows or ticket.generation != taken[0].generation or too_late):
+        too_late = deadline_s < math.inf and now_s + estimate.upper_estimate_s(more, now_s) > deadline_s
+        if taken and (more > max_rows or ticket.generation != taken[0].generation or too_late):
             full = True
             break
         taken.append(ticket)
@@ -51,43 +53,44 @@ def batch_of(waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, most
             best_s, paying = per_row_s, len(taken)
         if rows in policy.preferred_batches:
             preferred = len(taken)
-    waits = policy.batch_delay_s > 0.0 and not full and not preferred and rows < most_rows
-    keep_until_s = _keep_until(taken, policy, deadline_s - estimate.careful_s(rows, now_s)) if waits else -math.inf
+    waits = policy.batch_delay_s > 0.0 and not full and not preferred and rows < max_rows
+    latest_start_s = deadline_s - estimate.upper_estimate_s(rows, now_s)
+    keep_until_s = _keep_until(taken, policy, latest_start_s) if waits else -math.inf
     del taken[preferred or paying :]
     return Batch(tuple(taken), sum([t.request.batch for t in taken]), keep_until_s)
 
 
 def best_rate_batch(
-    waiting: Iterable[Ticket], usual: Batch, estimate: Estimate, most_rows: int, now_s: float
+    waiting: Iterable[Ticket], usual: Batch, estimate: Estimate, max_rows: int, now_s: float
 ) -> Batch:
-    """Where not everything can be answered in time: the batch that answers most per second.
+    """Return the batch with the highest rate of answers, for use under overload.
 
-    A request whose deadline is too near for a large batch would make a small one of it, and the next one, too.
+    Requests whose deadline is too near for that batch are left out; including them would force small batches.
     """
-    if estimate.seconds(usual.rows) == 0.0:  # nothing was predicted, nor measured yet
+    if estimate.seconds(usual.rows) == 0.0:  # neither predicted nor measured yet
         return usual
     generation = usual.tickets[0].generation
     best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
     tickets = [ticket for ticket in waiting if ticket.generation == generation]
-    for rows in estimate.planned(most_rows):
-        chosen = tuple(_fitting(tickets, rows, now_s + estimate.careful_s(rows, now_s)))
+    for rows in estimate.planned(max_rows):
+        chosen = tuple(_fitting(tickets, rows, now_s + estimate.upper_estimate_s(rows, now_s)))
         filled = sum(ticket.request.batch for ticket in chosen)
         if chosen and filled / estimate.seconds(filled) > best_per_s:
             best, best_per_s = Batch(chosen, filled), filled / estimate.seconds(filled)
     return best
 
 
-def _fitting(tickets: Iterable[Ticket], most_rows: int, end_s: float) -> Iterator[Ticket]:
-    """In order, so many as fit into a batch that ends then and are still in time."""
+def _fitting(tickets: Iterable[Ticket], max_rows: int, end_s: float) -> Iterator[Ticket]:
+    """Yield requests in order that fit into a batch and whose deadline is not before its end."""
     rows = 0
     for ticket in tickets:
         if ticket.deadline_s is None or ticket.deadline_s >= end_s:
             rows += ticket.request.batch
-            if rows > most_rows:
+            if rows > max_rows:
                 return
             yield ticket
 
 
 def _keep_until(tickets: Iterable[Ticket], policy: Policy, latest_start_s: float) -> float:
-    """When the first of the requests has waited long enough, or must begin for a deadline's sake."""
+    """Return when the oldest request has waited for the batch delay, or a deadline forces the start."""
     return min(min(t.arrived_s for t in tickets) + policy.batch_delay_s, latest_start_s)

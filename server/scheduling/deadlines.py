@@ -1,16 +1,16 @@
-"""When waiting requests must start: the earliest first, without keeping those that have left."""
+"""A heap of the latest start times of waiting requests."""
 
 import heapq
 import math
 
 from server.scheduling.queues import Ticket
 
-_MOST_GONE = 64
-"""So many requests that have left may be remembered, and as many again as wait: their inputs take memory."""
+_MAX_STALE = 64
+"""The heap is rebuilt beyond this many entries plus two per waiting request: stale entries hold input memory."""
 
 
 class Deadlines:
-    """A heap of latest starts, of which some are of requests that wait no more."""
+    """A heap with lazy deletion: entries of requests that no longer wait are skipped."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Ticket]] = []
@@ -18,7 +18,7 @@ class Deadlines:
 
     @property
     def earliest_s(self) -> float:
-        """The earliest latest start; infinite if nobody has one."""
+        """The earliest of the latest start times; infinite if there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def __len__(self) -> int:
@@ -29,16 +29,16 @@ class Deadlines:
         self._waiting.add(ticket)
 
     def forget(self, ticket: Ticket) -> None:
-        """Hear that a request waits no more."""
+        """Remove a request that no longer waits."""
         if not self._heap:
             return
         self._waiting.discard(ticket)
-        if len(self._heap) > 2 * len(self._waiting) + _MOST_GONE:
+        if len(self._heap) > 2 * len(self._waiting) + _MAX_STALE:
             self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
             heapq.heapify(self._heap)
 
     def pop_before(self, start_s: float) -> Ticket | None:
-        """Take out a request that had to start before this; None if there is none."""
+        """Remove and return a request whose latest start time has passed; None if there is none."""
         while self._heap and self._heap[0][0] < start_s:
             _, _, ticket = heapq.heappop(self._heap)
             if ticket in self._waiting:

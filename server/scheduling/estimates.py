@@ -1,4 +1,4 @@
-"""How long an execution will take: the plans' predictions, corrected by what is measured."""
+"""Execution time estimates: the plans' predictions, corrected by measurements."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -7,38 +7,38 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 _MEAN_STEP, _DEVIATION_STEP = 1 / 8, 1 / 4
-"""How far one measurement moves the mean and the deviation: TCP's, for round-trip times (RFC 6298)."""
-_CAREFUL = 3.0
-"""Mean deviations above the mean, which few executions exceed."""
+"""Weights of one measurement in the mean and the deviation, as for TCP's round-trip times (RFC 6298)."""
+_DEVIATIONS = 3.0
+"""An upper estimate is this many mean deviations above the mean; few executions exceed it."""
 _FIRST_DEVIATION = 0.1
 _LEAST_S = 1e-6
 _LARGEST_STEP = 3.0
-"""A measurement counts as at most this many times the mean: one hiccup must not refuse everything."""
+"""A measurement is clipped to this many times the mean, so that one outlier does not cause mass shedding."""
 _FORGET_S = 5.0
-"""Without measurements corrections fade: a model whose requests are refused as hopeless is tried again."""
+"""Time constant of the decay of corrections without measurements, so that shedding does not last for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapTiming:
-    """How the order of executions changes what a model's swaps cost. Zero for one that is all resident."""
+    """How the order of executions changes the cost of a model's swaps. Zero for a resident model."""
 
     prefix_s: float = 0.0
-    """Saved where the first copies were made during the execution before."""
+    """Saved if the first copies were prefetched during the previous execution."""
     recovery_s: float = 0.0
-    """Lost right after an execution of the same model, while its residents are still being copied back."""
+    """Lost directly after an execution of the same model, while its residents are still copied back."""
 
 
 class Delay:
-    """How long something takes that nobody predicts: what the event loop needs to get at an answer."""
+    """A running estimate of a duration that has no prediction, such as the event loop's delay per answer."""
 
     def __init__(self) -> None:
         self._mean_s = 0.0
         self._deviation_s = 0.0
 
     @property
-    def careful_s(self) -> float:
-        """A time that it rarely exceeds."""
-        return self._mean_s + _CAREFUL * self._deviation_s
+    def upper_estimate_s(self) -> float:
+        """An upper estimate, which is rarely exceeded."""
+        return self._mean_s + _DEVIATIONS * self._deviation_s
 
     def measured(self, seconds: float) -> None:
         self._deviation_s += _DEVIATION_STEP * (abs(seconds - self._mean_s) - self._deviation_s)
@@ -46,7 +46,7 @@ class Delay:
 
 
 class Estimate:
-    """One model's times. Without any prediction all batches are taken to last as long as what was measured."""
+    """One model's execution times. Without predictions, all batch sizes share one measured time."""
 
     def __init__(self, seconds_by_batch: Mapping[int, float]) -> None:
         self.replan(seconds_by_batch)
@@ -56,7 +56,7 @@ class Estimate:
         self._measured_s = 0.0
 
     def replan(self, seconds_by_batch: Mapping[int, float]) -> None:
-        """Hear other predictions; what was learned about how true they are is kept."""
+        """Replace the predictions; the learned correction is kept."""
         self._predicted = {b: max(s, _LEAST_S) for b, s in sorted(seconds_by_batch.items())}
         self._batches = list(self._predicted)
         self._per_row_s = list(accumulate((s / b for b, s in self._predicted.items()), min))
@@ -69,7 +69,7 @@ class Estimate:
         return self._mean
 
     def predicted_s(self, rows: int) -> float:
-        """The plan's time for the batch that so many rows are padded to; 1 if there are no plans."""
+        """Return the plan's time for the batch that `rows` are padded to; 1 if there are no plans."""
         if not self._known:
             return 1.0
         place = bisect_left(self._batches, rows)
@@ -78,23 +78,23 @@ class Estimate:
         most = self._batches[-1]
         return self._predicted[most] * rows / most
 
-    def planned(self, most_rows: int) -> list[int]:
-        """Batch sizes that there are plans for, up to so many rows."""
-        return [batch for batch in self._predicted if batch <= most_rows]
+    def planned(self, max_rows: int) -> list[int]:
+        """Return the planned batch sizes up to `max_rows`."""
+        return [batch for batch in self._predicted if batch <= max_rows]
 
     def seconds(self, rows: int) -> float:
-        """The time to expect."""
+        """Return the expected time."""
         return self.predicted_s(rows) * self._mean
 
-    def careful_s(self, rows: int, now_s: float) -> float:
-        """A time that few executions exceed."""
-        careful = self._mean + _CAREFUL * self._deviation
-        uncorrected = min(1.0 if self._known else 0.0, careful)
+    def upper_estimate_s(self, rows: int, now_s: float) -> float:
+        """Return a time that few executions exceed."""
+        upper = self._mean + _DEVIATIONS * self._deviation
+        uncorrected = min(1.0 if self._known else 0.0, upper)
         fading = math.exp(min(self._measured_s - now_s, 0.0) / _FORGET_S) if self._was_measured else 1.0
-        return self.predicted_s(rows) * (uncorrected + (careful - uncorrected) * fading)
+        return self.predicted_s(rows) * (uncorrected + (upper - uncorrected) * fading)
 
-    def drain_s(self, rows: int) -> float:
-        """The time to expect for many rows, in the batches that take least time per row."""
+    def drain_estimate_s(self, rows: int) -> float:
+        """Return the expected time for many rows, executed in the batches with the least time per row."""
         if rows == 0:
             return 0.0
         if not self._known:
@@ -104,7 +104,7 @@ class Estimate:
         return max(rows * per_row_s, least_s) * self._mean
 
     def measured(self, rows: int, seconds: float, now_s: float) -> None:
-        """Learn from an execution."""
+        """Update the correction with a measured execution."""
         ratio = seconds / self.predicted_s(rows)
         self._was_measured, self._measured_s = True, now_s
         if self._mean == 0.0:

@@ -1,4 +1,4 @@
-"""How many requests of a model are let in: at most so many at once, and so many per second."""
+"""Admission control per model: a concurrency limit and a rate limit."""
 
 from collections.abc import Callable
 
@@ -7,20 +7,20 @@ from server.scheduling.policy import Policy
 
 
 class Admission:
-    """One model's count of requests under way, and its bucket of tokens."""
+    """One model's count of requests in flight, and its token bucket."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._under_way = 0
+        self._in_flight = 0
         self._tokens = float(policy.burst)
         self._filled_s = 0.0
 
     def enter(self, model: str, now_s: float, backlog_s: Callable[[float], float]) -> None:
-        """Let a request in. Raises RateLimited; `backlog_s` says when it is worth another try."""
-        most, rate_per_s = self.policy.concurrency, self.policy.rate_per_s
-        if most is not None and self._under_way >= most:
+        """Admit a request. Raises RateLimited; `backlog_s` estimates when a retry can succeed."""
+        limit, rate_per_s = self.policy.concurrency, self.policy.rate_per_s
+        if limit is not None and self._in_flight >= limit:
             raise RateLimited(
-                f"model '{model}' has {self._under_way} requests under way, its config allows {most}",
+                f"model '{model}' has {self._in_flight} requests under way, its config allows {limit}",
                 backlog_s(now_s),
             )
         if rate_per_s is not None:
@@ -31,11 +31,11 @@ class Admission:
                     (1.0 - self._tokens) / rate_per_s,
                 )
             self._tokens -= 1.0
-        self._under_way += 1
+        self._in_flight += 1
 
     def leave(self, count: int = 1) -> None:
-        """Requests were answered, refused or cancelled."""
-        self._under_way -= count
+        """Count requests that were answered, refused or cancelled."""
+        self._in_flight -= count
 
     def _fill(self, rate_per_s: float, now_s: float) -> None:
         passed_s = max(now_s - self._filled_s, 0.0)

@@ -1,6 +1,6 @@
-"""Which model is executed next: by deadline, age and readiness, and with a bound on bypassing. Pure.
+"""Dispatch order: which model is executed next, by deadline, age and swap cost. Pure.
 
-Whatever is preferred, at most `BYPASSES` executions in a row leave the oldest request of all behind.
+Starvation is bounded: at most `BYPASSES` consecutive executions bypass the oldest request of all models.
 """
 
 import math
@@ -14,19 +14,19 @@ BYPASSES = 8
 
 
 class DispatchOrder:
-    """Looks at the models for which something waits that may be executed, and remembers what was executed."""
+    """Chooses among the models with waiting requests. `waiting` is shared with the scheduler, which updates it."""
 
     def __init__(self, waiting: Mapping[str, ScheduledModel]) -> None:
         self._waiting = waiting
         self._last: str | None = None
         self._announced: str | None = None
         self._bypassed: tuple[int, int] = (0, 0)
-        """The number of the oldest request, and how many executions have left it behind."""
+        """The number of the oldest request, and how many executions have bypassed it."""
 
-    def choose(self, now_s: float, strained: bool) -> tuple[str, Batch] | None:
-        """The most urgent of what may start; the oldest, if it has been bypassed often enough.
+    def choose(self, now_s: float, overloaded: bool) -> tuple[str, Batch] | None:
+        """Return the most urgent batch, or the oldest request's after `BYPASSES` bypasses, and its model.
 
-        `strained` says that not everything can be answered in time.
+        None if no batch may start. Under overload, the batch with the highest rate of answers is chosen.
         """
         ready = [item for item in self._waiting.items() if _kept_until_s(item[1], now_s) <= now_s]
         if not ready:
@@ -39,20 +39,20 @@ class DispatchOrder:
         if len(ready) > 1:
             name, known = min(ready, key=lambda item: (self._urgency_s(*item), _first(item[1]).number))
         batch = known.batch(_first(known), now_s)
-        if strained:
-            batch = best_rate_batch(known.queue, batch, known.estimate, known.most_rows, now_s)
+        if overloaded:
+            batch = best_rate_batch(known.queue, batch, known.estimate, known.max_rows, now_s)
         return name, batch
 
     def wake_s(self, now_s: float) -> float:
-        """When `choose` may find something that it does not find now; infinite for never."""
+        """Return when a batch that is held back may start; infinite if there is none."""
         return min((_kept_until_s(known, now_s) for known in self._waiting.values()), default=math.inf)
 
     def announce(self, model: str) -> None:
-        """Hear that a model's copies may begin, because it is to be next."""
+        """Record the model that is prefetched because it is probably next."""
         self._announced = model
 
-    def took(self, model: str, batch: Batch) -> None:
-        """Hear what is executed, and has left its queue."""
+    def dispatched(self, model: str, batch: Batch) -> None:
+        """Record that a batch was dispatched and has left its queue."""
         self._last, self._announced = model, None
         oldest = _oldest(self._waiting.items())[1].number if self._waiting else None
         if oldest is None or oldest > min([ticket.number for ticket in batch.tickets]):
@@ -62,11 +62,11 @@ class DispatchOrder:
             self._bypassed = (oldest, count + 1)
 
     def _urgency_s(self, name: str, known: ScheduledModel) -> float:
-        """When a model's next batch is due, moved by what its copies save or cost right now."""
-        due_s = known.queue.due_s(known.most_rows)
+        """Return when a model's next batch is due, adjusted by what its swaps save or cost now."""
+        due_s = known.queue.due_s(known.max_rows)
         if name == self._last:
-            return due_s + known.readiness.recovery_s
-        return due_s - known.readiness.prefix_s if name == self._announced else due_s
+            return due_s + known.swap_timing.recovery_s
+        return due_s - known.swap_timing.prefix_s if name == self._announced else due_s
 
 
 def _kept_until_s(known: ScheduledModel, now_s: float) -> float:
@@ -74,13 +74,13 @@ def _kept_until_s(known: ScheduledModel, now_s: float) -> float:
 
 
 def _first(known: ScheduledModel) -> Ticket:
-    """The first request of a queue in which there are some."""
+    """Return the first request of a queue that is not empty."""
     first = known.queue.first()
     assert first is not None
     return first
 
 
 def _oldest(waiting: Collection[tuple[str, ScheduledModel]]) -> tuple[str, Ticket]:
-    """The oldest request of all, and its model."""
+    """Return the oldest request of all models, and its model."""
     oldest = [(name, ticket) for name, known in waiting if (ticket := known.queue.oldest()) is not None]
     return min(oldest, key=lambda entry: entry[1].number)

@@ -1,4 +1,4 @@
-"""How a model's requests queue: priority levels, timeouts, batching, limits. What config.pbtxt says of it, as data."""
+"""A model's queueing policy from config.pbtxt, as data: priority levels, timeouts, batching, limits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """What holds for the requests of one priority level."""
+    """The policy of one priority level."""
 
     limit: int | None = None
-    """How many may wait; None leaves it to the server's bound per model."""
+    """Maximum queue length; None for the server's limit per model."""
     timeout_s: float | None = None
-    """How long a request may take that says nothing itself; None is for ever."""
+    """Timeout of requests that have none of their own; None for no timeout."""
     timeout_may_shorten: bool = True
     """Whether a request may ask for less than `timeout_s`."""
     delays_late: bool = False
-    """Whether a late request goes behind all others, instead of being refused."""
+    """Whether a late request moves to the end of the queue instead of being refused."""
 
     def timeout_of(self, asked_s: float | None) -> float | None:
-        """The timeout of a request that asks for one, or for none."""
+        """Return the timeout that applies to a request with this timeout, or none, of its own."""
         if self.timeout_s is None:
             return asked_s
         if asked_s is None or not self.timeout_may_shorten:
@@ -28,23 +28,23 @@ class LevelPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What holds for one model. Without a config: one level, no timeout, batches without waiting for them."""
+    """The policy of one model. Without a config: one level, no timeout, no batch delay."""
 
     levels: int = 1
     default_level: int = 1
-    """Of requests that have no priority, or one that there is no level for. 1 is the most urgent."""
+    """The level of requests without a priority, or with one out of range. 1 is the most urgent."""
     default: LevelPolicy = LevelPolicy()
     by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
     preferred_batches: tuple[int, ...] = ()
-    """Sizes to put requests together in as soon as they are reached; none leaves it to what pays."""
+    """Batch sizes that are dispatched as soon as they are reached; if empty, the estimates decide."""
     batch_delay_s: float = 0.0
-    """How long a request may be kept back for others to join it."""
+    """How long a request may be held back for others to join its batch."""
     concurrency: int | None = None
-    """Most requests that may wait and run at once."""
+    """Maximum number of requests in flight."""
     rate_per_s: float | None = None
-    """Most requests per second, in the long run."""
+    """Maximum long-term rate of requests per second."""
     burst: int = 1
-    """Most requests at one instant, where there is a rate."""
+    """Capacity of the token bucket, if there is a rate."""
 
     def level_of(self, priority: int | None) -> int:
         return priority if priority is not None and 1 <= priority <= self.levels else self.default_level

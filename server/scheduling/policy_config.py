@@ -1,4 +1,4 @@
-"""Reads a model's queueing policy out of its ModelConfig, and refuses what makes no sense here."""
+"""Reads a model's queueing policy from its ModelConfig, and refuses fields that are not supported."""
 
 from tritonclient.grpc.model_config_pb2 import ModelDynamicBatching, ModelQueuePolicy
 
@@ -8,13 +8,13 @@ from server.protocol.model_config import ModelConfig
 from server.scheduling.policy import LevelPolicy, Policy
 
 CONCURRENCY, RATE, BURST = "max_concurrency", "max_requests_per_second", "max_burst"
-"""Keys of `parameters` in a ModelConfig, which has no fields for these."""
+"""Keys of `parameters` in a ModelConfig, for settings that have no field."""
 
 _MOST_LEVELS = 1024
 
 
 def policy_of(config: ModelConfig) -> Policy:
-    """Read a policy. Raises RepositoryError, which names the field."""
+    """Read a policy. Raises RepositoryError naming the field."""
     _refuse_other_schedulers(config)
     _refuse_rate_limiter(config)
     batching = config.dynamic_batching

@@ -1,4 +1,4 @@
-"""One model's waiting requests: a queue per priority level, and one behind them for those that came too late."""
+"""One model's waiting requests: a queue per priority level, then one of late requests."""
 
 import math
 from collections import deque
@@ -18,28 +18,28 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
 
     request: InferRequest
     number: int
-    """DispatchOrder of arrival over all models."""
+    """Order of arrival over all models."""
     generation: int
-    """Which of the model's successive versions was there when the request arrived."""
+    """Which of the model's successive versions the request is for: the one that was loaded when it arrived."""
     arrived_s: float
     deadline_s: float | None = None
-    """When its answer must be there; else it is refused."""
+    """When its answer must be ready; otherwise it is shed."""
     timeout_s: float | None = None
     late_s: float | None = None
-    """When it goes behind all others, instead of having a deadline."""
+    """When it moves to the end of the queue; set instead of `deadline_s`."""
     due_s: float = math.inf
-    """When its execution should start at the latest; what has the earliest is the most urgent."""
+    """When its execution should start at the latest; the earliest is the most urgent."""
     level: int = 1
     """1 is the most urgent."""
 
     @property
     def expires(self) -> bool:
-        """Whether there is a time from which it is not treated as it was before."""
+        """Whether it has a deadline or a time at which it counts as late."""
         return self.deadline_s is not None or self.late_s is not None
 
 
 class ModelQueue:
-    """Requests in the order in which they are to run."""
+    """Requests in dispatch order."""
 
     def __init__(self) -> None:
         self._levels: dict[int, deque[Ticket]] = {}
@@ -51,11 +51,11 @@ class ModelQueue:
         return self._count
 
     def __iter__(self) -> Iterator[Ticket]:
-        """Most urgent level first, and in it the oldest."""
+        """Iterate by level, the most urgent first, and by age within a level."""
         return chain(*self._levels.values(), self._late)
 
-    def led_by(self, leader: Ticket) -> Iterator[Ticket]:
-        """In the same order, but for one that goes first."""
+    def starting_with(self, leader: Ticket) -> Iterator[Ticket]:
+        """Iterate with `leader` first, the others in order."""
         if leader is self.first():
             return iter(self)
         return chain((leader,), (ticket for ticket in self if ticket is not leader))
@@ -73,7 +73,7 @@ class ModelQueue:
         self.rows += ticket.request.batch
 
     def remove(self, ticket: Ticket) -> bool:
-        """Take a request out; False if it is not there."""
+        """Remove a request; False if it is not in the queue."""
         for queue in (self._levels.get(ticket.level), self._late):
             if queue is not None and ticket in queue:
                 if queue[0] is ticket:
@@ -85,8 +85,8 @@ class ModelQueue:
                 return True
         return False
 
-    def put_behind(self, ticket: Ticket) -> None:
-        """Let a request that came too late wait for all others."""
+    def move_to_end(self, ticket: Ticket) -> None:
+        """Move a late request to the end of the queue."""
         self._levels[ticket.level].remove(ticket)
         self._late.append(ticket)
 
@@ -97,12 +97,12 @@ class ModelQueue:
         return self._late[0] if self._late else None
 
     def due_s(self, most: int) -> float:
-        """The earliest due time among the first so many requests, one at least. There must be one."""
+        """Return the earliest due time of the first `most` requests, at least one. The queue must not be empty."""
         return min(ticket.due_s for ticket in islice(self, max(most, 1)))
 
     def oldest(self) -> Ticket | None:
-        """The first to have arrived, whatever its level."""
-        heads = [queue[0] for queue in self._levels.values() if queue]
+        """Return the request that arrived first, at any level."""
+        candidates = [queue[0] for queue in self._levels.values() if queue]
         if self._late:
-            heads.append(self._late[0])
-        return min(heads, key=_number, default=None)
+            candidates.append(self._late[0])
+        return min(candidates, key=_number, default=None)

@@ -1,6 +1,6 @@
-"""What the scheduler knows of one model: its queue, what its config says, and how long its executions take."""
+"""The scheduler's state of one model: its queue, its policy, and its time estimates."""
 
-from server.scheduling.batching import Batch, alone, batch_of
+from server.scheduling.batching import Batch, choose_batch, lone_batch
 from server.scheduling.estimates import Estimate, SwapTiming
 from server.scheduling.limits import Admission
 from server.scheduling.policy import Policy
@@ -8,7 +8,7 @@ from server.scheduling.queues import ModelQueue, Ticket
 
 
 class ScheduledModel:
-    """Belongs to the scheduler, which changes it."""
+    """Plain data; the scheduler reads and updates it."""
 
     def __init__(self, generation: int) -> None:
         self.first_generation = self.generation = generation
@@ -16,16 +16,16 @@ class ScheduledModel:
         self.admission = Admission(Policy())
         self.apply(self.admission.policy)
         self.estimate = Estimate({})
-        self.most_rows = 0
-        self.readiness = SwapTiming()
+        self.max_rows = 0
+        self.swap_timing = SwapTiming()
         self.held = False
 
     def apply(self, policy: Policy) -> None:
-        """Follow this policy from now on."""
+        """Replace the policy."""
         self.policy = self.admission.policy = policy
 
     def batch(self, first: Ticket, now_s: float) -> Batch:
-        """The requests that would be executed with this one."""
+        """Return the batch that would be executed with `first` as its first request."""
         if len(self.queue) == 1 and self.policy.batch_delay_s == 0.0:
-            return alone(first)
-        return batch_of(self.queue.led_by(first), self.policy, self.estimate, self.most_rows, now_s)
+            return lone_batch(first)
+        return choose_batch(self.queue.starting_with(first), self.policy, self.estimate, self.max_rows, now_s)

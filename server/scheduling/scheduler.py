@@ -1,6 +1,6 @@
-"""What runs next: requests queue per model, leave by the order, or are refused. Pure; the clock is passed in.
+"""The scheduler: requests queue per model, and are dispatched or shed. Pure; the clock is passed in.
 
-Requests that cannot be answered within their timeout are refused as soon as that is known.
+Requests that cannot meet their deadline are shed: on arrival, in the queue, or at dispatch.
 """
 
 import math
@@ -21,40 +21,40 @@ from server.scheduling.scheduled_model import ScheduledModel
 PATIENCE_S = 1.0
 """A request without a deadline is as urgent as one that must start within this time."""
 
-_STRAINED_S = 1.0
-"""So long after something could not be answered in time, answering most comes before answering the nearest deadline."""
+_OVERLOADED_S = 1.0
+"""How long after shedding a request the rate of answers takes precedence over the earliest deadline."""
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What the device does next: requests for one model, executed together."""
+    """One dispatch: requests for one model that are executed together."""
 
     model: str
     tickets: tuple[Ticket, ...]
     rows: int
     predicted_s: float = 0.0
-    """How long the execution is expected to take."""
+    """The expected duration of the execution."""
 
 
 class Scheduler:
-    """Not thread-safe: the engine calls it under its lock."""
+    """Not thread-safe: `DeviceThread.changed` guards it."""
 
     def __init__(self, queue_limit: int) -> None:
         self._queue_limit = queue_limit
         self._models: dict[str, ScheduledModel] = {}
         self._waiting: dict[str, ScheduledModel] = {}
-        """Those for which something waits that may be executed."""
+        """The models that have waiting requests and are not held."""
         self._order = DispatchOrder(self._waiting)
         self._arrivals = 0
         self._generations = 0
         self._busy_until_s = -math.inf
-        self._refused_s = -math.inf
-        """When something could last not be answered in time."""
-        self._answering = Delay()
-        """From the end of an execution until its answer is on its way."""
+        self._overloaded_s = -math.inf
+        """When a request was last shed."""
+        self._answer_delay = Delay()
+        """From the end of an execution until the event loop sends its answer."""
         self._deadlines = Deadlines()
         self._passed_over: list[Ticket] = []
         self._live: set[Ticket] = set()
-        """All that wait."""
+        """All waiting requests."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -63,7 +63,7 @@ class Scheduler:
         return len(self._models[model].queue) if model in self._models else 0
 
     def correction(self, model: str) -> float:
-        """Measured over predicted time of a model's executions."""
+        """Return measured over predicted time of a model's executions."""
         return self._models[model].estimate.correction
 
     def add(
@@ -71,39 +71,39 @@ class Scheduler:
         model: str,
         seconds_by_batch: Mapping[int, float] | None = None,
         policy: Policy | None = None,
-        most_rows: int = 0,
-        readiness: SwapTiming | None = None,
+        max_rows: int = 0,
+        swap_timing: SwapTiming | None = None,
     ) -> int:
-        """Know a model, or what has replaced it; returns the generation that its tickets carry from now on.
+        """Add a model, or replace it by another version; returns the generation of new tickets.
 
-        Requests are put together up to `most_rows`; those of different generations never are.
+        A batch has at most `max_rows` rows, and requests of one generation.
         """
         self._generations += 1
         known = self._models.setdefault(model, ScheduledModel(self._generations))
         known.generation = self._generations
         known.apply(policy or Policy())
         known.estimate = Estimate(seconds_by_batch or {})
-        known.most_rows = most_rows
-        known.readiness = readiness or SwapTiming()
+        known.max_rows = max_rows
+        known.swap_timing = swap_timing or SwapTiming()
         return known.generation
 
-    def replan(self, model: str, seconds_by_batch: Mapping[int, float], readiness: SwapTiming) -> None:
-        """Hear that a model has other plans now."""
+    def replan(self, model: str, seconds_by_batch: Mapping[int, float], swap_timing: SwapTiming) -> None:
+        """Replace a model's predictions after its plans have changed."""
         known = self._models[model]
         known.estimate.replan(seconds_by_batch)
-        known.readiness = readiness
+        known.swap_timing = swap_timing
 
     def remove(self, model: str) -> list[Ticket]:
-        """Forget a model; returns the requests that still waited for it."""
+        """Remove a model; returns its waiting requests."""
         forgotten = self._models.pop(model, None)
         self._waiting.pop(model, None)
         tickets = list(forgotten.queue) if forgotten is not None else []
         for ticket in tickets:
-            self._left(ticket)
+            self._forget(ticket)
         return tickets
 
     def drop_older(self, model: str) -> list[Ticket]:
-        """Take out what waits for versions of a model that have been replaced."""
+        """Remove and return the waiting requests for replaced versions of a model."""
         known = self._models[model]
         older = [ticket for ticket in known.queue if ticket.generation != known.generation]
         for ticket in older:
@@ -111,22 +111,22 @@ class Scheduler:
         return older
 
     def hold(self, model: str, held: bool) -> None:
-        """Keep a model's requests waiting while its memory is being changed, or let them go on."""
+        """Pause a model's dispatch while its memory changes, or resume it."""
         known = self._models[model]
         known.held = held
-        self._look_at(model, known)
+        self._update_waiting(model, known)
 
     def submit(self, now_s: float, request: InferRequest) -> Ticket:
-        """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it came too late."""
+        """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it would be late."""
         known = self._models.get(request.model)
         if known is None:
             raise ModelNotFound(request.model)
         ticket = self._ticket(request, known, now_s)
         self._require_room(known, ticket, now_s)
         if ticket.deadline_s is not None:
-            needed_s = self._start_s(ticket, known, now_s) + self._careful_s(ticket, now_s) - now_s
+            needed_s = self._start_s(ticket, known, now_s) + self._upper_estimate_s(ticket, now_s) - now_s
             if now_s + needed_s > ticket.deadline_s:
-                self._refused_s = now_s
+                self._overloaded_s = now_s
                 raise RequestTimedOut(request.model, ticket.timeout_s or 0.0, needed_s)
         known.admission.enter(request.model, now_s, self._backlog_s)
         self._arrivals += 1
@@ -139,55 +139,55 @@ class Scheduler:
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take a request out of its queue; False if it has left it already."""
+        """Remove a request from its queue; False if it no longer waits."""
         if ticket not in self._live:
             return False
         known = self._models[ticket.request.model]
         known.queue.remove(ticket)
-        self._look_at(ticket.request.model, known)
+        self._update_waiting(ticket.request.model, known)
         known.admission.leave()
-        self._left(ticket)
+        self._forget(ticket)
         return True
 
     def shed(self, now_s: float) -> list[Ticket]:
-        """Take out what can no longer be answered in time, even if it were next."""
+        """Remove and return the requests that would miss their deadline even if they were next."""
         hopeless, self._passed_over = self._passed_over, []
         start_s = max(now_s, self._busy_until_s)
         while (ticket := self._deadlines.pop_before(start_s)) is not None:
             if self._latest_start_s(ticket, now_s) >= start_s:  # the model has become faster meanwhile
                 self._watch(ticket, now_s)
             elif ticket.late_s is not None:
-                self._models[ticket.request.model].queue.put_behind(ticket)
+                self._models[ticket.request.model].queue.move_to_end(ticket)
             elif self.cancel(ticket):
-                self._refused_s = now_s
+                self._overloaded_s = now_s
                 hopeless.append(ticket)
         return hopeless
 
     def next(self, now_s: float) -> Work | None:
-        """Take the next requests to execute, or None if none waits, or all are kept back.
+        """Return the next requests to execute; None if no request waits, or all are held back.
 
-        What turns out to be too late by now is passed over, and left to `shed`.
+        Requests that have become too late are skipped; the next `shed` returns them.
         """
         while (chosen := self._choose(now_s)) is not None and self._is_too_late(chosen[1], now_s):
             (ticket,) = chosen[1].tickets
             self.cancel(ticket)
             self._passed_over.append(ticket)
-            self._refused_s = now_s
+            self._overloaded_s = now_s
         if chosen is None:
             return None
         model, batch = chosen
         known = self._models[model]
         for ticket in batch.tickets:
             known.queue.remove(ticket)
-            self._left(ticket)
-        self._look_at(model, known)
-        self._order.took(model, batch)
+            self._forget(ticket)
+        self._update_waiting(model, known)
+        self._order.dispatched(model, batch)
         predicted_s = known.estimate.seconds(batch.rows)
         self._busy_until_s = now_s + predicted_s
         return Work(model, batch.tickets, batch.rows, predicted_s)
 
     def finished(self, work: Work, now_s: float, seconds: float | None) -> None:
-        """Hear that work has ended, after `seconds`; None if they say nothing about the next time."""
+        """Record the end of work after `seconds`; None for a failed execution, whose time is not representative."""
         self._busy_until_s = -math.inf
         known = self._models.get(work.model)
         if known is None or work.tickets[0].generation < known.first_generation:
@@ -197,11 +197,11 @@ class Scheduler:
             known.estimate.measured(work.rows, seconds, now_s)
 
     def answered(self, seconds: float) -> None:
-        """Hear how long after the end of its execution an answer was on its way. Read by `submit` alone."""
-        self._answering.measured(seconds)
+        """Record the delay from the end of an execution until its answer is sent. Only `submit` reads it."""
+        self._answer_delay.measured(seconds)
 
-    def ahead(self, now_s: float) -> Work | None:
-        """Look at what `next` would take, as far as is known now; its model may begin its copies."""
+    def peek(self, now_s: float) -> Work | None:
+        """Return what `next` would probably return, without removing it; its model may be prefetched."""
         chosen = self._choose(max(now_s, self._busy_until_s))
         if chosen is None:
             return None
@@ -209,32 +209,32 @@ class Scheduler:
         return Work(chosen[0], chosen[1].tickets, chosen[1].rows)
 
     def wake_s(self, now_s: float) -> float:
-        """When `next` may find something that it does not find now, though nothing arrives; infinite for never."""
+        """Return when a batch that is held back may be dispatched; infinite if there is none."""
         return self._order.wake_s(now_s)
 
     def expiry_s(self) -> float:
-        """When `shed` may find something next; infinite for never."""
+        """Return when `shed` may find a request next; infinite if no request has a deadline."""
         return self._deadlines.earliest_s
 
     def clear(self) -> None:
-        """Forget every request that waits."""
+        """Cancel every waiting request."""
         for ticket in list(self._live):
             self.cancel(ticket)
 
-    def _look_at(self, model: str, known: ScheduledModel) -> None:
-        """Note whether something waits for a model that may be executed."""
+    def _update_waiting(self, model: str, known: ScheduledModel) -> None:
+        """Update whether a model has requests that may be dispatched."""
         if known.held or not known.queue:
             self._waiting.pop(model, None)
         else:
             self._waiting[model] = known
 
-    def _left(self, ticket: Ticket) -> None:
-        """Forget a request that waits no more, and its inputs with it."""
+    def _forget(self, ticket: Ticket) -> None:
+        """Remove a request that no longer waits, and with it the references to its inputs."""
         self._live.remove(ticket)
         self._deadlines.forget(ticket)
 
     def _choose(self, now_s: float) -> tuple[str, Batch] | None:
-        return self._order.choose(now_s, strained=now_s - self._refused_s < _STRAINED_S)
+        return self._order.choose(now_s, overloaded=now_s - self._overloaded_s < _OVERLOADED_S)
 
     def _ticket(self, request: InferRequest, known: ScheduledModel, now_s: float) -> Ticket:
         level = known.policy.level_of(request.priority)
@@ -243,52 +243,52 @@ class Scheduler:
         arrived_s = now_s if request.arrived_s is None else request.arrived_s
         deadline_s, late_s, due_s = None, None, arrived_s + PATIENCE_S
         if timeout_s is not None:
-            # The event loop is as busy when a request arrives, unseen, as when its answer leaves.
-            end_s = arrived_s + timeout_s - 2.0 * self._answering.careful_s
+            # The delay before the arrival was recorded is taken to equal the delay of the answer.
+            end_s = arrived_s + timeout_s - 2.0 * self._answer_delay.upper_estimate_s
             if policy.delays_late:
                 late_s = end_s
             else:
                 deadline_s = end_s
-                due_s = min(due_s, deadline_s - known.estimate.careful_s(request.batch, now_s))
+                due_s = min(due_s, deadline_s - known.estimate.upper_estimate_s(request.batch, now_s))
         return Ticket(
             request, self._arrivals + 1, known.generation, arrived_s, deadline_s, timeout_s, late_s, due_s, level
         )
 
     def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
-        """When a request must start, or, if its policy says so, be put behind the others."""
+        """Return when a request must start, or, under a DELAY policy, counts as late."""
         if ticket.deadline_s is not None:
-            return ticket.deadline_s - self._careful_s(ticket, now_s)
+            return ticket.deadline_s - self._upper_estimate_s(ticket, now_s)
         return math.inf if ticket.late_s is None else ticket.late_s
 
-    def _careful_s(self, ticket: Ticket, now_s: float) -> float:
-        return self._models[ticket.request.model].estimate.careful_s(ticket.request.batch, now_s)
+    def _upper_estimate_s(self, ticket: Ticket, now_s: float) -> float:
+        return self._models[ticket.request.model].estimate.upper_estimate_s(ticket.request.batch, now_s)
 
     def _watch(self, ticket: Ticket, now_s: float) -> None:
         self._deadlines.watch(ticket, self._latest_start_s(ticket, now_s))
 
     def _is_too_late(self, batch: Batch, now_s: float) -> bool:
-        """Whether a request that is alone cannot be answered in time; in company, all can."""
+        """Whether a lone request would miss its deadline; `choose_batch` checks the deadlines of larger batches."""
         first = batch.tickets[0]
         if len(batch.tickets) > 1 or first.deadline_s is None:
             return False
-        return now_s + self._careful_s(first, now_s) > first.deadline_s
+        return now_s + self._upper_estimate_s(first, now_s) > first.deadline_s
 
     def _start_s(self, ticket: Ticket, own: ScheduledModel, now_s: float) -> float:
-        """When a request would start that arrives now: behind what runs, and what would be chosen before it."""
+        """Return when a new request would start: after the current execution and more urgent requests."""
         ahead_s = 0.0
         for known in self._waiting.values():
             if known is own:
                 rows = sum(known.queue.waiting(level) for level in range(1, ticket.level + 1))
-                whole = max(own.most_rows, 1)
-                ahead_s += known.estimate.drain_s(rows // whole * whole)
-            elif known.queue.due_s(known.most_rows) <= ticket.due_s:
-                ahead_s += known.estimate.drain_s(known.queue.rows)
+                whole = max(own.max_rows, 1)
+                ahead_s += known.estimate.drain_estimate_s(rows // whole * whole)
+            elif known.queue.due_s(known.max_rows) <= ticket.due_s:
+                ahead_s += known.estimate.drain_estimate_s(known.queue.rows)
         return max(now_s, self._busy_until_s) + ahead_s
 
     def _backlog_s(self, now_s: float) -> float:
-        """The time to expect until all that waits now is answered."""
+        """Return the expected time until all waiting requests are answered."""
         running_s = max(self._busy_until_s - now_s, 0.0)
-        return running_s + sum(k.estimate.drain_s(k.queue.rows) for k in self._models.values())
+        return running_s + sum(k.estimate.drain_estimate_s(k.queue.rows) for k in self._models.values())
 
     def _require_room(self, known: ScheduledModel, ticket: Ticket, now_s: float) -> None:
         model = ticket.request.model

@@ -74,8 +74,8 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
     with controlled(tmp_path, "9MiB", plans, load_models=("a", "b")) as (server, client):
         memory, before = server.loaded.memory, held(server)
         bound: list[Program] = [p for t in memory.placed_models.values() for p in t.servable.programs.values()]
-        dismissed: list[Program] = []
-        monkeypatch.setattr(memory.backend.executor, "dismiss", dismissed.append)
+        released: list[Program] = []
+        monkeypatch.setattr(memory.backend.executor, "release", released.append)
         build = memory.backend.build
 
         def noted(*arguments: Any) -> Program:
@@ -99,10 +99,10 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
         assert sum(after.values()) + memory.partitions.workspace_bytes <= 9 << 20
         assert after["a"] + after["b"] < before["a"] + before["b"]
         running = {id(p) for t in memory.placed_models.values() for p in t.servable.programs.values()}
-        assert len(dismissed) >= 1, "a and b have moved, or have less"
-        assert len({id(p) for p in dismissed}) == len(dismissed)
-        assert {id(p) for p in bound} == running | {id(p) for p in dismissed}
-        assert not running & {id(p) for p in dismissed}
+        assert len(released) >= 1, "a and b have moved, or have less"
+        assert len({id(p) for p in released}) == len(released)
+        assert {id(p) for p in bound} == running | {id(p) for p in released}
+        assert not running & {id(p) for p in released}
 
 
 def test_a_model_that_comes_back_runs_the_plans_that_were_found_for_it(

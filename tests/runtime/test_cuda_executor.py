@@ -149,14 +149,14 @@ def test_a_library_that_keeps_bytes_of_the_workspace_is_found_at_load(bench: Ben
         beside(bench, streaming_plan(bench.graph), 0, "a")
 
 
-def test_a_dismissed_program_gives_everything_back(bench: Bench) -> None:
+def test_a_released_program_holds_no_memory(bench: Bench) -> None:
     driver = driver_of(bench)
     pinned_bytes = driver.pinned_bytes
     program = beside(bench, streaming_plan(bench.graph), 0, "a")
     pool, graph = program.admission.pool, program.admission.whole
     assert driver.pinned_bytes > pinned_bytes
     assert isinstance(bench.backend, CudaBackend)
-    bench.backend.executor.dismiss(program)
+    bench.backend.executor.release(program)
     assert driver.pinned_bytes == pinned_bytes
     assert pool.closed  # type: ignore[union-attr]
     assert graph.closed  # type: ignore[union-attr]
@@ -178,6 +178,6 @@ def test_a_captured_program_says_what_its_graphs_take_and_another_why_there_are_
     driver.uncapturable = "an op asks the host"
     refused = beside(bench, resident_plan(bench.graph), 4 * MIB, "b")
     assert bench.executor.capture(refused) == Capture(0, 0, "an op asks the host")
-    bench.executor.dismiss(two)
+    bench.executor.release(two)
     assert bench.executor.capture(two) is None
     assert driver.graphs == 0

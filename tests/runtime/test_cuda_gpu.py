@@ -145,7 +145,7 @@ def test_measured_plans_have_the_resident_program_s_bits_at_every_budget(
                 results = [backend.executor.run(program, inputs).outputs[0] for _ in range(4)]  # noqa: B023
                 assert program.admission.whole is not None, program.admission.refused
                 assert all(torch.equal(results[0], r) for r in results)
-                backend.executor.dismiss(program)
+                backend.executor.release(program)
                 return results[0]
 
             expected = run(structs.replace(whole, workspace_bytes=whole.workspace_bytes + room))

@@ -135,7 +135,7 @@ def test_a_plan_whose_zone_is_too_small_is_refused_with_the_numbers(tied: Lowere
     driver.least_pool_bytes, driver.kernel_bytes = 0, 64 * MIB
     with pytest.raises(MemoryExceeded, match=r"wanted 64\.0 MiB more than the"):
         backend.executor.load(program)
-    backend.executor.dismiss(program)
+    backend.executor.release(program)
     driver.kernel_bytes = 0
     backend.executor.load(backend.build(tied, plan, None, arena, Bases(0, plan.partition_bytes), store))
     backend.close()

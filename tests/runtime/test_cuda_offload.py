@@ -126,7 +126,7 @@ def test_places_are_pinned_under_the_cap_and_given_back(lowered: Lowered) -> Non
         before = driver.pinned_bytes
         program = bench.program(offloading_plan(bench.graph))
         assert driver.pinned_bytes - before >= sum({s.tensor: s.nbytes for s in program.swap_outs}.values())
-        bench.executor.dismiss(program)
+        bench.executor.release(program)
         assert driver.pinned_bytes == before
 
 

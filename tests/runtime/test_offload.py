@@ -290,12 +290,12 @@ def test_the_scratch_file_has_no_name(bench: Bench, tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_dismissed_program_gives_its_places_back(bench: Bench) -> None:
+def test_a_released_program_frees_its_spill_buffers(bench: Bench) -> None:
     program = bench.program(offloading_plan(bench.graph))
     bench.run(program)
     memory = [a._buffer._memory for a in program.offloaded]  # type: ignore[attr-defined]
     assert any(own.any() for own in memory)
-    bench.executor.dismiss(program)
+    bench.executor.release(program)
     assert not any(own.any() for own in memory), "pages that were given back read zeros"
 
 

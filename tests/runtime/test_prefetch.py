@@ -93,12 +93,12 @@ def test_copies_of_a_wrong_guess_that_have_not_started_are_skipped(bench: Bench)
     assert not result.prefetched
 
 
-def test_a_program_is_not_expected_any_more_once_it_is_dismissed_or_residents_are_loaded(bench: Bench) -> None:
+def test_a_program_is_not_expected_any_more_once_it_is_released_or_residents_are_loaded(bench: Bench) -> None:
     store = GatedLog(bench)
     store.open.set()
     first = beside(bench, resident_plan(bench.graph), 32 * MIB, "a")
     second = beside(bench, prefix_plan(bench.graph), 48 * MIB, "b", store)
-    for forget in (lambda: bench.executor.dismiss(second), lambda: bench.executor.load(first)):
+    for forget in (lambda: bench.executor.release(second), lambda: bench.executor.load(first)):
         bench.executor.expect(second)
         forget()
         bench.run(first)

@@ -313,7 +313,7 @@ def test_segments_are_the_default_where_torch_has_them() -> None:
         assert backend.scripted is given
 
 
-@pytest.mark.usefixtures("torch_without_stretches")
+@pytest.mark.usefixtures("torch_without_segments")
 def test_where_torch_lacks_segments_the_default_does_without_and_whoever_asks_is_refused() -> None:
     backend = open_device("cpu")
     assert isinstance(backend, CpuBackend)

@@ -85,7 +85,7 @@ def resident_outputs(backend: Backend, model: Lowered) -> list[torch.Tensor]:
     program = backend.build(model, plan, None, arena, Bases(plan.workspace_bytes, 0), store)
     backend.executor.load(program)
     outputs = [t.clone() for t in backend.executor.run(program, model.examples(2)).outputs]
-    backend.executor.dismiss(program)
+    backend.executor.release(program)
     store.close()
     return outputs
 

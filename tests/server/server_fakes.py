@@ -33,7 +33,7 @@ class FakeServable:
     expected: list[int] = field(default_factory=list)
     """Batches that were announced to come next."""
     seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
-    readiness: SwapTiming = field(default_factory=SwapTiming)
+    swap_timing: SwapTiming = field(default_factory=SwapTiming)
     lost: str | None = None
     captures: Mapping[int, GraphCapture] = field(default_factory=lambda: {1: GraphCapture(1, 4096, None)})
 

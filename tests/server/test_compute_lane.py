@@ -183,7 +183,7 @@ async def test_chores_are_done_a_piece_between_every_two_executions_and_go_on_wh
         idle = Steps(50, servable)
         await lane.perform(idle)
         assert idle.executed == [5] * 50
-        assert {await lane.between(threading.get_ident)} == background.threads == idle.threads
+        assert {await lane.call_on_lane(threading.get_ident)} == background.threads == idle.threads
 
 
 async def test_a_chore_that_fails_fails_alone() -> None:
@@ -193,8 +193,8 @@ async def test_a_chore_that_fails_fails_alone() -> None:
             raise ValueError("no such thing")
 
         with pytest.raises(ValueError, match="no such thing"):
-            await lane.between(fail)
-        assert await lane.between(lambda: 1) == 1
+            await lane.call_on_lane(fail)
+        assert await lane.call_on_lane(lambda: 1) == 1
         await lane.infer(request())
 
 
@@ -289,14 +289,14 @@ async def test_stopping_refuses_chores_and_requests_alike() -> None:
     lane.start()
     running, waiting = infer(lane), infer(lane)
     await entered(gate)
-    background = asyncio.create_task(lane.between(lambda: None))
+    background = asyncio.create_task(lane.call_on_lane(lambda: None))
     await queued(lane, "m", 1)
     assert not await lane.stop(0.0), "it is still executing"
     for refused in (running, waiting, background):
         with pytest.raises(ShuttingDown):
             await refused
     with pytest.raises(ShuttingDown):
-        await lane.between(lambda: None)
+        await lane.call_on_lane(lambda: None)
     gate.open.set()
     assert await lane.stop()
 
@@ -318,7 +318,7 @@ async def test_a_lost_device_refuses_everything_and_is_reported_once() -> None:
     await running
     with pytest.raises(DeviceUnavailable, match="fell off the bus"):
         await waiting
-    for refused in (lane.infer(request()), lane.between(lambda: None)):
+    for refused in (lane.infer(request()), lane.call_on_lane(lambda: None)):
         with pytest.raises(DeviceUnavailable):
             await refused
     lane.device_lost("again")

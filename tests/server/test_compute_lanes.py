@@ -108,7 +108,7 @@ async def test_a_model_that_is_loaded_again_may_belong_to_another_lane() -> None
         lanes.add(servable, ModelStatistics(), lane=1)
         await lanes.infer(request("m"))
         assert await lanes.finish("m", 10)
-        assert threads == [await lanes[lane].between(threading.get_ident) for lane in range(2)]
+        assert threads == [await lanes[lane].call_on_lane(threading.get_ident) for lane in range(2)]
 
 
 # Parallel execution.
@@ -130,12 +130,12 @@ async def test_requests_and_chores_wait_for_their_own_lane_only() -> None:
         await entered(gate)
         waiting = asked(lanes, "queued")
         await asked(lanes, "other")
-        thread = await lanes[1].between(threading.get_ident)
+        thread = await lanes[1].call_on_lane(threading.get_ident)
         assert lanes.pending("queued") == 1
         assert queued.calls == []
         gate.open.set()
         await asyncio.gather(first, waiting)
-        assert await lanes[0].between(threading.get_ident) != thread
+        assert await lanes[0].call_on_lane(threading.get_ident) != thread
 
 
 async def test_a_single_lane_has_no_number() -> None:

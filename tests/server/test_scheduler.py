@@ -245,10 +245,10 @@ def test_model_bound_by_its_swaps_is_padded_rather_than_swapped_twice(
     waiting: list[int], together: list[list[int]]
 ) -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", SWAP_BOUND, most_rows=8)
+    scheduler.add("m", SWAP_BOUND, max_rows=8)
     for batch in waiting:
         scheduler.submit(0.0, request(batch=batch))
-    ahead = scheduler.ahead(0.0)
+    ahead = scheduler.peek(0.0)
     assert ahead is not None
     assert (ahead.model, ahead.rows) == ("m", sum(together[0]))
     assert batches_taken(scheduler) == together
@@ -256,7 +256,7 @@ def test_model_bound_by_its_swaps_is_padded_rather_than_swapped_twice(
 
 def test_model_bound_by_arithmetic_does_not_keep_its_requests_waiting_for_each_other() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", COMPUTE_BOUND, most_rows=8)
+    scheduler.add("m", COMPUTE_BOUND, max_rows=8)
     for _ in range(3):
         scheduler.submit(0.0, request())
     assert batches_taken(scheduler) == [[1], [1], [1]]
@@ -264,7 +264,7 @@ def test_model_bound_by_arithmetic_does_not_keep_its_requests_waiting_for_each_o
 
 def test_model_without_a_batch_is_never_put_together() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0}, most_rows=0)
+    scheduler.add("m", {1: 1.0}, max_rows=0)
     for _ in range(2):
         scheduler.submit(0.0, request())
     assert batches_taken(scheduler) == [[1], [1]]
@@ -272,18 +272,18 @@ def test_model_without_a_batch_is_never_put_together() -> None:
 
 def test_requests_of_other_models_and_of_a_replaced_version_do_not_join() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", SWAP_BOUND, most_rows=8)
-    scheduler.add("other", SWAP_BOUND, most_rows=8)
+    scheduler.add("m", SWAP_BOUND, max_rows=8)
+    scheduler.add("other", SWAP_BOUND, max_rows=8)
     for model in ("m", "other", "m"):
         scheduler.submit(0.0, request(model))
-    scheduler.add("m", SWAP_BOUND, most_rows=8)
+    scheduler.add("m", SWAP_BOUND, max_rows=8)
     scheduler.submit(0.0, request("m"))
     assert batches_taken(scheduler) == [[1, 1], [1], [1]]
 
 
 def test_batch_grows_only_while_all_in_it_stay_in_time() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0, 2: 1.2, 4: 2.0, 8: 3.0}, most_rows=8)
+    scheduler.add("m", {1: 1.0, 2: 1.2, 4: 2.0, 8: 3.0}, max_rows=8)
     scheduler.submit(0.0, request(timeout_s=2.2))
     for _ in range(5):
         scheduler.submit(0.0, request())
@@ -292,7 +292,7 @@ def test_batch_grows_only_while_all_in_it_stay_in_time() -> None:
 
 def delayed(delay_s: float, *preferred: int) -> Scheduler:
     scheduler = Scheduler(16)
-    scheduler.add("m", SWAP_BOUND, Policy(preferred_batches=preferred, batch_delay_s=delay_s), most_rows=8)
+    scheduler.add("m", SWAP_BOUND, Policy(preferred_batches=preferred, batch_delay_s=delay_s), max_rows=8)
     return scheduler
 
 
@@ -404,13 +404,13 @@ def test_rate_allows_bursts_and_then_its_mean() -> None:
 def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() -> None:
     scheduler = Scheduler(16)
     for model, prefix_s in (("running", 0.0), ("announced", 0.5), ("older", 0.0)):
-        scheduler.add(model, {1: 1.0}, readiness=SwapTiming(prefix_s=prefix_s))
+        scheduler.add(model, {1: 1.0}, swap_timing=SwapTiming(prefix_s=prefix_s))
     scheduler.submit(0.0, request("running"))
     scheduler.next(0.0)
     older = scheduler.submit(0.1, request("older"))
     scheduler.hold("older", True)
     scheduler.submit(0.3, request("announced"))
-    ahead = scheduler.ahead(0.3)
+    ahead = scheduler.peek(0.3)
     assert ahead is not None
     assert ahead.model == "announced"
     scheduler.hold("older", False)
@@ -425,7 +425,7 @@ def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() ->
 def test_model_whose_residents_are_on_their_way_back_lets_another_go_first() -> None:
     scheduler = Scheduler(16)
     for model in "ab":
-        scheduler.add(model, {1: 1.0}, readiness=SwapTiming(recovery_s=0.5))
+        scheduler.add(model, {1: 1.0}, swap_timing=SwapTiming(recovery_s=0.5))
     for now_s, model in ((0.0, "a"), (0.1, "a"), (0.2, "b")):
         scheduler.submit(now_s, request(model))
     assert served(scheduler, 0.2) == ["a", "b", "a"]
@@ -470,8 +470,8 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
     names = [f"m{i}" for i in range(rng.randint(1, 6))]
     scheduler = Scheduler(10_000)
     for name in names:
-        readiness = SwapTiming(rng.choice([0.0, 0.1, 10.0]), rng.choice([0.0, 0.1, 10.0]))
-        scheduler.add(name, SWAP_BOUND, levels(3), most_rows=rng.choice([1, 8]), readiness=readiness)
+        swap_timing = SwapTiming(rng.choice([0.0, 0.1, 10.0]), rng.choice([0.0, 0.1, 10.0]))
+        scheduler.add(name, SWAP_BOUND, levels(3), max_rows=rng.choice([1, 8]), swap_timing=swap_timing)
     bound: dict[Ticket, int] = {}
     executions, now_s = 0, 0.0
     for _ in range(400):
@@ -481,7 +481,7 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
             asked = request(rng.choice(names), timeout_s=1e3 if urgent else None, priority=rng.randint(1, 3))
             waiting = len(scheduler)
             bound[scheduler.submit(now_s, asked)] = executions + (BYPASSES + 1) * (waiting + 1)
-        scheduler.ahead(now_s)
+        scheduler.peek(now_s)
         work = scheduler.next(now_s)
         if work is not None:
             executions += 1

@@ -48,7 +48,7 @@ class Simulation:
         rng, outcome = random.Random(seed), Outcome(duration_s=self.duration_s)
         scheduler = Scheduler(self.queue_limit)
         for name in NAMES:
-            scheduler.add(name, self.seconds_by_batch, most_rows=8)
+            scheduler.add(name, self.seconds_by_batch, max_rows=8)
         now_s, arrival_s = 0.0, rng.expovariate(self.rate_per_s)
         while now_s < self.duration_s:
             work = scheduler.next(now_s)

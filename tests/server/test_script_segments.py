@@ -38,11 +38,11 @@ def test_every_layout_of_the_cpu_runs_in_stretches_unless_told_otherwise(layout:
 
 
 def test_the_default_asks_nothing_of_a_gpu() -> None:
-    assert not config(*NEEDED, "--device", "cuda").wants_stretches
+    assert not config(*NEEDED, "--device", "cuda").wants_segments
 
 
-@pytest.mark.usefixtures("torch_without_stretches")
-def test_a_torch_without_stretches_is_told_of_once_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("torch_without_segments")
+def test_a_torch_without_segments_is_told_of_once_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     assert not is_scripted(DEFAULT)
     warn_without_segments(DEFAULT)
     (record,) = [r for r in caplog.records if r.name == "cohabit.models"]

@@ -89,10 +89,10 @@ def grouped(gaps: Gaps, profile: Profile, turn: int, ends: Sequence[int]) -> Gro
     alive, between = _alive(gaps, nbytes)
     forward, backward = layer[:turn], layer[turn:]
     forward_most, backward_most = _most(alive[:turn], forward, last), _most(alive[turn:], backward, last)
-    behind = [int(between[turn + int((backward >= i).sum())]) for i in range(last + 1)]
-    y = [max(behind[i] - below[i], 0.0) for i in range(last + 1)]
+    held_after = [int(between[turn + int((backward >= i).sum())]) for i in range(last + 1)]
+    y = [max(held_after[i] - below[i], 0.0) for i in range(last + 1)]
     if last:  # x_0 may be gone by then
-        y[0] = max(min(float(behind[0]), backward_most[0] - x[0]), 0.0)
+        y[0] = max(min(float(held_after[0]), backward_most[0] - x[0]), 0.0)
     op_s = np.array(profile.op_seconds)
     chain = LayerChain(
         np.bincount(forward, op_s[:turn], last).tolist(),

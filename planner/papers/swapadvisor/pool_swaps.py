@@ -321,7 +321,7 @@ def _stays(state: PoolState, t: int) -> bool:
 
 @compiled
 def _restore(uses: OpUses, course: _OpSchedule, state: PoolState) -> None:
-    """Behind the last op: save changed state that does not stay, and bring initial residents back to their places."""
+    """After the last op: save changed state that does not stay, and restore initial residents to their places."""
     for k, op in enumerate(course.order):
         for t in uses.tensor[uses.start[op] : uses.start[op + 1]]:
             if state.tensors[t].touched == k:

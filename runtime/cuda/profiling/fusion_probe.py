@@ -36,7 +36,7 @@ class FusionProbe:
 
     def _obstacle(self, args: tuple[Any, ...]) -> str | None:
         expected = PLAIN[self._fused](*args)
-        # The allocator gives the fused kernel these bytes for its result: what it reads of them, it shows.
+        # The fused kernel's result is allocated here: if it reads these bytes, the result shows that.
         torch.full_like(expected, torch.nan)
         try:
             given = self._fused(*args)
@@ -67,7 +67,7 @@ def with_plain(lowered: Lowered, batch: int, refused: Collection[int]) -> Lowere
 
 
 def refused_ops(lowered: Lowered, batch: int, probes: dict[int, FusionProbe]) -> tuple[int, ...]:
-    """The ops that no fused kernel computes; says so in the log."""
+    """Return the ops without a fused kernel, and log them."""
     reasons = {op: a.refused for op, a in probes.items() if a.refused is not None}
     if reasons:
         fields = {

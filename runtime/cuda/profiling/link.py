@@ -34,7 +34,7 @@ class LinkFigures:
 
 
 class LinkBench:
-    """A buffer on either side and copies between them. `close` gives the pinned one back."""
+    """A buffer on either side and copies between them. `close` releases the pinned one."""
 
     def __init__(self, streams: Streams, pinned: PinnedMemory) -> None:
         self._streams = streams

@@ -132,7 +132,7 @@ def _resident(
         device.executor.load(program)
         yield program
     finally:
-        device.executor.dismiss(program)
+        device.executor.release(program)
         arena.close()
 
 
@@ -146,7 +146,7 @@ def ample_plan(graph: Graph) -> Plan:
 def _op_seconds(
     device: CudaDevice, streams: Streams, program: CudaProgram, examples: Sequence[torch.Tensor]
 ) -> tuple[float, ...]:
-    """An inference's time as it is served, divided among the ops by the times that the device says."""
+    """An inference's time as it is served, divided among the ops by their device times."""
     columns: list[list[float]] = [[] for _ in program.computes]
     for _ in range(_ROUNDS):
         with streams.driver.on(streams.compute):
