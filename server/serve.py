@@ -15,7 +15,7 @@ from server.frontend.engine_connection import EngineConnection
 from server.frontend.in_process import InProcessEngine
 from server.frontend.listening import TlsFiles
 from server.frontend.memory import RequestMemory
-from server.frontend.supervisor import Supervisor
+from server.frontend.supervisor import COMMAND, Supervisor
 from server.grpc.server import GrpcServer
 from server.http.server import HttpServer, MetricsServer
 from server.ipc.catalog import Catalog
@@ -41,11 +41,18 @@ OnProgress = Callable[[str, str], None]
 class Server:
     """One front end with its ports and its engine. All methods belong to the event loop's thread."""
 
-    def __init__(self, config: ServeConfig, load: "Load | None" = None, engine_path: Path | None = None) -> None:
-        """`load` replaces the loader of an engine in this process.
+    def __init__(
+        self,
+        config: ServeConfig,
+        load: "Load | None" = None,
+        engine_path: Path | None = None,
+        engine_command: Sequence[str] = COMMAND,
+    ) -> None:
+        """`load` replaces the loader of an engine in this process, `engine_command` starts one in another.
 
         `engine_path` is where another front end's engine listens; without it, this front end starts an engine.
         """
+        self._engine_command = engine_command
         self.http_url = ""
         self.grpc_address: str | None = None
         self.metrics_url = ""
@@ -139,7 +146,8 @@ class Server:
         if self._engine_path is not None:
             self._tasks.append(asyncio.create_task(self._follow_engine(self.client, self._engine_path)))
             return ""
-        self.supervisor = Supervisor(self.client, encode_config(self._config), self._config.watchdog_s)
+        encoded = encode_config(self._config)
+        self.supervisor = Supervisor(self.client, encoded, self._config.watchdog_s, self._engine_command)
         memory_map = await self.supervisor.start(on_progress)
         for _ in range(1, self._config.frontends):
             self._frontends.append(await self._start_frontend(self.supervisor.path))

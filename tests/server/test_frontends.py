@@ -1,0 +1,134 @@
+"""Several front ends on one port, for one engine."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from server.config.config import check_consistent
+from server.errors import ConfigError
+from server.frontend.supervisor import Supervisor
+from server.serve import Server
+from tests.server import frontends
+from tests.server.server_fakes import config, eventually, write_repository
+
+CONNECTIONS = 48
+BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]})
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Two front ends for the fake engine; the first one lives here."""
+    monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
+    write_repository(tmp_path / "repository", frontends.MODELS)
+    http_port, grpc_port, metrics_port = free_ports(3)
+    both = config(
+        repository=tmp_path / "repository",
+        engine="process",
+        frontends=2,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+    )
+    loop = uvloop.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def start() -> Server:
+        made = Server(both, engine_command=frontends.COMMAND)
+        await made.start()
+        await made.load()
+        return made
+
+    made = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    try:
+        yield made
+    finally:
+        clean = asyncio.run_coroutine_threadsafe(made.stop(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(20)
+        loop.close()
+    assert clean
+    assert not psutil.Process().children(recursive=True)
+
+
+def port_of(server: Server) -> int:
+    return int(server.http_url.rpartition(":")[2])
+
+
+def connections_of(pid: int, port: int) -> int:
+    """How many clients a process has on a port."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return sum(c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in found)
+
+
+def other_front_end() -> int:
+    (pid,) = (p.pid for p in psutil.Process().children() if "server.frontend_process" in p.cmdline())
+    return pid
+
+
+def infer(connection: http.client.HTTPConnection) -> list[float]:
+    connection.request("POST", "/v2/models/double/infer", BODY)
+    response = connection.getresponse()
+    body = response.read()
+    assert response.status == 200, body
+    data: list[float] = json.loads(body)["outputs"][0]["data"]
+    return data
+
+
+def test_two_front_ends_share_a_port_and_an_engine_that_is_restarted(server: Server) -> None:
+    port, other = port_of(server), other_front_end()
+    eventually(lambda: any(c.laddr.port == port for c in psutil.Process(other).net_connections("tcp")))
+    with ExitStack() as stack:
+        connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(CONNECTIONS)]
+        for connection in connections:
+            stack.callback(connection.close)
+            assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
+        shares = [connections_of(pid, port) for pid in (os.getpid(), other)]
+        assert shares[1] > 0, "the other front end accepts clients"
+        assert shares[1] < CONNECTIONS, "and so does the first"
+        assert isinstance(server.supervisor, Supervisor)
+        assert server.supervisor.pid is not None
+        os.kill(server.supervisor.pid, signal.SIGKILL)
+        for connection in connections:
+            assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_what_front_ends_would_not_share_is_refused(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=60)
+    try:
+        for path, body in (
+            ("/v2/logging", {"log_verbose_level": 1}),
+            ("/v2/trace/setting", {"trace_level": ["OFF"]}),
+            ("/v2/systemsharedmemory/region/a/register", {"key": "/a", "byte_size": 8}),
+        ):
+            connection.request("POST", path, json.dumps(body))
+            response = connection.getresponse()
+            assert response.status == 501, response.read()
+            response.read()
+    finally:
+        connection.close()
+
+
+def test_shared_memory_and_traces_need_a_single_front_end() -> None:
+    for changes in ({"client_shm": "on"}, {"trace_file": Path("t.json")}, {"engine": "in-process"}):
+        ports = {"http_port": 1, "grpc_port": 2, "metrics_port": 3}
+        with pytest.raises(ConfigError, match="--frontends"):
+            check_consistent(config(**({"engine": "process", "frontends": 2} | ports | changes)))
