@@ -36,6 +36,7 @@ def free_ports(count: int) -> list[int]:
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """Two front ends for the fake engine; the first one lives here."""
     monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
+    before = set(psutil.Process().children(recursive=True))
     write_repository(tmp_path / "repository", frontends.MODELS)
     http_port, grpc_port, metrics_port = free_ports(3)
     both = config(
@@ -66,7 +67,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join(20)
         loop.close()
     assert clean
-    assert not psutil.Process().children(recursive=True)
+    assert not set(psutil.Process().children(recursive=True)) - before
 
 
 def port_of(server: Server) -> int:
