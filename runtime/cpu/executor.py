@@ -77,7 +77,7 @@ class CpuExecutor:
         self.close()
 
     def start(self) -> None:
-        """Start the swap-in lane. Lanes pass the interpreter to each other often, so the switch interval is cut."""
+        """Start the swap-in lane."""
         self._swap_in.start()
 
     def close(self) -> None:
