@@ -15,7 +15,6 @@ import numpy as np
 from server.errors import (
     EngineFailed,
     EngineUnavailable,
-    LoadFailed,
     RequestError,
     RequestTimedOut,
     ShuttingDown,
@@ -173,10 +172,10 @@ class EngineConnection:
             self._start.set_exception(
                 EngineUnavailable(f"the engine's process ended while it loaded: {reason}", _RETRY_S)
             )
-        for id_ in list(self._operations):
-            self._operations.pop(id_).set_exception(
-                LoadFailed("", f"the engine's process ended: {reason}; try again")
-            )
+        for operation in self._operations.values():
+            if not operation.done():  # its caller still waits
+                operation.set_exception(EngineUnavailable(f"the engine's process ended: {reason}", _RETRY_S))
+        self._operations.clear()
         self._traced.clear()
         for id_, pending in list(self._pending.items()):
             if pending.future.done():  # the client has disconnected
@@ -321,7 +320,7 @@ class EngineConnection:
         future: asyncio.Future[EngineReport | None] = asyncio.get_running_loop().create_future()
         self._operations[self._next_id] = future
         self._send(make(self._next_id))
-        return await asyncio.shield(future)
+        return await future
 
     def _send(self, message: ToEngine) -> None:
         if self._channel is not None:

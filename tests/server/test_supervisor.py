@@ -1,6 +1,7 @@
 """An engine that dies, hangs, or cannot be started: what becomes of the requests that it had."""
 
 import asyncio
+import gc
 import math
 import os
 import signal
@@ -93,6 +94,23 @@ async def test_an_engine_that_dies_idle_is_started_again(front_end: FrontEnd) ->
     np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
     assert {entry.name: entry for entry in front_end.client.catalog} == before
     assert front_end.client.unavailable is None
+
+
+async def test_a_load_that_was_under_way_in_a_death_is_refused(front_end: FrontEnd) -> None:
+    problems: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+    send(front_end, signal.SIGSTOP)
+    load = asyncio.create_task(front_end.client.load("double", None))
+    abandoned = asyncio.create_task(front_end.client.load("double", None))
+    await asyncio.sleep(0)
+    abandoned.cancel()
+    send(front_end, signal.SIGKILL)
+    with pytest.raises(EngineUnavailable, match="the engine's process ended: it was ended by SIGKILL"):
+        await load
+    await asyncio.gather(abandoned, return_exceptions=True)
+    await until_restarted(front_end)
+    gc.collect()
+    assert not problems, "nobody is told of the end of what was abandoned"
 
 
 async def test_a_stopped_engine_is_killed_and_started_again(watched: FrontEnd) -> None:
