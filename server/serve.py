@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("cohabit.serve")
 _ANSWERS_WRITTEN_S = 2.0
 _RECONNECT_S = 0.05
+_FRONTEND_RESTART_S = 1.0
 
 OnProgress = Callable[[str, str], None]
 """Receives a model's name and the stage of its loading."""
@@ -69,7 +70,7 @@ class Server:
         self._ports: list[HttpServer | MetricsServer] = []
         self._grpc: GrpcServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._frontends: list[asyncio.subprocess.Process] = []
+        self._frontends: set[asyncio.subprocess.Process] = set()
 
     def _make_client(self, load: "Load | None") -> EngineClient:
         config = self._config
@@ -150,7 +151,7 @@ class Server:
         self.supervisor = Supervisor(self.client, encoded, self._config.watchdog_s, self._engine_command)
         memory_map = await self.supervisor.start(on_progress)
         for _ in range(1, self._config.frontends):
-            self._frontends.append(await self._start_frontend(self.supervisor.path))
+            self._tasks.append(asyncio.create_task(self._keep_frontend(self.supervisor.path)))
         return memory_map
 
     async def reread_tokens(self) -> None:
@@ -161,6 +162,7 @@ class Server:
         """Answer the requests in flight, refuse new ones, and close; False if anything was abandoned."""
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for process in self._frontends:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
@@ -185,6 +187,16 @@ class Server:
             client.died("the engine was restarted")
             client.shed()
             await asyncio.sleep(_RECONNECT_S)
+
+    async def _keep_frontend(self, engine_path: Path) -> None:
+        """Start a further front end, again after it has ended."""
+        while True:
+            process = await self._start_frontend(engine_path)
+            self._frontends.add(process)
+            status = await process.wait()
+            self._frontends.discard(process)
+            _log.error("a front end has ended, and is started again", extra={"fields": {"status": status}})
+            await asyncio.sleep(_FRONTEND_RESTART_S)
 
     async def _start_frontend(self, engine_path: Path) -> asyncio.subprocess.Process:
         command = (sys.executable, "-m", "server.frontend_process", str(engine_path))

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -80,9 +80,19 @@ def connections_of(pid: int, port: int) -> int:
     return sum(c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in found)
 
 
-def other_front_end() -> int:
-    (pid,) = (p.pid for p in psutil.Process().children() if "server.frontend_process" in p.cmdline())
-    return pid
+def front_ends_on(port: int) -> list[int]:
+    """The processes beside this one that accept clients on a port."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any(c.laddr.port == port for c in child.net_connections("tcp")):
+                found.append(child.pid)
+    return found
+
+
+def other_front_end(port: int) -> int:
+    eventually(lambda: len(front_ends_on(port)) == 1)
+    return front_ends_on(port)[0]
 
 
 def infer(connection: http.client.HTTPConnection) -> list[float]:
@@ -95,8 +105,8 @@ def infer(connection: http.client.HTTPConnection) -> list[float]:
 
 
 def test_two_front_ends_share_a_port_and_an_engine_that_is_restarted(server: Server) -> None:
-    port, other = port_of(server), other_front_end()
-    eventually(lambda: any(c.laddr.port == port for c in psutil.Process(other).net_connections("tcp")))
+    port = port_of(server)
+    other = other_front_end(port)
     with ExitStack() as stack:
         connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(CONNECTIONS)]
         for connection in connections:
@@ -110,6 +120,20 @@ def test_two_front_ends_share_a_port_and_an_engine_that_is_restarted(server: Ser
         os.kill(server.supervisor.pid, signal.SIGKILL)
         for connection in connections:
             assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_a_front_end_that_dies_is_started_again(server: Server) -> None:
+    port = port_of(server)
+    first = other_front_end(port)
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: front_ends_on(port) not in ([], [first]))
+    again = other_front_end(port)
+    with ExitStack() as stack:
+        connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(CONNECTIONS)]
+        for connection in connections:
+            stack.callback(connection.close)
+            assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
+        assert connections_of(again, port) > 0
 
 
 def test_what_front_ends_would_not_share_is_refused(server: Server) -> None:
