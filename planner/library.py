@@ -1,4 +1,4 @@
-"""Plans on disk: one JSON file each, found by the fingerprint of its problem.
+"""Plans, and divisions of memory, on disk: one JSON file each, found by the fingerprint of its problem.
 
 A file is written under a temporary name and renamed, so that a reader sees a whole file or none. A file that cannot be
 used (truncated, edited, of another version) is reported and made again.
@@ -7,16 +7,23 @@ used (truncated, edited, of another version) is reported and made again.
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 import planner.plan
 from planner.check import check
 from planner.errors import FormatError, InvalidPlan
 from planner.graph import fingerprint
-from planner.plan import Plan
+from planner.plan import Placement, Plan
 from planner.problem import Problem
-from planner.search.driver import search
+from planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
+
+T = TypeVar("T")
+_DIVISION_VERSION = 1
+"""Changes with the way that memory is divided."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,27 +38,37 @@ class Library:
         self.root = root
         self.on_damage = on_damage if on_damage is not None else _log
 
-    def plan(self, problem: Problem, *, seed: int = 0) -> Plan:
-        """Return the stored plan for a problem, or search for one and store it. Raises InfeasibleBudget."""
-        known = self.known(problem, seed=seed)
-        if known is not None:
-            return known
-        plan = search(problem, seed=seed)
-        _write(self.plan_path(problem, seed), planner.plan.encode(plan))
-        return plan
-
-    def known(self, problem: Problem, *, seed: int = 0) -> Plan | None:
+    def plan(self, problem: Problem) -> Plan | None:
         """Return the stored plan for a problem; None if there is none that can be used."""
-        path = self.plan_path(problem, seed)
-        try:
-            return _read_plan(path, problem)
-        except FileNotFoundError:
-            return None
-        except (FormatError, InvalidPlan) as error:
-            self.on_damage(path, str(error))
-            return None
+        return self._read(self.plan_path(problem), lambda raw: _usable_plan(raw, problem))
 
-    def plan_path(self, problem: Problem, seed: int = 0) -> Path:
+    def store(self, problem: Problem, plan: Plan) -> None:
+        _write(self.plan_path(problem), planner.plan.encode(plan))
+
+    def plans(self, model: ModelDemand, room: Room) -> dict[int, Plan] | None:
+        """Return the plans of all a model's batch sizes, if they are stored."""
+        plans: dict[int, Plan] = {}
+        residents: tuple[Placement, ...] | None = None
+        for batch in sorted(model.graphs):
+            graph, profile = model.graphs[batch], model.profiles[batch]
+            plan = self.plan(Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents))
+            if plan is None:
+                return None
+            plans[batch], residents = plan, plan.residents
+        return plans
+
+    def division(
+        self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int
+    ) -> Division | None:
+        """Return how this memory was divided among these models; None if that is not stored."""
+        return self._read(_division_path(self.root, models, memory_bytes, layout, lanes), _decode_division)
+
+    def store_division(
+        self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int, division: Division
+    ) -> None:
+        _write(_division_path(self.root, models, memory_bytes, layout, lanes), msgspec.json.encode(division))
+
+    def plan_path(self, problem: Problem) -> Path:
         key = (
             planner.plan.FORMAT_VERSION,
             problem.graph.fingerprint,
@@ -59,13 +76,37 @@ class Library:
             problem.partition_bytes,
             problem.workspace_bytes,
             problem.residents,
-            seed,
         )
         return self.root / "plans" / f"{fingerprint(key)}.json"
 
+    def _read(self, path: Path, decode: Callable[[bytes], T]) -> T | None:
+        try:
+            return decode(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (FormatError, InvalidPlan) as error:
+            self.on_damage(path, str(error))
+            return None
 
-def _read_plan(path: Path, problem: Problem) -> Plan:
-    plan = planner.plan.decode(path.read_bytes())
+
+def _division_path(
+    root: Path, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int
+) -> Path:
+    graphs = [[graph.fingerprint for _, graph in sorted(model.graphs.items())] for model in models]
+    profiles = [[profile.fingerprint for _, profile in sorted(model.profiles.items())] for model in models]
+    key = (_DIVISION_VERSION, graphs, profiles, [model.rate_per_s for model in models], memory_bytes, layout, lanes)
+    return root / "plans" / f"{fingerprint(key)}.division.json"
+
+
+def _decode_division(raw: bytes) -> Division:
+    try:
+        return msgspec.json.decode(raw, type=Division)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"division of memory is damaged: {error}") from error
+
+
+def _usable_plan(raw: bytes, problem: Problem) -> Plan:
+    plan = planner.plan.decode(raw)
     check(problem.graph, problem.profile, plan)
     if (plan.partition_bytes, plan.workspace_bytes) != (problem.partition_bytes, problem.workspace_bytes):
         raise FormatError(

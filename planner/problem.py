@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from planner.bounds.bound import latency_bound
 from planner.graph import Graph
 from planner.plan import Placement
 from planner.profile import Profile
@@ -39,6 +38,8 @@ class Problem:
     @cached_property
     def bound_s(self) -> float:
         """Lower bound of every plan's latency. Computed once, in a fraction of a second."""
+        from planner.bounds.bound import latency_bound  # scipy, which reading stored plans does not need
+
         return latency_bound(self.graph, self.profile, self.partition_bytes, self.workspace_bytes)
 
 

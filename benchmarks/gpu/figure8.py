@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import get_args
 
 import torch
@@ -19,7 +21,9 @@ import torch
 from benchmarks.gpu.common import Clock, Measured, OutOfTime, open_gpu, resnet
 from benchmarks.record import markdown_table, record
 from planner.errors import InfeasibleBudget
-from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, deploy
+from planner.library import Library
+from planner.sizing.deployment import Deployment, LayoutName, ModelDemand
+from planner.sizing.division import deploy
 from runtime.backend import Runner
 from runtime.binding.program import Bases, Program
 from runtime.cuda.backend import CudaBackend
@@ -112,7 +116,8 @@ def _measure(
 @contextmanager
 def _placed(backend: CudaBackend, model: Measured, name: LayoutName, memory_bytes: int) -> Iterator[Layout]:
     demands = [ModelDemand(f"resnet152-{n}", {1: model.graph(1)}, {1: model.profiles[1]}) for n in range(MODELS)]
-    deployment = deploy(demands, memory_bytes, name)
+    with TemporaryDirectory() as folder:  # the models share their plans
+        deployment = deploy(demands, memory_bytes, name, Library(Path(folder)))
     arena = backend.arena(memory_bytes)
     place = _in_one_region if name in SHARINGS else _in_partitions
     try:

@@ -3,23 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.graph import Graph
 from planner.layout.feasible import Footprint, page_aligned
 from planner.offloading.zone import ActivationZones
-from planner.profile import Profile
+from planner.sizing.deployment import ModelDemand
 
 WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
-"""Sizes of the window to try, in units of the largest op's parameters."""
-
-
-@dataclass(frozen=True)
-class ModelDemand:
-    """A model's graphs and profiles by batch size, and its request rate."""
-
-    name: str
-    graphs: Mapping[int, Graph]
-    profiles: Mapping[int, Profile]
-    rate_per_s: float = 1.0
+"""Division of the window to try, in units of the largest op's parameters."""
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,18 @@
-"""How much memory each model gets: from models, request rates and device memory to a deployment.
+"""How much memory each model gets, and its plans: what the planner decides and the engine carries out.
 
 A deployment's arena begins with the workspaces, one per compute lane and all of one size. The partitions end where the
-arena ends, the first model's last, so that workspaces and partitions can grow into the bytes between them."""
+arena ends, the first model's last, so that workspaces and partitions can grow into the bytes between them.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-from msgspec.structs import replace
 
-from planner.errors import InfeasibleBudget
-from planner.layout.feasible import PAGE_BYTES
-from planner.library import Library
-from planner.sizing.curves import Curve, LatencyCurves
-from planner.sizing.demand import Demand, ModelDemand, workspaces
-from planner.sizing.entries import DeploymentEntry, EntryPlanner, Progress
-
-__all__ = [
-    "ONE_REGION",
-    "Deployment",
-    "DeploymentEntry",
-    "LayoutName",
-    "ModelDemand",
-    "Progress",
-    "deploy",
-    "shares",
-]
+from planner.graph import Graph
+from planner.plan import Plan
+from planner.profile import Profile
 
 LayoutName = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")
@@ -33,6 +20,45 @@ WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")
 PARAMETERS: tuple[LayoutName, ...] = ("pipelined", "on_demand")
 """Layouts with one region, in which each op's parameters must be there, and the model may be larger."""
 ONE_REGION: tuple[LayoutName, ...] = (*WHOLE_MODELS, *PARAMETERS)
+
+
+@dataclass(frozen=True)
+class ModelDemand:
+    """A model's graphs and profiles by batch size, and its request rate."""
+
+    name: str
+    graphs: Mapping[int, Graph]
+    profiles: Mapping[int, Profile]
+    rate_per_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory for one model: the size of the shared workspace, and of its partition."""
+
+    workspace_bytes: int
+    partition_bytes: int
+
+
+class Division(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How memory is divided: the size of each lane's workspace, and of the partition that each model is planned for."""
+
+    memory_bytes: int
+    """In whole pages."""
+    workspace_bytes: int
+    partition_bytes: tuple[int, ...]
+
+
+class DeploymentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One model's part of a deployment."""
+
+    name: str
+    partition_offset: int
+    partition_bytes: int
+    plans: dict[int, Plan]
+    """By batch size; all have the same residents."""
+    parameter_bytes: int
+    resident_bytes: int
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,161 +78,25 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.lanes * self.workspace_bytes + self.memory_bytes - lowest
 
 
-def deploy(
+def laid_out(
+    layout: LayoutName,
     models: Sequence[ModelDemand],
-    memory_bytes: int,
-    layout: LayoutName = "partitioned",
-    library: Library | None = None,
-    *,
-    seed: int = 0,
-    least_workspace_bytes: int = 0,
+    division: Division,
+    plans: Sequence[Mapping[int, Plan]],
     lanes: int = 1,
-    on_progress: Progress | None = None,
 ) -> Deployment:
-    """Size every model and plan every batch. Raises InfeasibleBudget with the least memory that would do.
-
-    Plans that stay as they are may need `least_workspace_bytes`. A layout with one region has one lane.
-    """
-    assert lanes == 1 or layout not in ONE_REGION
-    demands = [Demand.of(model) for model in models]
-    memory = memory_bytes // PAGE_BYTES * PAGE_BYTES
-    if layout == "partitioned":
-        workspace, partitions = _partition(demands, memory, least_workspace_bytes, lanes, on_progress)
-    elif layout == "resident":
-        workspace, partitions = _all_resident(demands, memory, lanes)
-    else:
-        workspace, partitions = _one_region(demands, memory, layout)
-    planner = EntryPlanner(library, seed, sum(len(d.model.graphs) for d in demands), on_progress)
-    entries = []
+    """Place partitions from the top of memory down. Models of a layout with one region all get that region."""
+    memory, workspace = division.memory_bytes, division.workspace_bytes
     top = memory
-    for demand, partition in zip(demands, partitions, strict=True):
-        if layout in ONE_REGION:
-            entry = planner.entry(demand, 0, demand.parameter_bytes, workspace)
-            entries.append(replace(entry, partition_offset=workspace, partition_bytes=partition))
-            continue
-        entries.append(planner.entry(demand, top - partition, partition, workspace))
+    entries = []
+    for model, partition, planned in zip(models, division.partition_bytes, plans, strict=True):
+        offset = workspace if layout in ONE_REGION else top - partition
+        nbytes = memory - workspace if layout in ONE_REGION else partition
+        smallest = min(planned)
+        graph, residents = model.graphs[smallest], planned[smallest].residents
+        resident_bytes = sum(graph.tensors[p.tensor].nbytes for p in residents)
+        entries.append(
+            DeploymentEntry(model.name, offset, nbytes, dict(planned), graph.parameter_bytes, resident_bytes)
+        )
         top -= partition
     return Deployment(layout, memory, workspace, tuple(entries), lanes)
-
-
-def shares(
-    models: Sequence[ModelDemand], memory_bytes: int, least_workspace_bytes: int = 0, lanes: int = 1
-) -> tuple[int, list[int]]:
-    """A lane's workspace and the partitions that `deploy` would give, without plans. Raises InfeasibleBudget."""
-    memory = memory_bytes // PAGE_BYTES * PAGE_BYTES
-    return _partition([Demand.of(model) for model in models], memory, least_workspace_bytes, lanes, None)
-
-
-def _partition(
-    demands: Sequence[Demand], memory: int, least_workspace: int, lanes: int, on_progress: Progress | None
-) -> tuple[int, list[int]]:
-    """Choose the lanes' workspace and the partitions that minimise the sum of rate times latency.
-
-    Where activations do not fit, they are offloaded.
-    """
-    if not demands:
-        return 0, []
-    try:
-        return _partition_for(demands, memory, least_workspace, lanes, on_progress)
-    except InfeasibleBudget:
-        leaner = [demand.leaner() for demand in demands]
-        return _partition_for(leaner, memory, least_workspace, lanes, on_progress)
-
-
-def _partition_for(
-    demands: Sequence[Demand], memory: int, least_workspace: int, lanes: int, on_progress: Progress | None
-) -> tuple[int, list[int]]:
-    neediest = max(demands, key=lambda d: d.least_bytes)
-    if lanes == 1 and memory < neediest.least_bytes:
-        raise InfeasibleBudget(neediest.model.name, neediest.neediest.neediest_op, memory, neediest.least_bytes)
-    curves = LatencyCurves()
-    best: tuple[float, int, list[int]] | None = None
-    needed: list[int] = []
-    sizes = sorted({max(size, least_workspace) for size in workspaces(demands, max(memory, neediest.least_bytes))})
-    for done, workspace in enumerate(sizes):
-        if on_progress is not None:
-            on_progress(done, len(sizes), f"workspace of {workspace} bytes")
-        floors = [d.least_partition_bytes(workspace) for d in demands]
-        least = [b for b in floors if b is not None]
-        if len(least) < len(demands):
-            continue
-        needed.append(sum(least) + lanes * workspace)
-        if needed[-1] > memory:
-            continue
-        cost, partitions = _share_out(demands, least, workspace, memory - lanes * workspace, curves)
-        if best is None or cost < best[0] * (1 - 1e-6):
-            best = (cost, workspace, partitions)
-    if best is None:  # partitions of nothing next to one largest workspace are feasible, unless it must be larger
-        raise InfeasibleBudget(neediest.model.name, neediest.neediest.neediest_op, memory, min(needed))
-    return best[1], best[2]
-
-
-def _share_out(
-    demands: Sequence[Demand], least: list[int], workspace: int, room: int, curves: LatencyCurves
-) -> tuple[float, list[int]]:
-    """Give memory where it saves most time per byte, then the rest to models that still lack some."""
-    lines: list[Curve] = [
-        curves.curve(d.footprints[b], d.model.profiles[b], low, d.parameter_bytes, workspace)
-        for d, low in zip(demands, least, strict=True)
-        for b in [d.smallest_batch]
-    ]
-    at = [0] * len(demands)
-    left = room - sum(least)
-    while True:
-        best: tuple[float, int, int] | None = None
-        for i, (demand, line) in enumerate(zip(demands, lines, strict=True)):
-            for j in range(at[i] + 1, len(line)):
-                more = line[j].partition_bytes - line[at[i]].partition_bytes
-                saved = (line[at[i]].latency_s - line[j].latency_s) * max(demand.model.rate_per_s, 1e-9)
-                if 0 < more <= left and saved > 0 and (best is None or saved / more > best[0]):
-                    best = (saved / more, i, j)
-        if best is None:
-            break
-        _, i, j = best
-        left -= lines[i][j].partition_bytes - lines[i][at[i]].partition_bytes
-        at[i] = j
-    cost = sum(d.model.rate_per_s * line[k].latency_s for d, line, k in zip(demands, lines, at, strict=True))
-    partitions = [line[k].partition_bytes for line, k in zip(lines, at, strict=True)]
-    return cost, _give_rest(demands, partitions, left)
-
-
-def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> list[int]:
-    """Fill up partitions, evenly, smallest lack first, until every parameter fits or nothing is left."""
-    lack = [max(d.parameter_bytes - p, 0) for d, p in zip(demands, partitions, strict=True)]
-    given = list(partitions)
-    order = sorted(range(len(demands)), key=lambda i: lack[i])
-    for position, i in enumerate(order):
-        share = left // (len(order) - position) // PAGE_BYTES * PAGE_BYTES
-        more = min(lack[i], share)
-        given[i] += more
-        left -= more
-    return given
-
-
-def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> tuple[int, list[int]]:
-    """Every parameter of every model is resident."""
-    workspace = max((d.activation_bytes for d in demands), default=0)
-    partitions = [d.parameter_bytes for d in demands]
-    least = sum(partitions) + lanes * workspace
-    if least > memory:
-        raise InfeasibleBudget(f"{len(demands)} models", None, memory, least)
-    return workspace, partitions
-
-
-def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> tuple[int, list[int]]:
-    """One region for all models. Plans keep every parameter: residency is decided at run time."""
-    workspace = max((d.activation_bytes for d in demands), default=0)
-    for least, op, name in sorted(((*_least(d, layout), d.model.name) for d in demands), key=lambda d: d[0])[-1:]:
-        if least + workspace > memory:
-            raise InfeasibleBudget(name, op, memory, least + workspace)
-    return workspace, [memory - workspace] * len(demands)
-
-
-def _least(demand: Demand, layout: LayoutName) -> tuple[int, str | None]:
-    """What a model needs of a shared region, and the op that needs it (None for the whole model)."""
-    if layout in WHOLE_MODELS:
-        return demand.parameter_bytes, None
-    footprint = demand.neediest
-    op_pages = max(footprint.op_pages)
-    ops = footprint.graph.ops
-    return op_pages * PAGE_BYTES, ops[footprint.op_pages.index(op_pages)].name if ops else None

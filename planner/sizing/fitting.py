@@ -1,7 +1,6 @@
 """Fits one model into free memory: the split between partition and workspace, and the plans."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from planner.errors import InfeasibleBudget
 from planner.graph import Graph
@@ -10,17 +9,10 @@ from planner.library import Library
 from planner.plan import Placement, Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
+from planner.search.driver import search
 from planner.sizing.curves import estimate_latency_s
-from planner.sizing.demand import Demand, ModelDemand, workspaces
-from planner.sizing.entries import EntryPlanner
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Free memory for one more model: a size for the shared workspace, and the largest partition with it."""
-
-    workspace_bytes: int
-    partition_bytes: int
+from planner.sizing.demand import Demand, workspaces
+from planner.sizing.deployment import ModelDemand, Room
 
 
 def split_budget(
@@ -74,7 +66,7 @@ def _fit(demand: Demand, rooms: Sequence[Room]) -> Room | None:
 
 
 def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
-    """Sizes of the workspace that are worth trying for a model."""
+    """Division of the workspace that are worth trying for a model."""
     demand = Demand.of(model)
     return sorted({*workspaces([demand], memory_bytes), *workspaces([demand.leaner()], memory_bytes)})
 
@@ -85,26 +77,31 @@ def least_bytes(model: ModelDemand) -> int:
 
 
 def plan_model(
-    model: ModelDemand, room: Room, library: Library | None = None, *, seed: int = 0, quick: bool = False
+    model: ModelDemand, room: Room, library: Library | None = None, *, quick: bool = False
 ) -> dict[int, Plan]:
-    """Plan every batch of a model; `quick` takes the first plan that works, and remembers none."""
-    demand = Demand.of(model)
-    planner = EntryPlanner(
-        None if quick else library, seed, len(model.graphs), None, Limit(evaluations=1) if quick else None
-    )
-    return planner.entry(demand, 0, room.partition_bytes, room.workspace_bytes).plans
+    """Plan every batch; the smallest chooses the residents of all. Raises InfeasibleBudget.
 
-
-def known_plans(model: ModelDemand, room: Room, library: Library, *, seed: int = 0) -> dict[int, Plan] | None:
-    """The plans that `plan_model` would make, if the library has all of them."""
+    Plans are read from the library, or stored there; `quick` takes the first that works, and stores none.
+    """
     plans: dict[int, Plan] = {}
     residents: tuple[Placement, ...] | None = None
     for batch in sorted(model.graphs):
-        problem = Problem(
-            model.graphs[batch], model.profiles[batch], room.partition_bytes, room.workspace_bytes, residents
-        )
-        plan = library.known(problem, seed=seed)
-        if plan is None:
-            return None
-        plans[batch], residents = plan, plan.residents
+        graph, profile = model.graphs[batch], model.profiles[batch]
+        problem = Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents)
+        if quick:
+            plans[batch] = search(problem, limit=Limit(evaluations=1))
+        else:
+            plans[batch] = known_or_searched(problem, library)
+        residents = plans[batch].residents
     return plans
+
+
+def known_or_searched(problem: Problem, library: Library | None) -> Plan:
+    """Return the library's plan, or search for one and store it. Raises InfeasibleBudget."""
+    known = None if library is None else library.plan(problem)
+    if known is not None:
+        return known
+    plan = search(problem)
+    if library is not None:
+        library.store(problem, plan)
+    return plan

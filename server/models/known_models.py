@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from planner.plan import Plan
 from planner.profile import Profile
-from planner.sizing.fitting import Room
+from planner.sizing.deployment import Room
 from runtime.lowering.lower import Lowered
 
 Plans = Mapping[int, Plan]

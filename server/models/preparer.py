@@ -5,11 +5,10 @@ import time
 from collections.abc import Sequence
 
 from planner.library import Library
-from planner.sizing import deployment as sizing
-from planner.sizing import fitting
-from planner.sizing.fitting import Room
+from planner.sizing.deployment import Division, Room
 from runtime.backend import Backend
 from server.config.config import ServeConfig
+from server.models import planning
 from server.models.known_models import Plans, new_cache
 from server.models.prepared import (
     Prepared,
@@ -62,7 +61,7 @@ class ModelPreparer:
             known = cached.get(room)
         if known is not None:
             return known
-        plans = fitting.known_plans(prepared.demand, room, self._library)
+        plans = self._library.plans(prepared.demand, room)
         if plans is not None:
             with self._lock:
                 cached[room] = plans
@@ -71,24 +70,34 @@ class ModelPreparer:
     def quick_plans(self, prepared: Prepared, room: Room) -> Plans:
         """Return plans to start with: the library's, or else the first feasible ones."""
         return self.known_plans(prepared, room) or self._worker.call(
-            fitting.plan_model, prepared.demand, room, None, quick=True
+            planning.plan_model, prepared.demand, room, None, quick=True
         )
 
     def best_plans(self, prepared: Prepared, room: Room) -> Plans:
         """Return the library's plans, after a full search if necessary."""
         plans = self.known_plans(prepared, room)
         if plans is None:
-            plans = self._search_worker.call(fitting.plan_model, prepared.demand, room, self._library)
+            plans = self._search_worker.call(planning.plan_model, prepared.demand, room, self._library)
             with self._lock:
                 prepared.known.plans[room] = plans  # the same objects that programs are made of
         return plans
 
-    def shares(
-        self, models: Sequence[Prepared], memory_bytes: int, least_workspace_bytes: int, lanes: int
-    ) -> tuple[int, list[int]]:
-        """Return a lane's workspace and each model's partition, in bytes. Raises WorkerFailed for too little memory."""
+    def divide(
+        self, models: Sequence[Prepared], memory_bytes: int, lanes: int, least_workspace_bytes: int
+    ) -> Division:
+        """Return the sizes of workspace and partitions. Raises WorkerFailed for too little memory."""
         demands = [model.demand for model in models]
-        return self._worker.call(sizing.shares, demands, memory_bytes, least_workspace_bytes, lanes)
+        return self._worker.call(
+            planning.divide, demands, memory_bytes, "partitioned", lanes, least_workspace_bytes
+        )
+
+    def workspaces(self, prepared: Prepared, memory_bytes: int) -> list[int]:
+        """Return the sizes of a workspace that are worth trying for a model."""
+        return self._worker.call(planning.workspaces_for, prepared.demand, memory_bytes)
+
+    def fit(self, prepared: Prepared, rooms: Sequence[Room]) -> Room | None:
+        """Return the part of one of these rooms in which a model is fastest; None if it fits in none."""
+        return self._worker.call(planning.fit, prepared.demand, rooms)
 
     def close(self) -> None:
         """End the worker processes."""

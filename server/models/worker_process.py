@@ -65,6 +65,11 @@ class WorkerProcess:
             return self._pool
 
 
+def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Stands in for `WorkerProcess.call` where everything is to be one process."""
+    return function(*args, **kwargs)
+
+
 def _begin() -> None:
     """Set up the worker: low priority, no interrupts from the terminal, and an end with the server."""
     os.nice(_NICENESS)

@@ -2,10 +2,10 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from planner.sizing.fitting import Room, fit, workspaces_for
+from planner.sizing.deployment import Room
 from runtime.backend import Backend
 from runtime.binding.program import Bases, Program
 from runtime.memory import DeviceArena
@@ -100,15 +100,15 @@ class PartitionedMemory:
         self._admitted += 1
         return f"{name}#{self._admitted}"
 
-    def room_for(self, prepared: Prepared, without: str | None = None) -> Room | None:
-        """Return the best workspace and partition for a model in free memory; None if it does not fit.
+    def rooms(self, workspaces: Sequence[int], without: str | None = None) -> list[Room]:
+        """Return the largest free partition next to each of these workspaces that fits.
 
         The bytes of the owner `without` count as free.
         """
         partitions = copy.deepcopy(self.partitions)
         if without is not None:
             partitions.release(without)
-        return fit(prepared.demand, partitions.rooms(workspaces_for(prepared.demand, partitions.arena_bytes)))
+        return partitions.rooms(workspaces)
 
     def bind(
         self,

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 from planner.errors import CohabitError
 from planner.library import Library
-from planner.sizing.deployment import Deployment, deploy
+from planner.sizing.deployment import Deployment, ModelDemand, Room, laid_out
 from runtime.shared_region.sharing import SHARINGS
 from server.config.config import ServeConfig
 from server.engine.servable import ProgramServable
 from server.ipc.model import DeviceUse, ModelFootprint
+from server.models import planning
+from server.models.known_models import Plans
 from server.models.prepared import (
     OnProgress,
     Prepared,
@@ -22,7 +24,7 @@ from server.models.prepared import (
 )
 from server.models.preparer import ModelPreparer
 from server.models.repository import ModelSource
-from server.models.worker_process import WorkerProcess
+from server.models.worker_process import WorkerProcess, call_here
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
 from server.placement.memory_map import draw
@@ -87,15 +89,9 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
         except Exception as error:
             _log.exception("model failed to load", extra={"fields": {"model": source.name}})
             failures[source.name] = f"unexpected {type(error).__name__}: {error}"
+    memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
+    deployment = _deployment([p.demand for p in prepared], memory_bytes, config, worker, on_progress)
     worker.close()
-    deployment = deploy(
-        [p.demand for p in prepared],
-        config.memory.of(sum(p.weight_bytes for p in prepared)),
-        config.layout,
-        Library(cache_of(config)),
-        lanes=config.compute_lanes,
-        on_progress=lambda done, total, text: on_progress("planning", f"{done} of {total}, {text}"),
-    )
     # If no model can be loaded later, free memory is not allocated.
     arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
     memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
@@ -105,6 +101,32 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     loaded = Loaded(memory, deployment, placement, failures)
     _place(loaded, prepared, on_progress)
     return loaded
+
+
+def _deployment(
+    models: Sequence[ModelDemand],
+    memory_bytes: int,
+    config: ServeConfig,
+    worker: WorkerProcess,
+    on_progress: OnProgress,
+) -> Deployment:
+    """Read how memory is divided, and the plans, or have both made. Raises CohabitError if memory is too small."""
+    call = worker.call if config.engine == "process" else call_here
+    library, layout, lanes = Library(cache_of(config)), config.layout, config.compute_lanes
+    division = library.division(models, memory_bytes, layout, lanes)
+    if division is None:
+        on_progress("planning", "dividing the memory")
+        division = call(planning.divide, models, memory_bytes, layout, lanes)
+        library.store_division(models, memory_bytes, layout, lanes, division)
+    plans = []
+    for done, (model, partition_bytes) in enumerate(zip(models, division.partition_bytes, strict=True)):
+        room = Room(division.workspace_bytes, partition_bytes)
+        known: Plans | None = library.plans(model, room)
+        if known is None:
+            on_progress("planning", f"{done} of {len(models)}, {model.name}")
+            known = call(planning.plan_model, model, room, library)
+        plans.append(known)
+    return laid_out(layout, models, division, plans, lanes)
 
 
 def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress) -> None:

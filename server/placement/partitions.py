@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from planner.sizing.fitting import Room
+from planner.sizing.deployment import Room
 
 
 @dataclass(frozen=True, slots=True, order=True)

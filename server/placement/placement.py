@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from planner.errors import CohabitError, InfeasibleBudget, format_bytes
-from planner.sizing.fitting import Room, workspaces_for
+from planner.sizing.deployment import Room
 from runtime.binding.program import Program
 from runtime.errors import MemoryExceeded
 from server.engine.compute_lanes import ComputeLanes
@@ -95,12 +95,16 @@ class ModelPlacement:
         return room
 
     def _cached_room(self, prepared: Prepared, without: str | None) -> Room | None:
-        """Return `PartitionedMemory.room_for`, cached by the free memory. The caller holds the lock."""
+        """Return the best room for a model in free memory, cached by that; None if it does not fit.
+
+        The bytes of the owner `without` count as free. The caller holds the lock.
+        """
         partitions, rooms = self.memory.partitions, prepared.known.rooms
         held = tuple(sorted(extent for owner, extent in partitions.held.items() if owner != without))
         free = (partitions.workspace_bytes if held else 0, held)
         if free not in rooms:
-            rooms[free] = self.memory.room_for(prepared, without)
+            workspaces = self.preparer.workspaces(prepared, partitions.arena_bytes)
+            rooms[free] = self.preparer.fit(prepared, self.memory.rooms(workspaces, without))
         return rooms[free]
 
     async def _install(self, prepared: Prepared, room: Room, plans: Plans, lane: int) -> PlacedModel:
@@ -154,15 +158,17 @@ class ModelPlacement:
         others = [placed for placed in memory.placed_models.values() if placed is not old]
         if self._all_resident:
             raise await asyncio.to_thread(self._no_room_for_all, prepared, others)
-        workspace, sizes = await asyncio.to_thread(
-            self.preparer.shares,
+        division = await asyncio.to_thread(
+            self.preparer.divide,
             [*(placed.prepared for placed in others), prepared],
             memory.partitions.arena_bytes,
-            memory.partitions.workspace_bytes if others else 0,
             memory.partitions.lanes,
+            memory.partitions.workspace_bytes if others else 0,
         )
+        workspace = division.workspace_bytes
         held = {placed.owner: memory.partitions.held[placed.owner] for placed in others}
-        kept = {t.owner: min(size, held[t.owner].nbytes) for t, size in zip(others, sizes[:-1], strict=True)}
+        *shares, share = division.partition_bytes
+        kept = {t.owner: min(size, held[t.owner].nbytes) for t, size in zip(others, shares, strict=True)}
         wanted = packed(kept, held, memory.partitions.arena_bytes)
         plans = await self._plans_for(others, wanted, workspace)
         # With several lanes, all workspaces but the first move when they grow.
@@ -176,12 +182,12 @@ class ModelPlacement:
         for placed in others:
             if placed.owner in plans:
                 self._improve_later(placed)
-        return Room(workspace, sizes[-1])
+        return Room(workspace, share)
 
     def _no_room_for_all(self, prepared: Prepared, others: list[PlacedModel]) -> CohabitError:
         """Return the error for a model that does not fit where every parameter must be resident."""
         partitions, name = self.memory.partitions, prepared.source.name
-        workspace = min(workspaces_for(prepared.demand, partitions.arena_bytes), default=0)
+        workspace = min(self.preparer.workspaces(prepared, partitions.arena_bytes), default=0)
         if partitions.lanes > 1 and workspace > partitions.workspace_bytes > 0:
             return MemoryExceeded(
                 f"{name}: its activations need a workspace of {format_bytes(workspace)}, each of the"

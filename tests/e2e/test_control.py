@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from planner.sizing.fitting import Room
+from planner.sizing.deployment import Room
 from runtime.binding.program import Program
 from server.models import preparer
 from server.models.known_models import Plans

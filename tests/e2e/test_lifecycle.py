@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import psutil
 import pytest
 from numpy.typing import NDArray
 
@@ -21,6 +22,9 @@ BATCHES = (1, 2, 4)
 PLANNED = (1, 4)
 STREAMING = "32%"
 """Memory for the trio: hardly more than `time_shared` needs for the largest, and too little for all of them."""
+
+COMPILERS = {"numba", "llvmlite", "scipy"}
+"""What the planner computes with."""
 
 Answer = Mapping[str, NDArray[Any]]
 
@@ -117,6 +121,13 @@ def test_a_slow_link_really_slows_streaming_and_changes_no_bit(archives: Archive
     assert_same_bits(answers[1:], [answers[0]] * (2 * count - 1))
 
 
+def mapped_libraries(parent: int, module: str) -> set[str]:
+    """The packages whose shared libraries a child process has mapped."""
+    (child,) = (c for c in psutil.Process(parent).children() if f"server.{module}" in c.cmdline())
+    files = {Path(line.split()[-1]) for line in Path(f"/proc/{child.pid}/maps").read_text().splitlines()}
+    return {part for file in files if ".so" in file.suffixes for part in file.parts}
+
+
 def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives: Archives) -> None:
     inputs = archives.inputs("ranker", 1)
     (expected,) = archives.eager("ranker", inputs).values()
@@ -133,6 +144,7 @@ def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives
         ThreadPoolExecutor(3) as clients,
     ):
         server.until_ready()
+        assert mapped_libraries(server.popen.pid, "engine_process") & COMPILERS == set(), "it only reads plans"
 
         def post() -> tuple[int, Any]:
             return ask(server.address, "POST", "/v2/models/ranker/infer", body)

@@ -17,8 +17,9 @@ from planner.plan import Plan, SwapIn, SwapOut
 from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
-from planner.sizing.deployment import ModelDemand, deploy
-from planner.sizing.fitting import Room, fit, least_bytes, plan_model, split_budget
+from planner.sizing.deployment import ModelDemand, Room
+from planner.sizing.division import deploy
+from planner.sizing.fitting import fit, least_bytes, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph, unet
 from tests.planner.reference import peak_bytes
 

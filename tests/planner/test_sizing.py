@@ -1,5 +1,6 @@
 """Sizing: every layout fits, models that gain more get more, and a refusal names the least that would do."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -10,8 +11,9 @@ from planner.errors import InfeasibleBudget
 from planner.library import Library
 from planner.problem import Limit, Problem
 from planner.search.driver import search
-from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, deploy
-from planner.sizing.fitting import Room, fit, known_plans, least_bytes, plan_model, split_budget
+from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, Room
+from planner.sizing.division import deploy, divide
+from planner.sizing.fitting import fit, least_bytes, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of
 
 
@@ -119,12 +121,6 @@ def test_no_models_need_no_memory(layout: LayoutName) -> None:
     assert deploy([], 0, layout).entries == ()
 
 
-def test_progress_counts_the_plans() -> None:
-    told: list[tuple[int, int, str]] = []
-    deploy(MODELS, 20 * PAGE, on_progress=lambda *p: told.append(p))
-    assert told[-1] == (6, 6, "other at batch 4")
-
-
 def test_budget_is_split_where_latency_is_least() -> None:
     """No split that is tried by hand is faster."""
     demand = MODELS[1]
@@ -162,9 +158,9 @@ def test_one_more_model_takes_the_room_in_which_it_is_fastest() -> None:
 def test_plans_of_one_model_are_found_again_and_a_quick_one_is_not_remembered(tmp_path: Path) -> None:
     demand, room, library = MODELS[1], Room(10 * PAGE, 6 * PAGE), Library(tmp_path)
     quick = plan_model(demand, room, library, quick=True)
-    assert known_plans(demand, room, library) is None
+    assert library.plans(demand, room) is None
     plans = plan_model(demand, room, library)
-    assert known_plans(demand, room, library) == plans
+    assert library.plans(demand, room) == plans
     for batch in demand.graphs:
         check(demand.graphs[batch], demand.profiles[batch], quick[batch])
         best, first = plans[batch].provenance, quick[batch].provenance
@@ -174,11 +170,28 @@ def test_plans_of_one_model_are_found_again_and_a_quick_one_is_not_remembered(tm
 
 
 def test_workspace_is_never_smaller_than_plans_that_stay_need() -> None:
-    deployment = deploy(MODELS, 30 * PAGE, least_workspace_bytes=15 * PAGE)
-    verify(MODELS, deployment)
-    assert deployment.workspace_bytes >= 15 * PAGE
+    sizes = divide(MODELS, 30 * PAGE, least_workspace_bytes=15 * PAGE)
+    assert sizes.workspace_bytes >= 15 * PAGE
+    assert sizes.workspace_bytes + sum(sizes.partition_bytes) <= 30 * PAGE
     with pytest.raises(InfeasibleBudget):
-        deploy(MODELS, 30 * PAGE, least_workspace_bytes=31 * PAGE)
+        divide(MODELS, 30 * PAGE, least_workspace_bytes=31 * PAGE)
+
+
+def test_a_division_of_memory_is_found_again_for_the_same_models_only(tmp_path: Path) -> None:
+    complaints: list[str] = []
+    library = Library(tmp_path, lambda path, reason: complaints.append(reason))
+    sizes = divide(MODELS, 30 * PAGE)
+    library.store_division(MODELS, 30 * PAGE, "partitioned", 1, sizes)
+    assert library.division(MODELS, 30 * PAGE, "partitioned", 1) == sizes
+    busier = [replace(MODELS[0], rate_per_s=9.0), *MODELS[1:]]
+    assert library.division(busier, 30 * PAGE, "partitioned", 1) is None
+    assert library.division(MODELS, 31 * PAGE, "partitioned", 1) is None
+    assert library.division(MODELS, 30 * PAGE, "resident", 1) is None
+    assert library.division(MODELS, 30 * PAGE, "partitioned", 2) is None
+    (path,) = tmp_path.rglob("*.json")
+    path.write_bytes(path.read_bytes()[:-5])
+    assert library.division(MODELS, 30 * PAGE, "partitioned", 1) is None
+    assert "division of memory is damaged" in complaints[0]
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from planner.sizing.fitting import Room
+from planner.sizing.deployment import Room
 from server.placement.moves import Move, Vacate, moves, packed, vacate_all
 from server.placement.partitions import Extent, Partitions
 

@@ -1,0 +1,41 @@
+"""The planner's long calls, as functions for worker processes.
+
+They import what they need when they are called: the planner's compiled code takes a second and 100 MiB, and the
+engine's process only reads stored plans.
+"""
+
+from collections.abc import Sequence
+
+from planner.library import Library
+from planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
+from server.models.known_models import Plans
+
+
+def divide(
+    models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int, least_workspace_bytes: int = 0
+) -> Division:
+    """See `planner.sizing.division.divide`."""
+    from planner.sizing import division
+
+    return division.divide(models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes)
+
+
+def plan_model(model: ModelDemand, room: Room, library: Library | None, quick: bool = False) -> Plans:
+    """See `planner.sizing.fitting.plan_model`."""
+    from planner.sizing import fitting
+
+    return fitting.plan_model(model, room, library, quick=quick)
+
+
+def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
+    """See `planner.sizing.fitting.workspaces_for`."""
+    from planner.sizing import fitting
+
+    return fitting.workspaces_for(model, memory_bytes)
+
+
+def fit(model: ModelDemand, rooms: Sequence[Room]) -> Room | None:
+    """See `planner.sizing.fitting.fit`."""
+    from planner.sizing import fitting
+
+    return fitting.fit(model, rooms)
