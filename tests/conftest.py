@@ -1,4 +1,4 @@
-"""What all tests share: a small model, a torch of another release, and a log as it is at first."""
+"""What all tests share: a small model, a torch of another release, no terminal, and a log as it is at first."""
 
 from collections.abc import Iterator
 
@@ -16,6 +16,12 @@ from tests.runtime import models
 def _usual_log() -> None:
     """Filters stay on the handlers that tests listen with."""
     log.apply(LogSettings())
+
+
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed does not depend on the width of the terminal that runs the tests."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,6 @@ PAIR = ("--graph", "chain.graph.json", "--profile", "chain.profile.json")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a graph and its profile."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("COLUMNS", raising=False)
     (tmp_path / "chain.graph.json").write_bytes(planner.graph.encode(GRAPH))
     (tmp_path / "chain.profile.json").write_bytes(planner.profile.encode(PROFILE))
     return tmp_path
