@@ -69,7 +69,7 @@ class Deployed:
 @contextmanager
 def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iterator[Deployed]:
     """Load a repository as the server does, and look into what was made of it."""
-    config = ServeConfig(repository, parse_memory(memory), cache=cache, batch_sizes=(1, 4), **changes)
+    config = ServeConfig(repository, parse_memory(memory), cache=cache, batch_sizes=(1, 4), engine="in-process", **changes)
     loaded = loader.load(scan(repository), config, lambda *_: None)
     try:
         assert not loaded.failures
