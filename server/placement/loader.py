@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from planner.errors import CohabitError
@@ -77,21 +78,20 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     warn_without_segments(config)
     failures: dict[str, str] = {}
     prepared: list[Prepared] = []
-    worker = WorkerProcess()
-    for source in sources:
-        try:
-            if config.engine == "process":
-                on_progress(source.name, "lowering and measuring")
-                prepare_in_worker(source, config, worker)
-            prepared.append(prepare(source, config, backend, on_progress))
-        except CohabitError as error:
-            failures[source.name] = str(error)
-        except Exception as error:
-            _log.exception("model failed to load", extra={"fields": {"model": source.name}})
-            failures[source.name] = f"unexpected {type(error).__name__}: {error}"
-    memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
-    deployment = _deployment([p.demand for p in prepared], memory_bytes, config, worker, on_progress)
-    worker.close()
+    with closing(WorkerProcess()) as worker:
+        for source in sources:
+            try:
+                if config.engine == "process":
+                    on_progress(source.name, "lowering and measuring")
+                    prepare_in_worker(source, config, worker)
+                prepared.append(prepare(source, config, backend, on_progress))
+            except CohabitError as error:
+                failures[source.name] = str(error)
+            except Exception as error:
+                _log.exception("model failed to load", extra={"fields": {"model": source.name}})
+                failures[source.name] = f"unexpected {type(error).__name__}: {error}"
+        memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
+        deployment = _deployment([p.demand for p in prepared], memory_bytes, config, worker, on_progress)
     # If no model can be loaded later, free memory is not allocated.
     arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
     memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
