@@ -40,7 +40,7 @@ REQUESTS_PER_MODEL = 4
 """Different inputs, whose answers are known."""
 WATCHDOG_S = 2.0
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "hang")
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 ANSWERED, DIFFERENT, NO_ANSWER = "answered", "different bits", "no answer"
 
 

@@ -261,7 +261,8 @@ class EngineConnection:
         return self._last_report
 
     def count_rejection(self, model: str, reason: str) -> None:
-        self._send(CountRejection(model, reason))
+        if self._started:  # the counters of a process that is not there yet begin at zero
+            self._send(CountRejection(model, reason))
 
     def change_log(self, settings: LogSettings) -> None:
         self._send(ChangeLog(msgspec.structs.asdict(settings)))

@@ -69,7 +69,8 @@ class Deployed:
 @contextmanager
 def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iterator[Deployed]:
     """Load a repository as the server does, and look into what was made of it."""
-    config = ServeConfig(repository, parse_memory(memory), cache=cache, batch_sizes=(1, 4), engine="in-process", **changes)
+    changes = {"batch_sizes": (1, 4), "engine": "in-process"} | changes
+    config = ServeConfig(repository, parse_memory(memory), cache=cache, **changes)
     loaded = loader.load(scan(repository), config, lambda *_: None)
     try:
         assert not loaded.failures

@@ -113,6 +113,15 @@ async def test_a_load_that_was_under_way_in_a_death_is_refused(front_end: FrontE
     assert not problems, "nobody is told of the end of what was abandoned"
 
 
+async def test_rejections_do_not_disturb_an_engine_that_starts(front_end: FrontEnd) -> None:
+    send(front_end, signal.SIGKILL)
+    while front_end.client.restarts < 1 or front_end.client.unavailable:
+        front_end.client.count_rejection("double", "queue_full")
+        await asyncio.sleep(0.001)
+    np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
+    assert front_end.client.restarts == 1
+
+
 async def test_a_stopped_engine_is_killed_and_started_again(watched: FrontEnd) -> None:
     send(watched, signal.SIGSTOP)
     np.testing.assert_array_equal(await watched.double(1), rows(1) * 2)
