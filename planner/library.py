@@ -7,8 +7,8 @@ used (truncated, edited, of another version) is reported and made again.
 import logging
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import planner.plan
 from planner.check import check
@@ -20,47 +20,39 @@ from planner.search.driver import search
 
 logger = logging.getLogger(__name__)
 
-Damage = Callable[[Path, str], None]
-"""Called with the file that cannot be used, and the reason."""
+SEED: Final = 0
+"""Of every search for a plan that is stored."""
 
 
 class Library:
     """A folder of plans. Several processes may use it at once."""
 
-    def __init__(self, root: Path, on_damage: Damage | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.on_damage = on_damage if on_damage is not None else _log
 
-    def plan(self, problem: Problem, *, seed: int = 0) -> Plan:
+    def plan(self, problem: Problem) -> Plan:
         """Return the stored plan for a problem, or search for one and store it. Raises InfeasibleBudget."""
-        known = self.known(problem, seed=seed)
+        known = self.known(problem)
         if known is not None:
             return known
-        plan = search(problem, seed=seed)
-        _write(self.plan_path(problem, seed), planner.plan.encode(plan))
+        plan = search(problem, seed=SEED)
+        _write(self.plan_path(problem), planner.plan.encode(plan))
         return plan
 
-    def known(self, problem: Problem, *, seed: int = 0) -> Plan | None:
+    def known(self, problem: Problem) -> Plan | None:
         """Return the stored plan for a problem; None if there is none that can be used."""
-        path = self.plan_path(problem, seed)
+        path = self.plan_path(problem)
         try:
             return _read_plan(path, problem)
         except FileNotFoundError:
             return None
         except (FormatError, InvalidPlan) as error:
-            self.on_damage(path, str(error))
+            fields = {"path": str(path), "reason": str(error)}
+            logger.warning("library file not usable, making it again", extra={"fields": fields})
             return None
 
-    def plan_path(self, problem: Problem, seed: int = 0) -> Path:
-        key = (
-            planner.plan.FORMAT_VERSION,
-            problem.graph.fingerprint,
-            problem.profile.fingerprint,
-            problem.partition_bytes,
-            problem.workspace_bytes,
-            problem.residents,
-            seed,
-        )
+    def plan_path(self, problem: Problem) -> Path:
+        key = (planner.plan.FORMAT_VERSION, *problem.key, SEED)
         return self.root / "plans" / f"{fingerprint(key)}.json"
 
 
@@ -77,7 +69,7 @@ def _read_plan(path: Path, problem: Problem) -> Plan:
     return plan
 
 
-def _write(path: Path, raw: bytes) -> Path:
+def _write(path: Path, raw: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
@@ -87,8 +79,3 @@ def _write(path: Path, raw: bytes) -> Path:
     except BaseException:
         os.unlink(temporary)
         raise
-    return path
-
-
-def _log(path: Path, reason: str) -> None:
-    logger.warning("library file not usable, making it again", extra={"path": str(path), "reason": reason})

@@ -8,16 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.compiled import compiled
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from planner.timeline import Span, Timeline
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 COMPUTE: Final = 0
 SWAP_IN: Final = 1

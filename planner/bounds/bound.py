@@ -6,15 +6,12 @@ bound; and a linear relaxation (`planner.bounds.relaxation`)."""
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.bounds.relaxation import relax
 from planner.graph import Graph
 from planner.order import predecessors
 from planner.profile import Link, Profile
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_PATH_OPS: Final = 500
 """The path bound takes time and memory that grow with the square of the ops; larger graphs do without."""

@@ -15,16 +15,13 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.bounds.chain import OpChain, UseInterval, exclusions, follow
 from planner.bounds.linear import LinearProgram
 from planner.bounds.subset_sums import largest_sum, last_absence, whole_tensor_room
 from planner.graph import Graph
 from planner.profile import Profile
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_OPS: Final = 200
 """Of a longer chain only some ops count; that costs less than a thousandth of the bound."""

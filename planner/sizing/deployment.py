@@ -4,17 +4,20 @@ A deployment's arena begins with the workspaces, one per compute lane and all of
 arena ends, the first model's last, so that workspaces and partitions can grow into the bytes between them."""
 
 from collections.abc import Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from planner.errors import InfeasibleBudget
 from planner.layout.feasible import PAGE_BYTES
 from planner.library import Library
+from planner.plan import Plan
+from planner.problem import Problem
+from planner.search.driver import search
 from planner.sizing.curves import Curve, LatencyCurves
 from planner.sizing.demand import Demand, ModelDemand, workspaces
-from planner.sizing.entries import DeploymentEntry, EntryPlanner, Progress
+from planner.sizing.entries import DeploymentEntry, Progress, plan_batches
 
 __all__ = [
     "ONE_REGION",
@@ -58,41 +61,61 @@ def deploy(
     layout: LayoutName = "partitioned",
     library: Library | None = None,
     *,
-    seed: int = 0,
-    least_workspace_bytes: int = 0,
     lanes: int = 1,
     on_progress: Progress | None = None,
 ) -> Deployment:
     """Size every model and plan every batch. Raises InfeasibleBudget with the least memory that would do.
 
-    Plans that stay as they are may need `least_workspace_bytes`. A layout with one region has one lane.
+    Models with the same graph and profile share their plans. A layout with one region has one lane.
     """
     assert lanes == 1 or layout not in ONE_REGION
     demands = [Demand.of(model) for model in models]
     memory = memory_bytes // PAGE_BYTES * PAGE_BYTES
     if layout == "partitioned":
-        workspace, partitions = _partition(demands, memory, least_workspace_bytes, lanes, on_progress)
+        workspace, partitions = _partition(demands, memory, 0, lanes, on_progress)
     elif layout == "resident":
         workspace, partitions = _all_resident(demands, memory, lanes)
     else:
         workspace, partitions = _one_region(demands, memory, layout)
-    planner = EntryPlanner(library, seed, sum(len(d.model.graphs) for d in demands), on_progress)
-    entries = []
+    done, total = 0, sum(len(model.graphs) for model in models)
+    made: dict[tuple[Any, ...], Plan] = {}
+
+    def plan(name: str, problem: Problem) -> Plan:
+        nonlocal done
+        if problem.key not in made:
+            made[problem.key] = search(problem) if library is None else library.plan(problem)
+        done += 1
+        if on_progress is not None:
+            on_progress(done, total, f"{name} at batch {problem.graph.batch}")
+        return made[problem.key]
+
+    entries: list[DeploymentEntry] = []
     top = memory
     for demand, partition in zip(demands, partitions, strict=True):
-        if layout in ONE_REGION:
-            entry = planner.entry(demand, 0, demand.parameter_bytes, workspace)
-            entries.append(replace(entry, partition_offset=workspace, partition_bytes=partition))
-            continue
-        entries.append(planner.entry(demand, top - partition, partition, workspace))
+        planned_bytes = demand.parameter_bytes if layout in ONE_REGION else partition
+        plans = plan_batches(demand.model, planned_bytes, workspace, partial(plan, demand.model.name))
+        graph = demand.model.graphs[demand.smallest_batch]
         top -= partition
+        entries.append(
+            DeploymentEntry(
+                name=demand.model.name,
+                partition_offset=workspace if layout in ONE_REGION else top,
+                partition_bytes=partition,
+                plans=plans,
+                parameter_bytes=graph.parameter_bytes,
+                resident_bytes=sum(graph.tensors[p.tensor].nbytes for p in plans[demand.smallest_batch].residents),
+            )
+        )
     return Deployment(layout, memory, workspace, tuple(entries), lanes)
 
 
 def shares(
-    models: Sequence[ModelDemand], memory_bytes: int, least_workspace_bytes: int = 0, lanes: int = 1
+    models: Sequence[ModelDemand], memory_bytes: int, least_workspace_bytes: int, lanes: int
 ) -> tuple[int, list[int]]:
-    """A lane's workspace and the partitions that `deploy` would give, without plans. Raises InfeasibleBudget."""
+    """A lane's workspace and the partitions that `deploy` would give, without plans. Raises InfeasibleBudget.
+
+    Plans that stay as they are may need `least_workspace_bytes`.
+    """
     memory = memory_bytes // PAGE_BYTES * PAGE_BYTES
     return _partition([Demand.of(model) for model in models], memory, least_workspace_bytes, lanes, None)
 

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from planner.errors import InfeasibleBudget
 from planner.graph import Graph
 from planner.layout.feasible import PAGE_BYTES
 from planner.library import Library
-from planner.plan import Placement, Plan
-from planner.problem import Limit, Problem
+from planner.plan import Plan
+from planner.problem import Limit
 from planner.profile import Profile
+from planner.search.driver import search
 from planner.sizing.curves import estimate_latency_s
 from planner.sizing.demand import Demand, ModelDemand, workspaces
-from planner.sizing.entries import EntryPlanner
+from planner.sizing.entries import plan_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +86,14 @@ def least_bytes(model: ModelDemand) -> int:
     return Demand.of(model).leaner().least_bytes
 
 
-def plan_model(
-    model: ModelDemand, room: Room, library: Library | None = None, *, seed: int = 0, quick: bool = False
-) -> dict[int, Plan]:
+def plan_model(model: ModelDemand, room: Room, library: Library | None, *, quick: bool = False) -> dict[int, Plan]:
     """Plan every batch of a model; `quick` takes the first plan that works, and remembers none."""
-    demand = Demand.of(model)
-    planner = EntryPlanner(
-        None if quick else library, seed, len(model.graphs), None, Limit(evaluations=1) if quick else None
-    )
-    return planner.entry(demand, 0, room.partition_bytes, room.workspace_bytes).plans
+    limit = Limit(evaluations=1) if quick else None
+    plan = partial(search, limit=limit) if quick or library is None else library.plan
+    return plan_batches(model, room.partition_bytes, room.workspace_bytes, plan)
 
 
-def known_plans(model: ModelDemand, room: Room, library: Library, *, seed: int = 0) -> dict[int, Plan] | None:
+def known_plans(model: ModelDemand, room: Room, library: Library) -> dict[int, Plan] | None:
     """The plans that `plan_model` would make, if the library has all of them."""
-    plans: dict[int, Plan] = {}
-    residents: tuple[Placement, ...] | None = None
-    for batch in sorted(model.graphs):
-        problem = Problem(
-            model.graphs[batch], model.profiles[batch], room.partition_bytes, room.workspace_bytes, residents
-        )
-        plan = library.known(problem, seed=seed)
-        if plan is None:
-            return None
-        plans[batch], residents = plan, plan.residents
-    return plans
+    plans = plan_batches(model, room.partition_bytes, room.workspace_bytes, library.known)
+    return plans if len(plans) == len(model.graphs) else None

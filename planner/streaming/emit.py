@@ -3,15 +3,13 @@
 from collections import defaultdict
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Ints
 from planner.plan import Address, Placement, Plan
 from planner.sequence.plan_writer import PlanWriter
 from planner.streaming.page_map import NOWHERE
 from planner.streaming.stream import Swaps
 from planner.streaming.workload import Workload
-
-Ints = NDArray[np.int64]
 
 
 def emit(

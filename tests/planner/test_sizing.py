@@ -10,7 +10,7 @@ from planner.errors import InfeasibleBudget
 from planner.library import Library
 from planner.problem import Limit, Problem
 from planner.search.driver import search
-from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, deploy
+from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, deploy, shares
 from planner.sizing.fitting import Room, fit, known_plans, least_bytes, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of
 
@@ -174,11 +174,15 @@ def test_plans_of_one_model_are_found_again_and_a_quick_one_is_not_remembered(tm
 
 
 def test_workspace_is_never_smaller_than_plans_that_stay_need() -> None:
-    deployment = deploy(MODELS, 30 * PAGE, least_workspace_bytes=15 * PAGE)
-    verify(MODELS, deployment)
-    assert deployment.workspace_bytes >= 15 * PAGE
+    deployment = deploy(MODELS, 30 * PAGE)
+    parts = [entry.partition_bytes for entry in deployment.entries]
+    assert shares(MODELS, 30 * PAGE, 0, 1) == (deployment.workspace_bytes, parts)
+    assert deployment.workspace_bytes < 15 * PAGE
+    workspace, partitions = shares(MODELS, 30 * PAGE, 15 * PAGE, 1)
+    assert workspace >= 15 * PAGE
+    assert workspace + sum(partitions) <= 30 * PAGE
     with pytest.raises(InfeasibleBudget):
-        deploy(MODELS, 30 * PAGE, least_workspace_bytes=31 * PAGE)
+        shares(MODELS, 30 * PAGE, 31 * PAGE, 1)
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
