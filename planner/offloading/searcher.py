@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from planner.errors import UnsupportedProblem
 from planner.layout.feasible import Footprint, page_aligned
-from planner.offloading.emit import emit
+from planner.offloading.emit import OffloadingEmitter
 from planner.offloading.zone import RANKS, ActivationZone, ActivationZones
 from planner.plan import Plan
 from planner.problem import TIE, UNFIT, Cost, Problem
@@ -76,15 +76,8 @@ class Offloading(PlanSearcher[OffloadingCandidate]):
         if zone is None:
             return None
         work, residents, swaps = self._past(candidate.size).played(candidate.parameters)
-        plan = emit(
-            work,
-            zone,
-            problem.partition_bytes,
-            problem.workspace_bytes,
-            residents,
-            swaps,
-            strictly=candidate.strictly,
-        )
+        sizes = problem.partition_bytes, problem.workspace_bytes
+        plan = OffloadingEmitter(work, zone, *sizes, residents, swaps, candidate.strictly).plan()
         return replace(plan, graph=problem.graph.fingerprint, profile=problem.profile.fingerprint)
 
     def _search(self) -> Iterator[Sequence[OffloadingCandidate]]:

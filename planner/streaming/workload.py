@@ -122,10 +122,6 @@ class Workload:
         offset = (page - self.arrays.partition_pages - 1) * PAGE_BYTES
         return Address("partition" if self.arrays.single else "workspace", offset)
 
-    def activation_address(self, offset: int) -> Address:
-        """Where an offset in the activations' zone lies."""
-        return Address("partition" if self.arrays.single else "workspace", offset)
-
     @property
     def resident_pages(self) -> int:
         """Most pages of residents. In a single budget, activations may cover what has been used by then."""
