@@ -10,7 +10,7 @@ import io
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,7 @@ from loadgen.client import address_of
 from loadgen.inputs import random_inputs
 from loadgen.report import Report
 from loadgen.repository import prepare_visibly, recipes
-from loadgen.run import Load, SentLoad, joined, send_load
+from loadgen.run import Load, SentLoad, send_load
 from loadgen.sentences import EXAMPLES, embed, print_similarities
 from loadgen.server_process import running_server, server_command
 
@@ -118,6 +118,19 @@ def _outcome(server: Running, before: dict[str, tuple[int, float]]) -> Outcome:
     }
     swapped = sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values())
     return Outcome(joined(server.turns).report, costs, swapped)
+
+
+def joined(turns: Sequence[SentLoad]) -> SentLoad:
+    """Join several loads of one server, one after the other, without their warm-ups."""
+    outcomes, at_s = [], 0.0
+    for turn in turns:
+        for outcome in turn.outcomes:
+            if outcome.arrival.at_s >= turn.run.warmup_s:
+                arrival = replace(outcome.arrival, at_s=outcome.arrival.at_s - turn.run.warmup_s + at_s)
+                outcomes.append(replace(outcome, arrival=arrival))
+        at_s += turn.run.duration_s
+    run = msgspec.structs.replace(turns[0].run, duration_s=at_s, warmup_s=0.0)
+    return SentLoad(run, outcomes, turns[0].models)
 
 
 def _load(options: argparse.Namespace, turn: int) -> Load:

@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import msgspec
@@ -57,19 +57,6 @@ async def send_load(url: str, load: Load) -> SentLoad:
             async with _progress_line(tally, len(arrivals), total_s):
                 outcomes = await run_open_loop(arrivals, sender(client, requests), load.max_in_flight, tally)
     return SentLoad(run, outcomes, models)
-
-
-def joined(turns: Sequence[SentLoad]) -> SentLoad:
-    """Join several loads of one server, one after the other, without their warm-ups."""
-    outcomes, at_s = [], 0.0
-    for turn in turns:
-        for outcome in turn.outcomes:
-            if outcome.arrival.at_s >= turn.run.warmup_s:
-                arrival = replace(outcome.arrival, at_s=outcome.arrival.at_s - turn.run.warmup_s + at_s)
-                outcomes.append(replace(outcome, arrival=arrival))
-        at_s += turn.run.duration_s
-    run = msgspec.structs.replace(turns[0].run, duration_s=at_s, warmup_s=0.0)
-    return SentLoad(run, outcomes, turns[0].models)
 
 
 def _chosen(ready: Sequence[str], count: int | None, url: str) -> Sequence[str]:

@@ -14,11 +14,6 @@ class FreeList:
         """All bytes that are free."""
         return sum(end - start for start, end in self._free)
 
-    @property
-    def largest_bytes(self) -> int:
-        """The size of the largest free range."""
-        return max((end - start for start, end in self._free), default=0)
-
     def take(self, nbytes: int, alignment: int = 1) -> int | None:
         """Return the lowest aligned offset at which `nbytes` are free, and take them; None if there is none."""
         for start, end in self._free:

@@ -27,16 +27,12 @@ _DIVISION_VERSION = 1
 
 logger = logging.getLogger(__name__)
 
-Damage = Callable[[Path, str], None]
-"""Called with the file that cannot be used, and the reason."""
-
 
 class Library:
     """A folder of plans. Several processes may use it at once."""
 
-    def __init__(self, root: Path, on_damage: Damage | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.on_damage = on_damage if on_damage is not None else _log
 
     def plan(self, problem: Problem) -> Plan | None:
         """Return the stored plan for a problem; None if there is none that can be used."""
@@ -69,14 +65,7 @@ class Library:
         _write(_division_path(self.root, models, memory_bytes, layout, lanes), msgspec.json.encode(division))
 
     def plan_path(self, problem: Problem) -> Path:
-        key = (
-            planner.plan.FORMAT_VERSION,
-            problem.graph.fingerprint,
-            problem.profile.fingerprint,
-            problem.partition_bytes,
-            problem.workspace_bytes,
-            problem.residents,
-        )
+        key = (planner.plan.FORMAT_VERSION, *problem.key)
         return self.root / "plans" / f"{fingerprint(key)}.json"
 
     def _read(self, path: Path, decode: Callable[[bytes], T]) -> T | None:
@@ -85,7 +74,8 @@ class Library:
         except FileNotFoundError:
             return None
         except (FormatError, InvalidPlan) as error:
-            self.on_damage(path, str(error))
+            fields = {"path": str(path), "reason": str(error)}
+            logger.warning("library file not usable, making it again", extra={"fields": fields})
             return None
 
 
@@ -118,7 +108,7 @@ def _usable_plan(raw: bytes, problem: Problem) -> Plan:
     return plan
 
 
-def _write(path: Path, raw: bytes) -> Path:
+def _write(path: Path, raw: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
@@ -128,8 +118,3 @@ def _write(path: Path, raw: bytes) -> Path:
     except BaseException:
         os.unlink(temporary)
         raise
-    return path
-
-
-def _log(path: Path, reason: str) -> None:
-    logger.warning("library file not usable, making it again", extra={"path": str(path), "reason": reason})

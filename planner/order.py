@@ -1,8 +1,7 @@
 """Orders in which a graph's ops can run, other than its own."""
 
-import heapq
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -48,31 +47,9 @@ def by_parameters(graph: Graph) -> tuple[int, ...]:
 
     In an unrolled recurrent network all time steps of a layer come together, so that its weights are needed once.
     """
-    before = predecessors(graph)
-    waiting, after = [len(needed) for needed in before], successors(before)
     read = [frozenset(t for t in op.reads if graph.tensors[t].kind == "parameter") for op in graph.ops]
-    known: list[int] = []  # ready, and without a parameter that no op has read yet
-    fresh: list[int] = []
     seen: set[int] = set()
-    order: list[int] = []
-    for k, count in enumerate(waiting):
-        if count == 0:
-            heapq.heappush(fresh, k)
-    while known or fresh:
-        k = heapq.heappop(known) if known else heapq.heappop(fresh)
-        order.append(k)
-        ready = []
-        for later in after[k]:
-            waiting[later] -= 1
-            if waiting[later] == 0:
-                ready.append(later)
-        if not read[k] <= seen:
-            seen |= read[k]
-            ready += fresh
-            fresh = []
-        for later in ready:
-            heapq.heappush(known if read[later] <= seen else fresh, later)
-    return tuple(order)
+    return _greedily(graph, lambda k: not read[k] <= seen, lambda k: seen.update(read[k]))
 
 
 def by_memory(graph: Graph) -> tuple[int, ...]:
@@ -80,22 +57,27 @@ def by_memory(graph: Graph) -> tuple[int, ...]:
 
     Where branches are wide, as in NasNet's cells, fewer of their tensors wait for each other.
     """
-    before = predecessors(graph)
-    waiting, after = [len(needed) for needed in before], successors(before)
     read = [[t for t in {*op.reads, *op.mutates} if graph.tensors[t].kind != "parameter"] for op in graph.ops]
     uses_left = Counter(t for some in (*read, graph.outputs) for t in some)
 
-    def added(k: int) -> tuple[int, int]:
+    def added(k: int) -> int:
         freed = sum(graph.tensors[t].nbytes for t in read[k] if uses_left[t] == 1)
-        return sum(graph.tensors[t].nbytes for t in graph.ops[k].writes) - freed, k
+        return sum(graph.tensors[t].nbytes for t in graph.ops[k].writes) - freed
 
+    return _greedily(graph, added, lambda k: uses_left.subtract(read[k]))
+
+
+def _greedily(graph: Graph, cost: Callable[[int], int], ran: Callable[[int], None]) -> tuple[int, ...]:
+    """Run the op of least cost of those that can run, the first of equals, again and again; `ran` is told of each."""
+    before = predecessors(graph)
+    waiting, after = [len(needed) for needed in before], successors(before)
     ready = {k for k, count in enumerate(waiting) if count == 0}
     order: list[int] = []
     while ready:
-        k = min(ready, key=added)
+        k = min(ready, key=lambda k: (cost(k), k))
         ready.remove(k)
         order.append(k)
-        uses_left.subtract(read[k])
+        ran(k)
         for later in after[k]:
             waiting[later] -= 1
             if waiting[later] == 0:

@@ -35,6 +35,12 @@ class Problem:
     def memory_bytes(self) -> int:
         return self.partition_bytes + self.workspace_bytes
 
+    @property
+    def key(self) -> tuple[str, str, int, int, tuple[Placement, ...] | None]:
+        """What tells a problem without overlay from others; graphs of the same fingerprint are the same graph."""
+        graph, profile = self.graph.fingerprint, self.profile.fingerprint
+        return graph, profile, self.partition_bytes, self.workspace_bytes, self.residents
+
     @cached_property
     def bound_s(self) -> float:
         """Lower bound of every plan's latency. Computed once, in a fraction of a second."""

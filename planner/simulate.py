@@ -8,16 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.compiled import compiled
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from planner.timeline import Span, Timeline
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 COMPUTE: Final = 0
 SWAP_IN: Final = 1
@@ -54,28 +51,26 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     epilogue and never start before this one's last op has ended. Nothing of it starts before this one's last
     swap-out has ended: bytes and host copies are free by then.
     """
-    lanes, issued = _line_up(graph, plan, profile)
-    start, end = (times.tolist() for times in run_once(lanes, profile))
-    names = LANES
-    spans = [Span(index, names[lane], start[lane][i], end[lane][i]) for index, lane, i in issued]
+    lanes, issued = prepare(graph, plan, profile)
+    slowdowns = profile.compute_slowdown, profile.swap_slowdown
+    start, end = (times.tolist() for times in run(lanes, *slowdowns, 1)[:2])
+    spans = [Span(index, LANES[lane], start[lane][i], end[lane][i]) for index, lane, i in issued]
     computes = int(lanes.length[COMPUTE])
     return Timeline(
         spans=tuple(spans),
         latency_s=end[COMPUTE][computes - 1] if computes else 0.0,
-        period_s=period(lanes, profile) if computes else None,
+        period_s=float(run(lanes, *slowdowns, MOST_INFERENCES)[2]) if computes else None,
         link_bytes=sum(
             graph.tensors[s.tensor].nbytes for s in plan.steps if type(s) is SwapIn or type(s) is SwapOut
         ),
     )
 
 
-def prepare(graph: Graph, plan: Plan, profile: Profile) -> LaneArrays:
-    """Turn a plan into arrays."""
-    return _line_up(graph, plan, profile)[0]
+def prepare(graph: Graph, plan: Plan, profile: Profile) -> tuple[LaneArrays, list[tuple[int, int, int]]]:
+    """Turn a plan into arrays; return these, and each step that has a lane as (index, lane, position).
 
-
-def _line_up(graph: Graph, plan: Plan, profile: Profile) -> tuple[LaneArrays, list[tuple[int, int, int]]]:
-    """The arrays, and each step that has a lane as (index, lane, position). Plain loops: this runs per evaluation."""
+    Plain loops: this runs per evaluation.
+    """
     tensors, op_seconds = graph.tensors, profile.op_seconds
     transfer_s = {SwapIn: profile.swap_in.seconds, SwapOut: profile.swap_out.seconds}
     lane_of_type = {Compute: COMPUTE, SwapIn: SWAP_IN, SwapOut: SWAP_OUT}
@@ -158,23 +153,11 @@ def latency_and_period(
     return latency_s, run(lanes, compute_slowdown, swap_slowdown, MOST_INFERENCES)[2]
 
 
-def run_once(lanes: LaneArrays, profile: Profile) -> tuple[Floats, Floats]:
-    """Start and end in seconds of every step of one isolated inference, each [3, n]."""
-    start, end, _ = run(lanes, profile.compute_slowdown, profile.swap_slowdown, 1)
-    return start, end
-
-
-def period(lanes: LaneArrays, profile: Profile) -> float:
-    """Seconds between inferences run back to back, once that has settled."""
-    _, _, seconds = run(lanes, profile.compute_slowdown, profile.swap_slowdown, MOST_INFERENCES)
-    return float(seconds)
-
-
 @compiled
 def run(
     lanes: LaneArrays, compute_slowdown: float, swap_slowdown: float, inferences: int
 ) -> tuple[Floats, Floats, float]:
-    """Simulate `inferences` back to back; return starts and ends of the first one, and the settled period.
+    """Simulate `inferences` back to back; return starts and ends of the first one, each [3, n], and the settled period.
 
     Stops when two inferences end in the same state, since all others will then. If none do, the period is the
     mean over the later half.

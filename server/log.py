@@ -26,13 +26,13 @@ def configure_logging(log_format: LogFormat) -> None:
 
 def apply(settings: LogSettings) -> None:
     """Apply the settings to every handler."""
-    logging.getLogger(_ROOT).setLevel(logging.DEBUG if settings.verbose_level else logging.INFO)
+    logging.getLogger(_ROOT).setLevel(logging.DEBUG if settings.log_verbose_level else logging.INFO)
     for handler in logging.getLogger().handlers:
         for old in [f for f in handler.filters if isinstance(f, _LevelFilter)]:
             handler.removeFilter(old)
         handler.addFilter(_LevelFilter(settings))
         if isinstance(handler.formatter, _JsonFormatter | _TextFormatter):
-            handler.formatter.iso_times = settings.times == "ISO8601"
+            handler.formatter.iso_times = settings.log_format == "ISO8601"
 
 
 class _LevelFilter(logging.Filter):
@@ -46,10 +46,10 @@ class _LevelFilter(logging.Filter):
         if not super().filter(record):
             return True
         if record.levelno >= logging.ERROR:
-            return self._settings.error
+            return self._settings.log_error
         if record.levelno >= logging.WARNING:
-            return self._settings.warning
-        return self._settings.info if record.levelno >= logging.INFO else self._settings.verbose_level > 0
+            return self._settings.log_warning
+        return self._settings.log_info if record.levelno >= logging.INFO else self._settings.log_verbose_level > 0
 
 
 def _iso(record: logging.LogRecord) -> str:

@@ -68,7 +68,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "sequence": {"layout", "problem"},
         "search": {"layout", "problem", "sequence"},
         "streaming": {"bounds", "layout", "problem", "sequence"},
-        "offloading": {"layout", "problem", "sequence", "streaming"},
+        "offloading": {"layout", "problem", "search", "sequence", "streaming"},
         "papers": set(),
         "papers/beaumont": {"layout", "problem", "search", "sequence"},
         "papers/home": {"problem", "search", "sequence"},

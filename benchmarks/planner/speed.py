@@ -20,7 +20,7 @@ from planner.layout.feasible import page_aligned
 from planner.problem import Limit, Problem
 from planner.profile import Link, Profile
 from planner.search.driver import search
-from planner.simulate import prepare, run_once, simulate
+from planner.simulate import prepare, run, simulate
 from planner.sizing.fitting import split_budget
 from runtime.lowering.lower import lower
 
@@ -115,8 +115,8 @@ def _row(graph: Graph, profile: Profile, share: float, repeats: int) -> list[str
     problem = Problem(graph, profile, partition, workspace)
     plan_s, _ = seconds(lambda: search(problem), 3)
     plan = search(problem)
-    lanes = prepare(graph, plan, profile)
-    prepared_s, _ = seconds(lambda: run_once(lanes, profile), repeats)
+    lanes, _ = prepare(graph, plan, profile)
+    prepared_s, _ = seconds(lambda: run(lanes, profile.compute_slowdown, profile.swap_slowdown, 1), repeats)
     simulate_s, _ = seconds(lambda: simulate(graph, plan, profile), repeats)
     quality = plan.provenance
     assert quality is not None

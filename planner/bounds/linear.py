@@ -3,10 +3,8 @@
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from planner.arrays import Bools, Floats, Ints
 
 SAFETY: Final = 1e-9
 """Relative error of adding up the bound in floating point, with room to spare."""
@@ -23,7 +21,7 @@ class LinearProgram:
         self._high: list[Floats] = []
         self._cost: list[Floats] = []
         self._right: list[Floats] = []
-        self._equal: list[NDArray[np.bool_]] = []
+        self._equal: list[Bools] = []
         self._entries: list[tuple[Ints, Ints, Floats]] = []
         self._constants: list[tuple[Ints, Floats]] = []
         self._columns = self._rows = 0

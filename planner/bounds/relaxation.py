@@ -9,22 +9,19 @@ Every plan yields a solution that takes no longer. A copy for the next use count
 tensor and the next one; a plan that starts it earlier, while an op still reads an older copy, could keep that copy
 instead. Addresses, slowdowns, copies out and the memory of recomputation do not count."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.bounds.chain import OpChain, UseInterval, exclusions, follow
 from planner.bounds.linear import LinearProgram
 from planner.bounds.subset_sums import largest_sum, last_absence, whole_tensor_room
 from planner.graph import Graph
 from planner.profile import Profile
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_OPS: Final = 200
 """Of a longer chain only some ops count; that costs less than a thousandth of the bound."""
@@ -170,21 +167,27 @@ class _Relaxation:
 
     def _memory_rows(self) -> None:
         p = self.program
-        kept = self._sum_over(self._kept_from, self._share, self._kept)
+        kept = self._sum_over(self._kept_from, self._share, self._put_kept)
         plain = p.at_most(self._room)
         p.put(plain, kept, 1)
         density = self._share / self._copy_s
         for dense in _densities(density, self._copy_s):
-            light = self._copied_over(np.maximum(dense - density, 0) * self._copy_s)
+            light = self._sum_over(
+                self._arrives_from, np.maximum(dense - density, 0) * self._copy_s, self._put_copied
+            )
             rows = p.at_most(self._room)
             p.put(rows, kept, 1)
             p.put(rows, self._ahead_s[1:], dense)
             p.put(rows, light, -1)
         rows = p.at_most(np.zeros(len(self._room)))
         p.put(rows, self._ahead_s[1:], 1)
-        p.put(rows, self._copied_over(self._copy_s), -1)
+        p.put(rows, self._sum_over(self._arrives_from, self._copy_s, self._put_copied), -1)
 
-    def _sum_over(self, since: Ints, weight: Floats, shares: Ints) -> Ints:
+    def _put_kept(self, rows: Ints, intervals: Ints, factor: Floats) -> None:
+        """Add `factor` times the shares of these intervals that are kept."""
+        self.program.put(rows, self._kept[intervals], factor)
+
+    def _sum_over(self, since: Ints, weight: Floats, put: Callable[[Ints, Ints, Floats], None]) -> Ints:
         """Per moment from 1 on, a variable: weight times share of all intervals from `since` to `until`."""
         p, last = self.program, self._chain.moments
         inside = np.flatnonzero((since <= self._until) & (weight != 0))
@@ -192,22 +195,9 @@ class _Relaxation:
         rows = p.equal(np.zeros(last))
         p.put(rows, sums, 1)
         p.put(rows[1:], sums[:-1], -1)
-        p.put(rows[since[inside] - 1], shares[inside], -weight[inside])
+        put(rows[since[inside] - 1], inside, -weight[inside])
         ends = inside[self._until[inside] < last]
-        p.put(rows[self._until[ends]], shares[ends], weight[ends])
-        return sums
-
-    def _copied_over(self, weight: Floats) -> Ints:
-        """The same for the shares that are copied, from the moment at which they can have arrived."""
-        p, last, since = self.program, self._chain.moments, self._arrives_from
-        inside = np.flatnonzero((since <= self._until) & (weight != 0))
-        sums = p.variables(last, 0, float(weight[inside].sum()))
-        rows = p.equal(np.zeros(last))
-        p.put(rows, sums, 1)
-        p.put(rows[1:], sums[:-1], -1)
-        self._put_copied(rows[since[inside] - 1], inside, -weight[inside])
-        ends = inside[self._until[inside] < last]
-        self._put_copied(rows[self._until[ends]], ends, weight[ends])
+        put(rows[self._until[ends]], ends, weight[ends])
         return sums
 
     def _between(self) -> None:

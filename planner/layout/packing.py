@@ -16,12 +16,9 @@ another order of preference after some nodes, and lowers the capacity towards th
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints
 from planner.compiled import compiled
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 MOST_BLOCKS: Final = 1500
 """Larger problems are not searched: memory grows with the square of their number, and nodes become slow."""
@@ -170,9 +167,7 @@ def _descend(
 
 
 @compiled
-def _tightest_island(
-    size: Ints, times: Ints, capacity: int, lowest: Ints, placed: NDArray[np.bool_], to_come: Ints
-) -> Ints:
+def _tightest_island(size: Ints, times: Ints, capacity: int, lowest: Ints, placed: Bools, to_come: Ints) -> Ints:
     """First and end section of the island that has least room to spare. A block fills the time between its spans."""
     sections = len(to_come)
     covered = np.zeros(sections + 1, dtype=np.int64)
@@ -222,7 +217,7 @@ def _candidates(
     capacity: int,
     offsets: Ints,
     lowest: Ints,
-    placed: NDArray[np.bool_],
+    placed: Bools,
     to_come: Ints,
     before: int,
     island: Ints,

@@ -9,14 +9,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Ints
 from planner.compiled import compiled
 from planner.graph import SCRATCH_ALIGNMENT, Graph
 from planner.layout.packing import improve
 from planner.lifetimes import Lifespan, lifespans, live_bytes
 
-Ints = NDArray[np.int64]
 ByteRange = tuple[int, int]
 """Half-open: the first byte, and the first byte after it."""
 

@@ -6,29 +6,16 @@ from collections import deque
 from itertools import accumulate
 
 from planner.offloading.zone import ActivationZone
-from planner.plan import Address, Placement, Plan
-from planner.sequence.plan_writer import PlanWriter
+from planner.plan import Placement, Plan
 from planner.sequence.sequence import Verb
-from planner.streaming.emit import parameter_drops
+from planner.streaming.emit import ParameterCopies
 from planner.streaming.stream import Swaps
 from planner.streaming.workload import Workload
 
 
-def emit(
-    work: Workload,
-    zone: ActivationZone,
-    partition_bytes: int,
-    workspace_bytes: int,
-    residents: tuple[Placement, ...],
-    swaps: Swaps,
-    *,
-    strictly: bool,
-) -> Plan:
-    """Return the plan. With `strictly`, no copy overtakes another that is needed sooner but cannot start yet."""
-    return _Emitter(work, zone, partition_bytes, workspace_bytes, residents, swaps, strictly).plan()
+class OffloadingEmitter:
+    """Writes one plan. With `strictly`, no copy overtakes another that is needed sooner but cannot start yet."""
 
-
-class _Emitter:
     def __init__(
         self,
         work: Workload,
@@ -42,88 +29,69 @@ class _Emitter:
         self._work, self._zone, self._strictly = work, zone, strictly
         self._graph = work.footprint.graph
         self._partition_bytes = partition_bytes
-        count = int(swaps.length[0])
-        self._tensor = [work.parameters[p] for p in swaps.parameter[:count].tolist()]
-        self._page, self._after_op, self._needed_by = (
-            a[:count].tolist() for a in (swaps.page, swaps.after_op, swaps.op)
-        )
         self._starting = {
             (s.tensor, s.span.first): partition_bytes + offset
             for s, offset in zip(zone.placed.ranges, zone.placed.offsets, strict=True)
         }
-        initial = {p.tensor: p.address for p in residents}
-        self._drops = parameter_drops(work, frozenset(initial), self._tensor, self._needed_by)
-        inputs = {i: self._starting[i, 0] for i, t in enumerate(self._graph.tensors) if t.kind == "input"}
-        self._writer = PlanWriter(
-            self._graph, partition_bytes, workspace_bytes, inputs, {t: self._offset(a) for t, a in initial.items()}
-        )
-        self._issued = 0
+        inputs = {i: self._starting[i, 0] for i in self._graph.inputs}
+        self._copies = ParameterCopies(work, partition_bytes, workspace_bytes, inputs, residents, swaps)
         self._returning = deque[tuple[int, int]]()
         """Activations that may return now, with their offsets."""
         self._returns_due = deque(self._find_returns_due())
 
     def plan(self) -> Plan:
-        ops = len(self._graph.ops)
-        last = -1
-        self._drop_parameters(-1)
+        """Write the plan and return it."""
+        writer, last = self._copies.writer, -1
+        self._copies.drop_after(-1)
         self._issue(-1)
         for index, action in enumerate(self._zone.actions):
             match action.verb:
                 case Verb.COMPUTE:
                     last = action.what
-                    self._compute(index, last, last == ops - 1)
-                    self._drop_parameters(last)
+                    self._compute(index, last)
+                    self._copies.drop_after(last)
                     self._issue(last)
                 case Verb.SWAP_IN:
                     self._returning.append((action.what, self._starting[action.what, index]))
                     self._issue(last)
                 case Verb.SWAP_OUT:
-                    self._writer.swap_out(action.what)
+                    writer.swap_out(action.what)
                 case Verb.DROP:
-                    self._writer.drop(action.what)
+                    writer.drop(action.what)
         assert not self._returning, "an activation returns without a use"
-        return self._writer.plan(self._work.profile.fingerprint)
+        return writer.plan(self._work.profile.fingerprint)
 
-    def _compute(self, index: int, k: int, is_last: bool) -> None:
+    def _compute(self, index: int, k: int) -> None:
         op, graph = self._graph.ops[k], self._graph
         scratch = self._zone.placed.scratch.get(index)
         arrived = [t for t in self._work.footprint.uses[k] if t not in op.reads]
-        if is_last:
+        if k == len(graph.ops) - 1:
             arrived += [t for t in graph.outputs if graph.tensors[t].kind != "parameter" and t not in op.writes]
-        self._writer.compute(
+        self._copies.writer.compute(
             k,
             [self._starting[t, index] for t in op.writes],
             None if scratch is None else self._partition_bytes + scratch,
             arrived,
         )
 
-    def _drop_parameters(self, k: int) -> None:
-        for t in self._drops.get(k, ()):
-            self._writer.drop(t)
-
     def _issue(self, k: int) -> None:
         """Issue, after op k, every copy that may start by now, in order of need."""
-        while True:
-            parameter = self._issued < len(self._tensor) and self._after_op[self._issued] <= k
-            activation = bool(self._returning)
-            if not (parameter or activation):
-                return
-            first = self._is_activation_first(parameter, activation)
+        while (parameter := self._copies.may_start(k)) or self._returning:
+            first = self._is_activation_first(parameter, bool(self._returning))
             if first is None:
                 return
             if first:
                 self._returns_due.popleft()
-                self._writer.swap_in(*self._returning.popleft())
+                self._copies.writer.swap_in(*self._returning.popleft())
             else:
-                address = self._work.address(self._page[self._issued])
-                self._writer.swap_in(self._tensor[self._issued], self._offset(address))
-                self._issued += 1
+                self._copies.issue()
 
     def _is_activation_first(self, parameter: bool, activation: bool) -> bool | None:
         """Whether an activation is next rather than a parameter; None if the next copy cannot start yet."""
         ops = len(self._graph.ops)
         never = ops + 1
-        parameter_due = self._needed_by[self._issued] if self._issued < len(self._tensor) else never
+        needed_by = self._copies.needed_by
+        parameter_due = never if needed_by is None else needed_by
         activation_due = self._returns_due[0] if self._returns_due else never
         if self._strictly or parameter_due >= ops:
             if activation_due < parameter_due and not activation:
@@ -142,6 +110,3 @@ class _Emitter:
             elif action.verb is Verb.SWAP_IN:
                 due.append(upcoming[action.what])
         return list(accumulate(due, min))[::-1]
-
-    def _offset(self, address: Address) -> int:
-        return address.offset + (self._partition_bytes if address.region == "workspace" else 0)

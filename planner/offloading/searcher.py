@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from planner.errors import UnsupportedProblem
 from planner.layout.feasible import Footprint, page_aligned
-from planner.offloading.emit import emit
+from planner.offloading.emit import OffloadingEmitter
 from planner.offloading.zone import RANKS, ActivationZone, ActivationZones
 from planner.plan import Plan
 from planner.problem import TIE, UNFIT, Cost, Problem
-from planner.simulate import simulate
+from planner.search.searcher import PlanSearcher
 from planner.streaming import searcher as streaming
 from planner.streaming.op_orders import OpOrders
 from planner.streaming.searcher import Streaming
@@ -45,10 +45,9 @@ def first_latency_s(problem: Problem) -> float:
     return min(searcher.evaluate(guess, 0.0).latency_s for guess in searcher.extremes())
 
 
-class Offloading:
+class Offloading(PlanSearcher[OffloadingCandidate]):
     """Evaluates every zone with a quick choice for the parameters, then refines the best zones."""
 
-    is_compiled = False
     evaluations = 1 + 2 * len(SIZES) * len(RANKS) + 2 * LOOKED_AT * BEST
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -67,37 +66,21 @@ class Offloading:
         self._streaming: dict[int, Streaming] = {}
         self._best_ways: dict[int, list[streaming.StreamingCandidate]] = {}
         self._evaluated: list[tuple[float, OffloadingCandidate]] = []
-        self._asks = self._ask()
-
-    def ask(self) -> Sequence[OffloadingCandidate]:
-        return next(self._asks, ())
+        self._steps = self._search()
 
     def tell(self, candidates: Sequence[OffloadingCandidate], costs: Sequence[Cost]) -> None:
         self._evaluated += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=False)]
 
-    def evaluate(self, candidate: OffloadingCandidate, good_s: float) -> Cost:
-        if self._zone(candidate.size, candidate.rank) is None:
-            return UNFIT
-        timeline = simulate(self.problem.graph, self.write(candidate), self.problem.profile)
-        assert timeline.period_s is not None
-        return Cost(timeline.latency_s, timeline.period_s, timeline.link_bytes)
-
-    def write(self, candidate: OffloadingCandidate) -> Plan:
+    def _plan(self, candidate: OffloadingCandidate) -> Plan | None:
         problem, zone = self.problem, self._zone(candidate.size, candidate.rank)
-        assert zone is not None
+        if zone is None:
+            return None
         work, residents, swaps = self._past(candidate.size).played(candidate.parameters)
-        plan = emit(
-            work,
-            zone,
-            problem.partition_bytes,
-            problem.workspace_bytes,
-            residents,
-            swaps,
-            strictly=candidate.strictly,
-        )
+        sizes = problem.partition_bytes, problem.workspace_bytes
+        plan = OffloadingEmitter(work, zone, *sizes, residents, swaps, candidate.strictly).plan()
         return replace(plan, graph=problem.graph.fingerprint, profile=problem.profile.fingerprint)
 
-    def _ask(self) -> Iterator[Sequence[OffloadingCandidate]]:
+    def _search(self) -> Iterator[Sequence[OffloadingCandidate]]:
         middle = len(self._sizes) // 2
         yield [self._guess(middle, 0, strictly=False)]
         ranks = range(len(RANKS)) if self._zones.has_gaps else range(1)

@@ -105,7 +105,7 @@ class ActivationZones:
         self, fates: Sequence[Fate], ahead_bytes: int, profile: Profile | None = None, enough_bytes: int = 0
     ) -> ActivationZone:
         """The zone of these fates. Swap-ins are issued early and drops late as far as `ahead_bytes` allow."""
-        if not self._gaps.ops_at:
+        if not self.graph.ops:
             actions: list[Action] = []
         else:
             decided = no_wait(self._gaps, 1 << 62, fates, ahead_bytes)

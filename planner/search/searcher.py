@@ -1,6 +1,6 @@
 """The protocol that every searcher follows: ask for candidates, evaluate them, tell their costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from planner.plan import Plan
@@ -44,12 +44,20 @@ AnySearcher = Searcher[Any]
 class PlanSearcher(Generic[C]):
     """Base of searchers whose candidates are evaluated as whole plans.
 
-    Needs `problem` and `_plan`, which returns a candidate's plan or None if it does not fit in memory.
+    Needs `problem`, `_plan`, which returns a candidate's plan or None if it does not fit in memory, and `_steps`, the
+    candidates to ask for. `tell` is for searchers whose candidates build on one another.
     """
 
     problem: Problem
     is_compiled = False
     _plan: Callable[[C], Plan | None]
+    _steps: Iterator[Sequence[C]]
+
+    def ask(self) -> Sequence[C]:
+        return next(self._steps, ())
+
+    def tell(self, candidates: Sequence[C], costs: Sequence[Cost]) -> None:
+        pass
 
     def evaluate(self, candidate: C, good_s: float) -> Cost:
         plan = self._plan(candidate)

@@ -11,26 +11,19 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arrays import Bools, Ints, ints
 from planner.compiled import compiled
 from planner.sequence.gaps import START, Fate, Gaps
+from planner.sequence.sequence import Verb
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Codes = NDArray[np.int8]
-"""A fate per gap, by its place in FATES."""
+"""A fate per gap, as a number."""
 
-FATES: Final = (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE, Fate.RESTORE)
-KEEP: Final = 0
-SWAP: Final = 1
-RECOMPUTE: Final = 2
-RESTORE: Final = 3
+KEEP, SWAP, RECOMPUTE, RESTORE = map(int, Fate)
 GONE: Final = 4
 """Not needed any more."""
 
-COMPUTE: Final = 0
-SWAP_IN: Final = 1
-SWAP_OUT: Final = 2
-DROP: Final = 3
+COMPUTE, SWAP_IN, SWAP_OUT, DROP = map(int, Verb)
 
 _NONE: Final = -1
 _PARAMETER: Final = 0
@@ -92,7 +85,7 @@ class AlapSequence(NamedTuple):
 def tables(gaps: Gaps) -> Tables:
     """Arrays for `alap`. The graph must have ops."""
     graph = gaps.graph
-    ops = [graph.ops[k] for k in gaps.ops_at]
+    ops = graph.ops
     needed = [op.reads for op in ops]
     needed[-1] = tuple(t for t in dict.fromkeys((*ops[-1].reads, *graph.outputs)) if t not in ops[-1].writes)
     gap_after = {(g.tensor, g.last_use): i for i, g in enumerate(gaps.all) if not g.wraps}
@@ -117,28 +110,24 @@ def tables(gaps: Gaps) -> Tables:
     plain = len(ops) + 3 * uses + 2 * len(graph.inputs) + 3 * len(stored)
     return Tables(
         start=np.concatenate([end[:, :1] - np.array(lengths)[:, :1], end], axis=1),
-        ids=_ints(i for of_ops in lists for some in of_ops for i in some),
-        gap_after=_ints(begins),
-        scratch_bytes=_ints(op.aligned_scratch_bytes for op in ops),
-        nbytes=_ints(t.aligned_bytes for t in graph.tensors),
-        kind=_ints(_KINDS[t.kind] for t in graph.tensors),
+        ids=ints(i for of_ops in lists for some in of_ops for i in some),
+        gap_after=ints(begins),
+        scratch_bytes=ints(op.aligned_scratch_bytes for op in ops),
+        nbytes=ints(t.aligned_bytes for t in graph.tensors),
+        kind=ints(_KINDS[t.kind] for t in graph.tensors),
         stays=np.array([t in graph.outputs and what.kind != "parameter" for t, what in enumerate(graph.tensors)]),
-        last_use=_ints(uses[-1] if uses else START for uses in gaps.uses),
-        producer=_ints(gaps.producer.get(t, _NONE) for t in range(len(graph.tensors))),
-        stored=_ints(stored),
-        wrapping=_ints(wrapping[t] for t in stored),
-        tensor=_ints(g.tensor for g in gaps.all),
+        last_use=ints(uses[-1] if uses else START for uses in gaps.uses),
+        producer=ints(gaps.producer.get(t, _NONE) for t in range(len(graph.tensors))),
+        stored=ints(stored),
+        wrapping=ints(wrapping[t] for t in stored),
+        tensor=ints(g.tensor for g in gaps.all),
         plain=plain,
         most=LONGEST * plain,
     )
 
 
 def codes(fates: Iterable[Fate]) -> Codes:
-    return np.array([FATES.index(fate) for fate in fates], np.int8)
-
-
-def _ints(values: Iterable[int]) -> Ints:
-    return np.fromiter(values, np.int64)
+    return np.fromiter(fates, np.int8)
 
 
 @compiled

@@ -2,17 +2,16 @@
 
 A searcher gives every gap a fate; `planner.sequence.no_wait` makes a sequence and a plan of them:
 
-    Gaps(graph, order=None)                       .all: tuple[Gap, ...], .ops_at, .uses
+    Gaps(graph)                                   .all: tuple[Gap, ...], .uses
     no_wait(gaps, memory_bytes, fates)            -> (actions, residents) | None where they need more memory
     fit(problem, gaps, fates, shares=SHARES)      -> Plan | None where no layout fits
     lean(gaps)                                    -> the fates that need the least memory
 
-`fates[i]` is for `gaps.all[i]` and one of its `.fates`. Positions count ops in the order they run in; with `order`
-None they are op ids. An output is used by the last op: it must be in memory when that op ends."""
+`fates[i]` is for `gaps.all[i]` and one of its `.fates`. Ops run in the graph's order, and positions are op ids. An
+output is used by the last op: it must be in memory when that op ends."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
 from typing import Final
@@ -23,16 +22,16 @@ START: Final = -1
 """Position of the start of the inference."""
 
 
-class Fate(Enum):
+class Fate(IntEnum):
     """What happens to a tensor in a gap."""
 
-    KEEP = "keep"
+    KEEP = 0
     """It stays in memory. Over the end of the inference: it is a resident."""
-    SWAP = "swap"
+    SWAP = 1
     """It leaves after the last use, swapped out if the host store has no copy, and is swapped in for the next."""
-    RECOMPUTE = "recompute"
+    RECOMPUTE = 2
     """It is dropped, and its op runs again right before the next use."""
-    RESTORE = "restore"
+    RESTORE = 3
     """Over the end of the inference: a resident that leaves after the last use and returns after the last op."""
 
 
@@ -58,12 +57,10 @@ class Gap:
 
 
 class Gaps:
-    """All gaps of a graph whose ops run in `order`, by tensor and time."""
+    """All gaps of a graph, by tensor and time."""
 
-    def __init__(self, graph: Graph, order: Sequence[int] | None = None) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.ops_at: tuple[int, ...] = tuple(range(len(graph.ops)) if order is None else order)
-        """Op at each position."""
         self.uses: tuple[tuple[int, ...], ...] = self._find_uses()
         """Positions of each tensor's uses, its writing included; an input's delivery is none."""
 
@@ -74,7 +71,7 @@ class Gaps:
     @cached_property
     def producer(self) -> dict[int, int]:
         """Position of the op that writes each activation."""
-        return {t: k for k, op in enumerate(self.ops_at) for t in self.graph.ops[op].writes}
+        return {t: k for k, op in enumerate(self.graph.ops) for t in op.writes}
 
     @cached_property
     def repeatable_until(self) -> tuple[int, ...]:
@@ -82,7 +79,7 @@ class Gaps:
 
         START for an op that changes something itself.
         """
-        ops = [self.graph.ops[k] for k in self.ops_at]
+        ops = self.graph.ops
         changed_at = dict.fromkeys((t for op in ops for t in op.mutates), len(ops))
         until = [len(ops)] * len(ops)
         for p in reversed(range(len(ops))):
@@ -95,12 +92,12 @@ class Gaps:
 
     def _find_uses(self) -> tuple[tuple[int, ...], ...]:
         uses: list[list[int]] = [[] for _ in self.graph.tensors]
-        for position, k in enumerate(self.ops_at):
-            for t in dict.fromkeys((*self.graph.ops[k].reads, *self.graph.ops[k].writes)):
+        for position, op in enumerate(self.graph.ops):
+            for t in op.touched:
                 uses[t].append(position)
-        last = len(self.ops_at) - 1
+        last = len(self.graph.ops) - 1
         for t in self.graph.outputs:
-            if self.ops_at and (not uses[t] or uses[t][-1] < last):
+            if self.graph.ops and (not uses[t] or uses[t][-1] < last):
                 uses[t].append(last)
         return tuple(map(tuple, uses))
 
@@ -129,7 +126,7 @@ class Gaps:
             k = self.producer[stack.pop()]
             if self.repeatable_until[k] < position:
                 return False
-            for r in self.graph.ops[self.ops_at[k]].reads:
+            for r in self.graph.ops[k].reads:
                 kind = self.graph.tensors[r].kind
                 if r in found or kind in ("parameter", "state") or self.uses[r][-1] >= position:
                     continue

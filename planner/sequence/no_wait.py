@@ -9,10 +9,11 @@ from typing import Final
 
 import numpy as np
 
+from planner.arrays import Ints
 from planner.compiled import compiled
 from planner.plan import Plan
 from planner.problem import Problem
-from planner.sequence.alap import COMPUTE, DROP, SWAP_IN, SWAP_OUT, AlapSequence, Ints, alap, codes, tables
+from planner.sequence.alap import COMPUTE, DROP, SWAP_IN, AlapSequence, alap, codes, tables
 from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gaps
 from planner.sequence.sequence import Action, Verb, lay_out, plan_of
@@ -23,9 +24,6 @@ Decided = tuple[list[Action], frozenset[int]]
 
 SHARES: Final = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)
 """Of the memory, what swap-ins may use; the rest is for fragmentation."""
-FAR: Final = 2**31
-"""More ops than there are."""
-_VERBS: Final = {COMPUTE: Verb.COMPUTE, SWAP_IN: Verb.SWAP_IN, SWAP_OUT: Verb.SWAP_OUT, DROP: Verb.DROP}
 
 
 def no_wait(gaps: Gaps, memory_bytes: int, fates: Sequence[Fate], ahead_bytes: int | None = None) -> Decided | None:
@@ -34,14 +32,14 @@ def no_wait(gaps: Gaps, memory_bytes: int, fates: Sequence[Fate], ahead_bytes: i
     Swap-ins go ahead as long as there are at most `ahead_bytes` in memory, by default all of it. None also where
     recomputation triggers so much recomputation that no plan would be worth it (`planner.sequence.alap`).
     """
-    if not gaps.ops_at:
+    if not gaps.graph.ops:
         return (serial(gaps.graph), frozenset()) if least_bytes(gaps.graph) <= memory_bytes else None
     made = alap(tables(gaps), codes(fates))
     if not len(made.held) or made.held.max() > memory_bytes:
         return None
-    order = hastened(made, tables(gaps).nbytes, memory_bytes if ahead_bytes is None else ahead_bytes, FAR)
+    order = hastened(made, tables(gaps).nbytes, memory_bytes if ahead_bytes is None else ahead_bytes)
     steps = zip(made.verb[order].tolist(), made.what[order].tolist(), strict=True)
-    actions = [Action(_VERBS[verb], gaps.ops_at[what] if verb == COMPUTE else what) for verb, what in steps]
+    actions = [Action(Verb(verb), what) for verb, what in steps]
     residents = (g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not Fate.SWAP)
     return actions, frozenset(residents)
 
@@ -90,15 +88,15 @@ def lean(gaps: Gaps) -> list[Fate]:
 
 
 @compiled
-def hastened(made: AlapSequence, nbytes: Ints, memory_bytes: int, ahead: int) -> Ints:
+def hastened(made: AlapSequence, nbytes: Ints, memory_bytes: int) -> Ints:
     """Indices of the actions in a new order: swap-ins stand as early as memory allows, in the same order.
 
-    At most `ahead` ops before the use, after the tensor's last drop, and after the last op if they were there.
+    They stand after the tensor's last drop, and after the last op if they were there.
     """
     count = len(made.verb)
     held = made.held.copy()
     left = np.zeros(len(nbytes), np.int64)
-    computes, done = np.flatnonzero(made.verb == COMPUTE), 0
+    ops, done = (made.verb == COMPUTE).sum(), 0
     order, length = np.empty(count, np.int64), 0
     moved, place, moves = np.empty(count, np.int64), np.empty(count, np.int64), 0
     front = 0
@@ -109,8 +107,8 @@ def hastened(made: AlapSequence, nbytes: Ints, memory_bytes: int, ahead: int) ->
             left[made.what[i]] = i + 1
         elif made.verb[i] == SWAP_IN:
             at, low, size = i, i, nbytes[made.what[i]]
-            if done < len(computes):
-                low = max(front, left[made.what[i]], computes[done - ahead] if ahead <= done else 0)
+            if done < ops:
+                low = max(front, left[made.what[i]])
             while at > low and held[at - 1] + size <= memory_bytes:
                 at -= 1
                 held[at] += size

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Placement, Plan, Provenance, Step, SwapIn, SwapOut
+from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 
 _COMPUTE: Final = 0
 _SWAP_IN: Final = 1
@@ -96,7 +96,7 @@ class PlanWriter:
         self._users.leave(self._offset.pop(tensor), self._graph.tensors[tensor].nbytes, self._used.pop(tensor))
         del self._written[tensor]
 
-    def plan(self, profile: str, provenance: Provenance | None = None) -> Plan:
+    def plan(self, profile: str) -> Plan:
         """The plan so far, for the profile with this fingerprint."""
         return Plan(
             graph=self._graph.fingerprint,
@@ -106,7 +106,6 @@ class PlanWriter:
             inputs=tuple(Placement(t, self._address(o)) for t, o in self._inputs.items()),
             residents=tuple(Placement(t, Address("partition", o)) for t, o in self._residents.items()),
             steps=tuple(self._steps),
-            provenance=provenance,
         )
 
     def _appear(self, tensor: int, offset: int, by: _Clock) -> None:

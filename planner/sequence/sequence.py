@@ -5,7 +5,7 @@ starts a range of its life in memory, the drop ends it, and ranges that overlap 
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 
 from planner.graph import SCRATCH_ALIGNMENT, Graph
 from planner.layout.placement import Block, Layout, place
@@ -16,11 +16,11 @@ from planner.profile import Profile
 from planner.sequence.plan_writer import PlanWriter
 
 
-class Verb(Enum):
-    COMPUTE = "compute"
-    SWAP_IN = "swap_in"
-    SWAP_OUT = "swap_out"
-    DROP = "drop"
+class Verb(IntEnum):
+    COMPUTE = 0
+    SWAP_IN = 1
+    SWAP_OUT = 2
+    DROP = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from typing import Final
 
 import numpy as np
 
+from planner.arrays import Ints
 from planner.compiled import compiled
 from planner.streaming.critical import critical
 from planner.streaming.page_map import NO_MORE
-from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, evaluate, homes
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, evaluate, homes
 from planner.streaming.workload import Arrays
 
 LINK_WEIGHT: Final = 0.002

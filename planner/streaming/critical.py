@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from planner.arrays import Floats, Ints
 from planner.compiled import compiled
-from planner.streaming.stream import Decisions, Floats, Ints, Swaps, play
+from planner.streaming.stream import Decisions, Swaps, play
 from planner.streaming.workload import Arrays
 
 

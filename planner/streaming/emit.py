@@ -1,17 +1,64 @@
 """Writes the plan of a choice of residents and swap-ins. Steps come as early in the total order as lanes allow."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Ints
+from planner.graph import Graph
 from planner.plan import Address, Placement, Plan
 from planner.sequence.plan_writer import PlanWriter
 from planner.streaming.page_map import NOWHERE
 from planner.streaming.stream import Swaps
 from planner.streaming.workload import Workload
 
-Ints = NDArray[np.int64]
+
+class ParameterCopies:
+    """A plan in the making, and the copies of its parameters that are still to be issued, in order."""
+
+    def __init__(
+        self,
+        work: Workload,
+        partition_bytes: int,
+        workspace_bytes: int,
+        inputs: Mapping[int, int],
+        residents: tuple[Placement, ...],
+        swaps: Swaps,
+    ) -> None:
+        """Inputs have offsets, which count through the partition and then the workspace."""
+        count = int(swaps.length[0])
+        columns = (swaps.parameter, swaps.page, swaps.after_op, swaps.op)
+        parameter, page, after_op, needed_by = (column[:count].tolist() for column in columns)
+        tensor = [work.parameters[p] for p in parameter]
+        self._work = work
+        self._partition_bytes = partition_bytes
+        self._drops = _parameter_drops(work, frozenset(p.tensor for p in residents), tensor, needed_by)
+        self._left = deque(zip(tensor, page, after_op, needed_by, strict=True))
+        homes = {p.tensor: self.offset(p.address) for p in residents}
+        self.writer = PlanWriter(work.footprint.graph, partition_bytes, workspace_bytes, inputs, homes)
+
+    def offset(self, address: Address) -> int:
+        return address.offset + (self._partition_bytes if address.region == "workspace" else 0)
+
+    @property
+    def needed_by(self) -> int | None:
+        """The op that the next copy is for; the number of ops for the epilogue, None if no copy is left."""
+        return self._left[0][3] if self._left else None
+
+    def may_start(self, k: int) -> bool:
+        """Whether the next copy may start once op k has ended."""
+        return bool(self._left) and self._left[0][2] <= k
+
+    def issue(self) -> None:
+        """Write the next copy."""
+        tensor, page, *_ = self._left.popleft()
+        self.writer.swap_in(tensor, self.offset(self._work.address(page)))
+
+    def drop_after(self, k: int) -> None:
+        """Drop the parameters that are not needed after op k (-1: from the start)."""
+        for t in self._drops.get(k, ()):
+            self.writer.drop(t)
 
 
 def emit(
@@ -19,36 +66,25 @@ def emit(
 ) -> Plan:
     """Make a plan in which the ops run in the graph's order and activations have fixed places."""
     graph, layout = work.footprint.graph, work.footprint.activations
-    count = int(swaps.length[0])
-    tensor = [work.parameters[p] for p in swaps.parameter[:count].tolist()]
-    page, after_op, needed_by = (a[:count].tolist() for a in (swaps.page, swaps.after_op, swaps.op))
-    initial = {p.tensor: p.address for p in residents}
-    drops = _drops(work, frozenset(initial), tensor, needed_by)
-
-    def offset(address: Address) -> int:
-        return address.offset + (partition_bytes if address.region == "workspace" else 0)
-
-    def activation(relative: int) -> int:
-        return offset(work.activation_address(relative))
-
-    inputs = {i: activation(layout.tensors[i]) for i, t in enumerate(graph.tensors) if t.kind == "input"}
-    writer = PlanWriter(graph, partition_bytes, workspace_bytes, inputs, {t: offset(a) for t, a in initial.items()})
-    issued = 0
+    base = 0 if work.arrays.single else partition_bytes
+    inputs = {i: base + layout.tensors[i] for i in graph.inputs}
+    copies = ParameterCopies(work, partition_bytes, workspace_bytes, inputs, residents, swaps)
+    drops = _activation_drops(graph)
     for k in range(-1, len(graph.ops)):
         if k >= 0:
             op = graph.ops[k]
-            writer.compute(
+            copies.writer.compute(
                 k,
-                [activation(layout.tensors[t]) for t in op.writes],
-                activation(layout.scratch[k]) if op.scratch_bytes else None,
+                [base + layout.tensors[t] for t in op.writes],
+                base + layout.scratch[k] if op.scratch_bytes else None,
                 [t for t in work.footprint.uses[k] if t not in op.reads],
             )
         for t in drops.get(k, ()):
-            writer.drop(t)
-        while issued < count and after_op[issued] <= k:
-            writer.swap_in(tensor[issued], offset(work.address(page[issued])))
-            issued += 1
-    return writer.plan(work.profile.fingerprint)
+            copies.writer.drop(t)
+        copies.drop_after(k)
+        while copies.may_start(k):
+            copies.issue()
+    return copies.writer.plan(work.profile.fingerprint)
 
 
 def placements(work: Workload, home: Ints) -> tuple[Placement, ...]:
@@ -57,25 +93,19 @@ def placements(work: Workload, home: Ints) -> tuple[Placement, ...]:
     return tuple(Placement(work.parameters[p], work.address(int(home[p]))) for p in chosen)
 
 
-def _drops(
-    work: Workload, residents: frozenset[int], tensor: list[int], needed_by: list[int]
-) -> dict[int, list[int]]:
-    """Tensors to drop after each op (-1: before the first op): after the last read of each live range."""
-    graph = work.footprint.graph
-    drops: dict[int, list[int]] = defaultdict(list)
-    last_touch = {i: 0 for i, t in enumerate(graph.tensors) if t.kind == "input"}
+def _activation_drops(graph: Graph) -> dict[int, list[int]]:
+    """Inputs and activations to drop after each op: those that it is the last to touch."""
+    last_touch = dict.fromkeys(graph.inputs, 0)
     for k, op in enumerate(graph.ops):
-        for t in (*op.reads, *op.writes):
-            last_touch[t] = k
+        last_touch |= dict.fromkeys((*op.reads, *op.writes), k)
+    drops: dict[int, list[int]] = defaultdict(list)
     for t, k in last_touch.items():
         if graph.tensors[t].kind != "parameter" and t not in graph.outputs:
             drops[k].append(t)
-    for k, parameters in parameter_drops(work, residents, tensor, needed_by).items():
-        drops[k] += parameters
     return drops
 
 
-def parameter_drops(
+def _parameter_drops(
     work: Workload, residents: frozenset[int], tensor: list[int], needed_by: list[int]
 ) -> dict[int, list[int]]:
     """Parameters to drop after each op. `tensor[i]` is swapped in for op `needed_by[i]`."""

@@ -7,12 +7,9 @@ compiled loops and change the map in place."""
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.compiled import compiled
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 NOWHERE: Final = -1
 """Page of a parameter that is not in memory."""

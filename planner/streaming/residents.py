@@ -5,13 +5,11 @@ All functions number parameters in the order of first use."""
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.compiled import compiled
 from planner.streaming.workload import Workload
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Choice = tuple[int, ...]
 
 

@@ -11,6 +11,7 @@ from itertools import chain, repeat
 import numpy as np
 from msgspec.structs import replace
 
+from planner.arrays import Ints
 from planner.bounds.relaxation import relax
 from planner.errors import UnsupportedProblem
 from planner.layout.feasible import PAGE_BYTES, Footprint
@@ -23,7 +24,7 @@ from planner.streaming.emit import emit, placements
 from planner.streaming.op_orders import OpOrders
 from planner.streaming.page_map import NOWHERE
 from planner.streaming.residents import by_share, capacities, guesses
-from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Ints, Swaps, homes, play
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play
 from planner.streaming.workload import Workload
 
 WIDENED = 6

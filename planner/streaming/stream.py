@@ -8,8 +8,8 @@ never change: displacing one costs nothing, except that a resident must be resto
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Ints
 from planner.compiled import compiled
 from planner.simulate import (
     COMPUTE,
@@ -35,10 +35,6 @@ from planner.streaming.page_map import (
 )
 from planner.streaming.workload import Arrays
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-
 STREAMED: Final = 0
 """Not a resident."""
 RELEASED: Final = 1
@@ -52,7 +48,7 @@ class Decisions(NamedTuple):
 
     fate: Ints
     """One of the three above per parameter."""
-    hold: Flags
+    hold: Bools
     """Per use of a streamed parameter, whether it stays until its next use."""
     fit: int
     """Which hole to prefer: see `planner.streaming.page_map.find_hole`."""

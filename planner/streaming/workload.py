@@ -1,20 +1,17 @@
 """A planning problem as arrays: the uses of parameters by ops, their costs, and the memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints, ints
 from planner.errors import InvalidPlan
 from planner.layout.feasible import PAGE_BYTES, Footprint, pages
 from planner.plan import Address, Placement
 from planner.profile import Profile
 from planner.streaming.page_map import NO_MORE, NOWHERE
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class Arrays(NamedTuple):
@@ -96,23 +93,23 @@ class Workload:
         arrays = Arrays(
             partition_pages=partition_pages,
             workspace_pages=workspace_pages,
-            zone=_ints(footprint.zone_pages),
-            zone_so_far=np.maximum.accumulate(_ints(footprint.zone_pages)),
-            busy_start=_ints(np.cumsum([0, *map(len, footprint.busy_pages)])),
-            busy=_ints(page for op in footprint.busy_pages for each in op for page in each).reshape(-1, 2),
-            size=_ints(pages(tensors[i].nbytes) for i in parameters),
+            zone=ints(footprint.zone_pages),
+            zone_so_far=np.maximum.accumulate(ints(footprint.zone_pages)),
+            busy_start=ints(np.cumsum([0, *map(len, footprint.busy_pages)])),
+            busy=ints(page for op in footprint.busy_pages for each in op for page in each).reshape(-1, 2),
+            size=ints(pages(tensors[i].nbytes) for i in parameters),
             swap_s=np.array([profile.swap_in.seconds(tensors[i].nbytes) for i in parameters]),
             first_use=_first_uses(uses, len(parameters)),
             last_use=_last_uses(uses, len(parameters)),
             op_s=op_s,
             op_start_s=np.concatenate([[0.0], np.cumsum(op_s)]),
-            use_start=_ints(np.cumsum([0, *map(len, uses)])),
-            use_parameter=_ints(p for op in uses for p in op),
+            use_start=ints(np.cumsum([0, *map(len, uses)])),
+            use_parameter=ints(p for op in uses for p in op),
             use_next=_next_uses(uses, len(parameters)),
-            use_split=_ints(page for op in split for page in op),
+            use_split=ints(page for op in split for page in op),
             compute_slowdown=profile.compute_slowdown,
             swap_slowdown=profile.swap_slowdown,
-            reused=_ints(np.flatnonzero(_next_uses(uses, len(parameters)) < NO_MORE)),
+            reused=ints(np.flatnonzero(_next_uses(uses, len(parameters)) < NO_MORE)),
             page_s=PAGE_BYTES / profile.swap_in.bandwidth_bytes_per_s,
             single=single,
         )
@@ -123,10 +120,6 @@ class Workload:
         if page <= self.arrays.partition_pages:  # at the border itself there are empty parameters at most
             return Address("partition", page * PAGE_BYTES)
         offset = (page - self.arrays.partition_pages - 1) * PAGE_BYTES
-        return Address("partition" if self.arrays.single else "workspace", offset)
-
-    def activation_address(self, offset: int) -> Address:
-        """Where an offset in the activations' zone lies."""
         return Address("partition" if self.arrays.single else "workspace", offset)
 
     @property
@@ -158,10 +151,6 @@ class Workload:
         return home
 
 
-def _ints(values: Iterable[int]) -> Ints:
-    return np.array(list(values), dtype=np.int64)
-
-
 def _first_uses(uses: list[list[int]], parameters: int) -> Ints:
     first = np.full(parameters, len(uses))
     for k in reversed(range(len(uses))):
@@ -183,7 +172,7 @@ def _next_uses(uses: list[list[int]], parameters: int) -> Ints:
         found += (upcoming[p] for p in reversed(uses[k]))
         for parameter in uses[k]:
             upcoming[parameter] = k
-    return _ints(reversed(found))
+    return ints(reversed(found))
 
 
 def _split(footprint: Footprint, op: int, partition_pages: int, workspace_pages: int) -> list[int]:

@@ -7,7 +7,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -306,8 +306,4 @@ def encode_config(config: ServeConfig) -> bytes:
 
 def decode_config(raw: bytes) -> ServeConfig:
     """Decode what `encode_config` wrote."""
-    return msgspec.msgpack.decode(raw, type=ServeConfig, dec_hook=_decoded)
-
-
-def _decoded(kind: type, value: Any) -> Any:
-    return kind(value)
+    return msgspec.msgpack.decode(raw, type=ServeConfig, dec_hook=lambda kind, value: kind(value))

@@ -36,8 +36,7 @@ def seconds_or_zero(text: str) -> float:
     return positive(text, "a number of seconds", allow_zero=True)
 
 
-def port(text: str) -> int:
-    return integer(0, 65535)(text)
+port = integer(0, 65535)
 
 
 def port_or_off(text: str) -> int | None:

@@ -2,15 +2,17 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
+from msgspec.structs import asdict, replace
 
 from server.errors import InvalidRequest, Unsupported
 
 TraceLevel = Literal["OFF", "TIMESTAMPS"]
 LogTimes = Literal["default", "ISO8601"]
+_Settings = TypeVar("_Settings", "TraceSettings", "LogSettings")
 
 _log = logging.getLogger("cohabit.trace")
 
@@ -18,44 +20,30 @@ _MOST = 2**31 - 1
 _UNLIMITED = -1
 
 
-class TraceSettings(msgspec.Struct, frozen=True):
-    level: TraceLevel = "OFF"
-    rate: int = 1000
+class TraceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By the names that clients use."""
+
+    trace_level: TraceLevel = "OFF"
+    trace_rate: Annotated[int, Meta(ge=1, le=_MOST)] = 1000
     """One of this many requests is traced."""
-    count: int = _UNLIMITED
+    trace_count: Annotated[int, Meta(ge=_UNLIMITED, le=_MOST)] = _UNLIMITED
     """Maximum number of requests to trace; -1 for no limit, as in Triton."""
-    log_frequency: int = 0
+    log_frequency: Annotated[int, Meta(ge=0, le=_MOST)] = 0
     """Number of traces after which the file is flushed; 0 for the server's default."""
 
-    def to_wire(self, file: str = "") -> dict[str, str | list[str]]:
-        """Return Triton's form, in which all values are strings."""
-        return {
-            "trace_file": file,
-            "trace_level": [self.level],
-            "trace_rate": str(self.rate),
-            "trace_count": str(self.count),
-            "log_frequency": str(self.log_frequency),
-            "trace_mode": "triton",
-        }
 
+class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By the names that clients use."""
 
-class LogSettings(msgspec.Struct, frozen=True):
-    info: bool = True
-    warning: bool = True
-    error: bool = True
-    verbose_level: int = 0
+    log_info: bool = True
+    log_warning: bool = True
+    log_error: bool = True
+    log_verbose_level: Annotated[int, Meta(ge=0, le=_MOST)] = 0
     """Above 0, debug messages are logged."""
-    times: LogTimes = "default"
+    log_format: LogTimes = "default"
 
     def to_wire(self) -> dict[str, bool | int | str]:
-        return {
-            "log_file": "",
-            "log_info": self.info,
-            "log_warning": self.warning,
-            "log_error": self.error,
-            "log_verbose_level": self.verbose_level,
-            "log_format": self.times,
-        }
+        return {"log_file": "", **asdict(self)}
 
 
 class TraceControl:
@@ -72,28 +60,36 @@ class TraceControl:
     @property
     def on(self) -> bool:
         """Whether requests of any model may be traced."""
-        levels = [settings.get("level", self._server.level) for settings in self._models.values()]
-        return any(level != "OFF" for level in (self._server.level, *levels))
+        levels = [self.settings(model).trace_level for model in self._models]
+        return any(level != "OFF" for level in (self._server.trace_level, *levels))
 
     def settings(self, model: str | None = None) -> TraceSettings:
         """Return a model's settings; the server's apply to those that it has not set."""
-        return msgspec.structs.replace(self._server, **self._models.get(model or "", {}))
+        return replace(self._server, **self._models.get(model or "", {}))
 
     def to_wire(self, model: str | None = None) -> dict[str, str | list[str]]:
-        """Return the settings of a model, or of the server, in Triton's form."""
-        return self.settings(model).to_wire(self.file)
+        """Return the settings of a model, or of the server, in Triton's form, in which all values are strings."""
+        values = {key: str(value) for key, value in asdict(self.settings(model)).items()}
+        return {**values, "trace_file": self.file, "trace_level": [values["trace_level"]], "trace_mode": "triton"}
 
     def update(self, changes: Mapping[str, Any], model: str | None = None) -> None:
-        """Change settings as the client names them; a value of None clears one. Raises InvalidRequest, Unsupported."""
-        read = _trace_changes(changes)
+        """Change settings as the client names them. Raises InvalidRequest or Unsupported.
+
+        Values may be strings, also in lists of one; None or an empty list clears a setting.
+        """
+        for key in ("trace_file", "trace_mode"):
+            if key in changes:
+                raise Unsupported(f"'{key}' cannot be changed while the server runs")
+        given = {k: (v[0] if len(v) == 1 else v or None) if _is_list(v) else v for k, v in changes.items()}
+        cleared = asdict(self._defaults if model is None else self._server)
+        read = {key: cleared.get(key) if value is None else value for key, value in given.items()}
+        settings = _converted(asdict(self.settings(model)) | read, TraceSettings, "trace", strict=False)
         if model is None:
-            start = msgspec.structs.asdict(self._defaults)
-            new = {field: start[field] if value is None else value for field, value in read.items()}
-            self._server = msgspec.structs.replace(self._server, **new)
+            self._server = settings
         else:
-            kept = self._models.get(model, {}) | read
-            self._models[model] = {field: value for field, value in kept.items() if value is not None}
-        if "count" in read:
+            kept = self._models.get(model, {}) | {key: getattr(settings, key) for key in given}
+            self._models[model] = {key: value for key, value in kept.items() if given.get(key, value) is not None}
+        if "trace_count" in given:
             self._remaining.clear()
         if self.on and not self.file:
             _log.warning("tracing is on without a file to write to; start the server with --trace-file")
@@ -101,14 +97,14 @@ class TraceControl:
     def wanted(self, model: str) -> bool:
         """Count a request; returns whether it is traced."""
         settings = self.settings(model)
-        if settings.level == "OFF":
+        if settings.trace_level == "OFF":
             return False
         self._seen[model] = self._seen.get(model, 0) + 1
-        if self._seen[model] % settings.rate:
+        if self._seen[model] % settings.trace_rate:
             return False
-        if settings.count == _UNLIMITED:
+        if settings.trace_count == _UNLIMITED:
             return True
-        remaining = self._remaining.get(model, settings.count)
+        remaining = self._remaining.get(model, settings.trace_count)
         self._remaining[model] = max(0, remaining - 1)
         return remaining > 0
 
@@ -117,49 +113,14 @@ def log_changes(current: LogSettings, changes: Mapping[str, Any]) -> LogSettings
     """Change settings as the client names them. Raises InvalidRequest or Unsupported."""
     if "log_file" in changes:
         raise Unsupported("'log_file' cannot be changed: the log goes to stderr")
-    read = _converted(changes, _LogChanges, "log", strict=True)
-    return msgspec.structs.replace(current, **{_field("log_", key): value for key, value in read.items()})
+    return _converted(asdict(current) | dict(changes), LogSettings, "log", strict=True)
 
 
-class _TraceChanges(msgspec.Struct, forbid_unknown_fields=True):
-    """Trace settings on the wire; None clears one."""
-
-    trace_level: TraceLevel | UnsetType | None = UNSET
-    trace_rate: Annotated[int, Meta(ge=1, le=_MOST)] | UnsetType | None = UNSET
-    trace_count: Annotated[int, Meta(ge=_UNLIMITED, le=_MOST)] | UnsetType | None = UNSET
-    log_frequency: Annotated[int, Meta(ge=0, le=_MOST)] | UnsetType | None = UNSET
-
-
-class _LogChanges(msgspec.Struct, forbid_unknown_fields=True):
-    """Log settings on the wire."""
-
-    log_info: bool | UnsetType = UNSET
-    log_warning: bool | UnsetType = UNSET
-    log_error: bool | UnsetType = UNSET
-    log_verbose_level: Annotated[int, Meta(ge=0, le=_MOST)] | UnsetType = UNSET
-    log_format: LogTimes | UnsetType = UNSET
-
-
-def _trace_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Read changes by field of TraceSettings; None clears one. Values may be strings, also in lists of one."""
-    for key in ("trace_file", "trace_mode"):
-        if key in changes:
-            raise Unsupported(f"'{key}' cannot be changed while the server runs")
-    single = {k: (v[0] if len(v) == 1 else v or None) if _is_list(v) else v for k, v in changes.items()}
-    return {_field("trace_", k): v for k, v in _converted(single, _TraceChanges, "trace", strict=False).items()}
-
-
-def _converted(changes: Mapping[str, Any], kind: type[msgspec.Struct], what: str, strict: bool) -> dict[str, Any]:
+def _converted(settings: dict[str, Any], kind: type[_Settings], what: str, strict: bool) -> _Settings:
     try:
-        read = msgspec.convert(dict(changes), kind, strict=strict)
+        return msgspec.convert(settings, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{what} settings: {str(error)[:200]}") from error
-    return {key: value for key, value in msgspec.structs.asdict(read).items() if value is not UNSET}
-
-
-def _field(prefix: str, key: str) -> str:
-    """Return the field of a setting on the wire."""
-    return {"log_frequency": "log_frequency", "log_format": "times"}.get(key, key.removeprefix(prefix))
 
 
 def _is_list(value: Any) -> bool:

@@ -2,9 +2,10 @@ import pytest
 from fake_kserve import FakeKServe, serving
 from msgspec.structs import replace
 
+from benchmarks.demo import joined
 from loadgen.errors import ServerFailed, UsageError
 from loadgen.load import Load
-from loadgen.run import joined, run_load, send_load
+from loadgen.run import run_load, send_load
 
 LOAD = Load(
     rate_per_s=200,

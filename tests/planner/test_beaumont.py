@@ -32,9 +32,9 @@ from tests.planner.reference import sequence_peak_bytes
 State = tuple[int, int, tuple[int, ...]]
 
 
-def dynprog(chain: LayerChain, memory_bytes: float, grid_bytes: float) -> Offloaded | None:
+def dynprog(chain: LayerChain, memory_bytes: float) -> Offloaded | None:
     """The choice of DYNPROG that offloads least."""
-    found = optima(chain, memory_bytes, grid_bytes)
+    found = optima(chain, memory_bytes)
     return found[0] if found else None
 
 
@@ -193,11 +193,11 @@ def test_equations_agree_with_the_clock() -> None:
 
 def test_dynprog_is_exhaustive_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without GREEDY's choices to fall back on: hundreds of chains, against all 2^L sets."""
-    monkeypatch.setattr(module, "incumbents", lambda made, memory: [(True,) * made.layers])
+    monkeypatch.setattr(module, "incumbents", lambda made: [(True,) * made.layers])
     waits = greedy_worse = 0
     for seed in range(600):
         made, memory = random_chain(random.Random(seed), 8)
-        found = dynprog(made, memory, grid_bytes=1)
+        found = dynprog(made, memory)
         assert found is not None
         found_s = relaxed_s(made, memory, whole(made, found))
         assert found_s == min(relaxed_s(made, memory, whole(made, o)) for o in subsets(made)), seed
@@ -210,7 +210,7 @@ def test_dynprog_is_exhaustive_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dynprog_is_the_shortest_of_all_schedules_on_the_clock() -> None:
     for seed in range(100):
         made, memory = random_chain(random.Random(seed), 5)
-        found = dynprog(made, memory, grid_bytes=1)
+        found = dynprog(made, memory)
         assert found is not None
         found_s = relaxed_s(made, memory, whole(made, found))
         assert Ordered(made, memory, whole(made, found)).shortest((0,)) == found_s
@@ -235,12 +235,12 @@ def test_greedy_offloads_too_much_where_dynprog_picks() -> None:
     made = LayerChain([0, 4, 0], [0, 4, 0], [9, 2, 0, 0], [0] * 4, [0, 0, 2], [0, 0, 2], 1, 1)
     assert (made.peak_bytes(), bound(made, 11)) == (13, 8)
     assert greedy(made, 11) == (True, False, False)
-    assert dynprog(made, 11, grid_bytes=1) == (False, True, False)
+    assert dynprog(made, 11) == (False, True, False)
     assert relaxed_s(made, 11, (9, 0, 0)) == 8 + 5 + 5
     assert relaxed_s(made, 11, (0, 2, 0)) == 8 + 2
 
 
-def test_rounding_keeps_sums_and_loses_little() -> None:
+def test_rounding_keeps_sums_and_loses_little(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(8):
         rng = random.Random(seed)
         layers = 40
@@ -248,11 +248,15 @@ def test_rounding_keeps_sums_and_loses_little() -> None:
         op_s = [rng.uniform(0.5, 1.5) * 5e-3 for _ in range(layers)]
         made = LayerChain(op_s, [2 * s for s in op_s], x, x, [0.0] * layers, [0.0] * layers, 6e9, 6e9)
         memory = made.least_bytes() + rng.random() * (made.peak_bytes() - made.least_bytes())
-        coarse, fine = (dynprog(made, memory, sum(x) / units) for units in (200, 1500))
+        found = []
+        for units in (200, 1500):
+            monkeypatch.setattr(module, "GRID_UNITS", units)
+            found.append(dynprog(made, memory))
+        coarse, fine = found
         assert coarse is not None
         assert fine is not None
         coarse_s, fine_s = (relaxed_s(made, memory, whole(made, o)) for o in (coarse, fine))
-        eager_s = min(relaxed_s(made, memory, whole(made, o)) for o in incumbents(made, memory))
+        eager_s = min(relaxed_s(made, memory, whole(made, o)) for o in incumbents(made))
         assert max(coarse_s, fine_s) <= eager_s
         assert coarse_s <= 1.02 * fine_s
 

@@ -215,22 +215,6 @@ def test_all_kept_in_ample_memory_runs_at_the_resident_time(seed: int) -> None:
     assert simulate(graph, plan, profile).latency_s == pytest.approx(profile.compute_s)
 
 
-def test_another_order_of_the_ops() -> None:
-    """Two branches from X: in the other order, A is used up at once, and X and D wait for the second branch."""
-    tensors = (Tensor("X", PAGE, "input"), *(Tensor(n, PAGE, "activation") for n in "ABCDE"))
-    reads = ((0,), (0,), (2,), (1,), (3, 4))
-    graph = Graph(
-        "g", 1, "weights", tensors, tuple(Op(f"op{k}", "any", r, (k + 1,)) for k, r in enumerate(reads)), (5,)
-    )
-    profile = profile_of(graph)
-    assert [(g.tensor, g.last_use, g.next_use) for g in Gaps(graph).all] == [(1, 0, 3), (3, 2, 4)]
-    gaps = Gaps(graph, (0, 3, 1, 2, 4))
-    assert [(g.tensor, g.last_use, g.next_use) for g in gaps.all] == [(0, 0, 2), (4, 1, 4)]
-    plan = fit(Problem(graph, profile, 3 * PAGE), gaps, [SWAP, SWAP])
-    assert plan is not None
-    check(graph, profile, plan)
-
-
 def test_recomputation_without_end_is_given_up() -> None:
     """Every layer back computes all those before it again: 120 layers forward and back would take 7000 ops."""
     count = 120

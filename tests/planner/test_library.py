@@ -25,15 +25,19 @@ PROBLEM = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE)
 class Shelf:
     """A library in a temporary folder, and what it complains about."""
 
-    def __init__(self, root: Path) -> None:
-        self.complaints: list[str] = []
-        self.library = Library(root, lambda path, reason: self.complaints.append(reason))
+    def __init__(self, root: Path, log: pytest.LogCaptureFixture) -> None:
+        self.library = Library(root)
         self.path = self.library.plan_path(PROBLEM)
+        self._log = log
+
+    @property
+    def complaints(self) -> list[str]:
+        return [vars(record)["fields"]["reason"] for record in self._log.records]
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path)
+def shelf(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Shelf:
+    return Shelf(tmp_path, caplog)
 
 
 def test_plan_is_stored_and_read_again(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def planned(graph: Graph, budget_bytes: int) -> Plan:
     model = demand(graph)
     partition, workspace = split_budget(model.graphs, model.profiles, budget_bytes)
     assert partition + workspace <= budget_bytes
-    (plan,) = plan_model(model, Room(workspace, partition), quick=True).values()
+    (plan,) = plan_model(model, Room(workspace, partition), None, quick=True).values()
     return plan
 
 
@@ -178,7 +178,7 @@ def test_batch_sizes_share_their_residents() -> None:
     small, large = unet(3), replace(unet(3, 32 * PAGE), batch=2)
     model = ModelDemand("model", {1: small, 2: large}, {1: profile_of(small), 2: profile_of(large)})
     partition, workspace = split_budget(model.graphs, model.profiles, least_bytes(model) + 4 * PAGE)
-    plans = plan_model(model, Room(workspace, partition), quick=True)
+    plans = plan_model(model, Room(workspace, partition), None, quick=True)
     assert plans[1].residents == plans[2].residents
     assert swapped_out(plans[2])
     for batch, graph in model.graphs.items():
@@ -203,7 +203,7 @@ def test_one_more_model_finds_room_in_which_its_activations_must_be_offloaded() 
     least = least_bytes(model)
     room = fit(model, [Room(least, 2 * PAGE)])
     assert room is not None
-    plan = plan_model(model, room, quick=True)[1]
+    plan = plan_model(model, room, None, quick=True)[1]
     assert swapped_out(plan)
     assert any(isinstance(step, SwapIn) and step.tensor in swapped_out(plan) for step in plan.steps)
     assert fit(model, [Room(least - 4 * PAGE, 0)]) is None

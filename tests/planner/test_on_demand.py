@@ -11,7 +11,6 @@ from planner.graph import Graph, Op, Tensor
 from planner.papers.swapadvisor.on_demand import (
     Eviction,
     OnDemand,
-    OnDemandCandidate,
     Turn,
     least_recently_used,
     on_demand,
@@ -132,7 +131,7 @@ def test_state_that_is_an_output_is_saved_and_stays(pages: int) -> None:
     graph.validate()
     plan = search(Problem(graph, profile_of(graph), pages * PAGE), "on_demand")
     assert {p.tensor for p in plan.residents} == ({0, 3} if pages == 4 else {3})
-    for candidate in (OnDemandCandidate(1.0), OnDemandCandidate(None)):
+    for candidate in (1.0, None):
         check(graph, None, OnDemand(Problem(graph, profile_of(graph), pages * PAGE), 0).write(candidate))
 
 
@@ -178,5 +177,5 @@ def test_first_candidate_fits_where_placing_the_whole_memory_does_not() -> None:
         searcher = OnDemand(some_problem(seed), seed)
         candidates = searcher.ask()
         assert searcher.evaluate(candidates[0], 0.0).latency_s < float("inf")
-        assert candidates[-1] == OnDemandCandidate(None)
+        assert candidates[-1] is None
         assert searcher.ask() == ()

@@ -14,9 +14,9 @@ from planner.papers.home.particle_swarm import InitialParticles, Particle, Parti
 from planner.plan import Compute, Plan
 from planner.problem import Problem
 from planner.profile import Link, Profile
-from planner.sequence.alap import FATES, KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
+from planner.sequence.alap import KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
 from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.no_wait import FAR, fit, hastened, no_wait
+from planner.sequence.no_wait import fit, hastened, no_wait
 from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
@@ -53,10 +53,9 @@ def searched(problem: Problem, evaluations: int) -> tuple[Plan, float, float]:
     return plan, latency_s[best], next(iter(latency_s.values()))
 
 
-def estimate(gaps: Gaps, profile: Profile, fates: Codes, memory_bytes: int, ahead: int = FAR) -> Overhead:
+def estimate(gaps: Gaps, profile: Profile, fates: Codes, memory_bytes: int) -> Overhead:
     t, made = tables(gaps), alap(tables(gaps), fates)
-    order = hastened(made, t.nbytes, memory_bytes, ahead)
-    return overhead(t, seconds(gaps, profile), made, order, memory_bytes, ahead != FAR)
+    return overhead(t, seconds(gaps, profile), made, hastened(made, t.nbytes, memory_bytes), memory_bytes)
 
 
 @pytest.mark.parametrize(("offload_s", "prefetch_s"), [(1.5, 1.25), (0.5, 1.25), (2.5, 0.5), (0.75, 0.75)])
@@ -67,7 +66,7 @@ def test_swap_costs_what_nothing_hides(offload_s: float, prefetch_s: float) -> N
     profile = Profile(graph.fingerprint, "test", (1.0,) * 8, *link)
     gaps = Gaps(graph)
     fates = codes(Fate.SWAP if g.tensor == 2 else Fate.KEEP for g in gaps.all)
-    found = estimate(gaps, profile, fates, 4 * PAGE + 1024, ahead=1)
+    found = estimate(gaps, profile, fates, 4 * PAGE + 1024)
     hidden = max(0.0, offload_s - 1) + max(0.0, prefetch_s - 1)
     assert found == pytest.approx((8 + hidden, hidden, 0.0, offload_s + prefetch_s))
 
@@ -86,7 +85,7 @@ def test_fates_that_need_more_than_the_memory_cost_the_more() -> None:
     gaps = Gaps(four_layers())
     t, times = tables(gaps), seconds(gaps, profile_of(gaps.graph))
     kept = codes([Fate.KEEP] * len(gaps.all))
-    costs = [evaluate(t, times, kept, pages * PAGE, FAR) for pages in (2, 3, 100)]
+    costs = [evaluate(t, times, kept, pages * PAGE) for pages in (2, 3, 100)]
     assert costs[0] > costs[1] >= TOO_MUCH_S > costs[2] == pytest.approx(8.0)
 
 
@@ -145,7 +144,7 @@ def test_first_particles_fit() -> None:
         start = InitialParticles(problem, Gaps(graph))
         draw = np.random.default_rng(seed)
         for particle in (start.base, start.greedy(1.0), start.greedy(0.5), *(start.random(draw) for _ in range(3))):
-            fates = [FATES[code] for code in particle]
+            fates = [Fate(code) for code in particle]
             assert all(fate in g.fates for fate, g in zip(fates, start.gaps.all, strict=True))
             assert no_wait(start.gaps, problem.memory_bytes, fates) is not None
 

@@ -177,9 +177,10 @@ def test_workspace_is_never_smaller_than_plans_that_stay_need() -> None:
         divide(MODELS, 30 * PAGE, least_workspace_bytes=31 * PAGE)
 
 
-def test_a_division_of_memory_is_found_again_for_the_same_models_only(tmp_path: Path) -> None:
-    complaints: list[str] = []
-    library = Library(tmp_path, lambda path, reason: complaints.append(reason))
+def test_a_division_of_memory_is_found_again_for_the_same_models_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = Library(tmp_path)
     sizes = divide(MODELS, 30 * PAGE)
     library.store_division(MODELS, 30 * PAGE, "partitioned", 1, sizes)
     assert library.division(MODELS, 30 * PAGE, "partitioned", 1) == sizes
@@ -191,7 +192,7 @@ def test_a_division_of_memory_is_found_again_for_the_same_models_only(tmp_path: 
     (path,) = tmp_path.rglob("*.json")
     path.write_bytes(path.read_bytes()[:-5])
     assert library.division(MODELS, 30 * PAGE, "partitioned", 1) is None
-    assert "division of memory is damaged" in complaints[0]
+    assert "division of memory is damaged" in vars(caplog.records[0])["fields"]["reason"]
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])

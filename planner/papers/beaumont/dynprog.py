@@ -7,7 +7,7 @@ dominates, are removed. That changes no result:
   by what the link copies during the wait;
 - the remaining idle time is at least that of the copies that do not fit into the remaining ops.
 
-The paper leaves its rounding to a research report. Here, sizes and times are in units of `grid_bytes` on the link, and
+The paper leaves its rounding to a research report. Here, sizes and times are in units of a grid on the link, and
 prefix sums are rounded, not single values, so that no error grows with the layers. Room is rounded down. The finalists
 are evaluated again without rounding, together with GREEDY's choices."""
 
@@ -16,18 +16,16 @@ from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints
 from planner.compiled import compiled
 from planner.papers.beaumont.layers import LayerChain
 from planner.papers.beaumont.offload import relaxed_s, turn_s, whole
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Offloaded = tuple[bool, ...]
 
 GRID_UNITS: Final = 2000
-"""Units in all activations together, unless the unit is given."""
+"""Units in all activations together."""
 FINALISTS: Final = 16
 """Choices that are evaluated without rounding."""
 _TIE: Final = 1e-9
@@ -41,7 +39,7 @@ class _OffloadTable(NamedTuple):
     to_prefetch: Ints
     idle_s: Floats
     parent: Ints
-    offloaded: NDArray[np.bool_]
+    offloaded: Bools
 
 
 class _Grid(NamedTuple):
@@ -56,15 +54,15 @@ class _Grid(NamedTuple):
     unit_in_s: float
 
 
-def optima(chain: LayerChain, memory_bytes: float, grid_bytes: float | None = None) -> list[Offloaded]:
+def optima(chain: LayerChain, memory_bytes: float) -> list[Offloaded]:
     """Of the choices evaluated as best, the one that offloads least, and the one that offloads most.
 
     The latter leaves memory for what the relaxation leaves out; there is none if nothing need be offloaded.
     """
     if chain.least_bytes() > memory_bytes:
         return []
-    unit = grid_bytes or max(sum(chain.x_bytes) / GRID_UNITS, 1.0)
-    found = incumbents(chain, memory_bytes)
+    unit = max(sum(chain.x_bytes) / GRID_UNITS, 1.0)
+    found = incumbents(chain)
     limit_s = min(relaxed_s(chain, memory_bytes, whole(chain, o)) for o in found) - chain.compute_s
     tables = _fill(_on_grid(chain, memory_bytes, unit), limit_s + _TIE * chain.compute_s)
     found += [_offloaded(tables, entry) for entry in _finalists(chain, memory_bytes, tables[-1], unit)]
@@ -74,7 +72,7 @@ def optima(chain: LayerChain, memory_bytes: float, grid_bytes: float | None = No
     return [best[0], best[-1]] if any(best[0]) and len(best) > 1 else best[:1]
 
 
-def incumbents(chain: LayerChain, memory_bytes: float) -> list[Offloaded]:
+def incumbents(chain: LayerChain) -> list[Offloaded]:
     """Eager choices: the first k, for every k."""
     last = chain.layers
     return [tuple(i < k for i in range(last)) for k in range(last + 1)]
@@ -87,9 +85,9 @@ def _on_grid(chain: LayerChain, memory_bytes: float, unit: float) -> _Grid:
         for own in (chain.forward_own_bytes, chain.backward_own_bytes)
     ]
     return _Grid(
-        _rounded(chain.x_bytes[:last], unit),
-        _rounded([s * chain.offload_bytes_per_s for s in chain.forward_s], unit),
-        _rounded([s * chain.prefetch_bytes_per_s for s in chain.backward_s], unit),
+        rounded(chain.x_bytes[:last], unit),
+        rounded([s * chain.offload_bytes_per_s for s in chain.forward_s], unit),
+        rounded([s * chain.prefetch_bytes_per_s for s in chain.backward_s], unit),
         np.array(rooms[0], np.int64),
         np.array(rooms[1], np.int64),
         unit / chain.offload_bytes_per_s,
@@ -97,7 +95,8 @@ def _on_grid(chain: LayerChain, memory_bytes: float, unit: float) -> _Grid:
     )
 
 
-def _rounded(values: Sequence[float], unit: float) -> Ints:
+def rounded(values: Sequence[float], unit: float) -> Ints:
+    """Values in units; their prefix sums are rounded."""
     sums = [round(s / unit) for s in accumulate(values, initial=0.0)]
     return np.array([b - a for a, b in pairwise(sums)], np.int64)
 

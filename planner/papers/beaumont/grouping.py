@@ -22,14 +22,12 @@ from itertools import accumulate
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Ints
 from planner.lifetimes import Lifespan, lifespans, live_bytes
 from planner.papers.beaumont.layers import LayerChain
 from planner.profile import Link, Profile
 from planner.sequence.gaps import Gap, Gaps
-
-Ints = NDArray[np.int64]
 
 SMALL_SHARE: Final = 0.02
 
@@ -44,14 +42,14 @@ class Grouped:
 
 def turn(gaps: Gaps) -> int:
     """Position of the first backward op; the number of ops where there is none."""
-    waiting = np.zeros(len(gaps.ops_at) + 2, np.int64)
+    waiting = np.zeros(len(gaps.graph.ops) + 2, np.int64)
     for gap in _waits(gaps):
         nbytes = gaps.graph.tensors[gap.tensor].nbytes
         waiting[gap.last_use + 1] += nbytes
         waiting[gap.next_use + 1] -= nbytes
-    before = np.cumsum(waiting)[1 : len(gaps.ops_at)]
+    before = np.cumsum(waiting)[1 : len(gaps.graph.ops)]
     if before.max(initial=0) == 0:
-        return len(gaps.ops_at)
+        return len(gaps.graph.ops)
     return int(before.argmax()) + 1
 
 
@@ -150,7 +148,7 @@ def _saved(gaps: Gaps, layer: Ints, turn: int, last: int) -> tuple[tuple[int, ..
 
 def _alive(gaps: Gaps, nbytes: Sequence[int]) -> tuple[Ints, Ints]:
     """Bytes during each op, and between it and the op before; the last entry of the latter is after the last op."""
-    graph, count = gaps.graph, len(gaps.ops_at)
+    graph, count = gaps.graph, len(gaps.graph.ops)
     during, between = list[tuple[Lifespan, int]](), list[tuple[Lifespan, int]]()
     for t, span in enumerate(lifespans(graph)):
         if span is not None and not graph.tensors[t].is_weight:

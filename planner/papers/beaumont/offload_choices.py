@@ -12,7 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from planner.papers.beaumont.grouping import Grouped, Ints, alive_bytes, grouped, short_layers, turn, virtual_layers
+from planner.arrays import Ints
+from planner.papers.beaumont.grouping import Grouped, alive_bytes, grouped, short_layers, turn, virtual_layers
 from planner.papers.beaumont.layers import LayerChain
 from planner.papers.beaumont.offload import relaxed_s
 from planner.papers.beaumont.prefetching import Line, fetching_s

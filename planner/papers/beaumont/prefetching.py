@@ -15,18 +15,14 @@ for then copies for the rest get ahead of the ops. That is `eager`; `best` is a 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Ints
 from planner.compiled import compiled
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-GRID_UNITS: Final = 2000
+from planner.papers.beaumont.dynprog import GRID_UNITS, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,7 @@ def best(line: Line, kept_bytes: float) -> tuple[bool, ...] | None:
     """
     unit = max(sum(line.weight_bytes) / GRID_UNITS, 1.0)
     weight, copy, run = (
-        _rounded(values, unit)
+        rounded(values, unit)
         for values in (
             line.weight_bytes,
             [s * line.bytes_per_s for s in line.copy_s],
@@ -114,7 +110,7 @@ class _KeepTable(NamedTuple):
     ahead: Ints
     waited: Ints
     parent: Ints
-    keeps: NDArray[np.bool_]
+    keeps: Bools
 
 
 def _next(table: _KeepTable, weight: int, copy: int, run: int, room: int, most: int) -> _KeepTable:
@@ -167,8 +163,3 @@ def _undominated(rank: Ints, total: Ints) -> Ints:
                 least[j] = min(least[j], total[i])
                 j += j & -j
     return found[:count]
-
-
-def _rounded(values: Sequence[float], unit: float) -> Ints:
-    sums = [round(s / unit) for s in accumulate(values, initial=0.0)]
-    return np.array([b - a for a, b in pairwise(sums)], np.int64)

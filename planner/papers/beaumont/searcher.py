@@ -51,9 +51,6 @@ class _ChainSearcher(PlanSearcher[Candidate]):
         self._least_s = math.inf
         self._steps = self._search()
 
-    def ask(self) -> Sequence[Candidate]:
-        return next(self._steps, ())
-
     def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
         self._least_s = min((self._least_s, *(c.latency_s for c in costs)))
 

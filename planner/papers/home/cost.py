@@ -4,16 +4,16 @@ The algorithm goes through the stages of an iteration and keeps the time, the me
 way out; when a stage needs more memory than there is, it waits for the front of the queue. A swap costs what of its
 transfers nothing hides (Figure 4: (OFFLOAD - FWD) + (PRE - BWD), each at least 0), a recomputation its ops' time.
 
-Here a stage is an op. A prefetch is issued as early as memory allows, as `no_wait` does it, or at most
-`ahead` stages before its use: the paper has it issued with the stage before, which is `ahead=1`. Copies in and out
-have a channel each. The model knows neither fragmentation nor how ops and copies slow each other down.
+Here a stage is an op. A prefetch is issued as early as memory allows, as `no_wait` does it; the paper has it issued
+with the stage before. Copies in and out have a channel each. The model knows neither fragmentation nor how ops and
+copies slow each other down.
 """
 
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.compiled import compiled
 from planner.profile import Profile
 from planner.sequence.alap import (
@@ -26,14 +26,11 @@ from planner.sequence.alap import (
     WRITES,
     AlapSequence,
     Codes,
-    Ints,
     Tables,
     alap,
 )
 from planner.sequence.gaps import Gaps
-from planner.sequence.no_wait import FAR, hastened
-
-Floats = NDArray[np.float64]
+from planner.sequence.no_wait import hastened
 
 TOO_MUCH_S: Final = 1e9
 """Cost of fates that need too much memory, for each memory's worth that they need."""
@@ -62,14 +59,14 @@ class Overhead(NamedTuple):
 def seconds(gaps: Gaps, profile: Profile) -> Seconds:
     sizes = [t.nbytes for t in gaps.graph.tensors]
     return Seconds(
-        np.array([profile.op_seconds[k] for k in gaps.ops_at]),
+        np.array(profile.op_seconds),
         np.array([profile.swap_in.seconds(n) for n in sizes]),
         np.array([profile.swap_out.seconds(n) for n in sizes]),
     )
 
 
 @compiled
-def evaluate(t: Tables, times: Seconds, fates: Codes, memory_bytes: int, ahead: int) -> float:
+def evaluate(t: Tables, times: Seconds, fates: Codes, memory_bytes: int) -> float:
     """Seconds of an iteration, and a little for its copies; TOO_MUCH_S or more where the fates do not fit."""
     made = alap(t, fates)
     if not len(made.held):
@@ -77,17 +74,14 @@ def evaluate(t: Tables, times: Seconds, fates: Codes, memory_bytes: int, ahead: 
     peak_bytes = made.held.max()
     if peak_bytes > memory_bytes:
         return float(TOO_MUCH_S * peak_bytes / memory_bytes)
-    found = overhead(t, times, made, hastened(made, t.nbytes, memory_bytes, ahead), memory_bytes, ahead != FAR)
+    found = overhead(t, times, made, hastened(made, t.nbytes, memory_bytes), memory_bytes)
     return float(found.total_s + COPYING * found.copying_s)
 
 
 @compiled
-def overhead(
-    t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_bytes: int, issued: bool
-) -> Overhead:
+def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_bytes: int) -> Overhead:
     """Algorithm 2 over the actions of a sequence that fits in the memory, in this order.
 
-    If `issued`, no prefetch starts before the ops that stand before it have ended; else whenever there is memory.
     One long function for the reason given in planner.sequence.alap.
     """
     start, ids, nbytes, scratch_bytes = t.start, t.ids, t.nbytes, t.scratch_bytes
@@ -114,7 +108,7 @@ def overhead(
             tail[queue] += 1
             continue
         if verb[n] == SWAP_IN:
-            more_bytes, scratch, ready_s = nbytes[i], 0, max(inward_s, saved_s[i], compute_s if issued else 0.0)
+            more_bytes, scratch, ready_s = nbytes[i], 0, max(inward_s, saved_s[i])
         else:
             more_bytes, scratch, ready_s = 0, scratch_bytes[i], compute_s
             for u in range(start[NEEDED, i], start[NEEDED, i + 1]):

@@ -11,7 +11,7 @@ Algorithm 2 (`planner.papers.home.cost`) finds less costly. Where the paper says
   for as long as a random share of the memory lasts. One more takes those that save the most of the link, and two give
   one tensor after the other the action that the cost model likes best.
 - Fates that do not fit cost the more the more they need, so that a particle finds its way back.
-- After `iterations`, or when nothing moves any more, a new swarm begins with the best particle and new random ones,
+- After ITERATIONS, or when nothing moves any more, a new swarm begins with the best particle and new random ones,
   unless the last one found nothing new.
 - In graphs of thousands of ops, an update goes through a random part of the tensors.
 - Gaps of tensors that are tiny together are not decided about: they are kept.
@@ -23,19 +23,20 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from planner.arrays import Ints
 from planner.compiled import compiled
 from planner.papers.home.cost import evaluate, seconds
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.search.searcher import PlanSearcher
-from planner.sequence.alap import FATES, KEEP, SWAP, Codes, Ints, Tables, alap, tables
-from planner.sequence.gaps import Gaps
-from planner.sequence.no_wait import FAR, fit
+from planner.sequence.alap import KEEP, SWAP, Codes, Tables, alap, tables
+from planner.sequence.gaps import Fate, Gaps
+from planner.sequence.no_wait import fit
 from planner.sequence.serial import require_single_budget, serial_plan
 
 PARTICLES: Final = 12
 ITERATIONS: Final = 8
-"""The paper has 500 of both, which take it some minutes with 16 threads (sections 3.3 and 4.7)."""
+"""m and iters. The paper has 500 of both, which take it some minutes with 16 threads (sections 3.3 and 4.7)."""
 SHARES: Final = (0.5, 1.0)
 """Of the memory, what the first particles keep things in: the least and the most. The rest is for swaps."""
 PLACED: Final = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
@@ -66,16 +67,12 @@ class Particle(NamedTuple):
 
 
 class ParticleSwarm(PlanSearcher[Particle]):
-    """Moves a swarm of fates; `particles` and `iterations` are the paper's m and iters."""
+    """Moves a swarm of fates."""
 
-    def __init__(
-        self, problem: Problem, seed: int, *, particles: int = PARTICLES, iterations: int = ITERATIONS
-    ) -> None:
+    def __init__(self, problem: Problem, seed: int) -> None:
         require_single_budget(problem, "particle_swarm")
         self.problem = problem
-        self.evaluations = particles * iterations + 2 * POLISHED
-        self._particles = particles
-        self._iterations = iterations
+        self.evaluations = PARTICLES * ITERATIONS + 2 * POLISHED
         self._gaps = Gaps(problem.graph)
         self._lean = np.full(len(self._gaps.all), SWAP, np.int8)
         self._rng = np.random.default_rng(seed)
@@ -85,9 +82,6 @@ class ParticleSwarm(PlanSearcher[Particle]):
         self._polished: set[bytes] = set()
         self._steps = self._search()
 
-    def ask(self) -> Sequence[Particle]:
-        return next(self._steps, ())
-
     def tell(self, candidates: Sequence[Particle], costs: Sequence[Cost]) -> None:
         for c, cost in zip(candidates, costs, strict=False):
             score_s = cost.latency_s + PERIOD * cost.period_s
@@ -95,7 +89,7 @@ class ParticleSwarm(PlanSearcher[Particle]):
 
     def _plan(self, candidate: Particle) -> Plan | None:
         """Where all is swapped, there is always a plan: at worst, the serial one."""
-        fates, nodes = [FATES[code] for code in candidate.fates], candidate.nodes
+        fates, nodes = [Fate(code) for code in candidate.fates], candidate.nodes
         plan = fit(self.problem, self._gaps, fates, PLACED, delayed=True, nodes=nodes)
         plan = plan or fit(self.problem, self._gaps, fates, nodes=nodes)
         if plan is None and candidate.fates == self._lean.tobytes():
@@ -139,11 +133,11 @@ class ParticleSwarm(PlanSearcher[Particle]):
         """Algorithm 1, begun with some particles and random ones. The best of all is for the search to keep."""
         part = max(1, AT_ONCE // (2 * len(start.decided) * len(self.problem.graph.ops)))
         swarm = list(first)
-        while len(swarm) < self._particles:
-            swarm += [start.random(self._rng) for _ in range(min(part, self._particles - len(swarm)))]
+        while len(swarm) < PARTICLES:
+            swarm += [start.random(self._rng) for _ in range(min(part, PARTICLES - len(swarm)))]
             yield from self._new(swarm)
         own = list(swarm)
-        for _ in range(self._iterations - 1):
+        for _ in range(ITERATIONS - 1):
             self._adjust(swarm)
             last = min(swarm, key=self._simulated_s)
             before, swarm = swarm, []
@@ -163,7 +157,7 @@ class ParticleSwarm(PlanSearcher[Particle]):
 
     def _cost(self, particle: Codes) -> float:
         room_bytes = int(self._share * self.problem.memory_bytes)
-        return evaluate(tables(self._gaps), self._seconds, particle, room_bytes, FAR)
+        return evaluate(tables(self._gaps), self._seconds, particle, room_bytes)
 
     def _simulated_s(self, particle: Codes) -> float:
         return self._score_s.get(particle.tobytes(), math.inf)
@@ -182,7 +176,7 @@ class ParticleSwarm(PlanSearcher[Particle]):
         for j in self._some(start.decided):
             costs = []
             for fate in self._gaps.all[j].fates:
-                particle[j] = FATES.index(fate)
+                particle[j] = fate
                 costs.append((self._cost(particle), particle[j]))
             particle[j] = min(costs)[1]
         return particle
@@ -233,13 +227,13 @@ class InitialParticles:
 
     def random(self, rng: np.random.Generator) -> Codes:
         """Random actions for random gaps, while a random share of the memory lasts."""
-        wanted = np.array([FATES.index(g.fates[i]) for g, i in zip(self.gaps.all, self._picks(rng), strict=True)])
+        wanted = np.array([g.fates[i] for g, i in zip(self.gaps.all, self._picks(rng), strict=True)])
         order = rng.permutation(self.decided)[: rng.integers(len(self.decided) + 1)]
         return self._filled(order, wanted, rng.uniform(*SHARES))
 
     def greedy(self, share: float) -> Codes:
         """Keep what saves the most of the link for the memory and the ops that it takes."""
-        t, count = self._tables, len(self.gaps.ops_at)
+        t, count = self._tables, len(self.gaps.graph.ops)
         held = [g.next_use - g.last_use + (count if g.wraps else 0) for g in self.gaps.all]
         copies = np.where(t.kind[t.tensor] == 0, 1, 2)
         order = self.decided[np.argsort((np.array(held) / copies)[self.decided], kind="stable")]

@@ -9,11 +9,9 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Ints
 from planner.papers.swapadvisor.pools import Sizes, object_bytes
-
-Ints = NDArray[np.int64]
 
 SPREAD: Final = 0.25
 """Standard deviation of a mutated count, as a share of the count; at least one object. The paper gives no number."""

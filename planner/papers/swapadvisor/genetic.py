@@ -18,18 +18,16 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats, Ints
 from planner.papers.swapadvisor import pool_lanes
 from planner.papers.swapadvisor.allocations import Allocation, Space
 from planner.papers.swapadvisor.pools import MemoryPool, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
 from planner.plan import Plan
 from planner.problem import UNFIT, Cost, Problem
+from planner.search.searcher import PlanSearcher
 from planner.sequence.serial import require_single_budget, serial_plan
-from planner.simulate import simulate
-
-Ints = NDArray[np.int64]
 
 POPULATION: Final = 48
 MUTATION: Final = 0.1
@@ -59,14 +57,12 @@ class _Individual:
     cost: Cost = UNFIT
 
 
-class Genetic:
+class Genetic(PlanSearcher[Chromosome]):
     """Evolves a population of schedules and allocations.
 
     `schedules` and `allocations` tell which of the two is searched: without the first all have the graph's own
     order, without the second all have the same pool. `restricted` keeps CLS in the space of section 5.3.
     """
-
-    is_compiled = False
 
     def __init__(
         self,
@@ -97,22 +93,18 @@ class Genetic:
         self._costs: Sequence[Cost] = ()
         self._steps = self._evolve()
 
-    def ask(self) -> Sequence[Chromosome]:
-        return next(self._steps, ())
-
     def tell(self, candidates: Sequence[Chromosome], costs: Sequence[Cost]) -> None:
         self._costs = costs
 
     def evaluate(self, candidate: Chromosome, good_s: float) -> Cost:
         if candidate == SERIAL:
-            timeline = simulate(self.problem.graph, self.write(candidate), self.problem.profile)
-            return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
+            return super().evaluate(candidate, good_s)
         pool = self._pool(candidate)
         if pool.nbytes > self.problem.memory_bytes:
             return UNFIT
         return pool_lanes.evaluate(self._uses, np.array(candidate.order), pool, self._threshold, good_s)
 
-    def write(self, candidate: Chromosome) -> Plan:
+    def _plan(self, candidate: Chromosome) -> Plan:
         if candidate == SERIAL:
             return serial_plan(self.problem)
         order = np.array(candidate.order)
@@ -191,11 +183,11 @@ class Genetic:
         return [fitting[i] for i in drawn.tolist()]
 
 
-def survival(times_s: Sequence[float], best_s: float) -> NDArray[np.float64]:
+def survival(times_s: Sequence[float], best_s: float) -> Floats:
     """Equation 1: the softmax of the normalised execution times."""
     normal = (best_s - np.array(times_s)) / best_s if best_s > 0 else np.zeros(len(times_s))
     weight = np.exp(normal)
-    chance: NDArray[np.float64] = weight / weight.sum()
+    chance: Floats = weight / weight.sum()
     return chance
 
 

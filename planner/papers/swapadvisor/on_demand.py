@@ -8,7 +8,7 @@ The paper says no more. Here, the recorded iteration is one that starts with the
 moves swap-ins ahead, in the order of demand, as far as memory allows; evicted tensors leave right after their last
 use. Copies overlap with ops in both directions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -16,7 +16,7 @@ from typing import Final
 
 from planner.graph import Graph
 from planner.plan import Plan
-from planner.problem import Cost, Problem
+from planner.problem import Problem
 from planner.search.searcher import PlanSearcher
 from planner.sequence.sequence import Action, compute, drop, plan_of, swap_in, swap_out
 from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
@@ -27,38 +27,28 @@ FITTING: Final = 3
 """Shares to evaluate: the largest whose tensors can be placed. Placement takes most of the time."""
 
 
-@dataclass(frozen=True, slots=True)
-class OnDemandCandidate:
-    """Decisions for a share of the memory; without one, everything leaves after each op."""
+class OnDemand(PlanSearcher[float | None]):
+    """Evaluates the decisions at the largest shares of the memory whose tensors can be placed.
 
-    share: float | None
-
-
-class OnDemand(PlanSearcher[OnDemandCandidate]):
-    """Evaluates the decisions at the largest shares of the memory whose tensors can be placed."""
+    The candidate without a share is the serial plan.
+    """
 
     def __init__(self, problem: Problem, seed: int) -> None:
         require_single_budget(problem, "on_demand")
         self.problem = problem
         self.evaluations = FITTING + 1
-        self._asked = False
         self._plan = cache(self._make)
+        self._steps = self._search()
 
-    def ask(self) -> Sequence[OnDemandCandidate]:
-        if self._asked:
-            return ()
-        self._asked = True
-        fitting = (c for c in map(OnDemandCandidate, SHARES) if self._plan(c) is not None)
-        return [*islice(fitting, FITTING), OnDemandCandidate(None)]
+    def _search(self) -> Iterator[Sequence[float | None]]:
+        fitting = (share for share in SHARES if self._plan(share) is not None)
+        yield [*islice(fitting, FITTING), None]
 
-    def tell(self, candidates: Sequence[OnDemandCandidate], costs: Sequence[Cost]) -> None:
-        """Nothing to learn: the candidates do not build on one another."""
-
-    def _make(self, candidate: OnDemandCandidate) -> Plan | None:
+    def _make(self, share: float | None) -> Plan | None:
         graph = self.problem.graph
-        if candidate.share is None:
+        if share is None:
             return serial_plan(self.problem)
-        room_bytes = max(int(self.problem.memory_bytes * candidate.share), least_bytes(graph))
+        room_bytes = max(int(self.problem.memory_bytes * share), least_bytes(graph))
         course = steady(graph, room_bytes)
         return plan_of(self.problem, prefetched(graph, course), course.residents)[0]
 

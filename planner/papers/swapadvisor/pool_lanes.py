@@ -6,8 +6,8 @@ dropped) to the swap-in (section 4.2, Figure 3). A swap-out waits for the tensor
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Ints
 from planner.compiled import compiled
 from planner.graph import Graph
 from planner.papers.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SCRATCH, SwapLog
@@ -26,8 +26,6 @@ from planner.simulate import (
     latency_and_period,
     wait_for,
 )
-
-Ints = NDArray[np.int64]
 
 
 def evaluate(

@@ -8,10 +8,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arrays import Ints
 from planner.compiled import compiled
 from planner.papers.swapadvisor.pools import NO_SIZE, VALUE, OpUses
 
-Ints = NDArray[np.int64]
 Table = NDArray[Any]
 
 RUN: Final = 0

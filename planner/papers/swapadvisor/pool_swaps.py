@@ -12,8 +12,8 @@ scratch what became free last.
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints
 from planner.compiled import compiled
 from planner.papers.swapadvisor.pool_state import (
     BUSY,
@@ -39,10 +39,6 @@ from planner.papers.swapadvisor.pool_state import (
     take_wish,
 )
 from planner.papers.swapadvisor.pools import CONSTANT, NO_SIZE, STATE, VALUE, OpUses
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _MOST_PASSES: Final = 8
 _CLOSE: Final = 1 - 1e-9

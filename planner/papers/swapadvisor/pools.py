@@ -9,14 +9,10 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints, ints
 from planner.graph import SCRATCH_ALIGNMENT, Graph
 from planner.profile import Profile
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 CONSTANT: Final = 0
 STATE: Final = 1
@@ -106,21 +102,21 @@ def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, Sizes]:
     index = {nbytes: i for i, nbytes in enumerate(order)} | {0: NO_SIZE}
     rows = [[t for t in (*op.reads, *op.writes) if t in held] for op in graph.ops]
     uses = OpUses(
-        start=_ints(np.cumsum([0, *map(len, rows)])),
-        tensor=_ints(t for row in rows for t in row),
+        start=ints(np.cumsum([0, *map(len, rows)])),
+        tensor=ints(t for row in rows for t in row),
         written=_bools(t in op.writes for op, row in zip(graph.ops, rows, strict=True) for t in row),
         changed=_bools(
             t in op.writes or t in op.mutates for op, row in zip(graph.ops, rows, strict=True) for t in row
         ),
-        scratch=_ints(index[op.scratch_bytes] for op in graph.ops),
-        size=_ints(index[t.nbytes] if i in held else NO_SIZE for i, t in enumerate(tensors)),
-        kind=_ints(kinds.get(t.kind, VALUE) for t in tensors),
-        nbytes=_ints(t.nbytes for t in tensors),
+        scratch=ints(index[op.scratch_bytes] for op in graph.ops),
+        size=ints(index[t.nbytes] if i in held else NO_SIZE for i, t in enumerate(tensors)),
+        kind=ints(kinds.get(t.kind, VALUE) for t in tensors),
+        nbytes=ints(t.nbytes for t in tensors),
         in_s=np.array([profile.swap_in.seconds(t.nbytes) for t in tensors]),
         out_s=np.array([profile.swap_out.seconds(t.nbytes) for t in tensors]),
         op_s=np.array(profile.op_seconds),
-        inputs=_ints(i for i in sorted(held) if tensors[i].kind == "input"),
-        outputs=_ints(i for i in dict.fromkeys(graph.outputs) if i in held),
+        inputs=ints(i for i in sorted(held) if tensors[i].kind == "input"),
+        outputs=ints(i for i in dict.fromkeys(graph.outputs) if i in held),
         compute_slowdown=profile.compute_slowdown,
         swap_slowdown=profile.swap_slowdown,
     )
@@ -137,7 +133,7 @@ def _sizes(uses: OpUses, order: Sequence[int], alignment: Sequence[int], held: S
             tensors = np.union1d(tensors, uses.outputs)
         sizes = uses.size[tensors]
         needs.add(_tally(sizes if scratch == NO_SIZE else np.append(sizes, scratch), len(order)))
-    return Sizes(_ints(order), _ints(alignment), count, np.array(sorted(needs), dtype=np.int64))
+    return Sizes(ints(order), ints(alignment), count, np.array(sorted(needs), dtype=np.int64))
 
 
 def _tally(sizes: Ints, length: int) -> tuple[int, ...]:
@@ -169,10 +165,6 @@ def _extremes(sizes: Sizes, classes: Ints) -> tuple[Ints, Ints]:
 def _round_up(nbytes: Ints, alignment: Ints) -> Ints:
     rounded: Ints = -(-nbytes // alignment) * alignment
     return rounded
-
-
-def _ints(values: Iterable[int]) -> Ints:
-    return np.array(list(values), dtype=np.int64)
 
 
 def _bools(values: Iterable[bool]) -> Bools:

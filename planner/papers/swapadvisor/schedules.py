@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bools, Floats, Ints
 from planner.compiled import compiled
 from planner.graph import Graph
 from planner.order import predecessors, successors
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def random_schedule(rule: Precedence, rng: np.random.Generator) -> Ints:
 
 
 @compiled
-def _mutate(order: Ints, start: Ints, after: Ints, before: Ints, random: Bools, pick: NDArray[np.float64]) -> Ints:
+def _mutate(order: Ints, start: Ints, after: Ints, before: Ints, random: Bools, pick: Floats) -> Ints:
     count = len(order)
     position, missing = np.empty(count, np.int64), before.copy()
     for i in range(count):

@@ -75,9 +75,6 @@ class Tensile(PlanSearcher[ScheduleCandidate]):
         self._latency_s: dict[ScheduleCandidate, float] = {}
         self._steps = self._search()
 
-    def ask(self) -> Sequence[ScheduleCandidate]:
-        return next(self._steps, ())
-
     def tell(self, candidates: Sequence[ScheduleCandidate], costs: Sequence[Cost]) -> None:
         self._latency_s |= {c: cost.latency_s for c, cost in zip(candidates, costs, strict=False)}
 
