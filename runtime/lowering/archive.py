@@ -28,6 +28,7 @@ from torch._export.serde.serialize import (
 from torch.export import ExportedProgram
 
 from runtime.errors import ArchiveError, UnsupportedModel
+from runtime.lowering.allowed_ops import allows_target
 from runtime.lowering.archive_file import open_archive
 
 _MODEL = "models/model.json"
@@ -52,7 +53,6 @@ _FUNCTIONS = frozenset(
         """
     )
 )
-_TARGET = re.compile(r"(torch\.ops\.[A-Za-z_0-9.]+|_operator\.[a-z][a-z_]*|math\.[a-z]+|torch\.sym_[a-z]+)")
 
 
 def read(path: Path) -> ExportedProgram:
@@ -174,9 +174,10 @@ def _check_program(path: Path, raw: bytes) -> Any:
                 raise UnsupportedModel(
                     f"{path.name}: inputs or outputs hold an enum or defaultdict; use plain containers"
                 )
-            elif kind == "target" and "." in text and not _TARGET.fullmatch(text):
+            elif kind == "target" and not allows_target(text):
                 raise UnsupportedModel(
-                    f"{path.name}: the program calls {text!r}, which is not an operator of torch.ops"
+                    f"{path.name}: the program calls {text[:80]!r}, which is not an operator that a model may use:"
+                    " compute operators of torch.ops.aten and control flow; decompose or rewrite it before export"
                 )
         document["guards_code"] = []
         return _bytes_to_dataclass(schema.ExportedProgram, json.dumps(document).encode())

@@ -1,0 +1,161 @@
+"""Archives that attack: operators that reach outside of computing, in every sub-graph, and records that explode."""
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner.errors import FormatError
+from runtime.errors import UnsupportedModel
+from runtime.lowering import archive, artifact
+from runtime.lowering.allowed_ops import allows, allows_lowered, allows_target
+from runtime.lowering.lower import lower
+from tests.runtime import models
+
+
+class Loop(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def body(n: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return n + 1, y * 0.5
+
+        _, y = torch.while_loop(lambda n, y: n < 3, body, (torch.zeros((), dtype=torch.int64), x))
+        return y
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x).relu()
+
+
+class NoGrad(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x.sin()
+        return y + x
+
+
+def exported(model: nn.Module, folder: Path) -> Path:
+    path = folder / "1" / "model.pt2"
+    models.export(model, {"x": torch.ones(2, 8)}, path, dynamic=False)
+    return path
+
+
+def nodes_of(document: Any) -> Iterator[dict[str, Any]]:
+    """Every call of a serialized program, those of sub-graphs too."""
+    if isinstance(document, list):
+        for item in document:
+            yield from nodes_of(item)
+    elif isinstance(document, dict):
+        if "target" in document and "inputs" in document and "outputs" in document:
+            yield document
+        for item in document.values():
+            yield from nodes_of(item)
+
+
+def attacked(path: Path, victim: str, target: str, inputs: list[dict[str, Any]]) -> Path:
+    """Replace the first call of one operator, wherever it is, by another call."""
+
+    hostile = path.with_name("hostile.pt2")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(hostile, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if name.endswith("models/model.json"):
+                document = json.loads(data)
+                node = next(n for n in nodes_of(document) if n["target"] == f"torch.ops.aten.{victim}")
+                node["target"], node["inputs"] = target, inputs
+                data = json.dumps(document).encode()
+            new.writestr(name, data)
+    return hostile
+
+
+def from_file(secret: Path) -> list[dict[str, Any]]:
+    return [
+        {"name": "filename", "arg": {"as_string": str(secret)}, "kind": 1},
+        {"name": "shared", "arg": {"as_bool": False}, "kind": 1},
+        {"name": "size", "arg": {"as_int": 16}, "kind": 1},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "victim"),
+    [(models.Branch, "linear.default"), (Loop, "mul.Tensor"), (NoGrad, "sin.default"), (Plain, "relu.default")],
+)
+def test_no_graph_of_an_archive_reads_a_file(tmp_path: Path, model: type[nn.Module], victim: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(64))
+    path = attacked(exported(model(), tmp_path), victim, "torch.ops.aten.from_file.default", from_file(secret))
+    with pytest.raises(UnsupportedModel, match=r"aten\.from_file\.default.*not an operator that a model may use"):
+        lower(path, "hostile", [1], tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.ops.aten._print.default",
+        "torch.ops.aten.save.default",
+        "torch.ops.aten.set_.source_Storage",
+        "torch.ops.aten.resize_.default",
+        "torch.ops.aten.fbgemm_linear_fp16_weight.default",
+        "torch.ops.aten._sparse_coo_tensor_unsafe.default",
+        "torch.ops.aten.add.__class__",
+        "torch.ops.mkldnn._linear_pointwise.default",
+        "torch.ops.prim.device.default",
+        "torch.ops.c10d.send.default",
+        "torch.ops.symm_mem.symm_mem_copy_.default",
+        "torch.ops.load_library",
+        "torch.ops.higher_order.print",
+        "torch.ops.higher_order.call_torchbind",
+        "torch.hub.load",
+        "torch.load",
+        "_operator.methodcaller",
+        "math.__loader__.x",
+        "#extension:f",
+        "print",
+    ],
+)
+def test_other_targets_of_an_archive_are_refused(tmp_path: Path, target: str) -> None:
+    path = attacked(exported(models.Branch(), tmp_path), "linear.default", target, [])
+    with pytest.raises(UnsupportedModel, match="not an operator that a model may use"):
+        archive.read(path)
+
+
+def test_every_operator_with_a_string_that_is_no_choice_is_refused() -> None:
+    """Independent of the names in the list: whatever torch offers, no op that is allowed takes a path."""
+    admitted = set()
+    for schema in torch._C._jit_get_all_schemas():
+        name, overload = schema.name.replace("::", "."), schema.overload_name or "default"
+        if allows_target(f"torch.ops.{name}.{overload}"):
+            admitted |= {a.name for a in schema.arguments if "str" in str(a.type)}
+            assert schema.name.startswith("aten::")
+    assert admitted
+    assert not {name for name in admitted if "file" in name or "path" in name or "name" in name}
+
+
+def test_what_networks_are_made_of_is_allowed() -> None:
+    aten = torch.ops.aten
+    usual = [aten.linear.default, aten.conv2d.padding, aten.lstm.input, aten.gelu.default, aten.einsum.default]
+    usual += [aten.scaled_dot_product_attention.default, aten._to_copy.default, aten.index.Tensor, aten.div.Tensor_mode]
+    assert all(map(allows, usual))
+    own = torch.ops.mkldnn._linear_pointwise.default
+    assert allows_lowered(own)
+    assert not allows(own)
+
+
+def test_a_cached_program_is_held_to_the_same_operators(tmp_path: Path) -> None:
+    lowered = lower(exported(Plain(), tmp_path), "m", [1], tmp_path / "cache")
+    raw = artifact.encode("x", lowered.inputs, lowered.outputs, lowered.batched, lowered.traces)
+    assert raw is not None
+    assert artifact.decode(raw, "x")
+    with pytest.raises(FormatError, match="not an operator that a model may use"):
+        artifact.decode(raw.replace(b"aten.relu_.default", b"aten.from_file.default"), "x")
+
+
