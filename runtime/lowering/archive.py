@@ -39,6 +39,7 @@ _MAX_JSON_BYTES = 256 << 20
 # Shape expressions, as `sympy.srepr` writes them: `Mul(Integer(2), Symbol('s77', positive=True, integer=True))`.
 # `sympify` evaluates its text, so nothing but these words may reach it.
 _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/%(), .<>=!&|~']*")
+_NAME = re.compile(r"[A-Za-z_0-9]*", re.ASCII)
 _QUOTED = re.compile(r"'([^']*)'")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 _SYMBOL = re.compile(r"[suz][a-z]*\d+")
@@ -174,6 +175,8 @@ def _check_program(path: Path, raw: bytes) -> Any:
                 raise UnsupportedModel(
                     f"{path.name}: inputs or outputs hold an enum or defaultdict; use plain containers"
                 )
+            elif kind == "name" and not _NAME.fullmatch(text):
+                raise ArchiveError(f"{path.name}: name {text[:80]!r} of the program is no identifier")
             elif kind == "target" and not allows_target(text):
                 raise UnsupportedModel(
                     f"{path.name}: the program calls {text[:80]!r}, which is not an operator that a model may use:"
@@ -188,7 +191,10 @@ def _check_program(path: Path, raw: bytes) -> Any:
 
 
 def _texts(document: Any) -> Iterator[tuple[str, str]]:
-    """Every shape expression, container structure and operator name of a serialized program."""
+    """Every shape expression, container structure, operator and name of a serialized program.
+
+    Torch writes names into Python code, which it runs when it loads the program.
+    """
     pending = [document]
     while pending:
         item = pending.pop()
@@ -199,6 +205,12 @@ def _texts(document: Any) -> Iterator[tuple[str, str]]:
                 yield "expr_str", item["expr_str"]
             if isinstance(item.get("target"), str) and "inputs" in item and "outputs" in item:
                 yield "target", item["target"]
+                item["metadata"] = {}  # nothing here needs stack traces, and torch looks functions up by these
+            if isinstance(item.get("as_operator"), str):
+                yield "target", item["as_operator"]
+            for key in ("name", "as_name"):
+                if isinstance(item.get(key), str):
+                    yield "name", item[key]
             for spec in ("in_spec", "out_spec"):
                 if isinstance(item.get(spec), str):
                     yield "spec", item[spec]

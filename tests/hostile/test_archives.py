@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from planner.errors import FormatError
-from runtime.errors import UnsupportedModel
+from runtime.errors import ArchiveError, UnsupportedModel
 from runtime.lowering import archive, artifact
 from runtime.lowering.allowed_ops import allows, allows_lowered, allows_target
 from runtime.lowering.lower import lower
@@ -61,20 +61,28 @@ def nodes_of(document: Any) -> Iterator[dict[str, Any]]:
             yield from nodes_of(item)
 
 
-def attacked(path: Path, victim: str, target: str, inputs: list[dict[str, Any]]) -> Path:
-    """Replace the first call of one operator, wherever it is, by another call."""
-
+def edited(path: Path, edit: Callable[[Any], None]) -> Path:
+    """A copy of an archive with another program."""
     hostile = path.with_name("hostile.pt2")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(hostile, "w") as new:
         for name in old.namelist():
             data = old.read(name)
             if name.endswith("models/model.json"):
                 document = json.loads(data)
-                node = next(n for n in nodes_of(document) if n["target"] == f"torch.ops.aten.{victim}")
-                node["target"], node["inputs"] = target, inputs
+                edit(document)
                 data = json.dumps(document).encode()
             new.writestr(name, data)
     return hostile
+
+
+def attacked(path: Path, victim: str, target: str, inputs: list[dict[str, Any]]) -> Path:
+    """Replace the first call of one operator, wherever it is, by another call."""
+
+    def replace(document: Any) -> None:
+        node = next(n for n in nodes_of(document) if n["target"] == f"torch.ops.aten.{victim}")
+        node["target"], node["inputs"] = target, inputs
+
+    return edited(path, replace)
 
 
 def from_file(secret: Path) -> list[dict[str, Any]]:
@@ -126,6 +134,32 @@ def test_other_targets_of_an_archive_are_refused(tmp_path: Path, target: str) ->
     path = attacked(exported(models.Branch(), tmp_path), "linear.default", target, [])
     with pytest.raises(UnsupportedModel, match="not an operator that a model may use"):
         archive.read(path)
+
+
+def test_names_are_not_written_into_code(tmp_path: Path) -> None:
+    """Torch generates Python from a graph: the name of a branch's input would be a default value that is evaluated."""
+    mark = tmp_path / "mark"
+
+    def poison(document: Any) -> None:
+        node = next(n for n in nodes_of(document) if n["target"].endswith("cond"))
+        graph = next(i["arg"]["as_graph"]["graph"] for i in node["inputs"] if "as_graph" in i["arg"])
+        old = json.dumps(graph["inputs"][-1]["as_tensor"]["name"])
+        new = json.dumps(f"z=open({str(mark)!r}, 'w')")
+        replaced = json.loads(json.dumps(graph).replace(old, new))
+        graph.update(replaced)
+
+    with pytest.raises(ArchiveError, match="is no identifier"):
+        lower(edited(exported(models.Branch(), tmp_path), poison), "hostile", [1], tmp_path / "cache")
+    assert not mark.exists()
+
+
+def test_functions_are_no_arguments(tmp_path: Path) -> None:
+    def poison(document: Any) -> None:
+        node = next(n for n in nodes_of(document) if n["target"].endswith("cond"))
+        next(i for i in node["inputs"] if "as_graph" in i["arg"])["arg"] = {"as_operator": "torch.load"}
+
+    with pytest.raises(UnsupportedModel, match=r"'torch\.load'"):
+        archive.read(edited(exported(models.Branch(), tmp_path), poison))
 
 
 def test_every_operator_with_a_string_that_is_no_choice_is_refused() -> None:
