@@ -84,7 +84,12 @@ class _Records:
         self.infos = {i.filename.split("/", 1)[-1]: i for i in archive.infolist()}
 
     def refuse_unsafe(self) -> None:
-        for name in self.infos:
+        for name, info in self.infos.items():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ArchiveError(
+                    f"{self.path.name}: record {name} is compressed, to {info.compress_size} of {info.file_size} bytes;"
+                    " torch.export.save compresses nothing"
+                )
             if name.startswith("data/aotinductor/"):
                 raise ArchiveError(
                     f"{self.path.name}: holds a compiled library ({name}); export without AOTInductor"
@@ -144,8 +149,6 @@ class _Records:
         if info.file_size == 0:
             return torch.empty(0, dtype=dtype)
         self._verify(info)
-        if info.compress_type != zipfile.ZIP_STORED:
-            return torch.frombuffer(bytearray(self.archive.read(info)), dtype=dtype)
         with self.path.open("rb") as file:
             file.seek(info.header_offset + 26)
             name_length, extra_length = struct.unpack("<HH", file.read(4))

@@ -101,8 +101,7 @@ def lower(
         weights.write(weights_path, manifest, own, model.tables)
     batched = model.max_batch is not None
     encoded = artifact.encode(_stamp(wanted), model.inputs, model.outputs, batched, traces)
-    if encoded is not None:
-        weights.replace_file(folder / _artifact_name(wanted), encoded)
+    weights.replace_file(folder / _artifact_name(wanted), encoded)
     return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options)
 
 

@@ -11,10 +11,17 @@ import torch
 from torch import nn
 
 from planner.errors import FormatError
+from runtime.binding.cache import ProgramCache
+from runtime.binding.program import Bases
+from runtime.cpu.arena import CpuArena
+from runtime.cpu.executor import CpuExecutor
 from runtime.errors import ArchiveError, UnsupportedModel
+from runtime.host.store import open_store
 from runtime.lowering import archive, artifact
 from runtime.lowering.allowed_ops import allows, allows_lowered, allows_target
-from runtime.lowering.lower import lower
+from runtime.lowering.archive_file import fingerprint
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 
 
@@ -177,7 +184,12 @@ def test_every_operator_with_a_string_that_is_no_choice_is_refused() -> None:
 def test_what_networks_are_made_of_is_allowed() -> None:
     aten = torch.ops.aten
     usual = [aten.linear.default, aten.conv2d.padding, aten.lstm.input, aten.gelu.default, aten.einsum.default]
-    usual += [aten.scaled_dot_product_attention.default, aten._to_copy.default, aten.index.Tensor, aten.div.Tensor_mode]
+    usual += [
+        aten.scaled_dot_product_attention.default,
+        aten._to_copy.default,
+        aten.index.Tensor,
+        aten.div.Tensor_mode,
+    ]
     assert all(map(allows, usual))
     own = torch.ops.mkldnn._linear_pointwise.default
     assert allows_lowered(own)
@@ -187,9 +199,49 @@ def test_what_networks_are_made_of_is_allowed() -> None:
 def test_a_cached_program_is_held_to_the_same_operators(tmp_path: Path) -> None:
     lowered = lower(exported(Plain(), tmp_path), "m", [1], tmp_path / "cache")
     raw = artifact.encode("x", lowered.inputs, lowered.outputs, lowered.batched, lowered.traces)
-    assert raw is not None
     assert artifact.decode(raw, "x")
     with pytest.raises(FormatError, match="not an operator that a model may use"):
         artifact.decode(raw.replace(b"aten.relu_.default", b"aten.from_file.default"), "x")
 
 
+def test_a_record_that_inflates_is_refused(tmp_path: Path) -> None:
+    path = exported(Plain(), tmp_path)
+    bomb = tmp_path / "bomb.pt2"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, bytes(8 << 20) if name.endswith("weight_0") else old.read(name))
+    assert bomb.stat().st_size < 64 << 10
+    with pytest.raises(ArchiveError, match=r"is compressed, to \d+ of \d+ bytes"):
+        archive.read(bomb)
+
+
+def test_a_list_of_too_many_records_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "many.pt2"
+    with zipfile.ZipFile(path, "w") as file:
+        for n in range(45_000):
+            file.writestr(zipfile.ZipInfo(f"{n:060}"), b"")
+    with pytest.raises(ArchiveError, match=r"its list of records has \d+ bytes, the limit is 4194304"):
+        fingerprint(path)
+
+
+@pytest.mark.parametrize("model", [models.Branch, Loop, NoGrad])
+def test_a_restart_reads_no_archive(
+    tmp_path: Path, model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Archives are read where models are prepared; programs with sub-programs are in the cache as well."""
+    path = exported(model(), tmp_path)
+    first = lower(path, "m", [1], tmp_path / "cache")
+    monkeypatch.setattr(archive, "read", lambda path: pytest.fail("the archive was read again"))
+    again = lower(path, "m", [1], tmp_path / "cache")
+    x = torch.randn(2, 8)
+    assert torch.equal(run(again, x), run(first, x))
+
+
+def run(lowered: Lowered, x: torch.Tensor) -> torch.Tensor:
+    arena = CpuArena(2 * lowered.manifest.segment_bytes + (1 << 20))
+    store = open_store("ram", lowered.weights_path, lowered.manifest)
+    plan = resident_plan(lowered.graphs[min(lowered.graphs)])
+    program = ProgramCache().build(lowered, plan, None, arena, Bases(0, lowered.manifest.segment_bytes), store)
+    with arena, CpuExecutor() as executor:
+        executor.load(program)
+        return executor.run(program, [x.clone()]).outputs[0]
