@@ -180,6 +180,14 @@ class ServeConfig:
     max_body_bytes: int = setting(
         64 << 20, "--max-body", "largest request body", parse_size, "SIZE", write_size, group="requests"
     )
+    max_json_bytes: int = setting(
+        16 << 20,
+        "--max-json",
+        "largest JSON of a request, and largest gRPC request without its raw contents; tensors should be sent as bytes",
+        parse_size,
+        "SIZE",
+        write_size,
+    )
     queue_limit: int = setting(256, "--queue-limit", "requests that may wait per model", integer(1, 1 << 20), "N")
     queue_bytes: int = setting(
         1 << 30,

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,11 +11,15 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
+from server.errors import PayloadTooLarge
 from server.grpc.errors import CallRefused, status_of
 from server.observe.access import Access, Permission
 
 MESSAGE_S = 120.0
 """How long the message of a unary call may take; grpc.aio does not say how much of it has arrived."""
+
+_MOST_CONTROL_BYTES = 1 << 20
+"""Size of a message that is no inference request."""
 
 _CONTROL_CALLS = (
     "RepositoryModelLoad",
@@ -56,13 +60,25 @@ def _method_handler(method: Any, calls: object, access: Access) -> grpc.RpcMetho
     """
     function: Callable[..., Any] = getattr(calls, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
     request_type, write = GetMessageClass(method.input_type), GetMessageClass(method.output_type).SerializeToString
-    read = None if request_type is ModelInferRequest else request_type.FromString
     permission = _PERMISSIONS.get(method.name, Permission.INFERENCE)
 
     async def request_of(requests: Any, context: Any) -> Any:
         if permission not in access.open:
             access.require(metadata_of(context, "authorization"), permission)
-        return requests if method.client_streaming else await _message(context)
+        if method.client_streaming:
+            return requests if request_type is ModelInferRequest else parsed(requests)
+        message = await _message(context)
+        return message if request_type is ModelInferRequest else parse(message)
+
+    def parse(message: bytes) -> Any:
+        if len(message) > _MOST_CONTROL_BYTES:
+            what = f"the {method.name} message of {len(message)} bytes"
+            raise PayloadTooLarge(what, _MOST_CONTROL_BYTES, "only inference takes larger ones")
+        return request_type.FromString(message)
+
+    async def parsed(messages: Any) -> AsyncIterator[Any]:
+        async for message in messages:
+            yield parse(message)
 
     async def unary(requests: Any, context: Any) -> Any:
         try:
@@ -79,8 +95,8 @@ def _method_handler(method: Any, calls: object, access: Access) -> grpc.RpcMetho
             await _abort(context, error, method.name)
 
     if method.server_streaming:
-        return grpc.stream_stream_rpc_method_handler(stream, read, write)
-    return grpc.stream_unary_rpc_method_handler(unary, read, write)
+        return grpc.stream_stream_rpc_method_handler(stream, None, write)
+    return grpc.stream_unary_rpc_method_handler(unary, None, write)
 
 
 async def _message(context: Any) -> Any:
