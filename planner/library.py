@@ -1,16 +1,15 @@
 """Plans on disk: one JSON file each, found by the fingerprint of its problem.
 
-A file is written under a temporary name and renamed, so that a reader sees a whole file or none. A file that cannot be
-used (truncated, edited, of another version) is reported and made again.
+A file that cannot be used (truncated, damaged, of another version) is reported and made again. A full disk keeps plans
+from being stored, not from being made.
 """
 
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import planner.plan
+from planner import cache_file
 from planner.check import check
 from planner.errors import FormatError, InvalidPlan
 from planner.graph import fingerprint
@@ -37,7 +36,11 @@ class Library:
         if known is not None:
             return known
         plan = search(problem, seed=seed)
-        _write(self.plan_path(problem, seed), planner.plan.encode(plan))
+        path = self.plan_path(problem, seed)
+        try:
+            cache_file.write(path, planner.plan.encode(plan))
+        except OSError as error:
+            logger.warning("plan not kept", extra={"path": str(path), "reason": str(error)})
         return plan
 
     def known(self, problem: Problem, *, seed: int = 0) -> Plan | None:
@@ -65,7 +68,7 @@ class Library:
 
 
 def _read_plan(path: Path, problem: Problem) -> Plan:
-    plan = planner.plan.decode(path.read_bytes())
+    plan = planner.plan.decode(cache_file.read(path))
     check(problem.graph, problem.profile, plan)
     if (plan.partition_bytes, plan.workspace_bytes) != (problem.partition_bytes, problem.workspace_bytes):
         raise FormatError(
@@ -75,19 +78,6 @@ def _read_plan(path: Path, problem: Problem) -> Plan:
     if problem.residents is not None and plan.residents != problem.residents:
         raise FormatError("plan has other residents than the model's other batch sizes")
     return plan
-
-
-def _write(path: Path, raw: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path
 
 
 def _log(path: Path, reason: str) -> None:

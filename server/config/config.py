@@ -104,6 +104,18 @@ class ServeConfig:
         False, "--exit-on-error", "exit if a model cannot be loaded at start; otherwise skip it"
     )
 
+    prepare_timeout_s: float = setting(
+        600.0, "--prepare-timeout", "time to prepare or plan a model in a process of its own", seconds, "SECONDS"
+    )
+    prepare_memory_bytes: int | None = setting(
+        None,
+        "--prepare-memory",
+        "memory that a preparing process may allocate; without it, the kernel ends such a process first if memory runs"
+        " out",
+        parse_size,
+        "SIZE",
+    )
+
     engine: EngineMode = setting(
         "process",
         "--engine",

@@ -20,9 +20,8 @@ from server.models.prepared import (
     prepare_in_worker,
     warn_without_segments,
 )
-from server.models.preparer import ModelPreparer
+from server.models.preparer import ModelPreparer, workers_of
 from server.models.repository import ModelSource
-from server.models.worker_process import WorkerProcess
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
 from server.placement.memory_map import draw
@@ -75,19 +74,20 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     warn_without_segments(config)
     failures: dict[str, str] = {}
     prepared: list[Prepared] = []
-    worker = WorkerProcess()
+    workers = workers_of(config, 1)
     for source in sources:
         try:
             if config.engine == "process":
                 on_progress(source.name, "lowering and measuring")
-                prepare_in_worker(source, config, worker)
-            prepared.append(prepare(source, config, backend, on_progress))
+                prepared.append(prepare_in_worker(source, config, backend, workers))
+            else:
+                prepared.append(prepare(source, config, backend, on_progress))
         except CohabitError as error:
             failures[source.name] = str(error)
         except Exception as error:
             _log.exception("model failed to load", extra={"fields": {"model": source.name}})
             failures[source.name] = f"unexpected {type(error).__name__}: {error}"
-    worker.close()
+    workers.close()
     deployment = deploy(
         [p.demand for p in prepared],
         config.memory.of(sum(p.weight_bytes for p in prepared)),
