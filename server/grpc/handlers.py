@@ -2,8 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -17,6 +17,9 @@ from server.observe.access import Access, Permission
 
 MESSAGE_S = 120.0
 """How long the message of a unary call may take; grpc.aio does not say how much of it has arrived."""
+
+MOST_CALLS, MOST_HEALTH_CALLS = 4096, 1024
+"""Calls under way together; more are answered RESOURCE_EXHAUSTED."""
 
 _MOST_CONTROL_BYTES = 1 << 20
 """Size of a message that is no inference request."""
@@ -38,14 +41,34 @@ _PERMISSIONS = {
 """What a call needs a token for; every other call needs one for inference."""
 
 
-def service_handler(service: Any, calls: object, access: Access) -> grpc.GenericRpcHandler:
+class CallSlots:
+    """Counts the calls under way of one port. Health calls have slots of their own, so that others cannot take them."""
+
+    def __init__(self) -> None:
+        self._taken = {True: 0, False: 0}
+
+    @contextmanager
+    def take(self, is_health: bool) -> Iterator[None]:
+        """Raises CallRefused if there is no free slot."""
+        most = MOST_HEALTH_CALLS if is_health else MOST_CALLS
+        if self._taken[is_health] >= most:
+            raise CallRefused(StatusCode.RESOURCE_EXHAUSTED, f"{most} calls are under way already")
+        self._taken[is_health] += 1
+        try:
+            yield
+        finally:
+            self._taken[is_health] -= 1
+
+
+def service_handler(service: Any, calls: object, access: Access, slots: CallSlots) -> grpc.GenericRpcHandler:
     """Serve a service, given by its descriptor, with the functions of `calls`, named as its methods in snake case.
 
     A function takes the message and the call's context; ModelInferRequest is left as bytes. It returns the answer, or
     is an asynchronous generator of answers. A client-streaming function takes an iterator of messages.
     """
     return grpc.method_handlers_generic_handler(
-        service.full_name, {method.name: _method_handler(method, calls, access) for method in service.methods}
+        service.full_name,
+        {method.name: _method_handler(method, calls, access, slots) for method in service.methods},
     )
 
 
@@ -53,7 +76,7 @@ def metadata_of(context: Any, name: str) -> str | None:
     return next((value for key, value in context.invocation_metadata() or () if key == name), None)
 
 
-def _method_handler(method: Any, calls: object, access: Access) -> grpc.RpcMethodHandler:
+def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots) -> grpc.RpcMethodHandler:
     """Make a handler that receives a call after its head, before any message.
 
     On the wire a unary request is a stream of one message, so every handler is a streaming one.
@@ -82,15 +105,17 @@ def _method_handler(method: Any, calls: object, access: Access) -> grpc.RpcMetho
 
     async def unary(requests: Any, context: Any) -> Any:
         try:
-            return await function(await request_of(requests, context), context)
+            with slots.take(permission is Permission.HEALTH):
+                return await function(await request_of(requests, context), context)
         except Exception as error:
             await _abort(context, error, method.name)
 
     async def stream(requests: Any, context: Any) -> None:
         try:
-            async with aclosing(function(await request_of(requests, context), context)) as answers:
-                async for answer in answers:
-                    await context.write(answer)
+            with slots.take(permission is Permission.HEALTH):
+                async with aclosing(function(await request_of(requests, context), context)) as answers:
+                    async for answer in answers:
+                        await context.write(answer)
         except Exception as error:
             await _abort(context, error, method.name)
 
