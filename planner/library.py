@@ -1,12 +1,10 @@
 """Plans, and divisions of memory, on disk: one JSON file each, found by the fingerprint of its problem.
 
-A file is written under a temporary name and renamed, so that a reader sees a whole file or none. A file that cannot be
-used (truncated, edited, of another version) is reported and made again.
+A file that cannot be used (truncated, damaged, of another version) is reported and made again. A full disk keeps plans
+from being stored, not from being made.
 """
 
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 import planner.plan
+from planner import cache_file
 from planner.check import check
 from planner.errors import FormatError, InvalidPlan
 from planner.graph import fingerprint
@@ -39,7 +38,7 @@ class Library:
         return self._read(self.plan_path(problem), lambda raw: _usable_plan(raw, problem))
 
     def store(self, problem: Problem, plan: Plan) -> None:
-        _write(self.plan_path(problem), planner.plan.encode(plan))
+        self._store(self.plan_path(problem), planner.plan.encode(plan))
 
     def plans(self, model: ModelDemand, room: Room) -> dict[int, Plan] | None:
         """Return the plans of all a model's batch sizes, if they are stored."""
@@ -62,7 +61,7 @@ class Library:
     def store_division(
         self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int, division: Division
     ) -> None:
-        _write(_division_path(self.root, models, memory_bytes, layout, lanes), msgspec.json.encode(division))
+        self._store(_division_path(self.root, models, memory_bytes, layout, lanes), msgspec.json.encode(division))
 
     def plan_path(self, problem: Problem) -> Path:
         key = (planner.plan.FORMAT_VERSION, *problem.key)
@@ -70,13 +69,20 @@ class Library:
 
     def _read(self, path: Path, decode: Callable[[bytes], T]) -> T | None:
         try:
-            return decode(path.read_bytes())
+            return decode(cache_file.read(path))
         except FileNotFoundError:
             return None
         except (FormatError, InvalidPlan) as error:
             fields = {"path": str(path), "reason": str(error)}
             logger.warning("library file not usable, making it again", extra={"fields": fields})
             return None
+
+    def _store(self, path: Path, content: bytes) -> None:
+        try:
+            cache_file.write(path, content)
+        except OSError as error:
+            fields = {"path": str(path), "reason": str(error)}
+            logger.warning("library file not stored", extra={"fields": fields})
 
 
 def _division_path(
@@ -106,15 +112,3 @@ def _usable_plan(raw: bytes, problem: Problem) -> Plan:
     if problem.residents is not None and plan.residents != problem.residents:
         raise FormatError("plan has other residents than the model's other batch sizes")
     return plan
-
-
-def _write(path: Path, raw: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

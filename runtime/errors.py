@@ -5,6 +5,7 @@ CohabitError
 │   └── UnsupportedModel   a valid program that cannot be planned; the message has the cause and the remedy
 ├── UnsupportedPlan      a valid plan for another runtime
 ├── DeviceError          a kernel or a copy failed while an inference ran
+│   ├── StoreChanged       a weights file is not the one that was loaded
 │   └── DeviceLost         nothing can run on the device until the process is restarted
 ├── CaptureFailed        a program's kernels cannot become one graph; they are issued one by one instead
 └── MemoryExceeded       an allocation would leave its region
@@ -27,6 +28,10 @@ class UnsupportedPlan(CohabitError):
 
 class DeviceError(CohabitError):
     """A kernel or a copy failed while an inference ran. The program can be run again."""
+
+
+class StoreChanged(DeviceError):
+    """A weights file was written to, or cut off, after its model was loaded: models must be loaded anew."""
 
 
 class DeviceLost(DeviceError):

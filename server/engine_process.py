@@ -5,7 +5,6 @@ with the front end that supervises it.
 """
 
 import asyncio
-import ctypes
 import faulthandler
 import logging
 import mmap
@@ -54,13 +53,13 @@ from server.ipc.messages import (
 )
 from server.ipc.shared_layout import HEARTBEAT, MARK, round_up
 from server.observe.settings import LogSettings
+from server.process_rights import end_with_parent, no_new_privileges
 from server.protocol.request import InferRequest
 
 EXIT_DEVICE_LOST = 70
 _HEARTBEAT_S = 0.25
 _HANDSHAKE_S = 10.0
 _LAST_MESSAGES_S = 0.2
-_PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger("cohabit.engine")
 
@@ -306,15 +305,11 @@ def _exit_device_lost(reason: str) -> None:
     os._exit(EXIT_DEVICE_LOST)
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end this process when the supervisor dies, even if a kernel of the device hangs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(make_engine: Callable[..., Engine] = Engine) -> None:
     """Run the engine until the supervisor ends it. `make_engine` has the signature of `Engine`."""
     faulthandler.enable()
-    _end_with_parent()
+    end_with_parent()
+    no_new_privileges()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when the engine ends
     listener = socket.socket(fileno=int(sys.argv[1]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

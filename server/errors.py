@@ -115,11 +115,18 @@ class ModelNotReady(RequestError):
 class PayloadTooLarge(RequestError):
     """A body, or what it inflates to, is over the limit."""
 
-    def __init__(self, what: str, limit_bytes: int) -> None:
+    def __init__(self, what: str, limit_bytes: int, way_out: str = "") -> None:
+        way_out = way_out or "send a smaller batch, or start the server with a larger --max-body"
         super().__init__(
-            f"{what} is over the limit of {limit_bytes} bytes ({format_bytes(limit_bytes)});"
-            " send a smaller batch, or start the server with a larger --max-body"
+            f"{what} is over the limit of {limit_bytes} bytes ({format_bytes(limit_bytes)}); {way_out}"
         )
+
+
+def too_much_json(what: str, limit_bytes: int) -> PayloadTooLarge:
+    """The error for a request with too much besides its tensors' bytes."""
+    return PayloadTooLarge(
+        what, limit_bytes, "send tensors as bytes instead, or start the server with a larger --max-json"
+    )
 
 
 class ClientTooSlow(RequestError):

@@ -4,7 +4,6 @@ Started as `python -m server.frontend_process ENGINE_SOCKET`, with an encoded `S
 """
 
 import asyncio
-import ctypes
 import signal
 import sys
 from pathlib import Path
@@ -13,9 +12,8 @@ import uvloop
 
 from server.config.config import decode_config
 from server.log import configure_logging
+from server.process_rights import end_with_parent, no_new_privileges
 from server.serve import Server
-
-_PR_SET_PDEATHSIG = 1
 
 
 async def _run(raw_config: bytes, engine_path: Path) -> None:
@@ -31,7 +29,8 @@ async def _run(raw_config: bytes, engine_path: Path) -> None:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the front end that started this one
+    end_with_parent()
+    no_new_privileges()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(sys.stdin.buffer.read(), Path(sys.argv[1])))

@@ -11,7 +11,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("planner", "runtime", "server", "loadgen")
 WORDS = {
     f"planner.{name}"
-    for name in ("graph", "profile", "plan", "timeline", "check", "errors", "free_list", "lifetimes", "order")
+    for name in [
+        "graph",
+        "profile",
+        "plan",
+        "timeline",
+        "check",
+        "errors",
+        "free_list",
+        "lifetimes",
+        "order",
+        "cache_file",
+    ]
 }
 """The planner's plain data, which needs nothing but msgspec."""
 PREPARING = {f"planner.{name}" for name in ("sizing", "library")}

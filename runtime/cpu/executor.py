@@ -20,7 +20,7 @@ from runtime.binding.draft import ComputeStep, SwapStep
 from runtime.binding.program import Program
 from runtime.captures import Capture
 from runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
-from runtime.errors import DeviceError
+from runtime.errors import DeviceError, StoreChanged
 from runtime.lowering.slots import Frame
 from runtime.recording import Follow, Recording
 
@@ -61,6 +61,7 @@ class CpuExecutor:
         self._swap_in.pair(lambda run, count: self._swap_out.done.wait(run.swap_out_ticket(count)))
         self._swap_out.pair(lambda run, count: self._swap_in.done.wait(run.swap_in_ticket(count)))
         self._restored: dict[str, _Restored] = {}
+        self._lost: str | None = None
         self._stale: set[str] = set()
         """Models whose residents may be wrong, because a copy failed."""
         self._expected: Program | None = None
@@ -87,8 +88,8 @@ class CpuExecutor:
 
     @property
     def lost(self) -> str | None:
-        """A CPU is never lost."""
-        return None
+        """Why models must be loaded anew: a weights file was changed. A CPU itself is never lost."""
+        return self._lost
 
     @property
     def swap_busy_s(self) -> float:
@@ -108,6 +109,7 @@ class CpuExecutor:
         self._swap_in.submit(run, program.residents)
         self.settle()
         if run.error is not None:
+            self._note_loss(run.error)
             raise DeviceError(f"a copy from the store failed: {run.error}") from run.error
         if follow is not None and recording is not None:
             follow(recording)
@@ -297,7 +299,12 @@ class CpuExecutor:
         for earlier in (run, run.prefetch, restored.run if restored is not None else None):
             if earlier is not None and earlier.error is not None:
                 self._stale.add(program.name)
+                self._note_loss(earlier.error)
                 raise DeviceError(f"{program.name}: a copy failed: {earlier.error}") from earlier.error
+
+    def _note_loss(self, error: BaseException) -> None:
+        if isinstance(error, StoreChanged):
+            self._lost = self._lost or str(error)
 
     def _timeline(self, program: Program, run: LaneRun, recording: Recording) -> Timeline:
         self.settle()

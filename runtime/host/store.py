@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from runtime.errors import StoreChanged
 from runtime.host.direct import open_direct, read_fully
 from runtime.host.pages import Bytes, large_region, release_pages
 from runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
@@ -57,7 +58,10 @@ class RamStore:
 
 
 class FileStore:
-    """The weights file itself. Tables are mapped, so that a gather reads only the pages of its rows."""
+    """The weights file itself. Tables are mapped, so that a gather reads only the pages of its rows.
+
+    A copy raises StoreChanged after the file was changed; a gather of a table that was cut off ends the process.
+    """
 
     kind: StoreKind = "file"
     staged = False
@@ -66,10 +70,27 @@ class FileStore:
         self.manifest = manifest
         self._path = path
         self._fd, self.direct = open_direct(path, os.O_RDONLY)
+        self._state = self._current_state()
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
         offset = self.manifest.segments[segment].offset
-        return lambda: read_fully(self._fd, destination, offset)
+
+        def read() -> None:
+            try:
+                read_fully(self._fd, destination, offset)
+            finally:
+                self._refuse_changes()
+
+        return read
+
+    def _current_state(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
+    def _refuse_changes(self) -> None:
+        """Raise StoreChanged if the file was written to: what was read may be anything."""
+        if self._current_state() != self._state:
+            raise StoreChanged(f"{self._path.name} of {self._path.parent.name} was changed after it was loaded")
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)

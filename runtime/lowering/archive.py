@@ -28,6 +28,7 @@ from torch._export.serde.serialize import (
 from torch.export import ExportedProgram
 
 from runtime.errors import ArchiveError, UnsupportedModel
+from runtime.lowering.allowed_ops import allows_target
 from runtime.lowering.archive_file import open_archive
 
 _MODEL = "models/model.json"
@@ -38,6 +39,7 @@ _MAX_JSON_BYTES = 256 << 20
 # Shape expressions, as `sympy.srepr` writes them: `Mul(Integer(2), Symbol('s77', positive=True, integer=True))`.
 # `sympify` evaluates its text, so nothing but these words may reach it.
 _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/%(), .<>=!&|~']*")
+_NAME = re.compile(r"[A-Za-z_0-9]*", re.ASCII)
 _QUOTED = re.compile(r"'([^']*)'")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 _SYMBOL = re.compile(r"[suz][a-z]*\d+")
@@ -52,7 +54,6 @@ _FUNCTIONS = frozenset(
         """
     )
 )
-_TARGET = re.compile(r"(torch\.ops\.[A-Za-z_0-9.]+|_operator\.[a-z][a-z_]*|math\.[a-z]+|torch\.sym_[a-z]+)")
 
 
 def read(path: Path) -> ExportedProgram:
@@ -83,7 +84,12 @@ class _Records:
         self.infos = {i.filename.split("/", 1)[-1]: i for i in archive.infolist()}
 
     def refuse_unsafe(self) -> None:
-        for name in self.infos:
+        for name, info in self.infos.items():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ArchiveError(
+                    f"{self.path.name}: record {name} is compressed, to {info.compress_size} of {info.file_size} bytes;"
+                    " torch.export.save compresses nothing"
+                )
             if name.startswith("data/aotinductor/"):
                 raise ArchiveError(
                     f"{self.path.name}: holds a compiled library ({name}); export without AOTInductor"
@@ -143,8 +149,6 @@ class _Records:
         if info.file_size == 0:
             return torch.empty(0, dtype=dtype)
         self._verify(info)
-        if info.compress_type != zipfile.ZIP_STORED:
-            return torch.frombuffer(bytearray(self.archive.read(info)), dtype=dtype)
         with self.path.open("rb") as file:
             file.seek(info.header_offset + 26)
             name_length, extra_length = struct.unpack("<HH", file.read(4))
@@ -174,9 +178,12 @@ def _check_program(path: Path, raw: bytes) -> Any:
                 raise UnsupportedModel(
                     f"{path.name}: inputs or outputs hold an enum or defaultdict; use plain containers"
                 )
-            elif kind == "target" and "." in text and not _TARGET.fullmatch(text):
+            elif kind == "name" and not _NAME.fullmatch(text):
+                raise ArchiveError(f"{path.name}: name {text[:80]!r} of the program is no identifier")
+            elif kind == "target" and not allows_target(text):
                 raise UnsupportedModel(
-                    f"{path.name}: the program calls {text!r}, which is not an operator of torch.ops"
+                    f"{path.name}: the program calls {text[:80]!r}, which is not an operator that a model may use:"
+                    " compute operators of torch.ops.aten and control flow; decompose or rewrite it before export"
                 )
         document["guards_code"] = []
         return _bytes_to_dataclass(schema.ExportedProgram, json.dumps(document).encode())
@@ -187,7 +194,10 @@ def _check_program(path: Path, raw: bytes) -> Any:
 
 
 def _texts(document: Any) -> Iterator[tuple[str, str]]:
-    """Every shape expression, container structure and operator name of a serialized program."""
+    """Every shape expression, container structure, operator and name of a serialized program.
+
+    Torch writes names into Python code, which it runs when it loads the program.
+    """
     pending = [document]
     while pending:
         item = pending.pop()
@@ -198,6 +208,12 @@ def _texts(document: Any) -> Iterator[tuple[str, str]]:
                 yield "expr_str", item["expr_str"]
             if isinstance(item.get("target"), str) and "inputs" in item and "outputs" in item:
                 yield "target", item["target"]
+                item["metadata"] = {}  # nothing here needs stack traces, and torch looks functions up by these
+            if isinstance(item.get("as_operator"), str):
+                yield "target", item["as_operator"]
+            for key in ("name", "as_name"):
+                if isinstance(item.get(key), str):
+                    yield "name", item[key]
             for spec in ("in_spec", "out_spec"):
                 if isinstance(item.get(spec), str):
                     yield "spec", item[spec]

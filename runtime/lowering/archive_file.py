@@ -8,6 +8,9 @@ from pathlib import Path
 
 from runtime.errors import ArchiveError
 
+_MOST_DIRECTORY_BYTES = 4 << 20
+"""Size of the list of records, which is read before anything else; torch writes about a hundred bytes per record."""
+
 
 def fingerprint(path: Path) -> str:
     """Return the hex SHA-256 over the names, sizes and checksums of an archive's records. Raises ArchiveError."""
@@ -19,8 +22,20 @@ def fingerprint(path: Path) -> str:
 def open_archive(path: Path) -> zipfile.ZipFile:
     """Raises ArchiveError."""
     try:
+        _refuse_large_directory(path)
         return zipfile.ZipFile(path)
     except FileNotFoundError as error:
         raise ArchiveError(f"{path.name}: no such file") from error
     except (zipfile.BadZipFile, OSError, struct.error) as error:
         raise ArchiveError(f"{path.name}: not a .pt2 archive, or a truncated one: {error}") from error
+
+
+def _refuse_large_directory(path: Path) -> None:
+    with path.open("rb") as file:
+        end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
+    nbytes = 0 if end is None else end[zipfile._ECD_SIZE]  # type: ignore[attr-defined]
+    if nbytes > _MOST_DIRECTORY_BYTES:
+        raise ArchiveError(
+            f"{path.name}: its list of records has {nbytes} bytes, the limit is {_MOST_DIRECTORY_BYTES};"
+            " a model has a record per parameter"
+        )

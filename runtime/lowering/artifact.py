@@ -1,42 +1,46 @@
 """The cache file of a lowered model: ports, instructions and storages as JSON, so that a restart needs no archive.
 
-Operators are written by name and looked up below `torch.ops` only. A program with sub-programs as arguments
-(`torch.cond`) cannot be written; it is lowered again at every start.
+Operators are written by name and looked up below `torch.ops` only. Sub-programs (of `torch.cond`) are written as lists
+of nodes, whose names are made anew: torch writes names into code.
 """
 
 import math
-import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
+from torch import fx
 
 from planner.errors import FormatError
 from planner.graph import decode_as
+from runtime.errors import UnsupportedModel
 from runtime.lowering import fused_ops, rewrite
+from runtime.lowering.allowed_ops import NUMBER_FUNCTIONS, allows_lowered
 from runtime.lowering.model import Port
-from runtime.lowering.slots import Slot
+from runtime.lowering.slots import Slot, filled
 from runtime.lowering.trace import Instruction, Storage, Trace, TracedOp
 from runtime.lowering.weights import dtype_name, dtype_of
 
 FORMAT_VERSION = 2
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "getitem": operator.getitem,
     "item": rewrite.getitem,
     "host_gather": rewrite.host_gather,
     **{f.__name__: f for f in fused_ops.PLAIN},
-    **{f"operator.{f.__name__}": f for f in (operator.add, operator.sub, operator.mul, operator.truediv)},
-    **{f"operator.{f.__name__}": f for f in (operator.floordiv, operator.neg, operator.lt, operator.le)},
-    **{f"operator.{f.__name__}": f for f in (operator.gt, operator.ge, operator.eq, operator.ne)},
+    **NUMBER_FUNCTIONS,
 }
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _TORCH_CONSTANTS = (torch.layout, torch.memory_format)
 
 
-class NotPlain(Exception):
+class NotPlain(UnsupportedModel):
     """A value of a program has no plain form."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(
+            f"{str(value)[:80]!r} ({type(value).__name__}) in the program cannot be written to the cache"
+        )
 
 
 class PortRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,12 +83,9 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def encode(
     lowering: str, inputs: tuple[Port, ...], outputs: tuple[Port, ...], batched: bool, traces: dict[int, Trace]
-) -> bytes | None:
-    """The artifact's JSON, or None for a program that has no plain form."""
-    try:
-        records = tuple(_trace_record(trace) for _, trace in sorted(traces.items()))
-    except NotPlain:
-        return None
+) -> bytes:
+    """The artifact's JSON. Raises UnsupportedModel for a program that has no plain form."""
+    records = tuple(_trace_record(trace) for _, trace in sorted(traces.items()))
     return msgspec.json.encode(Artifact(lowering, _port_records(inputs), _port_records(outputs), batched, records))
 
 
@@ -128,19 +129,22 @@ def _trace(record: TraceRecord) -> Trace:
 def _target_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target}"
     if target in _NAMES:
         return _NAMES[target]
-    raise NotPlain
+    raise NotPlain(target)
 
 
 def _target(name: str) -> Callable[..., Any]:
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
-    namespace, packet, overload = name.split(".")
-    target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    if not isinstance(target, torch._ops.OpOverload):
-        raise FormatError(f"lowered model calls {name}, which is not an operator")
-    return target
+    target: Any = torch.ops
+    for part in name.split("."):
+        target = getattr(target, part)
+    if not allows_lowered(target):
+        raise FormatError(f"lowered model calls {name}, which is not an operator that a model may use")
+    return cast(Callable[..., Any], target)
 
 
 def _plain(value: Any) -> Any:
@@ -164,8 +168,12 @@ def _plain(value: Any) -> Any:
             return {"device": str(value)}
         case torch.layout() | torch.memory_format():
             return {"torch": str(value).removeprefix("torch.")}
+        case fx.GraphModule():
+            return {"graph": _graph_record(value)}
+        case complex():
+            return {"complex": [value.real, value.imag]}
         case _:
-            raise NotPlain
+            raise NotPlain(value)
 
 
 def _value(plain: Any) -> Any:
@@ -179,6 +187,8 @@ def _value(plain: Any) -> Any:
             return Slot(content)
         case "float":
             return float(content)
+        case "complex":
+            return complex(*content)
         case "tuple":
             return tuple(_value(v) for v in content)
         case "dict":
@@ -191,4 +201,45 @@ def _value(plain: Any) -> Any:
             constant = getattr(torch, content)
             if isinstance(constant, _TORCH_CONSTANTS):
                 return constant
+        case "graph":
+            return _graph_module(content)
     raise ValueError(f"unknown argument {plain!r}")
+
+
+def _graph_record(module: fx.GraphModule) -> list[Any]:
+    """A sub-program's nodes in order: kind, operator, arguments; slots are indices of nodes."""
+    slots: dict[fx.Node, Any] = {}
+    records = []
+    for index, node in enumerate(module.graph.nodes):
+        slots[node] = Slot(index)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), slots.__getitem__)
+        target = None
+        if node.op == "call_function":
+            target = _target_name(node.target)
+        elif node.op == "get_attr":
+            args = (getattr(module, node.target),)
+        elif node.op not in ("placeholder", "output"):
+            raise NotPlain(node)
+        records.append([node.op, target, _plain(args), _plain(dict(kwargs))])
+    return records
+
+
+def _graph_module(records: list[Any]) -> fx.GraphModule:
+    graph, attributes = fx.Graph(), {}
+    nodes: list[fx.Node] = []
+    for index, (kind, target_name, plain_args, plain_kwargs) in enumerate(records):
+        args, kwargs = filled((_value(plain_args), _value(plain_kwargs)), lambda slot: nodes[slot.index])
+        match kind:
+            case "placeholder":
+                node = graph.placeholder(f"input_{index}")
+            case "get_attr":
+                (attributes[f"attribute_{index}"],) = args
+                node = graph.get_attr(f"attribute_{index}")
+            case "call_function":
+                node = graph.call_function(_target(target_name), args, kwargs)
+            case "output":
+                node = graph.output(args[0])
+            case _:
+                raise ValueError(f"unknown node {kind!r}")
+        nodes.append(node)
+    return fx.GraphModule(attributes, graph)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from planner.errors import FormatError
+from planner import cache_file
+from planner.errors import CohabitError, FormatError
 from planner.graph import Graph
 from runtime.errors import UnsupportedModel
 from runtime.lowering import artifact, weights
@@ -22,6 +23,10 @@ from runtime.options import DEFAULTS, Options
 
 _LOWERING = "7"
 """Changes whenever lowering writes other bytes for the same archive."""
+
+
+class NotCached(CohabitError):
+    """A model that should be in the cache is not, or is damaged there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +75,14 @@ def lower(
     cache: Path,
     on_progress: Callable[[str], None] = lambda text: None,
     options: Options = DEFAULTS,
+    *,
+    cached_only: bool = False,
 ) -> Lowered:
     """Lower an archive for the given batch sizes; those it was not exported for are left out.
 
     The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
-    for a bad archive and UnsupportedModel for a program that cannot be planned.
+    for a bad archive and UnsupportedModel for a program that cannot be planned. With `cached_only`, the archive is
+    not read; NotCached is raised if the cache does not have it, or has it damaged.
     """
     own_fingerprint = fingerprint(path)
     folder = cache / f"{own_fingerprint[:32]}{options.label}"
@@ -82,6 +90,8 @@ def lower(
     known = _known(name, folder, wanted, options)
     if known is not None:
         return known
+    if cached_only:
+        raise NotCached(f"{name}: the cache has no undamaged copy of it")
     on_progress(f"{name}: reading {path.name}")
     model = _read(path, name)
     rewrite(model, fused=options.fused)
@@ -101,8 +111,7 @@ def lower(
         weights.write(weights_path, manifest, own, model.tables)
     batched = model.max_batch is not None
     encoded = artifact.encode(_stamp(wanted), model.inputs, model.outputs, batched, traces)
-    if encoded is not None:
-        weights.replace_file(folder / _artifact_name(wanted), encoded)
+    cache_file.write(folder / _artifact_name(wanted), encoded)
     return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options)
 
 
@@ -127,7 +136,7 @@ def _known(name: str, folder: Path, batches: Sequence[int], options: Options) ->
     """Return what an earlier run lowered from the same archive, if all of it is there and undamaged."""
     weights_path = folder / "weights.bin"
     try:
-        raw = (folder / _artifact_name(batches)).read_bytes()
+        raw = cache_file.read(folder / _artifact_name(batches))
         inputs, outputs, batched, traces = artifact.decode(raw, _stamp(batches))
     except (FileNotFoundError, FormatError):
         return None

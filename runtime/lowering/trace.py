@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from planner.graph import Graph, Op, Tensor
 from runtime.errors import UnsupportedModel
 from runtime.lowering.allocations import measuring_allocations
+from runtime.lowering.allowed_ops import allows_lowered
 from runtime.lowering.model import FxModel
 from runtime.lowering.rewrite import host_gather
 from runtime.lowering.slots import Slot, slots_of
@@ -24,9 +25,6 @@ from runtime.lowering.weights import Manifest
 
 _OP = "cohabit op "
 """Begins the names under which the profiler sees a trace's ops."""
-
-# Operators that reach outside the process.
-_FORBIDDEN = frozenset({"aten::from_file", "aten::_print", "aten::save"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +310,7 @@ def _target_name(target: Any) -> str:
 
 
 def _check_target(model: str, target: Any) -> None:
-    if isinstance(target, torch._ops.OpOverload) and target._schema.name not in _FORBIDDEN:
-        return
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if allows_lowered(target):
         return
     if getattr(target, "__module__", "") in (
         "_operator",

@@ -5,16 +5,15 @@ block size that O_DIRECT asks for. Embedding tables follow the segments and are 
 """
 
 import os
-import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 
+from planner import cache_file
 from planner.errors import FormatError
 from planner.graph import decode_as, fingerprint
 
@@ -173,29 +172,23 @@ def write(
 ) -> None:
     """Write the weights file and, last, its description, each in one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(path) as fd:
+    with cache_file.replacing(path) as fd:
         os.ftruncate(fd, manifest.file_bytes)
         for segment in manifest.segments:
             for piece in segment.pieces:
                 _write_tensor(fd, weights[piece.name], segment.offset + piece.offset)
         for table in manifest.tables:
             _write_tensor(fd, tables[table.name].contiguous(), table.offset)
-    replace_file(description_path(path), msgspec.json.encode(Description(manifest, checksum(path))))
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a whole file or nothing."""
-    with _replacing(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
-        file.write(data)
+    cache_file.write(description_path(path), msgspec.json.encode(Description(manifest, checksum(path))))
 
 
 def read(path: Path) -> Manifest | None:
     """Return the manifest of a weights file, or None if it is missing or damaged."""
     try:
-        raw = description_path(path).read_bytes()
+        raw = cache_file.read(description_path(path))
         description = decode_as(raw, Description, "weights description", FORMAT_VERSION)
         whole = path.stat().st_size == description.manifest.file_bytes and checksum(path) == description.crc32
-    except (FileNotFoundError, FormatError):
+    except (OSError, FormatError):
         return None
     return description.manifest if whole else None
 
@@ -221,18 +214,3 @@ def _write_tensor(fd: int, tensor: torch.Tensor, offset: int) -> None:
     raw = torch.empty(0, dtype=torch.uint8).set_(storage, start, (tensor.nbytes,), (1,)).numpy()
     for position in range(0, tensor.nbytes, _COPY_BYTES):
         os.pwrite(fd, raw[position : position + _COPY_BYTES].data, offset + position)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[int]:
-    """Open a new file that replaces the path when the block succeeds, and is deleted when it does not."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        yield fd
-        os.fsync(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    finally:
-        os.close(fd)

@@ -1,5 +1,6 @@
 """A lowered model's profiles, measured with every parameter resident, or read from the cache."""
 
+import logging
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from planner import cache_file
 from planner import profile as profile_format
 from planner.errors import FormatError
 from planner.graph import Graph, fingerprint
@@ -19,6 +21,8 @@ from runtime.lowering.lower import Lowered
 from runtime.memory import DeviceArena, HostStore
 from runtime.profiling.link import measure_contention, measure_swap_in, measure_swap_out, segment_copies
 from runtime.profiling.stopwatch import ColdCaches, measure_ops
+
+logger = logging.getLogger(__name__)
 
 _METHOD = 3
 """Changes with the method of measurement, so that cached profiles are measured again."""
@@ -46,14 +50,16 @@ def cached_profiles(
         return known
     profiles = measured()
     for batch, path in paths.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(profile_format.encode(profiles[batch]))
+        try:
+            cache_file.write(path, profile_format.encode(profiles[batch]))
+        except OSError as error:
+            logger.warning("profile not kept: %s", error)
     return profiles
 
 
 def _cached(path: Path, graph: Graph) -> Profile | None:
     with suppress(FileNotFoundError, FormatError):
-        known = profile_format.decode(path.read_bytes())
+        known = profile_format.decode(cache_file.read(path))
         if known.graph == graph.fingerprint:
             return known
     return None

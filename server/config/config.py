@@ -104,6 +104,18 @@ class ServeConfig:
         False, "--exit-on-error", "exit if a model cannot be loaded at start; otherwise skip it"
     )
 
+    prepare_timeout_s: float = setting(
+        600.0, "--prepare-timeout", "time to prepare or plan a model in a process of its own", seconds, "SECONDS"
+    )
+    prepare_memory_bytes: int | None = setting(
+        None,
+        "--prepare-memory",
+        "memory that a preparing process may allocate; without it, the kernel ends such a process first if memory runs"
+        " out",
+        parse_size,
+        "SIZE",
+    )
+
     engine: EngineMode = setting(
         "process",
         "--engine",
@@ -179,6 +191,14 @@ class ServeConfig:
 
     max_body_bytes: int = setting(
         64 << 20, "--max-body", "largest request body", parse_size, "SIZE", write_size, group="requests"
+    )
+    max_json_bytes: int = setting(
+        16 << 20,
+        "--max-json",
+        "largest JSON of a request, and largest gRPC request without its raw contents; tensors should be sent as bytes",
+        parse_size,
+        "SIZE",
+        write_size,
     )
     queue_limit: int = setting(256, "--queue-limit", "requests that may wait per model", integer(1, 1 << 20), "N")
     queue_bytes: int = setting(

@@ -1,8 +1,8 @@
 """The data plane: the protocol-independent operations of the server, which all ports share."""
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -20,6 +20,7 @@ from server.errors import (
 )
 from server.frontend.engine_client import EngineClient
 from server.frontend.memory import Lease, RequestMemory
+from server.frontend.threads import call
 from server.ipc.catalog import ModelEntry, ModelState
 from server.ipc.model import Array, ModelInfo
 from server.observe.machine import Machine
@@ -31,10 +32,14 @@ from server.protocol.model_config import ModelConfig, config_of
 from server.protocol.request import InferRequest, InferResponse, respond
 from server.protocol.shared_memory import Regions
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 ControlParameters = Mapping[str, bool | int | float | str | bytes]
 """Parameters of a client's load or unload call."""
 
 _QUICK_CLASSIFICATION_BYTES = 64 << 10
+_MOST_CONTROL_PARAMETERS = 64
 _RETRY_S = 1.0
 
 
@@ -62,6 +67,9 @@ class DataPlane:
         """Unanswered requests by model."""
         self._draining = False
         self._answered = asyncio.Event()
+        self._decoding = asyncio.Lock()
+        self.max_json_bytes = config.max_json_bytes
+        """Limit of what describes a request and its tensors; tensors themselves may be larger."""
 
     @property
     def traces(self) -> TraceControl:
@@ -130,6 +138,13 @@ class DataPlane:
             metrics_page, entries, report, self._machine, self._client.restarts, used_bytes
         )
 
+    async def decode(self, slow: bool, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call a decoder; a slow one runs on a thread, one at a time, so that large requests do not add up."""
+        if not slow:
+            return function(*args, **kwargs)
+        async with self._decoding:
+            return await call(True, function, *args, **kwargs)
+
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResponse:
         """Execute a request. Input arrays that are not in leased memory are copied there first.
 
@@ -157,6 +172,10 @@ class DataPlane:
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
         """Load a model. Raises ControlOff, NotInRepository, LoadFailed, and Unsupported for files."""
+        if len(parameters) > _MOST_CONTROL_PARAMETERS:
+            raise InvalidRequest(
+                f"a load request has {len(parameters)} parameters, the limit is {_MOST_CONTROL_PARAMETERS}"
+            )
         for key in parameters:
             if key.startswith("file:"):
                 raise Unsupported(

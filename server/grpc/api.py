@@ -10,12 +10,13 @@ from google.protobuf.message import Message
 from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
 
-from server.errors import InvalidRequest, RequestError, Unsupported
+from server.errors import InvalidRequest, RequestError, Unsupported, too_much_json
 from server.frontend.dataplane import DataPlane
 from server.frontend.threads import call
 from server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
 from server.grpc.errors import internal_error, message_of
 from server.grpc.handlers import metadata_of
+from server.grpc.wire import described_bytes
 from server.observe.request_trace import HEADER, RequestTrace
 from server.protocol import descriptions
 from server.protocol.matching import errors_of
@@ -171,12 +172,16 @@ class InferenceCalls:
 
     async def _infer(self, data: bytes, left_s: float | None) -> Any:
         """Answer a request; `left_s` is the time to the call's own deadline."""
-        message = parse_request(data)
+        described = described_bytes(data)
+        if described > self._plane.max_json_bytes:
+            what = f"the message of {described} bytes without its raw_input_contents"
+            raise too_much_json(what, self._plane.max_json_bytes)
+        typed = described > _QUICK_BYTES
+        message = await self._plane.decode(typed or len(data) > _QUICK_TENSOR_BYTES, parse_request, data)
         info = self._plane.require_ready(message.model_name, message.model_version or None)
         regions = self._plane.regions
-        typed = len(data) > _QUICK_BYTES and not message.raw_input_contents
         with self._plane.memory.lease() as lease:
-            request = await call(typed or regions.slow, decode_request, message, info, regions)
+            request = await self._plane.decode(typed or regions.slow, decode_request, message, info, regions)
             if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
                 request = replace(request, timeout_s=left_s)
             response = await self._plane.infer(request, info, lease)

@@ -2,8 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -11,11 +11,18 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
+from server.errors import PayloadTooLarge
 from server.grpc.errors import CallRefused, status_of
 from server.observe.access import Access, Permission
 
 MESSAGE_S = 120.0
 """How long the message of a unary call may take; grpc.aio does not say how much of it has arrived."""
+
+MOST_CALLS, MOST_HEALTH_CALLS = 4096, 1024
+"""Calls under way together; more are answered RESOURCE_EXHAUSTED."""
+
+_MOST_CONTROL_BYTES = 1 << 20
+"""Size of a message that is no inference request."""
 
 _CONTROL_CALLS = (
     "RepositoryModelLoad",
@@ -34,14 +41,34 @@ _PERMISSIONS = {
 """What a call needs a token for; every other call needs one for inference."""
 
 
-def service_handler(service: Any, calls: object, access: Access) -> grpc.GenericRpcHandler:
+class CallSlots:
+    """Counts the calls under way of one port. Health calls have slots of their own, so that others cannot take them."""
+
+    def __init__(self) -> None:
+        self._taken = {True: 0, False: 0}
+
+    @contextmanager
+    def take(self, is_health: bool) -> Iterator[None]:
+        """Raises CallRefused if there is no free slot."""
+        most = MOST_HEALTH_CALLS if is_health else MOST_CALLS
+        if self._taken[is_health] >= most:
+            raise CallRefused(StatusCode.RESOURCE_EXHAUSTED, f"{most} calls are under way already")
+        self._taken[is_health] += 1
+        try:
+            yield
+        finally:
+            self._taken[is_health] -= 1
+
+
+def service_handler(service: Any, calls: object, access: Access, slots: CallSlots) -> grpc.GenericRpcHandler:
     """Serve a service, given by its descriptor, with the functions of `calls`, named as its methods in snake case.
 
     A function takes the message and the call's context; ModelInferRequest is left as bytes. It returns the answer, or
     is an asynchronous generator of answers. A client-streaming function takes an iterator of messages.
     """
     return grpc.method_handlers_generic_handler(
-        service.full_name, {method.name: _method_handler(method, calls, access) for method in service.methods}
+        service.full_name,
+        {method.name: _method_handler(method, calls, access, slots) for method in service.methods},
     )
 
 
@@ -49,38 +76,52 @@ def metadata_of(context: Any, name: str) -> str | None:
     return next((value for key, value in context.invocation_metadata() or () if key == name), None)
 
 
-def _method_handler(method: Any, calls: object, access: Access) -> grpc.RpcMethodHandler:
+def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots) -> grpc.RpcMethodHandler:
     """Make a handler that receives a call after its head, before any message.
 
     On the wire a unary request is a stream of one message, so every handler is a streaming one.
     """
     function: Callable[..., Any] = getattr(calls, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
     request_type, write = GetMessageClass(method.input_type), GetMessageClass(method.output_type).SerializeToString
-    read = None if request_type is ModelInferRequest else request_type.FromString
     permission = _PERMISSIONS.get(method.name, Permission.INFERENCE)
 
     async def request_of(requests: Any, context: Any) -> Any:
         if permission not in access.open:
             access.require(metadata_of(context, "authorization"), permission)
-        return requests if method.client_streaming else await _message(context)
+        if method.client_streaming:
+            return requests if request_type is ModelInferRequest else parsed(requests)
+        message = await _message(context)
+        return message if request_type is ModelInferRequest else parse(message)
+
+    def parse(message: bytes) -> Any:
+        if len(message) > _MOST_CONTROL_BYTES:
+            what = f"the {method.name} message of {len(message)} bytes"
+            raise PayloadTooLarge(what, _MOST_CONTROL_BYTES, "only inference takes larger ones")
+        return request_type.FromString(message)
+
+    async def parsed(messages: Any) -> AsyncIterator[Any]:
+        async for message in messages:
+            yield parse(message)
 
     async def unary(requests: Any, context: Any) -> Any:
         try:
-            return await function(await request_of(requests, context), context)
+            with slots.take(permission is Permission.HEALTH):
+                return await function(await request_of(requests, context), context)
         except Exception as error:
             await _abort(context, error, method.name)
 
     async def stream(requests: Any, context: Any) -> None:
         try:
-            async with aclosing(function(await request_of(requests, context), context)) as answers:
-                async for answer in answers:
-                    await context.write(answer)
+            with slots.take(permission is Permission.HEALTH):
+                async with aclosing(function(await request_of(requests, context), context)) as answers:
+                    async for answer in answers:
+                        await context.write(answer)
         except Exception as error:
             await _abort(context, error, method.name)
 
     if method.server_streaming:
-        return grpc.stream_stream_rpc_method_handler(stream, read, write)
-    return grpc.stream_unary_rpc_method_handler(unary, read, write)
+        return grpc.stream_stream_rpc_method_handler(stream, None, write)
+    return grpc.stream_unary_rpc_method_handler(unary, None, write)
 
 
 async def _message(context: Any) -> Any:

@@ -1,6 +1,9 @@
 """The gRPC port: grpc.aio's server with inference, health and reflection."""
 
+import asyncio
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +16,14 @@ from server.errors import ConfigError
 from server.frontend.dataplane import DataPlane
 from server.frontend.listening import TlsFiles, address_of, without_covered
 from server.grpc.api import InferenceCalls
-from server.grpc.handlers import service_handler
+from server.grpc.handlers import MOST_CALLS, MOST_HEALTH_CALLS, CallSlots, service_handler
 from server.grpc.health import HealthCalls
 from server.observe.access import OPEN, Access
 
+_log = logging.getLogger("cohabit.grpc")
+
 _FLAG = "--grpc-port"
-_MOST_CALLS = 4096
-"""Calls under way together; more are answered RESOURCE_EXHAUSTED."""
+_LOOKED_AT_S, _REBIND_S = 0.25, 1.0
 _MESSAGE_ALLOWANCE_BYTES = 1 << 20
 """Allowance of a message for everything but the tensors, which `max_body_bytes` limits."""
 _HANDSHAKE_MS = 20_000
@@ -42,7 +46,7 @@ class GrpcServer:
         tls: TlsFiles | None = None,
         reuse_port: bool = False,
     ) -> None:
-        """`keep_alive_s` is when an idle connection is checked by a ping.
+        """`keep_alive_s` is when a connection without traffic is checked by a ping, and one without calls is closed.
 
         A connection over its age takes no more calls, and ends with those that are under way.
         """
@@ -50,6 +54,7 @@ class GrpcServer:
         self._access = access
         self._tls = tls
         self._unix: Path | None = None
+        self._follower: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server | None = None
         self._options = [
             ("grpc.max_receive_message_length", max_body_bytes + _MESSAGE_ALLOWANCE_BYTES),
@@ -57,6 +62,7 @@ class GrpcServer:
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.max_connection_idle_ms", round(keep_alive_s * 1e3)),
             ("grpc.keepalive_time_ms", round(keep_alive_s * 1e3)),
             ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
             ("grpc.keepalive_permit_without_calls", 1),
@@ -72,36 +78,68 @@ class GrpcServer:
         Port 0 takes a free port, the same one on every host. The Unix socket has no TLS. Raises ConfigError for an
         address that cannot be bound, and for unusable TLS files.
         """
+        self._unix = unix
+        port = await self._serve(hosts, port)
+        self._follower = asyncio.create_task(self._serve_again(hosts, port))
+        return address_of(hosts[0], port)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give those under way this long, then cancel them."""
+        if self._follower is not None:
+            self._follower.cancel()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._unix is not None:
+            self._unix.unlink(missing_ok=True)
+
+    async def _serve(self, hosts: Sequence[str], port: int) -> int:
+        """Start a server, and return its port. Raises ConfigError."""
         credentials = None if self._tls is None else self._tls.grpc_credentials()
-        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=_MOST_CALLS)
-        self._server = server
+        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MOST_CALLS + MOST_HEALTH_CALLS)
         inference = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
         health = health_pb2.DESCRIPTOR.services_by_name["Health"]
         described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
         names = [service.full_name for service in (inference, health, described)]
         reflected = reflection.aio.ReflectionServicer(names)
         reflection_calls = SimpleNamespace(server_reflection_info=reflected.ServerReflectionInfo)
+        slots = CallSlots()
         server.add_generic_rpc_handlers(
             (
-                service_handler(inference, InferenceCalls(self._plane), self._access),
-                service_handler(health, HealthCalls(self._plane), self._access),
-                service_handler(described, reflection_calls, self._access),
+                service_handler(inference, InferenceCalls(self._plane), self._access, slots),
+                service_handler(health, HealthCalls(self._plane), self._access, slots),
+                service_handler(described, reflection_calls, self._access, slots),
             )
         )
         for host in without_covered(hosts):
             port = _listen(server, address_of(host, port), credentials)
-        if unix is not None:
-            _listen(server, f"unix:{unix}", None)
-            self._unix = unix
-        await server.start()
-        return address_of(hosts[0], port)
-
-    async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give those under way this long, then cancel them."""
-        if self._server is not None:
-            await self._server.stop(grace_s)
         if self._unix is not None:
-            self._unix.unlink(missing_ok=True)
+            _listen(server, f"unix:{self._unix}", None)
+        await server.start()
+        self._server = server
+        return port
+
+    async def _serve_again(self, hosts: Sequence[str], port: int) -> None:
+        """Start a new server whenever grpc.aio's has ended by itself.
+
+        Releases of grpcio (1.85 among them) end a server on a call whose path is not UTF-8.
+        """
+        while self._server is not None:
+            try:
+                # With a timeout, because without one, the end of a server is reported when its last call has ended.
+                if await self._server.wait_for_termination(_LOOKED_AT_S):
+                    continue
+                return  # it was stopped
+            except Exception as error:
+                with suppress(Exception):
+                    await self._server.stop(0)
+                _log.error(
+                    "the gRPC server has ended, and is started again", extra={"fields": {"reason": str(error)}}
+                )
+            try:
+                await self._serve(hosts, port)
+            except ConfigError as error:
+                _log.error("the gRPC port is not available", extra={"fields": {"reason": str(error)}})
+                await asyncio.sleep(_REBIND_S)
 
 
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

@@ -12,6 +12,10 @@ JSON = "application/json"
 
 _T = TypeVar("_T")
 _SMALL_BODY_BYTES = 1 << 20
+_UNCHECKED_BYTES = 64 << 10
+_MOST_KEYS = 1 << 14
+"""Keys of a body that is larger than that; a key takes memory many times its size."""
+_COUNTED_BYTES = 1 << 20
 
 
 def json_response(body: Any) -> web.Response:
@@ -29,7 +33,11 @@ async def read_json(request: web.Request, of_type: type[_T]) -> _T:
 
 
 def parse_json(body: memoryview, of_type: type[_T]) -> _T:
-    """Parse a body; an empty one is `{}`. Raises InvalidRequest."""
+    """Parse a body; an empty one is `{}`. Raises InvalidRequest, also for a body with too many keys."""
+    if len(body) > _UNCHECKED_BYTES:
+        starts = range(0, len(body), _COUNTED_BYTES)
+        if sum(bytes(body[start : start + _COUNTED_BYTES]).count(b":") for start in starts) > _MOST_KEYS:
+            raise InvalidRequest(f"the request JSON has over {_MOST_KEYS} keys (or colons); send fewer tensors")
     try:
         return msgspec.json.decode(body or b"{}", type=of_type)
     except RecursionError as error:

@@ -4,6 +4,7 @@ import asyncio
 
 from aiohttp import hdrs, web
 
+from server.errors import too_much_json
 from server.frontend.dataplane import DataPlane
 from server.frontend.threads import call
 from server.http import generate
@@ -31,6 +32,10 @@ class InferenceApi:
     def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
         self._plane = plane
         self._max_body_bytes = max_body_bytes
+
+    @property
+    def _max_json_bytes(self) -> int:
+        return min(self._plane.max_json_bytes, self._max_body_bytes)
 
     async def live(self, request: web.Request) -> web.Response:
         return json_response({"live": True})
@@ -64,10 +69,13 @@ class InferenceApi:
         header_length = parse_header_length(request.headers.get(HEADER_LENGTH))
         regions = self._plane.regions
         with self._plane.memory.lease() as lease:
-            body = await read_body(request, lease, self._max_body_bytes)
+            limit = self._max_json_bytes if header_length is None else self._max_body_bytes
+            body = await read_body(request, lease, limit)
             json_bytes = len(body) if header_length is None else header_length
+            if self._max_json_bytes < json_bytes <= len(body):
+                raise too_much_json(f"the request JSON of {json_bytes} bytes", self._max_json_bytes)
             slow = json_bytes > _QUICK_JSON_BYTES or regions.slow
-            decoded = await call(slow, decode_request, body, header_length, info, regions)
+            decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
             encoded = await _encode(await self._plane.infer(decoded, info, lease))
         return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING))
 
@@ -83,9 +91,9 @@ class InferenceApi:
     async def _generate(self, request: web.Request) -> bytes:
         info = self._plane.require_ready(*model_of(request))
         with self._plane.memory.lease() as lease:
-            body = await read_body(request, lease, self._max_body_bytes)
+            body = await read_body(request, lease, self._max_json_bytes)
             slow = len(body) > _QUICK_JSON_BYTES
-            decoded = await call(slow, generate.decode_request, body, info, self._plane.regions)
+            decoded = await self._plane.decode(slow, generate.decode_request, body, info, self._plane.regions)
             response = await self._plane.infer(decoded, info, lease)
             return await call(_json_bytes(response) > _QUICK_JSON_BYTES, generate.encode_response, response)
 

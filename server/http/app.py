@@ -36,13 +36,14 @@ def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> we
 
 
 def make_metrics_app(plane: DataPlane, access: Access = OPEN) -> web.Application:
-    """Make the application of the metrics port."""
+    """Make the application of the metrics port, which also answers health: inference cannot take its connections."""
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=await plane.metrics(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
+    health = [e for e in endpoints(plane, 0) if e.permission is Permission.HEALTH]
     app = web.Application(middlewares=[_answered])
-    _add(app, access, [Endpoint("GET", ("/metrics",), metrics, permission=Permission.METRICS)])
+    _add(app, access, [*health, Endpoint("GET", ("/metrics",), metrics, permission=Permission.METRICS)])
     return app
 
 

@@ -13,10 +13,13 @@ from server.ipc.model import Array, ModelInfo
 from server.protocol.datatypes import DTYPES
 from server.protocol.matching import (
     NO_DATA,
+    Dim,
     InputBody,
     OutputBody,
+    Parameters,
     RequestBody,
     ResponseBody,
+    WantedBody,
     errors_of,
     fit,
     unsigned,
@@ -28,6 +31,8 @@ from server.protocol.tensors import from_binary, from_json, from_window, to_bina
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EXPLAINED_BYTES = 1 << 20
+_MOST_SHAPE_BYTES = 1024
+_shapes = msgspec.json.Decoder(list[Dim])
 
 
 class EncodedResponse(msgspec.Struct, frozen=True):
@@ -142,9 +147,30 @@ class _Tail:
         return self._binary[start : start + size]
 
 
+class _Input(msgspec.Struct):
+    """An input as it is sent; its shape is read when its length is known."""
+
+    name: str
+    datatype: str
+    shape: msgspec.Raw
+    data: msgspec.Raw = NO_DATA
+    parameters: Parameters = {}
+
+
+class _Request(msgspec.Struct):
+    inputs: list[_Input]
+    id: str = ""
+    outputs: list[WantedBody] = []
+    parameters: Parameters = {}
+
+
 def _parse(header: memoryview) -> RequestBody:
     try:
-        return parse_json(header, RequestBody)
+        sent = parse_json(header, _Request)
+        inputs = [
+            InputBody(i.name, i.datatype, _shape(i, n), i.data, i.parameters) for n, i in enumerate(sent.inputs)
+        ]
+        return RequestBody(inputs, sent.id, sent.outputs, sent.parameters)
     except InvalidRequest as error:
         culprit = _input_with_constant(header)
         if culprit is None:
@@ -152,6 +178,16 @@ def _parse(header: memoryview) -> RequestBody:
         raise InvalidRequest(
             f"data of input '{culprit}' has NaN or Infinity, which JSON cannot express; send it as binary"
         ) from error
+
+
+def _shape(sent: _Input, index: int) -> list[int]:
+    if len(memoryview(sent.shape)) > _MOST_SHAPE_BYTES:
+        raise InvalidRequest(f"the shape of input '{sent.name}' has over {_MOST_SHAPE_BYTES} bytes")
+    try:
+        return _shapes.decode(sent.shape)
+    except (msgspec.DecodeError, RecursionError) as error:
+        where = str(error).replace("$", f"$.inputs[{index}].shape", 1)
+        raise InvalidRequest(f"failed to parse the request JSON: {where}") from error
 
 
 def _input_with_constant(header: memoryview) -> str | None:

@@ -30,6 +30,9 @@ STATUS: Mapping[type[errors.RequestError], int] = {
     errors.NotInRepository: 500,
 }
 
+_MOST_CHARACTERS = 2000
+"""Length of a message, which may have names that a client chose."""
+
 
 def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     body = msgspec.json.encode({"error": message})
@@ -37,7 +40,7 @@ def error_response(status: int, message: str, headers: Mapping[str, str] | None 
 
 
 def response_of(error: errors.RequestError) -> web.Response:
-    return error_response(status_of(error), str(error), _headers_of(error))
+    return error_response(status_of(error), str(error)[:_MOST_CHARACTERS], _headers_of(error))
 
 
 def status_of(error: errors.RequestError) -> int:

@@ -15,6 +15,9 @@ from server.protocol.shared_memory import Regions
 from server.protocol.tensors import from_json, to_json
 
 _OPENING = re.compile(rb"[\s\[]*")
+_EMPTY = re.compile(rb"[\s\[]*\]")
+_VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
+_MOST_DIMENSIONS = 64
 
 
 def decode_request(body: memoryview, info: ModelInfo, regions: Regions) -> InferRequest:
@@ -61,6 +64,10 @@ def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBo
     depth = _depth(raw)
     if depth == 0:
         return InputBody(tensor.name, tensor.datatype, [1] * len(shape), msgspec.Raw(b"[%b]" % bytes(raw)))
+    if depth > _MOST_DIMENSIONS:
+        raise InvalidRequest(
+            f"the value of '{tensor.name}' is nested {depth} deep, the limit is {_MOST_DIMENSIONS}"
+        )
     nested = _nested_shape(raw, depth)
     if info.max_batch_size > 0 and depth == len(shape) - 1:
         nested, raw = [1, *nested], msgspec.Raw(b"[%b]" % bytes(raw))
@@ -73,15 +80,16 @@ def _depth(raw: msgspec.Raw) -> int:
 
 
 def _nested_shape(raw: msgspec.Raw, depth: int) -> list[int]:
-    """Return the length of each level's first array; the decoder checks the others."""
+    """Return the length of each level's first array, counted without its values; the decoder checks the others."""
+    if _EMPTY.match(memoryview(raw)):
+        return [1] * (depth - 1) + [0]
+    structure = bytes(raw).translate(None, _VALUES)
     shape = []
-    for _ in range(depth):
-        items = msgspec.json.decode(raw, type=list[msgspec.Raw])
-        shape.append(len(items))
-        if not items:
-            break
-        raw = items[0]
-    return shape + [0] * (depth - len(shape))
+    for inner in range(depth - 1, -1, -1):
+        end = structure.find(b"]" * (inner + 1))
+        between = b"]" * inner + b"," + b"[" * inner
+        shape.append(1 + structure.count(between, 0, end + inner))
+    return shape
 
 
 def _value(body: InputBody) -> Array:

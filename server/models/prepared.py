@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ from runtime.cpu.segments import unavailable
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
 from runtime.lowering.archive_file import fingerprint as archive_fingerprint
-from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.lower import Lowered, NotCached, lower
 from runtime.memory import HostStore
 from server.config.config import ServeConfig
 from server.engine.servable import describe
 from server.models.known_models import FileState, KnownModel
 from server.models.options import options_of
 from server.models.repository import ModelSource
-from server.models.worker_process import WorkerProcess
+from server.models.worker_process import WorkerProcesses
 from server.protocol.model_config import ModelConfig, config_mismatch
 
 _log = logging.getLogger("cohabit.models")
@@ -97,8 +98,18 @@ def cache_of(config: ServeConfig) -> Path:
     return config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit"
 
 
-def prepare(source: ModelSource, config: ServeConfig, backend: Backend, on_progress: OnProgress) -> Prepared:
-    """Lower and measure one model, unless the cache has the results. Raises CohabitError."""
+def prepare(
+    source: ModelSource,
+    config: ServeConfig,
+    backend: Backend,
+    on_progress: OnProgress,
+    *,
+    cached_only: bool = False,
+) -> Prepared:
+    """Lower and measure one model, unless the cache has the results. Raises CohabitError.
+
+    With `cached_only`, a model that the cache lacks is not lowered; raises NotCached.
+    """
 
     def progress(text: str) -> None:
         on_progress(source.name, text.removeprefix(f"{source.name}: "))
@@ -106,7 +117,9 @@ def prepare(source: ModelSource, config: ServeConfig, backend: Backend, on_progr
     cache = cache_of(config)
     options = options_of(source, config.device)
     batches = wanted_batches(source, config)
-    lowered = lower(source.path, source.name, batches, cache / "weights", progress, options)
+    lowered = lower(
+        source.path, source.name, batches, cache / "weights", progress, options, cached_only=cached_only
+    )
     weights = FileState.of(lowered.weights_path)
     _refuse_mismatch(source, lowered)
     store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
@@ -132,14 +145,21 @@ def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
     return source.name, archive_fingerprint(source.path), tuple(wanted_batches(source, config)), options
 
 
-def prepare_in_worker(source: ModelSource, config: ServeConfig, worker: WorkerProcess) -> None:
-    """Lower and measure a model in a worker process, unless the cache has it; `prepare` then only reads the cache.
+def prepare_in_worker(
+    source: ModelSource, config: ServeConfig, backend: Backend, workers: WorkerProcesses
+) -> Prepared:
+    """Lower and measure a model in a worker process, unless the cache has it, and open it from the cache.
 
-    Raises WorkerFailed.
+    Archives come from clients, so nothing else reads them. A damaged cache is made anew. Raises CohabitError.
     """
-    if not is_prepared(source, config):
-        model_config = None if source.config is None else source.config.SerializeToString()
-        worker.call(_fill_cache, replace(source, config=None), model_config, config)
+    if is_prepared(source, config):
+        try:
+            return prepare(source, config, backend, lambda *_: None, cached_only=True)
+        except NotCached as error:
+            _log.warning("cache not usable, preparing again", extra={"fields": {"reason": str(error)}})
+    model_config = None if source.config is None else source.config.SerializeToString()
+    workers.call(_fill_cache, replace(source, config=None), model_config, config)
+    return prepare(source, config, backend, lambda *_: None, cached_only=True)
 
 
 def is_prepared(source: ModelSource, config: ServeConfig) -> bool:
@@ -156,8 +176,9 @@ def _fill_cache(source: ModelSource, model_config: bytes | None, config: ServeCo
     finally:
         backend.close()
     marker = _marker(source, config)
-    marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    with suppress(OSError):  # without it, the next start looks at the cache in a worker again
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
 
 
 def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:

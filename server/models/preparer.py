@@ -14,16 +14,19 @@ from server.models.prepared import (
     Prepared,
     cache_of,
     key_of,
-    prepare,
     prepare_in_worker,
     prepare_known,
 )
 from server.models.repository import ModelSource
-from server.models.worker_process import WorkerProcess
+from server.models.worker_process import MOST_PREPARING, WorkerProcesses
 
 _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
 """After opening a cached model, the load pauses for this multiple of the time taken: a client that loads small
 models in a loop uses at most a third of the interpreter's time."""
+
+
+def workers_of(config: ServeConfig, most: int) -> WorkerProcesses:
+    return WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, most)
 
 
 class ModelPreparer:
@@ -33,7 +36,9 @@ class ModelPreparer:
         self._config = config
         self._backend = backend
         self._library = Library(cache_of(config))
-        self._worker, self._search_worker = WorkerProcess(), WorkerProcess()
+        self._workers, self._planners = workers_of(config, MOST_PREPARING), workers_of(config, 2)
+        self._searching = threading.Lock()
+        """One full search at a time, so that quick ones need not wait."""
         self._cache = new_cache()
         self._lock = threading.Lock()
         """Guards the cache and its entries."""
@@ -48,8 +53,7 @@ class ModelPreparer:
             prepared = prepare_known(source, known, self._config, self._backend)
             time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
             return prepared
-        prepare_in_worker(source, self._config, self._worker)
-        prepared = prepare(source, self._config, self._backend, lambda *_: None)
+        prepared = prepare_in_worker(source, self._config, self._backend, self._workers)
         with self._lock:
             self._cache[key] = prepared.known
         return prepared
@@ -69,7 +73,7 @@ class ModelPreparer:
 
     def quick_plans(self, prepared: Prepared, room: Room) -> Plans:
         """Return plans to start with: the library's, or else the first feasible ones."""
-        return self.known_plans(prepared, room) or self._worker.call(
+        return self.known_plans(prepared, room) or self._planners.call(
             planning.plan_model, prepared.demand, room, None, quick=True
         )
 
@@ -77,7 +81,8 @@ class ModelPreparer:
         """Return the library's plans, after a full search if necessary."""
         plans = self.known_plans(prepared, room)
         if plans is None:
-            plans = self._search_worker.call(planning.plan_model, prepared.demand, room, self._library)
+            with self._searching:
+                plans = self._planners.call(planning.plan_model, prepared.demand, room, self._library)
             with self._lock:
                 prepared.known.plans[room] = plans  # the same objects that programs are made of
         return plans
@@ -87,22 +92,22 @@ class ModelPreparer:
     ) -> Division:
         """Return the sizes of workspace and partitions. Raises WorkerFailed for too little memory."""
         demands = [model.demand for model in models]
-        return self._worker.call(
+        return self._planners.call(
             planning.divide, demands, memory_bytes, "partitioned", lanes, least_workspace_bytes
         )
 
     def workspaces(self, prepared: Prepared, memory_bytes: int) -> list[int]:
         """Return the sizes of a workspace that are worth trying for a model."""
-        return self._worker.call(planning.workspaces_for, prepared.demand, memory_bytes)
+        return self._planners.call(planning.workspaces_for, prepared.demand, memory_bytes)
 
     def fit(self, prepared: Prepared, rooms: Sequence[Room]) -> Room | None:
         """Return the part of one of these rooms in which a model is fastest; None if it fits in none."""
-        return self._worker.call(planning.fit, prepared.demand, rooms)
+        return self._planners.call(planning.fit, prepared.demand, rooms)
 
     def close(self) -> None:
         """End the worker processes."""
-        self._worker.close()
-        self._search_worker.close()
+        self._workers.close()
+        self._planners.close()
 
 
 def is_better(plans: Plans, than: Plans) -> bool:

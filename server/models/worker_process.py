@@ -1,4 +1,4 @@
-"""A worker process for lowering, measuring and planning, which hold the interpreter lock and may crash."""
+"""Worker processes for lowering, measuring and planning, which hold the interpreter lock and may crash."""
 
 import multiprocessing
 import os
@@ -9,11 +9,14 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, ParamSpec, TypeVar
 
-from planner.errors import CohabitError
+from planner.errors import CohabitError, format_bytes
+from server.process_rights import no_new_privileges, yield_memory
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+MOST_PREPARING = 4
+"""Models that are prepared at a time: one that never ends delays no other."""
 _NICENESS = 10
 """The kernel schedules the engine's threads first."""
 
@@ -22,57 +25,94 @@ class WorkerFailed(CohabitError):
     """A call failed in the worker process; the message is the reason."""
 
 
-class WorkerProcess:
-    """One process, started at the first call. Any thread may call; calls are serialized."""
+class WorkerProcesses:
+    """Processes that are started when needed, one call at a time each. Any thread may call."""
 
-    def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
+    def __init__(self, timeout_s: float | None = None, memory_bytes: int | None = None, most: int = 1) -> None:
+        """A call that takes longer than `timeout_s` ends with its process. With `most` calls under way, others wait."""
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._room = threading.Semaphore(most)
         self._lock = threading.Lock()
+        self._idle: ProcessPoolExecutor | None = None
+        self._busy: set[ProcessPoolExecutor] = set()
         self._closed = False
 
     def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call a module-level function in the process, and wait. Raises WorkerFailed, also if the process dies."""
-        pool = self._running()
-        try:
-            result, failure = pool.submit(_guarded, function, args, kwargs).result()
-        except BrokenProcessPool as error:
-            with self._lock:
-                if self._pool is pool:
-                    self._pool = None
-            raise WorkerFailed("the process that prepares models has died; perhaps memory has run out") from error
+        """Call a module-level function in a process, and wait. Raises WorkerFailed, also if the process dies."""
+        with self._room:
+            process = self._take()
+            try:
+                result, failure = process.submit(_guarded, function, args, kwargs).result(self._timeout_s)
+            except BrokenProcessPool as error:
+                self._end(process)
+                raise WorkerFailed(
+                    f"the process that prepares models has died; perhaps memory has run out{self._limit}"
+                ) from error
+            except TimeoutError as error:
+                self._end(process)
+                raise WorkerFailed(
+                    f"it was not prepared within {self._timeout_s:g} s; give it longer with --prepare-timeout"
+                ) from error
+            self._give_back(process)
         if failure is not None:
             raise WorkerFailed(failure)
         answer: _T = result
         return answer
 
     def close(self) -> None:
-        """End the process, even during a call."""
+        """End the processes, even during a call."""
         with self._lock:
             self._closed = True
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            processes = list((pool._processes or {}).values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.terminate()
+            processes = [*self._busy, *([] if self._idle is None else [self._idle])]
+            self._idle = None
+        for process in processes:
+            self._end(process)
 
-    def _running(self) -> ProcessPoolExecutor:
+    @property
+    def _limit(self) -> str:
+        limit = self._memory_bytes
+        return "" if limit is None else f" (--prepare-memory is {format_bytes(limit)})"
+
+    def _take(self) -> ProcessPoolExecutor:
         with self._lock:
             if self._closed:
                 raise WorkerFailed("the server is stopping")
-            if self._pool is None:
-                self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
-            return self._pool
+            process, self._idle = self._idle, None
+            if process is None:
+                context = multiprocessing.get_context("spawn")
+                process = ProcessPoolExecutor(1, context, _begin, (self._memory_bytes,))
+            self._busy.add(process)
+            return process
+
+    def _give_back(self, process: ProcessPoolExecutor) -> None:
+        """Keep one idle process, because starting one takes seconds."""
+        with self._lock:
+            self._busy.discard(process)
+            if self._idle is None and not self._closed:
+                self._idle = process
+                return
+        self._end(process)
+
+    def _end(self, process: ProcessPoolExecutor) -> None:
+        with self._lock:
+            self._busy.discard(process)
+        children = list((process._processes or {}).values())
+        process.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            child.kill()
 
 
 def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Stands in for `WorkerProcess.call` where everything is to be one process."""
+    """Stands in for `WorkerProcesses.call` where everything is to be one process."""
     return function(*args, **kwargs)
 
 
-def _begin() -> None:
-    """Set up the worker: low priority, no interrupts from the terminal, and an end with the server."""
+def _begin(memory_bytes: int | None) -> None:
+    """Set up a process: low priority, few rights, no interrupts from the terminal, and an end with the server."""
     os.nice(_NICENESS)
+    no_new_privileges()
+    yield_memory(memory_bytes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -90,5 +130,9 @@ def _guarded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return function(*args, **kwargs), None
     except CohabitError as error:
         return None, str(error)
+    except OSError as error:
+        return None, f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
+    except MemoryError:
+        return None, "memory has run out while it was prepared, see --prepare-memory"
     except Exception as error:
         return None, f"unexpected {type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from planner.errors import CohabitError
@@ -11,6 +12,7 @@ from server.engine.compute_lanes import ComputeLanes
 from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown
 from server.models.registry import Registry
 from server.models.repository import ModelSource, source_of
+from server.models.worker_process import MOST_PREPARING
 from server.protocol.model_config import parse_config
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class Lifecycle:
         self._serving: dict[str, PlacedModel] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._operations: set[asyncio.Task[None]] = set()
+        self._preparing = ThreadPoolExecutor(MOST_PREPARING, thread_name_prefix="preparing")
+        """Threads that wait for models to be prepared; loads that take long must not take those of others."""
 
     def open(self, placement: "ModelPlacement", placed_models: Mapping[str, "PlacedModel"]) -> None:
         """Begin, with the models that were loaded at the start."""
@@ -47,6 +51,7 @@ class Lifecycle:
         """Cancel pending operations; models stay as they are."""
         if self._placement is not None:
             await self._placement.close()
+        self._preparing.shutdown(wait=False, cancel_futures=True)
         for operation in self._operations:
             operation.cancel()
         await asyncio.gather(*self._operations, return_exceptions=True)
@@ -59,7 +64,7 @@ class Lifecycle:
         """
         self._require_explicit()
         try:
-            override = None if config is None else parse_config(config)
+            override = None if config is None else await asyncio.to_thread(parse_config, config)
             source = await asyncio.to_thread(source_of, self._config.repository, model, override)
         except RepositoryError as error:
             raise LoadFailed(model, str(error)) from error
@@ -125,7 +130,8 @@ class Lifecycle:
             _log.info("model unloaded", extra={"fields": {"model": model}})
 
     async def _load(self, placement: "ModelPlacement", source: ModelSource) -> None:
-        prepared = await asyncio.to_thread(placement.preparer.prepare, source)
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(self._preparing, placement.preparer.prepare, source)
         old = self._serving.get(source.name)
         placed: PlacedModel | None = None
         try:

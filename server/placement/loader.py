@@ -23,9 +23,9 @@ from server.models.prepared import (
     prepare_in_worker,
     warn_without_segments,
 )
-from server.models.preparer import ModelPreparer
+from server.models.preparer import ModelPreparer, workers_of
 from server.models.repository import ModelSource
-from server.models.worker_process import WorkerProcess, call_here
+from server.models.worker_process import WorkerProcesses, call_here
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
 from server.placement.memory_map import draw
@@ -78,20 +78,21 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     warn_without_segments(config)
     failures: dict[str, str] = {}
     prepared: list[Prepared] = []
-    with closing(WorkerProcess()) as worker:
+    with closing(workers_of(config, 1)) as workers:
         for source in sources:
             try:
                 if config.engine == "process":
                     on_progress(source.name, "lowering and measuring")
-                    prepare_in_worker(source, config, worker)
-                prepared.append(prepare(source, config, backend, on_progress))
+                    prepared.append(prepare_in_worker(source, config, backend, workers))
+                else:
+                    prepared.append(prepare(source, config, backend, on_progress))
             except CohabitError as error:
                 failures[source.name] = str(error)
             except Exception as error:
                 _log.exception("model failed to load", extra={"fields": {"model": source.name}})
                 failures[source.name] = f"unexpected {type(error).__name__}: {error}"
         memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
-        deployment = _deployment([p.demand for p in prepared], memory_bytes, config, worker, on_progress)
+        deployment = _deployment([p.demand for p in prepared], memory_bytes, config, workers, on_progress)
     # If no model can be loaded later, free memory is not allocated.
     arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
     memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
@@ -107,11 +108,11 @@ def _deployment(
     models: Sequence[ModelDemand],
     memory_bytes: int,
     config: ServeConfig,
-    worker: WorkerProcess,
+    workers: WorkerProcesses,
     on_progress: OnProgress,
 ) -> Deployment:
     """Read how memory is divided, and the plans, or have both made. Raises CohabitError if memory is too small."""
-    call = worker.call if config.engine == "process" else call_here
+    call = workers.call if config.engine == "process" else call_here
     library, layout, lanes = Library(cache_of(config)), config.layout, config.compute_lanes
     division = library.division(models, memory_bytes, layout, lanes)
     if division is None:

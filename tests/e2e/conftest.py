@@ -8,6 +8,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from planner import cache_file
 from planner import profile as profile_format
 from planner.profile import Link
 from tests.e2e.archives import Archives
@@ -44,10 +45,10 @@ def fixed_plans(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Pat
         with serving(repository, "20MiB", cache, store=store, batch_sizes=(1, 2)):
             pass  # the models are lowered and measured now
     for path in (cache / "profiles").glob("*.json"):
-        profile = profile_format.decode(path.read_bytes())
+        profile = profile_format.decode(cache_file.read(path))
         seconds, link = (100e-6,) * len(profile.op_seconds), Link(5e-6, 5e9)
         fixed = structs.replace(profile, op_seconds=seconds, swap_in=link, compute_slowdown=1.0, swap_slowdown=1.0)
-        path.write_bytes(profile_format.encode(fixed))
+        cache_file.write(path, profile_format.encode(fixed))
     shutil.rmtree(cache / "plans")
     return cache
 

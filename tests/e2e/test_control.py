@@ -134,13 +134,13 @@ def test_a_model_that_comes_back_is_opened_from_memory_unless_its_files_have_cha
     stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    prepare = preparer.prepare
+    prepare = preparer.prepare_in_worker
 
     def noted(source: ModelSource, *arguments: Any) -> Prepared:
         opened.append(source.name)
         return prepare(source, *arguments)
 
-    monkeypatch.setattr(preparer, "prepare", noted)
+    monkeypatch.setattr(preparer, "prepare_in_worker", noted)
     stacks.put(tmp_path, "a", 0)
     with controlled(tmp_path, "9MiB", plans) as (server, client):
         for _ in range(3):

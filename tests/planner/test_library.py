@@ -1,5 +1,8 @@
 """Files: what is stored comes back, and what is damaged is reported and made again."""
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -8,6 +11,7 @@ import pytest
 import planner.graph
 import planner.plan
 import planner.profile
+from planner import cache_file
 from planner.errors import FormatError, InvalidGraph
 from planner.library import Library
 from planner.plan import Address, Placement
@@ -52,8 +56,6 @@ def test_plan_is_stored_and_read_again(shelf: Shelf, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda raw: raw[: len(raw) // 2], "truncated"),
-        (lambda raw: b"", "truncated"),
         (lambda raw: b"\xff\xfe" + raw, "not a plan file"),
         (lambda raw: raw.replace(b'"format_version":1', b'"format_version":2'), "upgrade Cohabit"),
         (lambda raw: raw.replace(b'"format_version":1', b'"format_version":0'), "make the plan again"),
@@ -66,11 +68,29 @@ def test_plan_is_stored_and_read_again(shelf: Shelf, monkeypatch: pytest.MonkeyP
 def test_damaged_plan_is_reported_and_made_again(shelf: Shelf, damage: object, says: str) -> None:
     plan = known_or_searched(PROBLEM, shelf.library)
     assert callable(damage)
-    shelf.path.write_bytes(damage(shelf.path.read_bytes()))
+    cache_file.write(shelf.path, damage(cache_file.read(shelf.path)))
     assert known_or_searched(PROBLEM, shelf.library) == plan
     assert len(shelf.complaints) == 1
     assert says in shelf.complaints[0]
-    assert planner.plan.decode(shelf.path.read_bytes()) == plan
+    assert planner.plan.decode(cache_file.read(shelf.path)) == plan
+
+
+@pytest.mark.parametrize("damage", [lambda r: r[: len(r) // 2], lambda r: b"", lambda r: r.replace(b"1", b"2", 1)])
+def test_every_changed_byte_is_noticed(shelf: Shelf, damage: Callable[[bytes], bytes]) -> None:
+    plan = known_or_searched(PROBLEM, shelf.library)
+    shelf.path.write_bytes(damage(shelf.path.read_bytes()))
+    assert known_or_searched(PROBLEM, shelf.library) == plan
+    assert "checksum does not fit" in shelf.complaints[0]
+    assert planner.plan.decode(cache_file.read(shelf.path)) == plan
+
+
+def test_a_full_disk_keeps_no_plan_from_being_made(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert known_or_searched(PROBLEM, shelf.library) == search(PROBLEM)
+    assert list(shelf.path.parent.iterdir()) == []
 
 
 def test_different_problems_have_different_files(shelf: Shelf) -> None:
@@ -92,7 +112,7 @@ def test_different_problems_have_different_files(shelf: Shelf) -> None:
 def test_stored_residents_must_be_those_asked_for(shelf: Shelf) -> None:
     fixed = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, (Placement(1, Address("partition", 0)),))
     other = known_or_searched(PROBLEM, shelf.library)
-    shelf.library.plan_path(fixed).write_bytes(planner.plan.encode(other))
+    cache_file.write(shelf.library.plan_path(fixed), planner.plan.encode(other))
     assert known_or_searched(fixed, shelf.library).residents == fixed.residents
     assert "other residents" in shelf.complaints[0]
 

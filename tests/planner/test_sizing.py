@@ -192,7 +192,7 @@ def test_a_division_of_memory_is_found_again_for_the_same_models_only(
     (path,) = tmp_path.rglob("*.json")
     path.write_bytes(path.read_bytes()[:-5])
     assert library.division(MODELS, 30 * PAGE, "partitioned", 1) is None
-    assert "division of memory is damaged" in vars(caplog.records[0])["fields"]["reason"]
+    assert "checksum does not fit" in vars(caplog.records[0])["fields"]["reason"]
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])

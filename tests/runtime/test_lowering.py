@@ -153,10 +153,8 @@ def test_in_place_ops_are_marked_with_what_they_change(tmp_path: Path) -> None:
 def test_a_model_lowered_before_needs_its_archive_no_more(name: str, tmp_path: Path) -> None:
     before = lowered_case(name, tmp_path)
     again = lower(tmp_path / "model.pt2", name, [1], tmp_path / "cache")
-    if name == "branch":
-        assert not list(tmp_path.glob("cache/*/program-*.json")), "torch.cond has no plain form"
-    else:
-        assert list(tmp_path.glob("cache/*/program-*.json"))
+    assert list(tmp_path.glob("cache/*/program-*.json"))
+    if name != "branch":  # sub-programs have no equality; tests/hostile runs them
         assert models.contents(again) == models.contents(before)
     assert again.graphs == before.graphs
 

@@ -11,7 +11,7 @@ from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
 from server.models.prepared import is_prepared, open_backend, prepare_in_worker, warn_without_segments
 from server.models.repository import find
-from server.models.worker_process import WorkerProcess
+from server.models.worker_process import WorkerProcesses
 from tests.runtime import models
 from tests.server.test_operate_settings import NEEDED, config, file
 
@@ -56,9 +56,10 @@ def test_what_is_prepared_for_one_way_is_not_for_the_other(tmp_path: Path) -> No
     models.export(models.Wide(), {"x": torch.zeros(3, 384)}, tmp_path / "wide" / "1" / "model.pt2")
     source = find(tmp_path / "wide")
     one = replace(DEFAULT, cache=tmp_path / "cache", batch_sizes=(1,), threads=torch.get_num_threads())
-    worker = WorkerProcess()
-    prepare_in_worker(source, one, worker)
-    worker.close()
+    workers, backend = WorkerProcesses(), open_backend(one)
+    prepare_in_worker(source, one, backend, workers).store.close()
+    backend.close()
+    workers.close()
     assert is_prepared(source, one)
     assert is_prepared(source, replace(one, scripted=True)), "which the default is"
     assert not is_prepared(source, replace(one, scripted=False))

@@ -14,7 +14,6 @@ from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc import service_pb2 as pb
 
 from server.grpc import handlers
-from server.grpc import server as server_module
 from server.observe.access import Access, Permission
 
 SERVICE = "/inference.GRPCInferenceService"
@@ -143,14 +142,14 @@ def test_a_stream_has_64_requests_under_way() -> None:
 
 
 def test_calls_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_MOST_CALLS", 1)
+    monkeypatch.setattr(handlers, "MOST_CALLS", 1)
     gate = Gate()
     with running(identity("one", gate=gate)) as server, grpc.insecure_channel(server.grpc) as channel:
         call = channel.unary_unary(INFER)
         first = call.future(request("one", 4), timeout=20)
         assert gate.entered.acquire(timeout=20)
         code, text = refused(lambda: call(request("one", 4), timeout=20))
-        assert (code, text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
+        assert (code, text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1 calls are under way already")
         gate.open()
         assert first.result(20)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from planner import cache_file
 from planner.errors import FormatError
 from planner.graph import Graph, decode_as, fingerprint
 from planner.plan import Plan
@@ -24,7 +25,6 @@ from runtime.cuda.profiling.scratch import kernel_scratch, live_peak_bytes, wast
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.stores import PinnedMemory
 from runtime.lowering.lower import Lowered
-from runtime.lowering.weights import replace_file
 from runtime.memory import HostStore
 from runtime.profiling.profile import resident_plan
 
@@ -69,8 +69,7 @@ def measured(
     if known is None:
         known = _measure(device, streams, pinned, lowered, store, on_progress)
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, msgspec.json.encode(known))
+            cache_file.write(path, msgspec.json.encode(known))
     for batch in lowered.batches:
         lowered = with_scratch(lowered, batch, known.scratch[batch])
         lowered = with_plain(lowered, batch, known.refused.get(batch, ()))
@@ -79,7 +78,7 @@ def measured(
 
 def _read(path: Path) -> Measurement | None:
     try:
-        return decode_as(path.read_bytes(), Measurement, "measurement", FORMAT_VERSION)
+        return decode_as(cache_file.read(path), Measurement, "measurement", FORMAT_VERSION)
     except (FileNotFoundError, FormatError):
         return None
 

@@ -1,0 +1,72 @@
+"""Bounds of a ModelInferRequest, counted on the wire before protobuf builds what they refuse."""
+
+from collections.abc import Iterator
+
+from server.errors import InvalidRequest
+
+UNCHECKED_BYTES = 64 << 10
+"""A message up to this size cannot become large."""
+_MOST_FIELDS = 1 << 14
+"""Of a message and its tensors: names, parameters, entries of contents."""
+_MOST_SHAPE_BYTES = 640
+"""64 dimensions."""
+_INPUTS, _OUTPUTS, _RAW, _SHAPE = 5, 6, 7, 3
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+
+
+def described_bytes(data: bytes) -> int:
+    """Return the size of a message without its raw tensors. Raises InvalidRequest for one that would grow too large."""
+    if len(data) <= UNCHECKED_BYTES:
+        return len(data)
+    described, fields = len(data), 0
+    for number, start, end in _fields(data, 0, len(data)):
+        fields += 1
+        if number == _RAW:
+            described -= end - start
+        elif number in (_INPUTS, _OUTPUTS):
+            shape_bytes = 0
+            for inner, inner_start, inner_end in _fields(data, start, end):
+                fields += 1
+                if number == _INPUTS and inner == _SHAPE:
+                    shape_bytes += max(inner_end - inner_start, 1)
+                if shape_bytes > _MOST_SHAPE_BYTES:
+                    raise InvalidRequest(f"the shape of an input has over {_MOST_SHAPE_BYTES} bytes")
+                if fields > _MOST_FIELDS:
+                    break
+        if fields > _MOST_FIELDS:
+            raise InvalidRequest(f"the request has over {_MOST_FIELDS} tensors, parameters and other fields")
+    return described
+
+
+def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield number, start and end of the contents of each field of a message."""
+    try:
+        while start < end:
+            key, start = _varint(data, start)
+            kind = key & 7
+            if kind == _LENGTH:
+                length, start = _varint(data, start)
+            elif kind == _VARINT:
+                length = _varint(data, start)[1] - start
+            elif kind in (_FIXED32, _FIXED64):
+                length = 4 if kind == _FIXED32 else 8
+            else:
+                raise ValueError(f"wire type {kind}")
+            if start + length > end:
+                raise ValueError("a field is cut off")
+            yield key >> 3, start, start + length
+            start += length
+    except (IndexError, ValueError) as error:
+        raise InvalidRequest(f"the request is no ModelInferRequest: {error}") from error
+
+
+def _varint(data: bytes, start: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 70:
+        byte = data[start]
+        start += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, start
+        shift += 7
+    raise ValueError("a number has over 64 bits")

@@ -1,0 +1,29 @@
+"""What processes give up when they begin: outliving their parent, new privileges, and memory of others."""
+
+import ctypes
+import resource
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+
+_libc = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent dies, even if a kernel of the device hangs."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def no_new_privileges() -> None:
+    """Give up the rights of set-user-ID programs and file capabilities, for this process and its children."""
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def yield_memory(most_bytes: int | None) -> None:
+    """Limit this process's own memory, and let the kernel end it before others where memory runs out."""
+    with suppress(OSError):  # no /proc
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))

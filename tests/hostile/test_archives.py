@@ -1,0 +1,247 @@
+"""Archives that attack: operators that reach outside of computing, in every sub-graph, and records that explode."""
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner.errors import FormatError
+from runtime.binding.cache import ProgramCache
+from runtime.binding.program import Bases
+from runtime.cpu.arena import CpuArena
+from runtime.cpu.executor import CpuExecutor
+from runtime.errors import ArchiveError, UnsupportedModel
+from runtime.host.store import open_store
+from runtime.lowering import archive, artifact
+from runtime.lowering.allowed_ops import allows, allows_lowered, allows_target
+from runtime.lowering.archive_file import fingerprint
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.profile import resident_plan
+from tests.runtime import models
+
+
+class Loop(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def body(n: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return n + 1, y * 0.5
+
+        _, y = torch.while_loop(lambda n, y: n < 3, body, (torch.zeros((), dtype=torch.int64), x))
+        return y
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x).relu()
+
+
+class NoGrad(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x.sin()
+        return y + x
+
+
+def exported(model: nn.Module, folder: Path) -> Path:
+    path = folder / "1" / "model.pt2"
+    models.export(model, {"x": torch.ones(2, 8)}, path, dynamic=False)
+    return path
+
+
+def nodes_of(document: Any) -> Iterator[dict[str, Any]]:
+    """Every call of a serialized program, those of sub-graphs too."""
+    if isinstance(document, list):
+        for item in document:
+            yield from nodes_of(item)
+    elif isinstance(document, dict):
+        if "target" in document and "inputs" in document and "outputs" in document:
+            yield document
+        for item in document.values():
+            yield from nodes_of(item)
+
+
+def edited(path: Path, edit: Callable[[Any], None]) -> Path:
+    """A copy of an archive with another program."""
+    hostile = path.with_name("hostile.pt2")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(hostile, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if name.endswith("models/model.json"):
+                document = json.loads(data)
+                edit(document)
+                data = json.dumps(document).encode()
+            new.writestr(name, data)
+    return hostile
+
+
+def attacked(path: Path, victim: str, target: str, inputs: list[dict[str, Any]]) -> Path:
+    """Replace the first call of one operator, wherever it is, by another call."""
+
+    def replace(document: Any) -> None:
+        node = next(n for n in nodes_of(document) if n["target"] == f"torch.ops.aten.{victim}")
+        node["target"], node["inputs"] = target, inputs
+
+    return edited(path, replace)
+
+
+def from_file(secret: Path) -> list[dict[str, Any]]:
+    return [
+        {"name": "filename", "arg": {"as_string": str(secret)}, "kind": 1},
+        {"name": "shared", "arg": {"as_bool": False}, "kind": 1},
+        {"name": "size", "arg": {"as_int": 16}, "kind": 1},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "victim"),
+    [(models.Branch, "linear.default"), (Loop, "mul.Tensor"), (NoGrad, "sin.default"), (Plain, "relu.default")],
+)
+def test_no_graph_of_an_archive_reads_a_file(tmp_path: Path, model: type[nn.Module], victim: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(64))
+    path = attacked(exported(model(), tmp_path), victim, "torch.ops.aten.from_file.default", from_file(secret))
+    with pytest.raises(UnsupportedModel, match=r"aten\.from_file\.default.*not an operator that a model may use"):
+        lower(path, "hostile", [1], tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.ops.aten._print.default",
+        "torch.ops.aten.save.default",
+        "torch.ops.aten.set_.source_Storage",
+        "torch.ops.aten.resize_.default",
+        "torch.ops.aten.fbgemm_linear_fp16_weight.default",
+        "torch.ops.aten._sparse_coo_tensor_unsafe.default",
+        "torch.ops.aten.add.__class__",
+        "torch.ops.mkldnn._linear_pointwise.default",
+        "torch.ops.prim.device.default",
+        "torch.ops.c10d.send.default",
+        "torch.ops.symm_mem.symm_mem_copy_.default",
+        "torch.ops.load_library",
+        "torch.ops.higher_order.print",
+        "torch.ops.higher_order.call_torchbind",
+        "torch.hub.load",
+        "torch.load",
+        "_operator.methodcaller",
+        "math.__loader__.x",
+        "#extension:f",
+        "print",
+    ],
+)
+def test_other_targets_of_an_archive_are_refused(tmp_path: Path, target: str) -> None:
+    path = attacked(exported(models.Branch(), tmp_path), "linear.default", target, [])
+    with pytest.raises(UnsupportedModel, match="not an operator that a model may use"):
+        archive.read(path)
+
+
+def test_names_are_not_written_into_code(tmp_path: Path) -> None:
+    """Torch generates Python from a graph: the name of a branch's input would be a default value that is evaluated."""
+    mark = tmp_path / "mark"
+
+    def poison(document: Any) -> None:
+        node = next(n for n in nodes_of(document) if n["target"].endswith("cond"))
+        graph = next(i["arg"]["as_graph"]["graph"] for i in node["inputs"] if "as_graph" in i["arg"])
+        old = json.dumps(graph["inputs"][-1]["as_tensor"]["name"])
+        new = json.dumps(f"z=open({str(mark)!r}, 'w')")
+        replaced = json.loads(json.dumps(graph).replace(old, new))
+        graph.update(replaced)
+
+    with pytest.raises(ArchiveError, match="is no identifier"):
+        lower(edited(exported(models.Branch(), tmp_path), poison), "hostile", [1], tmp_path / "cache")
+    assert not mark.exists()
+
+
+def test_functions_are_no_arguments(tmp_path: Path) -> None:
+    def poison(document: Any) -> None:
+        node = next(n for n in nodes_of(document) if n["target"].endswith("cond"))
+        next(i for i in node["inputs"] if "as_graph" in i["arg"])["arg"] = {"as_operator": "torch.load"}
+
+    with pytest.raises(UnsupportedModel, match=r"'torch\.load'"):
+        archive.read(edited(exported(models.Branch(), tmp_path), poison))
+
+
+def test_every_operator_with_a_string_that_is_no_choice_is_refused() -> None:
+    """Independent of the names in the list: whatever torch offers, no op that is allowed takes a path."""
+    admitted = set()
+    for schema in torch._C._jit_get_all_schemas():
+        name, overload = schema.name.replace("::", "."), schema.overload_name or "default"
+        if allows_target(f"torch.ops.{name}.{overload}"):
+            admitted |= {a.name for a in schema.arguments if "str" in str(a.type)}
+            assert schema.name.startswith("aten::")
+    assert admitted
+    assert not {name for name in admitted if "file" in name or "path" in name or "name" in name}
+
+
+def test_what_networks_are_made_of_is_allowed() -> None:
+    aten = torch.ops.aten
+    usual = [aten.linear.default, aten.conv2d.padding, aten.lstm.input, aten.gelu.default, aten.einsum.default]
+    usual += [
+        aten.scaled_dot_product_attention.default,
+        aten._to_copy.default,
+        aten.index.Tensor,
+        aten.div.Tensor_mode,
+    ]
+    assert all(map(allows, usual))
+    own = torch.ops.mkldnn._linear_pointwise.default
+    assert allows_lowered(own)
+    assert not allows(own)
+
+
+def test_a_cached_program_is_held_to_the_same_operators(tmp_path: Path) -> None:
+    lowered = lower(exported(Plain(), tmp_path), "m", [1], tmp_path / "cache")
+    raw = artifact.encode("x", lowered.inputs, lowered.outputs, lowered.batched, lowered.traces)
+    assert artifact.decode(raw, "x")
+    with pytest.raises(FormatError, match="not an operator that a model may use"):
+        artifact.decode(raw.replace(b"aten.relu_.default", b"aten.from_file.default"), "x")
+
+
+def test_a_record_that_inflates_is_refused(tmp_path: Path) -> None:
+    path = exported(Plain(), tmp_path)
+    bomb = tmp_path / "bomb.pt2"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, bytes(8 << 20) if name.endswith("weight_0") else old.read(name))
+    assert bomb.stat().st_size < 64 << 10
+    with pytest.raises(ArchiveError, match=r"is compressed, to \d+ of \d+ bytes"):
+        archive.read(bomb)
+
+
+def test_a_list_of_too_many_records_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "many.pt2"
+    with zipfile.ZipFile(path, "w") as file:
+        for n in range(45_000):
+            file.writestr(zipfile.ZipInfo(f"{n:060}"), b"")
+    with pytest.raises(ArchiveError, match=r"its list of records has \d+ bytes, the limit is 4194304"):
+        fingerprint(path)
+
+
+@pytest.mark.parametrize("model", [models.Branch, Loop, NoGrad])
+def test_a_restart_reads_no_archive(
+    tmp_path: Path, model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Archives are read where models are prepared; programs with sub-programs are in the cache as well."""
+    path = exported(model(), tmp_path)
+    first = lower(path, "m", [1], tmp_path / "cache")
+    monkeypatch.setattr(archive, "read", lambda path: pytest.fail("the archive was read again"))
+    again = lower(path, "m", [1], tmp_path / "cache")
+    x = torch.randn(2, 8)
+    assert torch.equal(run(again, x), run(first, x))
+
+
+def run(lowered: Lowered, x: torch.Tensor) -> torch.Tensor:
+    arena = CpuArena(2 * lowered.manifest.segment_bytes + (1 << 20))
+    store = open_store("ram", lowered.weights_path, lowered.manifest)
+    plan = resident_plan(lowered.graphs[min(lowered.graphs)])
+    program = ProgramCache().build(lowered, plan, None, arena, Bases(0, lowered.manifest.segment_bytes), store)
+    with arena, CpuExecutor() as executor:
+        executor.load(program)
+        return executor.run(program, [x.clone()]).outputs[0]

@@ -1,0 +1,174 @@
+"""Connections and calls that no library would make: one client's faults are its own."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import grpc
+import pytest
+from server_http import ask
+from transport_fakes import Gate, Ports, identity, running
+
+from server.grpc import handlers
+from server.http.server import MetricsServer
+
+SERVICE = "/inference.GRPCInferenceService"
+HEALTH = "/grpc.health.v1.Health/Check"
+
+
+@pytest.fixture
+def server() -> Iterator[Ports]:
+    with running(identity("one")) as ports:
+        yield ports
+
+
+def is_live(server: Ports) -> bool:
+    with grpc.insecure_channel(server.grpc) as channel:
+        call = channel.unary_unary(f"{SERVICE}/ServerLive")
+        return bool(call(b"", timeout=20, wait_for_ready=True) == b"\x08\x01")
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether a condition holds within a time; calls may be cancelled meanwhile."""
+    end_s = time.monotonic() + 20
+    while time.monotonic() < end_s:
+        with suppress(grpc.RpcError):
+            return condition()
+    return False
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def grpc_call(server: Ports, path: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> bytes:
+    """Make a call without a library, and return the server's bytes up to the end of the call or the connection."""
+    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x")]
+    fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc"), *headers]
+    block = b"".join(b"\0" + bytes([len(k)]) + k + bytes([len(v)]) + v for k, v in fields)
+    host, port = server.grpc.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+        connection.sendall(frame(1, 4, 1, block) + frame(0, 1, 1, bytes(5)))
+        received = b""
+        while b"grpc-status" not in received and (part := connection.recv(65536)):
+            received += part
+        return received
+
+
+@pytest.mark.parametrize(
+    "header",
+    [(b"authorization", b"Bearer \xff\xfe"), (b"traceparent", b"\xff"), (b"x\xff", b"a"), (b"a-bin", b"!")],
+)
+def test_header_bytes_that_are_no_text_fail_their_call_alone(server: Ports, header: tuple[bytes, bytes]) -> None:
+    assert b"grpc-status" in grpc_call(server, f"{SERVICE}/ServerLive".encode(), [header])
+    assert is_live(server)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_path_that_is_no_text_does_not_end_the_port(server: Ports) -> None:
+    for _ in range(3):
+        grpc_call(server, b"/inference.\xff\xfe/ServerLive")
+        assert eventually(lambda: is_live(server))
+
+
+def test_calls_of_others_do_not_take_the_slots_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "MOST_CALLS", 2)
+    with running(identity("one", gate=Gate())) as server, grpc.insecure_channel(server.grpc) as channel:
+        infer = channel.stream_unary(f"{SERVICE}/ModelInfer")
+        ended = threading.Event()
+        endless = [infer.future(messages_after(ended), timeout=30) for _ in range(2)]
+        with pytest.raises(grpc.RpcError) as caught:
+            until_refused(channel)  # both have arrived then
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert channel.unary_unary(HEALTH)(b"", timeout=20)
+        assert is_live(server)
+        for call in endless:
+            call.cancel()
+        ended.set()
+
+
+def until_refused(channel: grpc.Channel) -> None:
+    for _ in range(10_000):
+        channel.unary_unary(f"{SERVICE}/ServerMetadata")(b"", timeout=20)
+
+
+def messages_after(ended: threading.Event) -> Iterator[bytes]:
+    ended.wait(30)
+    yield b""
+
+
+def test_the_metrics_port_answers_health_when_http_has_no_connection_left() -> None:
+    with running(identity("one"), max_connections=1) as server:
+        metrics = MetricsServer(server.plane, max_connections=16)
+        url = server.run(metrics.start(["127.0.0.1"], 0, None, "--metrics-port"))
+        with (
+            stopping(server, metrics),
+            socket.create_connection(("127.0.0.1", server.port), timeout=20) as half_a_head,
+        ):
+            half_a_head.sendall(b"GET /v2/health/live HTTP/1.1\r\n")
+            refused = ask(server, "GET", "/v2/health/live")
+            assert refused.status == 503
+            beside = Beside(int(url.rpartition(":")[2]))
+            assert ask(beside, "GET", "/v2/health/live").json == {"live": True}
+            assert ask(beside, "GET", "/v2/health/ready").json == {"ready": True}
+            assert ask(beside, "GET", "/v2/models/one").status == 404
+
+
+@contextmanager
+def stopping(server: Ports, metrics: MetricsServer) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        server.run(metrics.stop(1))
+
+
+class Beside:
+    """The address of a port."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.address = f"127.0.0.1:{port}"
+        self.grpc = ""
+
+
+def http(server: Ports, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(data)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+        return received
+
+
+@pytest.mark.parametrize(
+    ("head", "error"),
+    [(b"", "Missing 'Host'"), (b"Host: a\r\nHost: b\r\n", "Duplicate 'Host'")],
+    ids=["none", "two"],
+)
+def test_a_request_has_one_host(server: Ports, head: bytes, error: str) -> None:
+    answer = http(server, b"GET /v2/health/live HTTP/1.1\r\n" + head + b"\r\n")
+    assert answer.startswith(b"HTTP/1.0 400 ")
+    assert error.encode() in answer
+
+
+def test_head_has_no_body(server: Ports) -> None:
+    answer = http(server, b"HEAD /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v2/trace/setting", {"trace_level": [[5]]}),
+        ("/v2/trace/setting", {"trace_rate": {"a": 1}}),
+        ("/v2/trace/setting", [[]]),
+        ("/v2/logging", {"log_verbose_level": [[1]]}),
+        ("/v2/logging", {"log_info": {}}),
+    ],
+)
+def test_bad_settings_are_the_clients_fault(server: Ports, path: str, body: object) -> None:
+    assert ask(server, "POST", path, json.dumps(body).encode()).status == 400

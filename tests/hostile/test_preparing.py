@@ -1,0 +1,117 @@
+"""Preparing processes: limits in time and memory, few rights, and caches that are damaged."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.backend import Backend
+from runtime.lowering import archive
+from server.config.config import ServeConfig
+from server.config.sizes import FixedSize
+from server.models.prepared import open_backend, prepare_in_worker
+from server.models.repository import ModelSource, find
+from server.models.worker_process import WorkerFailed, WorkerProcesses
+from tests.runtime import models
+
+GIB = 1 << 30
+
+
+def status(field: str) -> str:
+    """Called in the process."""
+    return next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if field in line)
+
+
+def test_a_call_that_never_ends_blocks_no_other() -> None:
+    workers = WorkerProcesses(most=2)
+    with ThreadPoolExecutor(1) as threads:
+        endless = threads.submit(workers.call, signal.pause)
+        assert workers.call(os.getpid) != os.getpid()
+        assert workers.call(os.getpid) == workers.call(os.getpid), "a process is kept for the next call"
+        assert not endless.done()
+        workers.close()
+        with pytest.raises(WorkerFailed):
+            endless.result()
+
+
+def test_a_call_has_a_limit_in_time() -> None:
+    workers = WorkerProcesses(timeout_s=0.1)
+    with pytest.raises(WorkerFailed, match=r"not prepared within 0\.1 s.*--prepare-timeout"):
+        workers.call(signal.pause)
+    workers.close()
+
+
+def test_a_call_has_a_limit_in_memory() -> None:
+    workers = WorkerProcesses(memory_bytes=GIB)
+    with pytest.raises(WorkerFailed, match="--prepare-memory"):
+        workers.call(bytes, 4 * GIB)
+    assert len(workers.call(bytes, 1 << 20)) == 1 << 20
+    workers.close()
+
+
+def test_processes_have_few_rights() -> None:
+    workers = WorkerProcesses()
+    assert workers.call(status, "NoNewPrivs") == "1"
+    assert workers.call(Path.read_text, Path("/proc/self/oom_score_adj")).strip() == "1000"
+    assert int(workers.call(os.nice, 0)) > os.nice(0)
+    workers.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> ModelSource:
+    models.export(models.Wide(2, 64), {"x": torch.zeros(3, 64)}, tmp_path / "wide" / "1" / "model.pt2")
+    return find(tmp_path / "wide")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServeConfig:
+    return replace(
+        ServeConfig(tmp_path, FixedSize(1 << 20), cache=tmp_path / "cache", batch_sizes=(1,)),
+        threads=torch.get_num_threads(),
+    )
+
+
+@pytest.fixture
+def backend(config: ServeConfig) -> Iterator[Backend]:
+    backend = open_backend(config)
+    yield backend
+    backend.close()
+
+
+def test_a_damaged_cache_is_made_anew_by_a_worker(
+    source: ModelSource, config: ServeConfig, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file, truncated, changed by one digit, and removed; the archive is never read in this process."""
+    monkeypatch.setattr(archive, "read", lambda path: pytest.fail("an archive was read in this process"))
+    workers = WorkerProcesses()
+    first = prepare_in_worker(source, config, backend, workers)
+    first.store.close()
+    assert config.cache is not None
+    files = [p for p in config.cache.rglob("*") if p.is_file() and p.parent.name != "prepared"]
+    assert {p.suffix for p in files} == {".bin", ".json"}
+    good = {path: path.read_bytes() for path in files if path.parent.name != "profiles"}
+    for path in files:
+        for damage in (truncate, change_a_digit, Path.unlink):
+            damage(path)
+            again = prepare_in_worker(source, config, backend, workers)
+            again.store.close()
+            assert again.lowered.manifest == first.lowered.manifest
+            assert {path: path.read_bytes() for path in good} == good, (path, damage)
+    workers.close()
+    assert [p for p in config.cache.rglob("*") if p.name.startswith(".")] == [], "nothing temporary is left"
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def change_a_digit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    place = next(n for n in range(len(data) // 2, len(data)) if path.suffix == ".bin" or data[n] in b"0123456")
+    data[place] = (data[place] + 1) % 256
+    path.write_bytes(data)
