@@ -24,7 +24,6 @@ FORMAT_VERSION = 2
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
-    "item": rewrite.getitem,
     "host_gather": rewrite.host_gather,
     **{f.__name__: f for f in fused_ops.PLAIN},
     **{f"operator.{f.__name__}": f for f in (operator.add, operator.sub, operator.mul, operator.truediv)},

@@ -32,6 +32,7 @@ CONVOLUTION_SUM = _operator("_convolution_pointwise", "binary")
 CONVOLUTION_SUM_IN_PLACE = _operator("_convolution_pointwise_", "binary")
 LINEAR = _operator("_linear_pointwise", "default")
 LINEAR_SUM = _operator("_linear_pointwise", "binary")
+_REORDER_LSTM = _operator("_reorder_mkldnn_rnn_layer_weight", "default")
 """The fused ops; None where torch lacks them."""
 _LEAST_SECONDS = 2e-3
 """Time for which a layout is tried, where oneDNN wants several."""
@@ -42,7 +43,7 @@ def unavailable() -> str | None:
     """Return why this torch cannot compute with packed weights, or None if it can."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "torch was built without oneDNN"
-    if None in (CONVOLUTION, CONVOLUTION_SUM, CONVOLUTION_SUM_IN_PLACE, LINEAR, LINEAR_SUM):
+    if None in (CONVOLUTION, CONVOLUTION_SUM, CONVOLUTION_SUM_IN_PLACE, LINEAR, LINEAR_SUM, _REORDER_LSTM):
         return "torch lacks oneDNN's fused operators"
     try:
         return _self_test()
@@ -132,6 +133,13 @@ def pack_convolution(
 
     candidates = list(by_layout.values())
     return candidates[0] if len(candidates) == 1 else min(candidates, key=seconds)
+
+
+def pack_lstm(by_input: torch.Tensor, by_state: torch.Tensor, *, reverse: bool) -> list[torch.Tensor]:
+    """Pack both weights of one direction of an LSTM layer, which has biases. The layout is the same for every batch."""
+    hidden, size = by_state.shape[1], by_input.shape[1]
+    packed: list[torch.Tensor] = _REORDER_LSTM(by_input, by_state, hidden, reverse, True, False, [1, 1, size])
+    return packed
 
 
 def _convolve(packed: torch.Tensor, window: tuple[Any, ...], size: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ from runtime.lowering.fused_ops import PLAIN
 from runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from runtime.lowering.model import FxModel, same_form
 from runtime.lowering.precision import apply_options
+from runtime.lowering.recurrent import pack_lstms, split_recurrent_layers
 from runtime.options import Options
 
 aten = torch.ops.aten
@@ -28,7 +29,6 @@ HOST_TABLE_BYTES = 1 << 20
 """An embedding table at least this large stays in the host store, and its rows are gathered there."""
 
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-_RECURRENT = {aten.lstm.input: 2, aten.gru.input: 1, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
 _PADDED_BY_WORD = {
     aten.conv1d.padding: aten.conv1d.default,
     aten.conv2d.padding: aten.conv2d.default,
@@ -89,6 +89,7 @@ def rewrite(model: FxModel, options: Options, batches: Sequence[int]) -> None:
     undo_own_changes(model)
     apply_options(model, options)
     if options.packed:
+        pack_lstms(model)
         fuse(model, OneDnnKernels(batches))
     elif options.fused:
         fuse(model, CudnnKernels())
@@ -202,46 +203,6 @@ def _fold(
         shift = shift + beta.double()
     folded = weight.double() * scale.reshape(-1, *[1] * (weight.dim() - 1))
     return folded.to(weight.dtype), shift.to(weight.dtype)
-
-
-def split_recurrent_layers(model: FxModel) -> None:
-    """Issue a recurrent network of L layers as L calls of one layer, so that one layer's weights suffice."""
-    for node in list(model.graph.nodes):
-        states = _RECURRENT.get(node.target) if node.op == "call_function" else None
-        if states is None:
-            continue
-        x, hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first = node.args
-        if layers == 1 or (train and dropout):
-            continue
-        directions = 2 if bidirectional else 1
-        per_layer = len(weights) // layers
-        finals: list[list[fx.Node]] = [[] for _ in range(states)]
-        call = model.graph.call_function
-        with model.graph.inserting_before(node):
-            for layer in range(layers):
-                rows = (0, layer * directions, (layer + 1) * directions)
-                start = [call(aten.slice.Tensor, (h, *rows)) for h in (hidden if states == 2 else [hidden])]
-                own = weights[layer * per_layer : (layer + 1) * per_layer]
-                arguments = (x, start if states == 2 else start[0], own)
-                result = call(node.target, (*arguments, has_biases, 1, 0.0, False, bidirectional, batch_first))
-                x = call(getitem, (result, 0))
-                for i, final in enumerate(finals):
-                    final.append(call(getitem, (result, i + 1)))
-            outputs = [x, *(call(aten.cat.default, (final, 0)) for final in finals)]
-        _replace_items(model, node, outputs)
-
-
-def _replace_items(model: FxModel, node: fx.Node, outputs: Sequence[fx.Node]) -> None:
-    for user in list(node.users):
-        outputs[user.args[1]].meta = dict(user.meta)  # type: ignore[index]
-        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
-        model.graph.erase_node(user)
-    model.graph.erase_node(node)
-
-
-def getitem(values: Sequence[Any], index: int) -> Any:
-    """One of an op's several results."""
-    return values[index]
 
 
 def gather_on_host(model: FxModel) -> None:

@@ -74,6 +74,13 @@ def test_tied_weights_are_packed_once(tmp_path: Path) -> None:
     assert any("rows" in name for name in packed), "each slice of a split layer is packed by itself"
 
 
+@pytest.mark.parametrize(("name", "kernels"), [("lstm", 3), ("bidirectional_lstm", 6)])
+def test_each_direction_of_an_lstm_layer_is_a_kernel_of_its_own(name: str, kernels: int, tmp_path: Path) -> None:
+    lowered = lowered_case(name, tmp_path)
+    assert [op.target for op in lowered.graphs[2].ops].count("aten.mkldnn_rnn_layer.default") == kernels
+    assert sum(layout is not None for layout in pieces(lowered).values()) == 2 * kernels
+
+
 def test_another_machine_s_weights_are_packed_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
