@@ -22,6 +22,8 @@ class Options:
     """Store the weights of 2-d convolutions channels last; their kernels then use that layout for activations, too."""
     tf32: bool = False
     """Let CUDA round float32 operands of matrix products and convolutions to 10 bits of mantissa."""
+    packed: bool = False
+    """Pack the weights of convolutions and linear layers for oneDNN's fused kernels on this machine's CPU."""
     fused: bool = False
     """Use cuDNN's fused kernel for a convolution, its bias, a residual sum and a ReLU, where there is one."""
 
@@ -29,7 +31,7 @@ class Options:
     def label(self) -> str:
         """Part of file names: empty for the defaults. `tf32` changes no file."""
         dtype = f"-{self.dtype}" if self.dtype != "float32" else ""
-        return dtype + "-channels-last" * self.channels_last + "-fused" * self.fused
+        return dtype + "-channels-last" * self.channels_last + "-packed" * self.packed + "-fused" * self.fused
 
     @property
     def tolerance(self) -> float:

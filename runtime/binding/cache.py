@@ -12,12 +12,11 @@ from planner.check import check
 from planner.graph import Graph
 from planner.plan import Compute, Plan, SwapIn
 from planner.profile import Profile
-from runtime.binding.calls import Call, bind_call, static_value
+from runtime.binding.calls import Call, bind_call, static_value, weight_at
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, Statics, StaticWeight, SwapStep, draft
 from runtime.binding.program import Bases, Program
 from runtime.errors import UnsupportedPlan
 from runtime.lowering.lower import Lowered
-from runtime.lowering.weights import dtype_of
 from runtime.memory import Destination, DeviceArena, HostStore
 from runtime.offload.activation import OffloadedActivation
 
@@ -109,8 +108,7 @@ def _bind_calls(drafted: Draft, arena: DeviceArena[Any], bases: Bases) -> _Bound
     statics: list[Any] = []
     for static in drafted.statics:
         if isinstance(static, StaticWeight):
-            offset, piece = bases.offset(static.segment) + static.piece.offset, static.piece
-            statics.append(arena.tensor(offset, dtype_of(piece.dtype), piece.shape, piece.stride))
+            statics.append(weight_at(arena, bases.offset(static.segment), static.piece))
         else:
             statics.append(static_value(static.template, _values(static.statics, statics)))
 

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from runtime.lowering.packing import packed_tensor
 from runtime.lowering.rewrite import host_gather
 from runtime.lowering.slots import Frame, Slot, filled, slots_of
 from runtime.lowering.trace import Instruction
+from runtime.lowering.weights import Piece, dtype_of
+from runtime.memory import DeviceArena
 
 Call = Callable[[Frame], None]
 
@@ -116,6 +119,17 @@ def _renaming(source: int, out: int, frees: tuple[int, ...]) -> Call:
             frame[slot] = None
 
     return call
+
+
+def weight_at(arena: DeviceArena[Any], segment: int, piece: Piece) -> torch.Tensor:
+    """Return a parameter over the arena's bytes, given its segment's offset. The arena must live as long.
+
+    Raises MemoryExceeded outside of the arena.
+    """
+    offset, dtype = segment + piece.offset, dtype_of(piece.dtype)
+    if piece.layout is None:
+        return arena.tensor(offset, dtype, piece.shape, piece.stride)
+    return packed_tensor(arena.bytes(offset, piece.nbytes).ctypes.data, dtype, piece.shape, piece.layout)
 
 
 def static_value(template: CallTemplate, statics: Mapping[int, Any]) -> Any:

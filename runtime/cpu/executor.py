@@ -169,6 +169,7 @@ class CpuExecutor:
 
         If a copy or a kernel fails, the residents are restored all the same. `follow` is called in any case.
         """
+        torch.get_num_threads()  # OpenMP's setting is each thread's own, and torch passes its own on when asked
         if program.name in self._stale:
             self.load(program, follow=follow)
         recording = Recording(program) if traced or follow is not None else None

@@ -20,7 +20,6 @@ import torch
 
 from runtime.binding.calls import Call, CallTemplate
 from runtime.binding.draft import Draft, DraftCall, StaticView
-from runtime.lowering.rewrite import getitem
 from runtime.lowering.slots import Frame, Slot
 
 FEWEST_CALLS = 5
@@ -33,7 +32,7 @@ _MEMORY_FORMATS = {
     torch.channels_last_3d: 3,
 }
 """TorchScript's numbers."""
-_ITEM_OF = (operator.getitem, getitem)
+_ITEM_OF = (operator.getitem,)
 _BY_SCALAR = frozenset(
     {"aten::add", "aten::add_", "aten::sub", "aten::sub_", "aten::mul", "aten::mul_", "aten::div", "aten::div_"}
 )

@@ -86,18 +86,10 @@ NUMBER_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 """Python's functions for arithmetic of shapes, by the names that archives and the cache have for them."""
 _OPERATOR = re.compile(r"torch\.ops\.(aten|higher_order)\.([A-Za-z_0-9]+)(?:\.([A-Za-z_0-9]+))?", re.ASCII)
 
-LOWERED = frozenset(
-    f"mkldnn::{name}"
-    for name in (
-        "_convolution_pointwise",
-        "_convolution_pointwise_",
-        "_convolution_transpose_pointwise",
-        "_linear_pointwise",
-        "_reorder_convolution_transpose_weight",
-        "_reorder_convolution_weight",
-        "_reorder_linear_weight",
-        "_reorder_mkldnn_rnn_layer_weight",
-    )
+LOWERED = _names(
+    """
+    aten::mkldnn_rnn_layer mkldnn::_convolution_pointwise mkldnn::_convolution_pointwise_ mkldnn::_linear_pointwise
+    """
 )
 """Operators that lowering itself puts into programs; an archive may not contain them."""
 

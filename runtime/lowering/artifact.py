@@ -25,7 +25,6 @@ from runtime.lowering.weights import dtype_name, dtype_of
 FORMAT_VERSION = 2
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "item": rewrite.getitem,
     "host_gather": rewrite.host_gather,
     **{f.__name__: f for f in fused_ops.PLAIN},
     **NUMBER_FUNCTIONS,

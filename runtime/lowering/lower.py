@@ -12,16 +12,15 @@ from planner import cache_file
 from planner.errors import CohabitError, FormatError
 from planner.graph import Graph
 from runtime.errors import UnsupportedModel
-from runtime.lowering import artifact, weights
+from runtime.lowering import artifact, packing, weights
 from runtime.lowering.archive_file import fingerprint
 from runtime.lowering.model import FxModel, Port
-from runtime.lowering.precision import apply_options
 from runtime.lowering.rewrite import rewrite
 from runtime.lowering.trace import Trace, build_graph, trace_model
 from runtime.lowering.weights import Manifest
 from runtime.options import DEFAULTS, Options
 
-_LOWERING = "7"
+_LOWERING = "8"
 """Changes whenever lowering writes other bytes for the same archive."""
 
 
@@ -94,24 +93,25 @@ def lower(
         raise NotCached(f"{name}: the cache has no undamaged copy of it")
     on_progress(f"{name}: reading {path.name}")
     model = _read(path, name)
-    rewrite(model, fused=options.fused)
-    apply_options(model, options)
+    usable = _usable(model, wanted)
+    rewrite(model, options, usable)
     own = own_storages(model.weights)
     traces: dict[int, Trace] = {}
-    for batch in _usable(model, wanted):
+    for batch in usable:
         on_progress(f"{name}: tracing batch {batch}")
         traces[batch] = _trace(model, own, batch)
     first = traces[min(traces)]
     readers = first.readers()
     uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
-    manifest = weights.lay_out(f"{own_fingerprint}/{_LOWERING}{options.label}", uses, model.tables)
+    archive = f"{own_fingerprint}/{_LOWERING}{options.label}"
+    manifest = weights.lay_out(archive, uses, model.tables, _machine(options))
     weights_path = folder / "weights.bin"
-    if weights.read(weights_path) != manifest:
+    if weights.read(weights_path, _machine(options)) != manifest:
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(weights_path, manifest, own, model.tables)
     batched = model.max_batch is not None
-    encoded = artifact.encode(_stamp(wanted), model.inputs, model.outputs, batched, traces)
-    cache_file.write(folder / _artifact_name(wanted), encoded)
+    encoded = artifact.encode(_stamp(wanted, options), model.inputs, model.outputs, batched, traces)
+    cache_file.write(folder / _artifact_name(wanted, options), encoded)
     return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options)
 
 
@@ -123,24 +123,29 @@ def _read(path: Path, name: str) -> FxModel:
     return from_program(name, read(path))
 
 
-def _stamp(batches: Sequence[int]) -> str:
+def _machine(options: Options) -> str | None:
+    return packing.machine() if options.packed else None
+
+
+def _stamp(batches: Sequence[int], options: Options) -> str:
     """Return what the cached file depends on besides its archive."""
-    return f"lowering {_LOWERING}, torch {torch.__version__}, batches {','.join(map(str, batches))}"
+    made = f"lowering {_LOWERING}, torch {torch.__version__}, batches {','.join(map(str, batches))}"
+    return f"{made}, packed for {_machine(options)}" if options.packed else made
 
 
-def _artifact_name(batches: Sequence[int]) -> str:
-    return f"program-{hashlib.sha256(_stamp(batches).encode()).hexdigest()[:16]}.json"
+def _artifact_name(batches: Sequence[int], options: Options) -> str:
+    return f"program-{hashlib.sha256(_stamp(batches, options).encode()).hexdigest()[:16]}.json"
 
 
 def _known(name: str, folder: Path, batches: Sequence[int], options: Options) -> Lowered | None:
     """Return what an earlier run lowered from the same archive, if all of it is there and undamaged."""
     weights_path = folder / "weights.bin"
     try:
-        raw = cache_file.read(folder / _artifact_name(batches))
-        inputs, outputs, batched, traces = artifact.decode(raw, _stamp(batches))
+        raw = cache_file.read(folder / _artifact_name(batches, options))
+        inputs, outputs, batched, traces = artifact.decode(raw, _stamp(batches, options))
     except (FileNotFoundError, FormatError):
         return None
-    manifest = weights.read(weights_path)
+    manifest = weights.read(weights_path, _machine(options))
     if manifest is None:
         return None
     return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path, options)
@@ -171,7 +176,11 @@ def own_storages(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     known: dict[tuple[object, ...], torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.numel() or name)
+        key: tuple[object, ...] = (tensor.dtype, tuple(tensor.shape), tensor.numel() or name)
+        if packing.is_packed(tensor):
+            own[name] = known.setdefault((packing.storage_key(tensor), *key), tensor)
+            continue
+        key = (tensor.data_ptr(), tuple(tensor.stride()), *key)
         if key not in known:
             known[key] = _own_storage(tensor)
         own[name] = known[key]

@@ -3,15 +3,12 @@
 import torch
 from torch import fx
 
-from runtime.lowering.fused_ops import PLAIN
 from runtime.lowering.model import FxModel
 from runtime.options import Options
 
-_CONVOLUTIONS = (torch.ops.aten.conv2d.default, *PLAIN)
-
 
 def apply_options(model: FxModel, options: Options) -> None:
-    """Change a model's parameters, and cast its inputs and outputs. Runs after all other rewrites."""
+    """Change a model's parameters, and cast its inputs and outputs. Runs after batch norms are folded."""
     if options.dtype != "float32":
         _cast(model, getattr(torch, options.dtype))
     if options.channels_last:
@@ -28,6 +25,7 @@ def _cast(model: FxModel, dtype: torch.dtype) -> None:
         if port.dtype is torch.float32:
             with model.graph.inserting_before(first_op):
                 cast = model.graph.call_function(to_copy, (node,), {"dtype": dtype})
+            cast.meta = dict(node.meta)
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
     (output,) = (n for n in model.graph.nodes if n.op == "output")
     results: list[fx.Node] = []
@@ -41,7 +39,7 @@ def _cast(model: FxModel, dtype: torch.dtype) -> None:
 
 def _channels_last(model: FxModel) -> None:
     for node in model.graph.nodes:
-        if node.op == "call_function" and node.target in _CONVOLUTIONS:
+        if node.op == "call_function" and node.target is torch.ops.aten.conv2d.default:
             weight = model.weight_of(node.args[1])
             if weight is not None:
                 model.weights[node.args[1].name] = weight.contiguous(memory_format=torch.channels_last)

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from runtime.lowering import packing
 from runtime.lowering.fused_ops import PLAIN
-from runtime.lowering.fusion import fuse_convolutions
+from runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from runtime.lowering.model import FxModel, same_form
+from runtime.lowering.precision import apply_options
+from runtime.lowering.recurrent import pack_lstms, split_recurrent_layers
+from runtime.options import Options
 
 aten = torch.ops.aten
 
@@ -25,13 +29,20 @@ HOST_TABLE_BYTES = 1 << 20
 """An embedding table at least this large stays in the host store, and its rows are gathered there."""
 
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-_RECURRENT = {aten.lstm.input: 2, aten.gru.input: 1, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
+_PADDED_BY_WORD = {
+    aten.conv1d.padding: aten.conv1d.default,
+    aten.conv2d.padding: aten.conv2d.default,
+    aten.conv3d.padding: aten.conv3d.default,
+}
+_DROPOUTS = (aten.dropout.default, aten.dropout_.default, aten.feature_dropout.default)
 _FRESH = frozenset(
     {
         *_CONVOLUTIONS,
         *(aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default),
         *(aten.batch_norm.default, aten.layer_norm.default, aten.group_norm.default, aten.cat.default),
         *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.max_pool2d.default),
+        *(aten.mean.dim, aten.adaptive_avg_pool2d.default, aten.scaled_dot_product_attention.default),
+        *(packing.CONVOLUTION, packing.CONVOLUTION_SUM, packing.LINEAR, packing.LINEAR_SUM),
         *PLAIN,
     }
 )
@@ -61,17 +72,27 @@ def host_gather(table: str, indices: torch.Tensor) -> torch.Tensor:
     raise AssertionError(f"host_gather of {table} was not bound to a store")
 
 
-def rewrite(model: FxModel, *, fused: bool = False) -> None:
-    """Apply every rewrite, in an order in which each sees what the one before it made. `fused` is a model's option."""
+def rewrite(model: FxModel, options: Options, batches: Sequence[int]) -> None:
+    """Apply every rewrite, in an order in which each sees what the one before it made.
+
+    Packed weights are packed for these batch sizes.
+    """
     inline_grad_regions(model)
     drop_assertions(model)
+    drop_dropouts(model)
+    pad_by_numbers(model)
+    use_linear(model)
     fold_batch_norms(model)
     split_recurrent_layers(model)
     gather_on_host(model)
     split_large_layers(model)
     undo_own_changes(model)
-    if fused:
-        fuse_convolutions(model)
+    apply_options(model, options)
+    if options.packed:
+        pack_lstms(model)
+        fuse(model, OneDnnKernels(batches))
+    elif options.fused:
+        fuse(model, CudnnKernels())
     work_in_place(model)
     drop_unused(model)
 
@@ -104,6 +125,44 @@ def drop_assertions(model: FxModel) -> None:
         name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
         if node.op == "call_function" and name in _ASSERTIONS and not node.users:
             model.graph.erase_node(node)
+
+
+def drop_dropouts(model: FxModel) -> None:
+    """Remove dropouts, which pass on what they read unless a model trains."""
+    for node in list(model.graph.nodes):
+        if node.op == "call_function" and node.target in _DROPOUTS and node.args[2] is False:
+            node.replace_all_uses_with(node.args[0])
+            model.graph.erase_node(node)
+
+
+def pad_by_numbers(model: FxModel) -> None:
+    """Give convolutions with the padding `valid` or `same` the numbers, where both sides get as many."""
+    for node in model.graph.nodes:
+        new = _PADDED_BY_WORD.get(node.target) if node.op == "call_function" else None
+        weight = None if new is None else model.weight_of(node.args[1])
+        if weight is None or node.kwargs:
+            continue
+        defaults: tuple[Any, ...] = (None, [1], "valid", [1], 1)
+        given: list[Any] = [*node.args, *defaults[len(node.args) - 2 :]]
+        dilation = list(given[5]) * (weight.dim() - 2 if len(given[5]) == 1 else 1)
+        kernel = weight.shape[2:] if given[4] == "same" else (1,) * len(dilation)
+        total = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
+        if all(n % 2 == 0 for n in total):
+            given[4] = [n // 2 for n in total]
+            node.target, node.args = new, tuple(given)
+
+
+def use_linear(model: FxModel) -> None:
+    """Write products of a matrix with a weight as linear layers, whose weights can be split and packed."""
+    for node in list(model.graph.nodes):
+        if node.op != "call_function" or node.kwargs or node.target not in (aten.addmm.default, aten.mm.default):
+            continue
+        *bias, x, weight_node = node.args
+        weight = model.weight_of(weight_node)
+        if weight is None or any((b := model.weight_of(n)) is None or b.dim() != 1 for n in bias):
+            continue
+        turned = model.add_weight(f"{weight_node.name}_turned", weight.t().contiguous())
+        node.target, node.args = aten.linear.default, (x, turned, *bias)
 
 
 def fold_batch_norms(model: FxModel) -> None:
@@ -144,45 +203,6 @@ def _fold(
         shift = shift + beta.double()
     folded = weight.double() * scale.reshape(-1, *[1] * (weight.dim() - 1))
     return folded.to(weight.dtype), shift.to(weight.dtype)
-
-
-def split_recurrent_layers(model: FxModel) -> None:
-    """Issue a recurrent network of L layers as L calls of one layer, so that one layer's weights suffice."""
-    for node in list(model.graph.nodes):
-        states = _RECURRENT.get(node.target) if node.op == "call_function" else None
-        if states is None:
-            continue
-        x, hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first = node.args
-        if layers == 1 or (train and dropout):
-            continue
-        directions = 2 if bidirectional else 1
-        per_layer = len(weights) // layers
-        finals: list[list[fx.Node]] = [[] for _ in range(states)]
-        call = model.graph.call_function
-        with model.graph.inserting_before(node):
-            for layer in range(layers):
-                rows = (0, layer * directions, (layer + 1) * directions)
-                start = [call(aten.slice.Tensor, (h, *rows)) for h in (hidden if states == 2 else [hidden])]
-                own = weights[layer * per_layer : (layer + 1) * per_layer]
-                arguments = (x, start if states == 2 else start[0], own)
-                result = call(node.target, (*arguments, has_biases, 1, 0.0, False, bidirectional, batch_first))
-                x = call(getitem, (result, 0))
-                for i, final in enumerate(finals):
-                    final.append(call(getitem, (result, i + 1)))
-            outputs = [x, *(call(aten.cat.default, (final, 0)) for final in finals)]
-        _replace_items(model, node, outputs)
-
-
-def _replace_items(model: FxModel, node: fx.Node, outputs: Sequence[fx.Node]) -> None:
-    for user in list(node.users):
-        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
-        model.graph.erase_node(user)
-    model.graph.erase_node(node)
-
-
-def getitem(values: Sequence[Any], index: int) -> Any:
-    """One of an op's several results."""
-    return values[index]
 
 
 def gather_on_host(model: FxModel) -> None:
@@ -269,9 +289,15 @@ def work_in_place(model: FxModel) -> None:
     """Let elementwise ops overwrite an operand that nothing else reads: half the activations, and the same bits."""
     ours: set[fx.Node] = set()
     for node in model.graph.nodes:
-        if node.op != "call_function" or not node.args or not _dies_with(node.args[0], node, ours):
+        if node.op != "call_function" or not node.args:
             continue
-        if node.target in _UNARY_IN_PLACE:
+        if node.target is packing.CONVOLUTION_SUM and _dies_with(node.args[1], node, ours):
+            x, residual, *rest = node.args
+            node.target, node.args = packing.CONVOLUTION_SUM_IN_PLACE, (residual, x, *rest)
+            ours.add(node)
+        elif not _dies_with(node.args[0], node, ours):
+            continue
+        elif node.target in _UNARY_IN_PLACE:
             node.target = _UNARY_IN_PLACE[node.target]
             ours.add(node)
         elif node.target in _BINARY_IN_PLACE and same_form(node.args[0], node):
@@ -280,14 +306,14 @@ def work_in_place(model: FxModel) -> None:
 
 
 def _dies_with(operand: Any, reader: fx.Node, ours: set[fx.Node]) -> bool:
-    """Whether an operand is new bytes whose only reader is this op, and reads them once.
+    """Whether an operand is new bytes whose last reader is this op, reads them once, and which have no other name.
 
     What the model itself changed in place does not count: it may be read under its older name.
     """
     return (
         isinstance(operand, fx.Node)
         and (operand.target in _FRESH or operand in ours)
-        and len(operand.users) == 1
+        and all(user is reader or (user.target in _FRESH and user < reader) for user in operand.users)
         and sum(a is operand for a in reader.args) == 1
     )
 

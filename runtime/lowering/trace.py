@@ -19,6 +19,7 @@ from runtime.errors import UnsupportedModel
 from runtime.lowering.allocations import measuring_allocations
 from runtime.lowering.allowed_ops import allows_lowered
 from runtime.lowering.model import FxModel
+from runtime.lowering.packing import storage_key, stored_bytes
 from runtime.lowering.rewrite import host_gather
 from runtime.lowering.slots import Slot, slots_of
 from runtime.lowering.weights import Manifest
@@ -155,7 +156,7 @@ class _Tracer:
             weight_slots={self.slots[n]: s for n in self.nodes if (s := self._weight_name(n)) is not None},
             input_slots=tuple(self.slots[n] for name in self.examples for n in self.nodes if n.name == name),
             output_slots=tuple(self.slots[n] for n in outputs),
-            output_storages=tuple(self.storages[_key(t)] for t in results),
+            output_storages=tuple(self.storages[storage_key(t)] for t in results),
             input_bytes=tuple(t.untyped_storage().nbytes() for t in self.examples.values()),
             slots=len(self.nodes),
         )
@@ -164,18 +165,18 @@ class _Tracer:
         """The name under which a weight is stored: that of the first of those tied together."""
         if node.op != "placeholder" or node.name not in self.weights:
             return None
-        return self.storages[_key(self.weights[node.name])].weight
+        return self.storages[storage_key(self.weights[node.name])].weight
 
     def _enter(self, node: fx.Node) -> None:
         if node.name in self.weights:
             tensor = self.weights[node.name]
-            storage = Storage("weight", 0, tensor.nbytes, node.name)
+            storage = Storage("weight", 0, stored_bytes(tensor), node.name)
         else:
             tensor = self.examples[node.name]
             index = list(self.examples).index(node.name)
             storage = Storage("input", index, tensor.untyped_storage().nbytes())
-        self.storages.setdefault(_key(tensor), storage)
-        self.holders.setdefault(_key(tensor), set()).add(node)
+        self.storages.setdefault(storage_key(tensor), storage)
+        self.holders.setdefault(storage_key(tensor), set()).add(node)
         self.frame[node] = tensor
 
     def _call(self, node: fx.Node) -> None:
@@ -208,21 +209,21 @@ class _Tracer:
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._refuse_value_sizes(node)
         mutated = self._mutated(node, inputs)
-        new = any(_key(t) not in self.storages for t in outputs)
+        new = any(storage_key(t) not in self.storages for t in outputs)
         makes_bytes = new or mutated or node.target is host_gather
         index = self._op(node, inputs, outputs, mutated) if makes_bytes else None
         for tensor in outputs:
-            self.holders.setdefault(_key(tensor), set()).add(node)
+            self.holders.setdefault(storage_key(tensor), set()).add(node)
         self._issue(node, index)
 
     def _op(self, node: fx.Node, inputs: Any, outputs: Sequence[torch.Tensor], mutated: Sequence[Storage]) -> int:
-        read = dict.fromkeys(_key(t) for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
+        read = dict.fromkeys(storage_key(t) for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
         reads = tuple(self.storages[key] for key in read)
         writes, results = [], []
         for n, tensor in enumerate(outputs):
-            if _key(tensor) not in self.storages:
+            if storage_key(tensor) not in self.storages:
                 storage = Storage("activation", self.activations, tensor.untyped_storage().nbytes())
-                self.storages[_key(tensor)] = storage
+                self.storages[storage_key(tensor)] = storage
                 self.activations += 1
                 writes.append(storage)
                 results.append(n)
@@ -243,7 +244,7 @@ class _Tracer:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, torch.Tensor):
-                    changed[_key(tensor)] = self.storages[_key(tensor)]
+                    changed[storage_key(tensor)] = self.storages[storage_key(tensor)]
         for storage in changed.values():
             if storage.kind == "weight":
                 raise UnsupportedModel(
@@ -279,7 +280,7 @@ class _Tracer:
             value = self.frame[n]
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, torch.Tensor):
-                    key = _key(tensor)
+                    key = storage_key(tensor)
                     holders = self.holders[key]
                     holders.discard(n)
                     if not holders:
@@ -287,10 +288,6 @@ class _Tracer:
                         del self.storages[key]
             if n not in self.literals:
                 del self.frame[n]
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_unbacked(value: Any) -> bool:

@@ -4,18 +4,22 @@ Parameters are grouped into *segments*, the units of swapping: what the same ops
 block size that O_DIRECT asks for. Embedding tables follow the segments and are never swapped.
 """
 
+import logging
 import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from planner import cache_file
 from planner.errors import FormatError
 from planner.graph import decode_as, fingerprint
+from runtime.lowering.packing import is_packed, layout_of, raw_bytes, stored_bytes
 
 BLOCK_BYTES = 4096
 PIECE_ALIGNMENT = 64
@@ -23,9 +27,11 @@ COALESCE_BYTES = 256 << 10
 """Neighbouring segments are joined while they stay below this, because the time of small copies is all latency."""
 LARGE_BYTES = 8 << 20
 """A segment has at most one weight of this size, even if the same ops read several: large ranges are hard to free."""
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _COPY_BYTES = 16 << 20
+
+_log = logging.getLogger("cohabit.runtime")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -33,7 +39,10 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One tensor inside a segment; `offset` counts from the segment's start, strides in elements."""
+    """One tensor inside a segment; `offset` counts from the segment's start, strides in elements.
+
+    Packed ones have a `layout`, and `nbytes` may be more than shape and dtype say.
+    """
 
     name: str
     dtype: str
@@ -41,6 +50,7 @@ class Piece(msgspec.Struct, frozen=True):
     stride: tuple[int, ...]
     offset: int
     nbytes: int
+    layout: str | None = None
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -72,6 +82,8 @@ class Manifest(msgspec.Struct, frozen=True):
     archive: str
     segments: tuple[Segment, ...]
     tables: tuple[Table, ...]
+    machine: str | None = None
+    """What packed pieces are valid for; None if pieces are never packed."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -117,8 +129,14 @@ class WeightUse:
     tensor: torch.Tensor
     readers: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return stored_bytes(self.tensor)
 
-def lay_out(archive: str, uses: Sequence[WeightUse], tables: Mapping[str, torch.Tensor]) -> Manifest:
+
+def lay_out(
+    archive: str, uses: Sequence[WeightUse], tables: Mapping[str, torch.Tensor], machine: str | None = None
+) -> Manifest:
     """Group weights into segments, in the order in which ops first read them; unread ones come last."""
     last = 1 + max((r for use in uses for r in use.readers), default=0)
     groups: dict[tuple[int, ...], list[WeightUse]] = {}
@@ -134,12 +152,12 @@ def lay_out(archive: str, uses: Sequence[WeightUse], tables: Mapping[str, torch.
     for name, table in tables.items():
         placed.append(Table(name, dtype_name(table.dtype), tuple(table.shape), offset, table.nbytes))
         offset += round_up(table.nbytes, BLOCK_BYTES)
-    return Manifest(archive, tuple(segments), tuple(placed))
+    return Manifest(archive, tuple(segments), tuple(placed), machine)
 
 
 def _parted(group: list[WeightUse]) -> list[list[WeightUse]]:
     """One segment for all but the second and further large weights."""
-    apart = {use.name: use for use in [u for u in group if u.tensor.nbytes >= LARGE_BYTES][1:]}
+    apart = {use.name: use for use in [u for u in group if u.nbytes >= LARGE_BYTES][1:]}
     return [[use for use in group if use.name not in apart], *([use] for use in apart.values())]
 
 
@@ -147,7 +165,7 @@ def _coalesce(groups: list[list[WeightUse]]) -> list[list[WeightUse]]:
     joined: list[list[WeightUse]] = []
     size = COALESCE_BYTES
     for group in groups:
-        nbytes = sum(round_up(u.tensor.nbytes, PIECE_ALIGNMENT) for u in group)
+        nbytes = sum(round_up(u.nbytes, PIECE_ALIGNMENT) for u in group)
         if joined and size + nbytes <= COALESCE_BYTES:
             joined[-1] = joined[-1] + group
             size += nbytes
@@ -162,8 +180,9 @@ def _segment(offset: int, group: Sequence[WeightUse]) -> Segment:
     position = 0
     for use in group:
         t = use.tensor
-        pieces.append(Piece(use.name, dtype_name(t.dtype), tuple(t.shape), tuple(t.stride()), position, t.nbytes))
-        position += round_up(t.nbytes, PIECE_ALIGNMENT)
+        stride, layout = ((), layout_of(t)) if is_packed(t) else (tuple(t.stride()), None)
+        pieces.append(Piece(use.name, dtype_name(t.dtype), tuple(t.shape), stride, position, use.nbytes, layout))
+        position += round_up(use.nbytes, PIECE_ALIGNMENT)
     return Segment(offset, round_up(position, BLOCK_BYTES), tuple(pieces))
 
 
@@ -182,11 +201,15 @@ def write(
     cache_file.write(description_path(path), msgspec.json.encode(Description(manifest, checksum(path))))
 
 
-def read(path: Path) -> Manifest | None:
-    """Return the manifest of a weights file, or None if it is missing or damaged."""
+def read(path: Path, machine: str | None = None) -> Manifest | None:
+    """Return the manifest of a weights file, or None if it is missing, damaged, or packed for another machine."""
     try:
         raw = cache_file.read(description_path(path))
         description = decode_as(raw, Description, "weights description", FORMAT_VERSION)
+        if description.manifest.machine != machine:
+            fields = {"file": str(path), "packed for": description.manifest.machine, "machine": machine}
+            _log.warning("weights were packed for another machine, and are packed anew", extra={"fields": fields})
+            return None
         whole = path.stat().st_size == description.manifest.file_bytes and checksum(path) == description.crc32
     except (OSError, FormatError):
         return None
@@ -207,10 +230,14 @@ def description_path(path: Path) -> Path:
 
 
 def _write_tensor(fd: int, tensor: torch.Tensor, offset: int) -> None:
-    if tensor.nbytes == 0:
+    if tensor.numel() == 0:
         return
-    storage = tensor.untyped_storage()
-    start = tensor.storage_offset() * tensor.element_size()
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage, start, (tensor.nbytes,), (1,)).numpy()
-    for position in range(0, tensor.nbytes, _COPY_BYTES):
+    raw = raw_bytes(tensor) if is_packed(tensor) else _dense_bytes(tensor)
+    for position in range(0, len(raw), _COPY_BYTES):
         os.pwrite(fd, raw[position : position + _COPY_BYTES].data, offset + position)
+
+
+def _dense_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    start = tensor.storage_offset() * tensor.element_size()
+    own = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
+    return own.numpy()

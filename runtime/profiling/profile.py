@@ -1,7 +1,6 @@
 """A lowered model's profiles, measured with every parameter resident, or read from the cache."""
 
 import logging
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from planner.profile import Profile
 from runtime.backend import Executor
 from runtime.binding.program import Bases, Program
 from runtime.lowering.lower import Lowered
+from runtime.lowering.packing import processor
 from runtime.memory import DeviceArena, HostStore
 from runtime.profiling.link import measure_contention, measure_swap_in, measure_swap_out, segment_copies
 from runtime.profiling.stopwatch import ColdCaches, measure_ops
@@ -33,7 +33,7 @@ Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]],
 def device_name(threads: int, store: HostStore[Any], limit: str = "", *, scripted: bool = False) -> str:
     """Return what a profile is valid for: processor, threads, torch, store, and whether ops run in segments."""
     way = ", scripted" if scripted else ""
-    return f"{_processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}{way}"
+    return f"{processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}{way}"
 
 
 def cached_profiles(
@@ -124,11 +124,3 @@ def resident_plan(graph: Graph) -> Plan:
             for n, op in enumerate(graph.ops)
         ),
     )
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from runtime.binding.cache import ProgramCache
-from runtime.binding.calls import Call, bind_call, static_value
+from runtime.binding.calls import Call, bind_call, static_value, weight_at
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
 from runtime.binding.program import CompiledSegment, Program, Segmenter, joined
 from runtime.errors import UnsupportedPlan
 from runtime.lowering.lower import Lowered
 from runtime.lowering.slots import Frame
-from runtime.lowering.weights import Manifest, dtype_of
+from runtime.lowering.weights import Manifest
 from runtime.memory import DeviceArena, HostStore
 from runtime.shared_region.region import FetchPlan, ParameterUses
 
@@ -175,8 +175,7 @@ class _StaticsAt:
             return last[1]
         static = self._statics[index]
         if isinstance(static, StaticWeight):
-            piece = static.piece
-            value = self._arena.tensor(key[0] + piece.offset, dtype_of(piece.dtype), piece.shape, piece.stride)
+            value: Any = weight_at(self._arena, key[0], static.piece)
         else:
             value = static_value(static.template, {slot: self.at(i, addresses) for slot, i in static.statics})
         self._last[index] = (key, value)

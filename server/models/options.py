@@ -1,5 +1,6 @@
 """Reads a model's kernel options from its ModelConfig, and refuses options that the device does not support."""
 
+from runtime.lowering import packing
 from runtime.options import Dtype, Options
 from server.errors import RepositoryError
 from server.models.repository import ModelSource
@@ -20,8 +21,9 @@ _TRUTHS = {"true": True, "false": False}
 
 def options_of(source: ModelSource, device: str) -> Options:
     """Return a model's options on a device. Raises RepositoryError naming the parameter."""
+    packed = device == "cpu" and packing.unavailable() is None
     if source.config is None:
-        return Options()
+        return Options(packed=packed)
     precision = _choice(source.config, PRECISION, "float32", tuple(_DTYPES))
     if precision == "tf32" and not device.startswith("cuda"):
         raise RepositoryError(
@@ -33,7 +35,7 @@ def options_of(source: ModelSource, device: str) -> Options:
         raise RepositoryError(
             f"config.pbtxt: parameter '{FUSED}': fused kernels are cuDNN's; on {device} there are none"
         )
-    return Options(_DTYPES[precision], _TRUTHS[layout], tf32=precision == "tf32", fused=fused)
+    return Options(_DTYPES[precision], _TRUTHS[layout], tf32=precision == "tf32", packed=packed, fused=fused)
 
 
 def _choice(config: ModelConfig, key: str, default: str, choices: tuple[str, ...]) -> str:

@@ -17,6 +17,7 @@ from runtime.backend import Backend
 from runtime.cpu.segments import unavailable
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
+from runtime.lowering import packing
 from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, NotCached, lower
 from runtime.memory import HostStore
@@ -78,6 +79,13 @@ def warn_without_segments(config: ServeConfig) -> None:
     if config.wants_segments and (reason := unavailable()) is not None:
         fields = {"torch": str(torch.__version__), "reason": reason}
         _log.warning("models run op by op, because this torch cannot run stretches", extra={"fields": fields})
+
+
+def warn_without_packing(config: ServeConfig) -> None:
+    """Log why the CPU computes with plain weights, if it does."""
+    if config.device == "cpu" and (reason := packing.unavailable()) is not None:
+        fields = {"torch": str(torch.__version__), "reason": reason}
+        _log.warning("weights are not packed, which makes kernels slower", extra={"fields": fields})
 
 
 def open_backend(config: ServeConfig) -> Backend:
@@ -198,7 +206,7 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
         wanted_batches(source, config),
         options,
         threads,
-        str(torch.__version__),
+        packing.machine(),
     )
     link = (config.device, config.store, config.link_bandwidth_bytes_per_s, config.wants_segments)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]

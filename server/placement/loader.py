@@ -21,6 +21,7 @@ from server.models.prepared import (
     open_backend,
     prepare,
     prepare_in_worker,
+    warn_without_packing,
     warn_without_segments,
 )
 from server.models.preparer import ModelPreparer, workers_of
@@ -75,6 +76,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     Raises InfeasibleBudget, which names the least sufficient memory, if the memory is too small.
     """
     backend = open_backend(config)
+    warn_without_packing(config)
     warn_without_segments(config)
     failures: dict[str, str] = {}
     prepared: list[Prepared] = []

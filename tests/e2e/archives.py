@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from loadgen.zoo import ZOO
 from loadgen.zoo.exporting import export_model, save_model
-from runtime.lowering import weights
+from runtime.lowering import packing, weights
 from runtime.lowering.archive_file import fingerprint
+from runtime.options import Options
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -68,14 +69,16 @@ class Archives:
 
     def weight_bytes(self, name: str) -> int:
         """What the server counts as the model's weights, once it has loaded it."""
-        archive = fingerprint(self.archive(name))
-        manifest = weights.read(self.cache / "weights" / archive[:32] / "weights.bin")
+        archive, packed = fingerprint(self.archive(name)), packing.unavailable() is None
+        folder = self.cache / "weights" / f"{archive[:32]}{Options(packed=packed).label}"
+        manifest = weights.read(folder / "weights.bin", packing.machine() if packed else None)
         assert manifest is not None
         return manifest.segment_bytes + manifest.table_bytes
 
     def forget(self, name: str) -> None:
         """Give back the memory and the disk of a model."""
-        shutil.rmtree(self.cache / "weights" / fingerprint(self.archive(name))[:32])
+        for folder in (self.cache / "weights").glob(f"{fingerprint(self.archive(name))[:32]}*"):
+            shutil.rmtree(folder)
         for path in self.root.glob(f"repositories/*/{name}/1/model.pt2"):
             path.unlink()
         self.archive(name).unlink()

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from runtime.binding.program import Bases, Program
 from runtime.cpu.backend import CpuBackend
 from runtime.cuda.backend import CudaBackend
 from runtime.host.store import open_store
-from runtime.lowering.lower import Lowered
+from runtime.lowering import fusion
+from runtime.lowering.lower import Lowered, lower
 from runtime.lowering.weights import Manifest
 from runtime.memory import DeviceArena, HostStore, StoreKind
+from runtime.options import Options
 from tests.runtime.cuda_fake import FakeDriver
 
 ARENA_BYTES = 64 << 20
@@ -29,6 +32,18 @@ ROOM_BYTES = 6 << 20
 
 def cpu() -> CpuBackend:
     return CpuBackend()
+
+
+def packed_cpu() -> CpuBackend:
+    """`opened` lowers the model with packed weights for it."""
+    return CpuBackend()
+
+
+def packed(lowered: Lowered) -> Lowered:
+    """The model with every weight packed that can be. Its archive is where the fixtures put it."""
+    archive, cache = lowered.weights_path.parents[2] / "model.pt2", lowered.weights_path.parents[1]
+    with mock.patch.object(fusion, "LEAST_MULTIPLICATIONS", 0):
+        return lower(archive, lowered.name, lowered.batches, cache / "packed", options=Options(packed=True))
 
 
 def scripted_cpu() -> CpuBackend:
@@ -69,6 +84,7 @@ def has_gpu() -> bool:
 
 BACKENDS = [
     pytest.param(cpu, id="cpu"),
+    pytest.param(packed_cpu, id="cpu-packed"),
     pytest.param(scripted_cpu, id="cpu-scripted"),
     pytest.param(fake_cuda, id="fake-cuda"),
     pytest.param(fake_streams, id="fake-cuda-uncaptured"),
@@ -119,6 +135,7 @@ class Bench:
 @contextmanager
 def opened(make: Callable[[], Backend], lowered: Lowered, arena_bytes: int = ARENA_BYTES) -> Iterator[Bench]:
     backend = make()
+    lowered = packed(lowered) if make is packed_cpu else lowered
     arena = backend.arena(arena_bytes)
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     try:

@@ -214,6 +214,7 @@ CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "in_place": (InPlace, {"x": torch.zeros(3, 16)}),
     "tied": (Tied, {"tokens": torch.zeros(3, 5, dtype=torch.int64)}),
     "lstm": (lambda: Recurrent("LSTM", False), {"x": torch.zeros(3, 5, 12)}),
+    "bidirectional_lstm": (lambda: Recurrent("LSTM", True), {"x": torch.zeros(3, 5, 12)}),
     "bidirectional_gru": (lambda: Recurrent("GRU", True), {"x": torch.zeros(3, 5, 12)}),
     "attention": (Attention, {"x": torch.zeros(3, 5, 32)}),
     "branch": (Branch, {"x": torch.zeros(3, 8)}),

@@ -102,10 +102,11 @@ def host_store(bench: Bench) -> Store:
 def test_a_resident_on_its_way_back_while_the_last_op_runs_is_waited_for(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
     plan = evicting_plan(bench.graph)
-    *others, last_op, brought_back = plan.steps
+    *others, brought_back = plan.steps
     assert isinstance(brought_back, SwapIn)
-    reader = max(i for i, s in enumerate(others) if isinstance(s, Compute))
-    early = structs.replace(plan, steps=(*others, replace_after(brought_back, (reader,)), last_op))
+    *_, reader, last_op = (i for i, s in enumerate(others) if isinstance(s, Compute))
+    steps = (*others[:last_op], replace_after(brought_back, (reader,)), *others[last_op:])
+    early = structs.replace(plan, steps=steps)
     late = LateStore(bench.lowered.weights_path, bench.lowered.manifest)
     late.late_s = 0.01
     program = bench.program(early, bench.host(late))

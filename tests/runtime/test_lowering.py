@@ -15,7 +15,9 @@ from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
 from runtime.errors import UnsupportedModel
 from runtime.host.store import StoreKind, open_store
+from runtime.lowering import fusion
 from runtime.lowering.lower import Lowered, lower
+from runtime.options import Options
 from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
@@ -49,14 +51,18 @@ def run(
     return outputs
 
 
+@pytest.mark.parametrize("options", [Options(), Options(packed=True)], ids=["plain", "packed"])
 @pytest.mark.parametrize("name", models.CASES)
-def test_every_construct_equals_eager_at_two_batches(name: str, tmp_path: Path) -> None:
+def test_every_construct_equals_eager_at_two_batches(
+    name: str, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
     make, examples = models.CASES[name]
     assert callable(make)
     torch.manual_seed(0)
     model = make().eval()
     models.export(model, examples, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", name, [1, 4], tmp_path / "cache")
+    lowered = lower(tmp_path / "model.pt2", name, [1, 4], tmp_path / "cache", options=options)
     assert lowered.batches == (1, 4)
     for batch in lowered.batches:
         inputs = real_inputs(examples, batch)

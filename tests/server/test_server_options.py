@@ -1,13 +1,18 @@
 """A config.pbtxt chooses how a model computes; nonsense is refused with the parameter's name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
 
+from runtime.lowering import packing
 from runtime.options import Options
+from server.config.config import ServeConfig
+from server.config.sizes import FixedSize
 from server.errors import RepositoryError
 from server.models.options import options_of
+from server.models.prepared import warn_without_packing
 from server.models.repository import ModelSource
 from server.protocol.model_config import ModelConfig
 
@@ -17,15 +22,20 @@ def source(**parameters: str) -> ModelSource:
     return ModelSource("m", 1, Path("model.pt2"), text_format.Parse("\n".join(lines), ModelConfig()))
 
 
+PACKED = Options(packed=True)
+DEFAULT = ServeConfig(Path("models"), FixedSize(1 << 30))
+
+
 def test_parameters_choose_the_options() -> None:
-    assert options_of(source(), "cpu") == Options()
-    assert options_of(ModelSource("m", 1, Path("model.pt2")), "cpu") == Options()
-    assert options_of(source(precision="Half"), "cpu") == Options("float16")
-    assert options_of(source(precision="bfloat16", channels_last="true"), "cpu") == Options("bfloat16", True)
+    assert options_of(source(), "cuda") == Options()
+    assert options_of(ModelSource("m", 1, Path("model.pt2")), "cpu") == PACKED
+    assert options_of(source(precision="Half"), "cpu") == replace(PACKED, dtype="float16")
+    given = options_of(source(precision="bfloat16", channels_last="true"), "cpu")
+    assert given == replace(PACKED, dtype="bfloat16", channels_last=True)
     assert options_of(source(precision="tf32"), "cuda:1") == Options(tf32=True)
     assert options_of(source(fused="true"), "cuda") == Options(fused=True)
-    assert options_of(source(fused="false"), "cpu") == Options()
-    assert options_of(source(max_burst="3"), "cpu") == Options(), "others' parameters are others' business"
+    assert options_of(source(fused="false"), "cpu") == PACKED
+    assert options_of(source(max_burst="3"), "cpu") == PACKED, "others' parameters are others' business"
 
 
 @pytest.mark.parametrize(
@@ -43,3 +53,12 @@ def test_nonsense_is_refused(parameters: dict[str, str], device: str, reason: st
     with pytest.raises(RepositoryError) as refused:
         options_of(source(**parameters), device)
     assert reason in str(refused.value)
+
+
+def test_weights_stay_plain_where_torch_cannot_pack_them_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packing, "unavailable", lambda: "the test says so")
+    assert options_of(source(), "cpu") == Options()
+    warn_without_packing(DEFAULT)
+    assert "weights are not packed" in caplog.text

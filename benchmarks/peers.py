@@ -1,0 +1,265 @@
+"""This runtime against ONNX Runtime, frozen Inductor and eager PyTorch, on the CPU.
+
+Each model has a process of its own, in which all engines run in turns, so that ratios hold on a machine whose speed
+drifts. Engines that are not installed are left out: ONNX Runtime comes with `pip install 'cohabit[bench]'`, and
+Inductor needs a C++ compiler.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.record import RESULTS, markdown_table, record
+from loadgen.repository import prepare_visibly, recipes
+from loadgen.zoo import ZOO
+from planner.errors import InfeasibleBudget
+from planner.problem import Problem
+from planner.search.driver import search
+from planner.sizing.fitting import split_budget
+from runtime.binding.program import Bases
+from runtime.cpu.arena import CpuArena
+from runtime.cpu.backend import CpuBackend
+from runtime.cpu.executor import CpuExecutor
+from runtime.host.store import open_store
+from runtime.lowering import packing
+from runtime.lowering.lower import lower
+from runtime.options import Options
+from runtime.profiling.profile import resident_plan
+
+MODELS = ("resnet152", "resnet50", "mobilenet_v2", "vit_small", "bert_base", "bert_small", "lstm", "ranker")
+SHARE = 0.25
+WAYS = ("resident", "streamed", "bfloat16", "bfloat16 streamed", "inductor", "eager")
+ROUND_S, MOST_REPEATS = 0.01, 20
+"""Quick models are run again and again, for so long and at most so often per round."""
+
+Way = Callable[[], object]
+Times = dict[str, list[float]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    if options.model is not None:
+        print(json.dumps(_measure(options)))
+        return 0
+    console = Console(highlight=False)
+    chosen = recipes(len(options.models), options.models)
+    prepare_visibly(options.folder / "zoo", chosen, force=False, console=console)
+    found: dict[tuple[str, int, int], Times] = {}
+    for threads in options.threads:
+        for batch in options.batches:
+            for recipe in chosen:
+                times = found[recipe.name, batch, threads] = _in_process(recipe.name, batch, threads, options)
+                console.print(f"{recipe.name}, batch {batch}, {threads} threads: {_sentence(times)}")
+    sections = _sections(found, options)
+    if options.record:
+        title = "Against ONNX Runtime, frozen Inductor and eager PyTorch"
+        sections = [record("peers", title, "benchmarks.peers", sections).read_text()]
+        _draw(found, RESULTS / "peers.png")
+    print("\n".join(sections))
+    return 0
+
+
+def _in_process(model: str, batch: int, threads: int, options: argparse.Namespace) -> Times:
+    command = [sys.executable, "-m", "benchmarks.peers", "--model", model, "--folder", str(options.folder)]
+    command += ["--batches", str(batch), "--threads", str(threads), "--rounds", str(options.rounds)]
+    command += ["--without", *options.without] if options.without else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    times: Times = json.loads(done.stdout.splitlines()[-1])
+    return times
+
+
+def _measure(options: argparse.Namespace) -> Times:
+    """Return seconds per inference of each engine, round by round."""
+    (batch,), (threads,) = options.batches, options.threads
+    torch.set_num_threads(threads)
+    with ExitStack() as stack, torch.inference_mode():
+        ways = _ours(options.model, batch, options.folder, stack)
+        ways |= _peers(options.model, batch, threads, options)
+        quickest = math.inf
+        for way in ways.values():
+            way()
+            quickest = min(quickest, _seconds(way))
+        repeats = max(1, min(MOST_REPEATS, int(ROUND_S / quickest)))
+        times: Times = {name: [] for name in ways}
+        for _ in range(options.rounds):
+            for name, way in ways.items():
+                times[name].append(min(_seconds(way) for _ in range(repeats)))
+    return times
+
+
+def _seconds(way: Way) -> float:
+    start = time.perf_counter()
+    way()
+    return time.perf_counter() - start
+
+
+def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Way]:
+    archive, cache = folder / "zoo" / name / "1" / "model.pt2", folder / "peers"
+    executor = stack.enter_context(CpuExecutor())
+    ways: dict[str, Way] = {}
+    for dtype in ("float32", "bfloat16"):
+        if packing.unavailable() is not None or not packing.supports(getattr(torch, dtype)):
+            continue
+        lowered = lower(archive, f"{name}-{dtype}", [1, 8], cache, options=Options(dtype, packed=True))
+        resident, streamed = ("resident", "streamed") if dtype == "float32" else ("bfloat16", "bfloat16 streamed")
+        graph = lowered.graphs[batch]
+        store = open_store("ram", lowered.weights_path, lowered.manifest)
+        stack.callback(store.close)
+        plans = {resident: (resident_plan(graph), None)}
+        weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
+        profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda text: None)[1][batch]
+        try:
+            partition, workspace = split_budget(
+                {batch: graph}, {batch: profile}, int(weights * SHARE) // 4096 * 4096
+            )
+            plans[streamed] = search(Problem(graph, profile, partition, workspace)), profile
+        except InfeasibleBudget:
+            pass  # the activations alone need more
+        for way, (plan, judged) in plans.items():
+            arena = stack.enter_context(CpuArena(plan.partition_bytes + plan.workspace_bytes + 4096))
+            bases = Bases(-(-plan.workspace_bytes // 4096) * 4096, 0)
+            program = CpuBackend().build(replace(lowered, name=f"{name}-{way}"), plan, judged, arena, bases, store)
+            program = replace(program, name=f"{name}-{way}")
+            executor.load(program)
+            inputs = lowered.examples(batch)
+            ways[way] = partial(executor.run, program, inputs)
+    return ways
+
+
+def _peers(name: str, batch: int, threads: int, options: argparse.Namespace) -> dict[str, Way]:
+    model, examples = ZOO[name].build(0)
+    inputs = {key: _at_batch(value, batch) for key, value in examples.items()}
+    ways: dict[str, Way] = {"eager": partial(model, **inputs)}
+    if "inductor" not in options.without and shutil.which("c++") is not None:
+        torch._inductor.config.freezing = True
+        compiled = torch.compile(model)
+        ways["inductor"] = lambda: compiled(**inputs)
+    if "onnxruntime" not in options.without and find_spec("onnxruntime") is not None:
+        ways["onnxruntime"] = _onnxruntime(model, inputs, threads)
+    return ways
+
+
+def _at_batch(example: torch.Tensor, batch: int) -> torch.Tensor:
+    return example[:1].repeat(batch, *[1] * (example.dim() - 1))
+
+
+def _onnxruntime(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], threads: int) -> Way:
+    import onnxruntime
+
+    with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        exported = torch.onnx.export(model, (), kwargs=dict(inputs), dynamo=True, verbose=False)
+    assert exported is not None
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads, settings.inter_op_num_threads = threads, 1
+    serialized = exported.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(serialized, settings, providers=["CPUExecutionProvider"])
+    given = {port.name: inputs[port.name].numpy() for port in session.get_inputs()}
+    return partial(session.run, None, given)
+
+
+def _ratio(times: Times, way: str, to: str) -> list[float]:
+    """Ratios of each round, () where one of the engines is missing."""
+    return [a / b for a, b in zip(times.get(way, []), times.get(to, []), strict=False)]
+
+
+def _sections(found: Mapping[tuple[str, int, int], Times], options: argparse.Namespace) -> list[str]:
+    sections = [_ABOUT.format(rounds=options.rounds)]
+    for batch, threads in dict.fromkeys((batch, threads) for _, batch, threads in found):
+        rows: list[list[str]] = []
+        means: dict[str, list[float]] = {}
+        for (name, b, t), times in found.items():
+            if (b, t) != (batch, threads):
+                continue
+            base = _base(times)
+            row = [name, f"{statistics.median(times[base]) * 1e3:.2f}"]
+            for way in WAYS:
+                ratios = _ratio(times, way, base)
+                row.append(_shown(ratios))
+                if ratios:
+                    means.setdefault(way, []).append(statistics.median(ratios))
+            rows.append(row)
+        count = {way: len(ratios) for way, ratios in means.items()}
+        last = [f"{statistics.geometric_mean(means[w]):.2f} of {count[w]}" if w in means else "" for w in WAYS]
+        rows.append(["geometric mean", "", *last])
+        sections += [f"## Batch {batch}, {threads} thread{'s' * (threads > 1)}\n"]
+        sections.append(markdown_table(["model", "ONNX Runtime ms", *WAYS], rows))
+    return sections
+
+
+def _base(times: Times) -> str:
+    """What times are divided by: ONNX Runtime, or eager PyTorch where that is not installed."""
+    return "onnxruntime" if "onnxruntime" in times else "eager"
+
+
+def _shown(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "-"
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _sentence(times: Times) -> str:
+    return ", ".join(f"{way} {statistics.median(seconds) * 1e3:.2f} ms" for way, seconds in times.items())
+
+
+def _draw(found: Mapping[tuple[str, int, int], Times], path: Path) -> None:
+    """Draw the ratios of the first batch and number of threads as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    _, batch, threads = next(iter(found))
+    shown = {n: times for (n, b, t), times in found.items() if (b, t) == (batch, threads)}
+    figure, axes = pyplot.subplots(figsize=(10, 4))
+    for i, way in enumerate(WAYS):
+        ratios = [_ratio(times, way, _base(times)) for times in shown.values()]
+        heights = [statistics.median(r) if r else 0.0 for r in ratios]
+        axes.bar([n + (i - len(WAYS) / 2 + 0.5) * 0.13 for n in range(len(shown))], heights, 0.13, label=way)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(shown)), list(shown))
+    axes.set_ylabel("time, ONNX Runtime = 1")
+    axes.set_title(f"batch {batch}, {threads} thread{'s' * (threads > 1)}")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+_ABOUT = """Time per inference over that of ONNX Runtime with all of its memory, in the same round: median of {rounds}
+rounds, and quartiles. Quick models run several times a round, of which the fastest counts. *resident* is this runtime
+with every parameter in memory, *streamed* with 25 % of the weights in memory and the others in RAM. A dash says that
+the activations alone need more, that the processor lacks the instructions, or that the engine was not installed.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="where archives are kept")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--batches", type=int, nargs="+", choices=(1, 8), default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime"), default=[])
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--record", action="store_true", help="write docs/results/peers.md and peers.png")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

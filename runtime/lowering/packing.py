@@ -1,0 +1,226 @@
+"""Packed weights: convolution and linear weights in the blocked layouts of oneDNN's kernels on this machine.
+
+A packed weight is an opaque tensor. Its bytes, and the serialized description of their layout, are what a weights file
+holds. From both, torch's stable C interface for AOTInductor makes the same opaque tensor over bytes at any address.
+"""
+
+import base64
+import ctypes
+import platform
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.errors import UnsupportedModel
+
+_onednn: Any = torch.ops.mkldnn
+
+
+def _operator(name: str, overload: str) -> Any:
+    return getattr(getattr(_onednn, name, None), overload, None)
+
+
+CONVOLUTION = _operator("_convolution_pointwise", "default")
+CONVOLUTION_SUM = _operator("_convolution_pointwise", "binary")
+CONVOLUTION_SUM_IN_PLACE = _operator("_convolution_pointwise_", "binary")
+LINEAR = _operator("_linear_pointwise", "default")
+LINEAR_SUM = _operator("_linear_pointwise", "binary")
+_REORDER_LSTM = _operator("_reorder_mkldnn_rnn_layer_weight", "default")
+"""The fused ops; None where torch lacks them."""
+_LEAST_SECONDS = 2e-3
+"""Time for which a layout is tried, where oneDNN wants several."""
+
+
+@cache
+def unavailable() -> str | None:
+    """Return why this torch cannot compute with packed weights, or None if it can."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "torch was built without oneDNN"
+    if None in (CONVOLUTION, CONVOLUTION_SUM, CONVOLUTION_SUM_IN_PLACE, LINEAR, LINEAR_SUM, _REORDER_LSTM):
+        return "torch lacks oneDNN's fused operators"
+    try:
+        return _self_test()
+    except (AttributeError, OSError, RuntimeError, TypeError, UnsupportedModel) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _self_test() -> str | None:
+    """Compute a linear layer and a convolution from bytes that were moved, and compare with plain kernels."""
+    x, weight = torch.linspace(-1, 1, 4 * 16).view(4, 16), torch.linspace(-1, 1, 32 * 16).view(32, 16)
+    image, kernel = x.view(1, 16, 2, 2), weight.view(32, 16, 1, 1)
+    window = ((0, 0), (1, 1), (1, 1), 1)
+    with torch.inference_mode():
+        moved = _moved(pack_linear(weight, [4]))
+        linear = LINEAR(x, moved[0], None, "none", [], "")
+        moved_kernel = _moved(pack_convolution(kernel, *window, [(1, 16, 2, 2)]))
+        convolved = CONVOLUTION(image, moved_kernel[0], None, *window, "none", [], "")
+        right = torch.allclose(linear, x @ weight.T, atol=1e-4) and torch.allclose(
+            convolved, torch.conv2d(image, kernel), atol=1e-4
+        )
+    return None if right else "a packed layer computes another result than a plain one"
+
+
+def _moved(packed: torch.Tensor) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    """Return the same weight over a copy of its bytes, and the copy, which has to live as long."""
+    raw = np.empty(stored_bytes(packed) + 64, np.uint8)
+    raw = raw[-raw.ctypes.data % 64 :][: stored_bytes(packed)]
+    raw[:] = raw_bytes(packed)
+    return packed_tensor(raw.ctypes.data, packed.dtype, tuple(packed.shape), layout_of(packed)), raw
+
+
+@cache
+def machine() -> str:
+    """Return what packed bytes are valid for: the processor, what torch uses of it, torch's and oneDNN's versions."""
+    configured = torch.__config__.show().splitlines()
+    onednn = next((line.strip(" -") for line in configured if "MKL-DNN" in line or "oneDNN" in line), "no oneDNN")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{processor('cpu family', 'model', 'model name')}, {capability}, torch {torch.__version__}, {onednn}"
+
+
+def processor(*fields: str) -> str:
+    """Return what the system says of the processor: its name, or other fields of `/proc/cpuinfo`."""
+    names = fields or ("model name",)
+    with suppress(OSError, KeyError):
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+        said = dict(line.split("\t", 1) for line in first.splitlines() if "\t" in line)
+        return " ".join(said[name].strip("\t: ") for name in names)
+    return platform.processor() or platform.machine()
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether this processor computes with packed weights of a type."""
+    if dtype is torch.bfloat16:
+        return bool(_onednn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(_onednn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32
+
+
+def pack_linear(weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Pack a linear layer's weight for inputs of so many rows. Kernels for any number of rows take every layout."""
+    packed: torch.Tensor = _onednn._reorder_linear_weight(weight, max(rows))
+    return packed
+
+
+def pack_convolution(
+    weight: torch.Tensor,
+    padding: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    sizes: Sequence[tuple[int, ...]],
+) -> torch.Tensor:
+    """Pack a convolution's weight for images of these sizes (BCHW).
+
+    A kernel that wants another layout than it is given reorders the weight in every call. Where oneDNN wants different
+    layouts for different sizes, the one with the least time over all of them is taken.
+    """
+    window = padding, stride, dilation, groups
+    by_layout: dict[str, torch.Tensor] = {}
+    for size in sizes:
+        packed = _onednn._reorder_convolution_weight(weight, *window, size)
+        by_layout.setdefault(layout_of(packed), packed)
+
+    def seconds(packed: torch.Tensor) -> float:
+        return sum(_seconds(partial(_convolve, packed, window, size)) for size in sizes)
+
+    candidates = list(by_layout.values())
+    return candidates[0] if len(candidates) == 1 else min(candidates, key=seconds)
+
+
+def pack_lstm(by_input: torch.Tensor, by_state: torch.Tensor, *, reverse: bool) -> list[torch.Tensor]:
+    """Pack both weights of one direction of an LSTM layer, which has biases. The layout is the same for every batch."""
+    hidden, size = by_state.shape[1], by_input.shape[1]
+    packed: list[torch.Tensor] = _REORDER_LSTM(by_input, by_state, hidden, reverse, True, False, [1, 1, size])
+    return packed
+
+
+def _convolve(packed: torch.Tensor, window: tuple[Any, ...], size: tuple[int, ...]) -> None:
+    image = torch.zeros(size, dtype=packed.dtype).contiguous(memory_format=torch.channels_last)
+    CONVOLUTION(image, packed, None, *window, "none", [], "")
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    """The least time of a call, tried for a moment."""
+    call()
+    least, end = float("inf"), time.perf_counter() + _LEAST_SECONDS
+    while (start := time.perf_counter()) < end:
+        call()
+        least = min(least, time.perf_counter() - start)
+    return least
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch._mkldnn  # type: ignore[attr-defined]
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Return how many bytes a weight takes in a weights file, without alignment."""
+    return int(_onednn._nbytes(tensor)) if is_packed(tensor) else tensor.nbytes
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors have in common exactly if they share their bytes, while they exist."""
+    return int(_onednn.data_ptr(tensor)) if is_packed(tensor) else int(tensor.untyped_storage()._cdata)
+
+
+def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the bytes of a packed weight. The tensor must live as long."""
+    array = (ctypes.c_uint8 * stored_bytes(tensor)).from_address(int(_onednn.data_ptr(tensor)))
+    return np.ctypeslib.as_array(array)
+
+
+def layout_of(tensor: torch.Tensor) -> str:
+    """Return the serialized description of a packed weight's layout, as text."""
+    description = _onednn._get_mkldnn_serialized_md(tensor)
+    return base64.b64encode(zlib.compress(bytes(description.numpy()), 9)).decode()
+
+
+def packed_tensor(address: int, dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> torch.Tensor:
+    """Return a packed weight over existing bytes, which must live as long. Raises UnsupportedModel."""
+    library, sizes = _library(), (ctypes.c_int64 * len(shape))(*shape)
+    strides = (ctypes.c_int64 * len(shape))(*torch.empty(shape, device="meta").stride())
+    description, handle = _description(layout), ctypes.c_void_p()
+    failed = library.aoti_torch_create_tensor_from_blob_v2(
+        ctypes.c_void_p(address),
+        ctypes.c_int64(len(shape)),
+        sizes,
+        strides,
+        ctypes.c_int64(0),
+        ctypes.c_int32(getattr(library, f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")()),
+        ctypes.c_int32(library.aoti_torch_device_type_cpu()),
+        ctypes.c_int32(0),
+        ctypes.byref(handle),
+        ctypes.c_int32(library.aoti_torch_layout__mkldnn()),
+        description,
+        ctypes.c_int64(len(description)),
+    )
+    if failed:
+        raise UnsupportedModel(f"torch {torch.__version__} cannot make a packed tensor of shape {list(shape)}")
+    capsule = _new_capsule()(handle, None, None)
+    tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
+    return tensor
+
+
+@cache
+def _library() -> Any:
+    """The library with torch's stable C interface."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+@cache
+def _new_capsule() -> Any:
+    prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return prototype(("PyCapsule_New", ctypes.pythonapi))
+
+
+@lru_cache(maxsize=4096)
+def _description(layout: str) -> bytes:
+    return zlib.decompress(base64.b64decode(layout))

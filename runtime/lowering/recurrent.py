@@ -1,0 +1,102 @@
+"""Rewrites of recurrent layers: one call per layer, and with packed weights one per direction."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from runtime.lowering import packing
+from runtime.lowering.model import FxModel
+
+aten = torch.ops.aten
+
+_RECURRENT = {aten.lstm.input: 2, aten.gru.input: 1, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
+"""Operators, and how many states they have."""
+_LSTM_MODE = 2
+"""oneDNN's number in `mkldnn_rnn_layer`."""
+
+
+def split_recurrent_layers(model: FxModel) -> None:
+    """Issue a recurrent network of L layers as L calls of one layer, so that one layer's weights suffice."""
+    for node in list(model.graph.nodes):
+        states = _RECURRENT.get(node.target) if node.op == "call_function" else None
+        if states is None:
+            continue
+        x, hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first = node.args
+        if layers == 1 or (train and dropout):
+            continue
+        directions = 2 if bidirectional else 1
+        per_layer = len(weights) // layers
+        finals: list[list[fx.Node]] = [[] for _ in range(states)]
+        call = model.graph.call_function
+        with model.graph.inserting_before(node):
+            for layer in range(layers):
+                rows = (0, layer * directions, (layer + 1) * directions)
+                start = [call(aten.slice.Tensor, (h, *rows)) for h in (hidden if states == 2 else [hidden])]
+                own = weights[layer * per_layer : (layer + 1) * per_layer]
+                arguments = (x, start if states == 2 else start[0], own)
+                result = call(node.target, (*arguments, has_biases, 1, 0.0, False, bidirectional, batch_first))
+                x = call(operator.getitem, (result, 0))
+                for i, final in enumerate(finals):
+                    final.append(call(operator.getitem, (result, i + 1)))
+            outputs = [x, *(call(aten.cat.default, (final, 0)) for final in finals)]
+        replace_items(model, node, outputs)
+
+
+def replace_items(model: FxModel, node: fx.Node, outputs: Sequence[fx.Node]) -> None:
+    for user in list(node.users):
+        outputs[user.args[1]].meta = dict(user.meta)  # type: ignore[index]
+        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
+        model.graph.erase_node(user)
+    model.graph.erase_node(node)
+
+
+def pack_lstms(model: FxModel) -> None:
+    """Issue each direction of an LSTM layer as one kernel of oneDNN's, with packed weights."""
+    for node in list(model.graph.nodes):
+        if node.op == "call_function" and node.target is aten.lstm.input and _can_be_packed(model, node):
+            _pack_lstm(model, node)
+
+
+def _can_be_packed(model: FxModel, node: fx.Node) -> bool:
+    _, _, nodes, has_biases, layers, _, _, bidirectional, _ = cast(Any, node.args)
+    weights = [model.weight_of(w) for w in nodes]
+    return bool(
+        has_biases is True
+        and layers == 1
+        and len(weights) == (8 if bidirectional else 4)
+        and all(w is not None and packing.supports(w.dtype) for w in weights)
+        and all(len(w.users) == 1 for w in nodes)
+    )
+
+
+def _pack_lstm(model: FxModel, node: fx.Node) -> None:
+    x, states, weights, _, _, _, _, bidirectional, batch_first = cast(Any, node.args)
+    call: Callable[..., Any] = model.graph.call_function
+    packed = [_packed_direction(model, weights[4 * d : 4 * d + 4], d == 1) for d in range(1 + bool(bidirectional))]
+    with model.graph.inserting_before(node):
+        by_time = call(aten.transpose.int, (x, 0, 1)) if batch_first else x
+        by_time = call(aten.contiguous.default, (by_time,))
+        results = []
+        for direction, (own, hidden) in enumerate(packed):
+            start = [call(aten.select.int, (state, 0, direction)) for state in states]
+            start = [call(aten.contiguous.default, (state,)) for state in start]
+            how: tuple[Any, ...] = (direction == 1, [], _LSTM_MODE, hidden, 1, True, False, False, False)
+            results.append(call(aten.mkldnn_rnn_layer.default, (by_time, *own, *start, *how)))
+        outputs = [[call(operator.getitem, (result, i)) for result in results] for i in range(3)]
+        whole = outputs[0][0] if len(packed) == 1 else call(aten.cat.default, (outputs[0], 2))
+        finals = [call(aten.stack.default, (final, 0)) for final in outputs[1:]]
+        whole = call(aten.transpose.int, (whole, 0, 1)) if batch_first else whole
+    replace_items(model, node, [whole, *finals])
+
+
+def _packed_direction(model: FxModel, weights: Sequence[fx.Node], reverse: bool) -> tuple[list[fx.Node], int]:
+    """Placeholders of one direction's weights and biases, and the size of its state."""
+    by_input, by_state, *biases = weights
+    plain = model.weights[by_input.name], model.weights[by_state.name]
+    packed = packing.pack_lstm(*plain, reverse=reverse)
+    names = by_input.name, by_state.name
+    placeholders = [model.add_weight(f"{n}_packed", w) for n, w in zip(names, packed, strict=True)]
+    return [*placeholders, *biases], int(plain[1].shape[1])

@@ -1,0 +1,124 @@
+"""Every pattern of the fusion table becomes one call of oneDNN's, and computes what eager PyTorch computes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from runtime.lowering import fusion, packing
+from runtime.lowering.lower import Lowered, lower
+from runtime.options import Options
+from runtime.profiling.profile import resident_plan
+from tests.runtime import models
+from tests.runtime.backends import cpu, opened
+from tests.runtime.plans import streaming_plan
+
+pytestmark = pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
+
+CONV, SUM, SUM_IN_PLACE = (
+    "mkldnn._convolution_pointwise.default",
+    "mkldnn._convolution_pointwise.binary",
+    "mkldnn._convolution_pointwise_.binary",
+)
+LINEAR, LINEAR_SUM = "mkldnn._linear_pointwise.default", "mkldnn._linear_pointwise.binary"
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu,
+    "relu6": functional.relu6,
+    "hardtanh": lambda x: functional.hardtanh(x, -0.5, 0.25),
+    "clamp": lambda x: x.clamp(-0.5, 0.25),
+    "leaky_relu": lambda x: functional.leaky_relu(x, 0.2),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "hardswish": functional.hardswish,
+    "hardsigmoid": functional.hardsigmoid,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+class Layers(nn.Module):
+    """Two convolutions and two linear layers, and something done with an image (8 x 6 x 6) or a vector (6) and them."""
+
+    def __init__(self, forward: Callable[["Layers", torch.Tensor], torch.Tensor], **options: object) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(8, 8, 3, **{"padding": 1, **options})  # type: ignore[arg-type]
+        self.b = nn.Conv2d(8, 8, 1, bias=False)
+        self.p = nn.Linear(6, 6)
+        self.q = nn.Linear(6, 6, bias=False)
+        self.pattern = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pattern(self, x)
+
+
+def se_gate(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    y = m.a(x)
+    return y * torch.sigmoid(m.b(y.mean((2, 3), keepdim=True)))
+
+
+def read_twice(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    y = m.a(x)
+    return torch.relu(y) + y
+
+
+PATTERNS: dict[str, tuple[Layers, list[str]]] = {
+    **{f"conv {name}": (Layers(lambda m, x, f=f: f(m.a(x))), [CONV]) for name, f in ACTIVATIONS.items()},  # type: ignore[misc]
+    **{f"linear {name}": (Layers(lambda m, x, f=f: f(m.p(x))), [LINEAR]) for name, f in ACTIVATIONS.items()},  # type: ignore[misc]
+    "depthwise": (Layers(lambda m, x: functional.relu6(m.a(x)), groups=8), [CONV]),
+    "strided and dilated": (Layers(lambda m, x: m.a(x), stride=2, dilation=2, padding=2), [CONV]),
+    "padding same": (Layers(lambda m, x: functional.silu(m.a(x)), padding="same"), [CONV]),
+    "padding valid": (Layers(lambda m, x: functional.silu(m.a(x)), padding="valid"), [CONV]),
+    "se gate": (Layers(se_gate), [CONV, "aten.mean.dim", CONV, "aten.mul_.Tensor"]),
+    "input as residual": (Layers(lambda m, x: torch.relu(m.a(x) + x)), [SUM]),
+    "sum without relu": (Layers(lambda m, x: x + m.b(x)), [SUM]),
+    "sum and silu": (Layers(lambda m, x: functional.silu(m.a(x) + x)), [SUM, "aten.silu_.default"]),
+    "dying residual": (Layers(lambda m, x: (lambda y: m.b(m.b(y)) + y)(m.a(x))), [CONV, CONV, SUM_IN_PLACE]),
+    "its own input as residual": (Layers(lambda m, x: (lambda y: m.b(y) + y)(m.a(x))), [CONV, SUM]),
+    "two convolutions": (Layers(lambda m, x: torch.relu(m.a(x) + m.b(x))), [CONV, SUM_IN_PLACE]),
+    "sum of activated ones": (
+        Layers(lambda m, x: torch.relu(m.a(x)) + torch.relu(m.b(x))),
+        [CONV, CONV, "aten.add_.Tensor"],
+    ),
+    "read twice": (Layers(read_twice), [CONV, "aten.relu.default", "aten.add.Tensor"]),
+    "linear sum": (Layers(lambda m, x: m.p(x) + x), [LINEAR_SUM]),
+    "linear sum and relu": (Layers(lambda m, x: torch.relu(x + m.q(x))), [LINEAR_SUM, "aten.relu_.default"]),
+    "linear sum, broadcast": (Layers(lambda m, x: m.p(x) + x[:, :1]), [LINEAR, "aten.add_.Tensor"]),
+    "dropout between": (Layers(lambda m, x: functional.dropout(m.p(x), 0.1, m.training) + x), [LINEAR_SUM]),
+    "matrix product": (Layers(lambda m, x: torch.mm(x.flatten(0, 2), m.q.weight).view(x.shape)), [LINEAR]),
+    "product and bias": (
+        Layers(lambda m, x: torch.addmm(m.p.bias, x.flatten(0, 2), m.p.weight).view(x.shape)),
+        [LINEAR],
+    ),
+}
+
+
+def lowered_pattern(layers: Layers, folder: Path, options: Options) -> Lowered:
+    models.export(layers, {"x": torch.zeros(3, 8, 6, 6)}, folder / "model.pt2")
+    return lower(folder / "model.pt2", "pattern", [2], folder / "cache", options=options)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_becomes_these_ops_and_computes_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+    layers, expected_ops = PATTERNS[name]
+    lowered = lowered_pattern(layers, tmp_path, Options(packed=True))
+    assert [op.target for op in lowered.graphs[2].ops] == expected_ops
+    x = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = layers.eval()(x.clone())
+    answers = []
+    with opened(cpu, lowered) as bench:
+        for plan in (resident_plan(bench.graph), streaming_plan(bench.graph)):
+            answers += bench.executor.run(bench.program(plan), [x.clone()]).outputs
+    torch.testing.assert_close(answers[0], expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    assert torch.equal(*answers), "the same bits at every budget"
+    assert lower(
+        tmp_path / "model.pt2", "pattern", [2], tmp_path / "cache", options=Options(packed=True)
+    ).graphs == (lowered.graphs), "and the cache has the same program"

@@ -1,0 +1,214 @@
+"""Weights are packed for this machine, computed with in place, and packed anew for another machine."""
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.lowering import fusion, packing
+from runtime.lowering.lower import Lowered, lower
+from runtime.options import Options
+from tests.runtime import models
+
+PACKED = Options(packed=True)
+
+pytestmark = pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
+
+
+@pytest.fixture(autouse=True)
+def _pack_small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+
+
+def lowered_case(name: str, folder: Path, options: Options = PACKED) -> Lowered:
+    models.export(models.made(name), models.CASES[name][1], folder / "model.pt2")
+    return lower(folder / "model.pt2", name, [2, 4], folder / "cache", options=options)
+
+
+def pieces(lowered: Lowered) -> dict[str, str | None]:
+    return {piece.name: piece.layout for segment in lowered.manifest.segments for piece in segment.pieces}
+
+
+def test_a_packed_weight_computes_from_the_bytes_that_it_is_given() -> None:
+    x, weight = torch.randn(4, 48), torch.randn(32, 48)
+    original = packing.pack_linear(weight, [4])
+    raw = np.empty(packing.stored_bytes(original) + 128, np.uint8)
+    start = -raw.ctypes.data % 64
+    for offset in (start, start + 64):
+        own = raw[offset : offset + packing.stored_bytes(original)]
+        own[:] = packing.raw_bytes(original)
+        layout = packing.layout_of(original)
+        moved = packing.packed_tensor(own.ctypes.data, weight.dtype, (32, 48), layout)
+        torch.testing.assert_close(packing.LINEAR(x, moved, None, "none", [], ""), x @ weight.T)
+        own[:] = 0
+        assert not packing.LINEAR(x, moved, None, "none", [], "").any()
+
+
+def test_the_manifest_has_the_packed_bytes_and_their_layout(tmp_path: Path) -> None:
+    lowered = lowered_case("conv_norm", tmp_path)
+    by_name = {piece.name: piece for segment in lowered.manifest.segments for piece in segment.pieces}
+    packed = [piece for piece in by_name.values() if piece.layout is not None]
+    assert sorted(len(piece.shape) for piece in packed) == [2, 4, 4]
+    assert lowered.manifest.machine == packing.machine()
+    data = lowered.weights_path.read_bytes()
+    for segment in lowered.manifest.segments:
+        for piece in segment.pieces:
+            assert (segment.offset + piece.offset) % 64 == 0
+            assert piece.nbytes >= 4 * torch.Size(piece.shape).numel()
+            if len(piece.shape) == 2 and piece.layout is not None:
+                raw = np.frombuffer(data[segment.offset + piece.offset :][: piece.nbytes], np.uint8)
+                again = packing.pack_linear(models.made("conv_norm").head.weight.detach(), [2, 4])  # type: ignore[union-attr, operator]
+                assert np.array_equal(raw, packing.raw_bytes(again))
+
+
+def test_tied_weights_are_packed_once(tmp_path: Path) -> None:
+    lowered = lowered_case("tied", tmp_path)
+    packed = [name for name, layout in pieces(lowered).items() if layout is not None]
+    assert sum("mix" in name for name in packed) == 1
+    assert any("rows" in name for name in packed), "each slice of a split layer is packed by itself"
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("lstm", 3), ("bidirectional_lstm", 6)])
+def test_each_direction_of_an_lstm_layer_is_a_kernel_of_its_own(name: str, kernels: int, tmp_path: Path) -> None:
+    lowered = lowered_case(name, tmp_path)
+    assert [op.target for op in lowered.graphs[2].ops].count("aten.mkldnn_rnn_layer.default") == kernels
+    assert sum(layout is not None for layout in pieces(lowered).values()) == 2 * kernels
+
+
+def test_another_machine_s_weights_are_packed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "cohabit.runtime")
+    here = lowered_case("wide", tmp_path)
+    monkeypatch.setattr(packing, "machine", lambda: "another machine")
+    there = lower(tmp_path / "model.pt2", "wide", [2, 4], tmp_path / "cache", options=PACKED)
+    assert "packed anew" in caplog.text
+    assert there.manifest.machine == "another machine"
+    monkeypatch.undo()
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+    caplog.clear()
+    again = lower(tmp_path / "model.pt2", "wide", [2, 4], tmp_path / "cache", options=PACKED)
+    assert "packed anew" in caplog.text, "the program is in the cache, its weights are another machine's"
+    assert again.manifest == here.manifest
+    caplog.clear()
+    assert models.contents(lower(tmp_path / "model.pt2", "wide", [2, 4], tmp_path / "cache", options=PACKED)) == (
+        models.contents(again)
+    )
+    assert not caplog.text
+
+
+def test_without_the_c_interface_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_library", lambda: ctypes.CDLL(None))
+    packing.unavailable.cache_clear()
+    assert "aoti_torch" in str(packing.unavailable())
+    monkeypatch.undo()
+    monkeypatch.setattr(packing, "LINEAR", None)
+    packing.unavailable.cache_clear()
+    assert packing.unavailable() == "torch lacks oneDNN's fused operators"
+    monkeypatch.undo()
+    packing.unavailable.cache_clear()
+    assert packing.unavailable() is None
+
+
+def test_weights_that_are_read_otherwise_too_stay_plain(tmp_path: Path) -> None:
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) @ self.layer.weight
+
+    models.export(Both(), {"x": torch.zeros(3, 8)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "both", [2], tmp_path / "cache", options=PACKED)
+    assert not any(pieces(lowered).values())
+
+
+def test_small_products_stay_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 2 * 384 * 384 + 1)
+    assert not any(pieces(lowered_case("wide", tmp_path)).values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_reduced_precision_is_packed_where_the_processor_has_it(dtype: str, tmp_path: Path) -> None:
+    lowered = lowered_case("wide", tmp_path, Options(dtype, packed=True))  # type: ignore[arg-type]
+    assert any(pieces(lowered).values()) == packing.supports(getattr(torch, dtype))
+
+
+def test_layouts_are_chosen_by_time_where_sizes_want_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(32, 32, 3, 3)
+    window = ([1, 1], [1, 1], [1, 1], 1)
+    packed = {size: torch.full((1,), float(size)) for size in (1, 2, 3)}
+    monkeypatch.setattr(
+        packing._onednn, "_reorder_convolution_weight", lambda w, *window_and_size: packed[window_and_size[-1][0]]
+    )
+    monkeypatch.setattr(packing, "layout_of", lambda tensor: str(float(tensor)))
+    monkeypatch.setattr(packing, "_convolve", lambda *a: None)
+    seconds = {1.0: 3.0, 2.0: 1.0, 3.0: 2.0}
+    monkeypatch.setattr(packing, "_seconds", lambda call: seconds[float(call.args[0])])
+    assert packing.pack_convolution(weight, *window, [(1, 32, 8, 8), (2, 32, 8, 8), (3, 32, 8, 8)]) is packed[2]
+
+
+_STEADY = """
+import sys
+import torch
+from pathlib import Path
+from runtime.binding.program import Bases
+from runtime.lowering import fusion
+from runtime.lowering.lower import lower
+from runtime.options import Options
+from runtime.profiling.profile import resident_plan
+from tests.runtime.backends import cpu, opened
+
+torch.set_num_threads(1)
+fusion.LEAST_MULTIPLICATIONS = 0
+folder = Path(sys.argv[1])
+lowered = lower(folder / "model.pt2", "net", [1, 2], folder / "cache", options=Options(packed=True))
+with opened(cpu, lowered) as bench:
+    for batch in (1, 2):
+        program = bench.beside(lowered, resident_plan(lowered.graphs[batch]), Bases(0, 32 << 20))
+        print(f"steady {batch}", flush=True)
+        bench.executor.run(program, lowered.examples(batch))
+    print("end", flush=True)
+"""
+
+
+class Net(torch.nn.Module):
+    """Convolutions of several kinds, with a residual, and a linear layer that is large enough to be packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Conv2d(3, 64, 7, 2, 3)
+        self.deep = torch.nn.Conv2d(64, 64, 3, padding=1, groups=64)
+        self.point = torch.nn.Conv2d(64, 128, 1)
+        self.back = torch.nn.Conv2d(128, 64, 3, padding=1)
+        self.head = torch.nn.Linear(64 * 64, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        y = torch.nn.functional.silu(self.point(torch.nn.functional.hardtanh(self.deep(x), 0, 6)))
+        return torch.relu(self.head(torch.relu(self.back(y) + x).flatten(1)))
+
+
+def test_no_call_reorders_a_weight(tmp_path: Path) -> None:
+    models.export(Net(), {"x": torch.zeros(3, 3, 16, 16)}, tmp_path / "model.pt2")
+    done = subprocess.run(
+        [sys.executable, "-c", _STEADY, str(tmp_path)],
+        env={**os.environ, "ONEDNN_VERBOSE": "profile_exec", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    _, *runs = done.stdout.split("steady ")
+    assert len(runs) == 2
+    for run in runs:
+        ops = [line.partition(",exec,cpu,")[2].split(",")[0] for line in run.splitlines() if ",exec,cpu," in line]
+        assert ops.count("convolution") == 4
+        assert ops.count("inner_product") + ops.count("matmul") >= 1
+        assert "reorder" not in ops
