@@ -224,18 +224,6 @@ def some_graph(rng: random.Random) -> Graph:
     return random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(seed=seeds)
-def test_no_prefetching_on_demand_is_faster(seed: int) -> None:
-    rng = random.Random(seed)
-    graph = some_graph(rng)
-    profile = random_profile(rng, graph)
-    room = sum(t.nbytes for t in graph.tensors)
-    memory = least_bytes(graph) + rng.choice((0, 100, PAGE, 3 * PAGE, room // 4, room // 2))
-    plan = search(Problem(graph, profile, memory, overlay=True), "on_demand")
-    assert latency_bound(graph, profile, memory, 0) <= simulate(graph, plan, profile).latency_s
-
-
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_no_search_is_faster(seed: int) -> None:

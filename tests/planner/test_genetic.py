@@ -253,8 +253,9 @@ def test_allocations_stay_in_their_space(seed: int) -> None:
         used = set(child.classes.tolist())
         assert used == set(range(1, len(child.counts) + 1))
         assert (child.counts >= space.least(child.classes)).all()
-        smallest = space.least(child.classes) @ object_bytes(sizes, child.classes)
-        assert space.fits(child) == (smallest <= space.memory_bytes)
+        each = object_bytes(sizes, child.classes)
+        fits = each @ child.counts <= space.memory_bytes
+        assert fits == (each @ space.least(child.classes) <= space.memory_bytes)
         if space.restricted:
             assert tuple(child.classes.tolist()) in valid_classes(len(sizes.nbytes))
 

@@ -8,7 +8,7 @@ from planner.graph import Graph, Op, Tensor
 from planner.papers.swapadvisor.allocations import Allocation, Space, average, extend, raised, shrink
 from planner.papers.swapadvisor.genetic import THRESHOLD, survival
 from planner.papers.swapadvisor.pool_lanes import write
-from planner.papers.swapadvisor.pools import Sizes, pool_of, uses_of
+from planner.papers.swapadvisor.pools import Sizes, object_bytes, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import cross_schedules
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Problem
@@ -185,7 +185,7 @@ def test_figure_5_both_children() -> None:
         ([1, 2, 2, 2], [4, 2]),
         ([1, 1, 2, 2], [4, 1]),
     ]
-    assert all(space.fits(c) for c in children)
+    assert all(object_bytes(space.sizes, c.classes) @ c.counts <= space.memory_bytes for c in children)
 
 
 def test_equation_1_survival_is_the_softmax_of_normalised_times() -> None:

@@ -43,13 +43,6 @@ class Space:
         """Objects of each class that can ever be in use."""
         return np.bincount(classes - 1, self.sizes.count).astype(np.int64)
 
-    def fits(self, allocation: Allocation) -> bool:
-        each = object_bytes(self.sizes, allocation.classes)
-        return bool(
-            each @ allocation.counts <= self.memory_bytes
-            and (allocation.counts >= self.least(allocation.classes)).all()
-        )
-
     def repaired(self, classes: Ints, counts: Ints) -> Allocation:
         """Bring counts between what ops need and what can be used, and their bytes into the memory."""
         least = self.least(classes)

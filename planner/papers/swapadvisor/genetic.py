@@ -70,11 +70,9 @@ class Genetic(PlanSearcher[Chromosome]):
         seed: int,
         *,
         population: int = POPULATION,
-        mutation: float = MUTATION,
         restricted: bool = True,
         schedules: bool = True,
         allocations: bool = True,
-        threshold: float = THRESHOLD,
     ) -> None:
         require_single_budget(problem, "genetic")
         self.problem = problem
@@ -82,10 +80,8 @@ class Genetic(PlanSearcher[Chromosome]):
         self.population_costs: tuple[Cost, ...] = ()
         """What the members of the living population cost, after each generation."""
         self._population = population
-        self._mutation = mutation
         self._schedules = schedules
         self._allocations = allocations
-        self._threshold = threshold
         self._uses, sizes = uses_of(problem.graph, problem.profile)
         self._space = Space(sizes, problem.memory_bytes, restricted)
         self._precedence = precedence(problem.graph)
@@ -102,13 +98,13 @@ class Genetic(PlanSearcher[Chromosome]):
         pool = self._pool(candidate)
         if pool.nbytes > self.problem.memory_bytes:
             return UNFIT
-        return pool_lanes.evaluate(self._uses, np.array(candidate.order), pool, self._threshold, good_s)
+        return pool_lanes.evaluate(self._uses, np.array(candidate.order), pool, THRESHOLD, good_s)
 
     def _plan(self, candidate: Chromosome) -> Plan:
         if candidate == SERIAL:
             return serial_plan(self.problem)
         order = np.array(candidate.order)
-        return pool_lanes.write(self.problem, self._uses, order, self._pool(candidate), self._threshold)
+        return pool_lanes.write(self.problem, self._uses, order, self._pool(candidate), THRESHOLD)
 
     def _pool(self, candidate: Chromosome) -> MemoryPool:
         return pool_of(self._space.sizes, np.array(candidate.classes), np.array(candidate.counts))
@@ -167,9 +163,9 @@ class Genetic(PlanSearcher[Chromosome]):
     def _mutated(self, member: _Individual) -> _Individual:
         order, allocation = member.order, member.allocation
         if self._schedules:
-            order = mutate_schedule(order, self._precedence, self._mutation, self._rng)
+            order = mutate_schedule(order, self._precedence, MUTATION, self._rng)
         if self._allocations:
-            allocation = self._space.mutated(allocation, self._mutation, self._rng)
+            allocation = self._space.mutated(allocation, MUTATION, self._rng)
         return _Individual(order, allocation)
 
     def _survivors(self, members: Sequence[_Individual], best_s: float) -> list[_Individual]:

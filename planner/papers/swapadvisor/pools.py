@@ -4,7 +4,7 @@ Papers: SwapAdvisor, section 4.1 (memory allocation). A pool has size classes, a
 size. An object is a fixed range of bytes and holds one tensor, or one op's scratch, at a time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -101,13 +101,12 @@ def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, Sizes]:
     order = sorted(alignment)
     index = {nbytes: i for i, nbytes in enumerate(order)} | {0: NO_SIZE}
     rows = [[t for t in (*op.reads, *op.writes) if t in held] for op in graph.ops]
+    each = [(op, t) for op, row in zip(graph.ops, rows, strict=True) for t in row]
     uses = OpUses(
         start=ints(np.cumsum([0, *map(len, rows)])),
-        tensor=ints(t for row in rows for t in row),
-        written=_bools(t in op.writes for op, row in zip(graph.ops, rows, strict=True) for t in row),
-        changed=_bools(
-            t in op.writes or t in op.mutates for op, row in zip(graph.ops, rows, strict=True) for t in row
-        ),
+        tensor=ints(t for _, t in each),
+        written=np.fromiter((t in op.writes for op, t in each), np.bool_),
+        changed=np.fromiter((t in (*op.writes, *op.mutates) for op, t in each), np.bool_),
         scratch=ints(index[op.scratch_bytes] for op in graph.ops),
         size=ints(index[t.nbytes] if i in held else NO_SIZE for i, t in enumerate(tensors)),
         kind=ints(kinds.get(t.kind, VALUE) for t in tensors),
@@ -165,7 +164,3 @@ def _extremes(sizes: Sizes, classes: Ints) -> tuple[Ints, Ints]:
 def _round_up(nbytes: Ints, alignment: Ints) -> Ints:
     rounded: Ints = -(-nbytes // alignment) * alignment
     return rounded
-
-
-def _bools(values: Iterable[bool]) -> Bools:
-    return np.array(list(values), dtype=np.bool_)
