@@ -138,7 +138,7 @@ class Engine:
             poller = Poller(config.repository, self._lifecycle, self.registry, found)
             self._poller = asyncio.create_task(poller.run(config.poll_interval_s))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
-        nothing = not loaded.servables and config.model_control == "none"
+        nothing = bool(sources) and not loaded.servables and config.model_control == "none"
         if nothing or (failed and config.exit_on_error):
             reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in failed)
             which = "no model" if nothing else "not every model"
@@ -211,6 +211,8 @@ class Engine:
                 sources.append(source)
             else:
                 self.registry.failed(model.name, model.reason)
+        for name in overrides.keys() - {model.name for model in found}:
+            self.registry.failed(name, "it is in the repository no more")
         return sources
 
     def _overridden(self, source: ModelSource, override: bytes | None) -> ModelSource:

@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,12 +13,16 @@ from server.observe.request_trace import CURRENT
 from server.observe.settings import LogSettings
 
 _ROOT = "cohabit"
+_MOST_PER_SECOND = 10
+_KIND_CHARACTERS = 80
+"""Records of one logger that begin alike, before arguments are put in, are of one kind."""
 
 
 def configure_logging(log_format: LogFormat) -> None:
     """Send the log to stderr. Called once, by the command line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    handler.addFilter(FloodLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -33,6 +38,28 @@ def apply(settings: LogSettings) -> None:
         handler.addFilter(_LevelFilter(settings))
         if isinstance(handler.formatter, _JsonFormatter | _TextFormatter):
             handler.formatter.iso_times = settings.log_format == "ISO8601"
+
+
+class FloodLimit(logging.Filter):
+    """Passes a number of records of one kind per second: what clients do wrong must not fill the disk."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._second = 0
+        self._counts: dict[tuple[str, str], int] = {}
+        self._dropped: dict[tuple[str, str], int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = (record.name, str(record.msg)[:_KIND_CHARACTERS])
+        if (second := int(self._clock())) != self._second:
+            self._second, self._dropped, self._counts = second, self._counts, {}
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        if count > _MOST_PER_SECOND:
+            return False
+        if count == 1 and (dropped := self._dropped.get(kind, 0) - _MOST_PER_SECOND) > 0:
+            record.msg = f"{record.msg} (and {dropped} more of this kind, which were not logged)"
+        return True
 
 
 class _LevelFilter(logging.Filter):

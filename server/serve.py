@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,8 @@ class Server:
             self._trace_file = TraceFile(config.trace_file, lanes=config.compute_lanes)
             defaults = TraceSettings("TIMESTAMPS", config.trace_rate)
         control = TraceControl("" if self._trace_file is None else str(config.trace_file), defaults)
-        regions = Regions(open_region if config.takes_client_shm else no_system)
+        opened = partial(open_region, any_user=config.client_shm == "any-user")
+        regions = Regions(opened if config.takes_client_shm else no_system)
         tracer = Tracer(control, self._trace_file)
         self.plane = DataPlane(config, self.client, self._memory, regions, tracer, Machine(self._access))
 

@@ -19,7 +19,7 @@ from server.errors import ConfigError
 Layout = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 Store = Literal["ram", "file"]
 LogFormat = Literal["text", "json"]
-ClientShm = Literal["auto", "on", "off"]
+ClientShm = Literal["auto", "on", "off", "any-user"]
 ModelControl = Literal["none", "explicit", "poll"]
 PortAccess = Literal["open", "token"]
 EngineMode = Literal["process", "in-process"]
@@ -212,8 +212,8 @@ class ServeConfig:
     client_shm: ClientShm = setting(
         "auto",
         "--client-shm",
-        "let clients pass tensors in shared memory of this machine; auto allows it if the server listens on loopback"
-        " addresses only",
+        "let clients pass tensors in shared memory of this machine, in objects of the server's own user or of any user;"
+        " auto allows the former if the server listens on loopback addresses only",
     )
 
     token_files: tuple[Path, ...] = setting(
@@ -273,7 +273,8 @@ class ServeConfig:
     @property
     def takes_client_shm(self) -> bool:
         """Whether clients may register shared memory; several front ends do not share registrations."""
-        return self.frontends == 1 and (self.client_shm == "on" or (self.client_shm == "auto" and self.is_loopback))
+        allowed = self.is_loopback if self.client_shm == "auto" else self.client_shm != "off"
+        return self.frontends == 1 and allowed
 
     @property
     def wants_segments(self) -> bool:
@@ -311,8 +312,8 @@ def check_consistent(config: ServeConfig) -> None:
         raise ConfigError(f"--frontends {config.frontends} needs --engine process, which they share")
     if config.frontends > 1 and 0 in (config.http_port, config.grpc_port, config.metrics_port):
         raise ConfigError(f"--frontends {config.frontends} needs fixed ports; 0 would give each its own")
-    if config.frontends > 1 and config.client_shm == "on":
-        raise ConfigError("--client-shm on needs --frontends 1: front ends do not share what clients register")
+    if config.frontends > 1 and config.client_shm in ("on", "any-user"):
+        raise ConfigError("--client-shm needs --frontends 1: front ends do not share what clients register")
     if config.frontends > 1 and config.trace_file is not None:
         raise ConfigError("--trace-file needs --frontends 1: front ends do not share a trace file")
     if config.http_unix is not None and config.http_unix == config.grpc_unix:

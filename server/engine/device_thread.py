@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -14,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from server.engine.execution import Execution, Servable
-from server.errors import ExecutionFailed, RequestError
+from server.errors import ExecutionFailed, InvalidRequest, RequestError
 from server.ipc.execution import DeviceSpan, ExecutionTiming, InferResult, OnSpans
 from server.ipc.model import Inputs
 from server.ipc.statistics import ModelStatistics
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from runtime.recording import Follow, Recording
 
 _log = logging.getLogger("cohabit.engine")
+
+_OUT_OF_RANGE = re.compile(r"\b(index|indices)\b.*(out of range|out of bounds)")
+"""What torch's kernels say about indices."""
 
 Outcome = InferResult | RequestError
 
@@ -191,7 +195,7 @@ class DeviceThread:
         except RequestError as error:
             return [error] * len(tickets), self._clock()
         except Exception as error:
-            return [_failure(tickets[0].request, error)] * len(tickets), self._clock()
+            return [_error_of(tickets[0].request, error)] * len(tickets), self._clock()
         executed_s = self._clock()
         outputs = split_rows([ticket.request.batch for ticket in tickets], execution)
         ended_s = self._clock()
@@ -299,7 +303,9 @@ def _clock_shift_s() -> float:
     return 0.0 if recorded == ours else time.monotonic() - time.perf_counter()
 
 
-def _failure(request: InferRequest, error: Exception) -> ExecutionFailed:
-    """Log an unexpected error while it is handled; returns the client's error."""
+def _error_of(request: InferRequest, error: Exception) -> RequestError:
+    """Return the client's error for one that is being handled, and log it unless it is the client's fault."""
+    if isinstance(error.__cause__, IndexError) or _OUT_OF_RANGE.search(str(error)):
+        return InvalidRequest(f"an input of model '{request.model}' has an index that is out of range: {error}")
     _log.exception("execution failed", extra={"fields": {"model": request.model, "request": request.id}})
     return ExecutionFailed(request.model, f"{type(error).__name__}: {error}")

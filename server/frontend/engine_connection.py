@@ -15,6 +15,7 @@ import numpy as np
 from server.errors import (
     EngineFailed,
     EngineUnavailable,
+    ModelNotFound,
     RequestError,
     RequestTimedOut,
     ShuttingDown,
@@ -80,6 +81,8 @@ class _Pending:
     on_spans: OnSpans | None
     sent: bool = False
     deaths: int = 0
+    hangs: int = 0
+    """Of these deaths, those because it took too long."""
 
     @property
     def started_s(self) -> float:
@@ -117,6 +120,8 @@ class EngineConnection:
         self._gave_up: str | None = None
         """Why requests are refused instead of waiting for the next process."""
         self._closing = False
+        self._failed_models: set[str] = set()
+        """Models that hung twice, and were not loaded again."""
         self._next_id = 0
         self._pending: dict[int, _Pending] = {}
         self._operations: dict[int, asyncio.Future[EngineReport | None]] = {}
@@ -178,6 +183,8 @@ class EngineConnection:
         self._operations.clear()
         self._traced.clear()
         for id_, pending in list(self._pending.items()):
+            if id_ not in self._pending:
+                continue  # its model has failed
             if pending.future.done():  # the client has disconnected
                 self._forget(id_)
                 continue
@@ -186,6 +193,8 @@ class EngineConnection:
             pending.mark[0] = (0.0, 0.0)
             if pending.deaths >= DEATHS_PER_REQUEST:
                 self._fail(id_, EngineFailed(pending.message.model, reason))
+            if pending.hangs >= DEATHS_PER_REQUEST:
+                self._fail_model(pending.message.model, reason)
 
     def give_up(self, reason: str) -> None:
         """Refuse waiting requests, and new ones until the next process has started."""
@@ -211,6 +220,7 @@ class EngineConnection:
             started_s = pending.started_s
             limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * pending.predicted_s)
             if started_s > 0 and now_s - started_s > limit_s:
+                pending.hangs += 1
                 return f"an execution of model '{pending.message.model}' takes longer than {limit_s:.3g} s"
         beat_s = self._memory.heartbeat_s()
         if beat_s > 0 and now_s - beat_s > watchdog_s:
@@ -356,11 +366,27 @@ class EngineConnection:
 
     def _update(self, entry: ModelEntry) -> None:
         """Update a model's state. While a new process loads, models served before stay READY for clients."""
+        if entry.name in self._failed_models:
+            if entry.state is ModelState.ABSENT:
+                return
+            self._failed_models.discard(entry.name)
         old = self.catalog.get(entry.name)
         was_ready = old is not None and old.state is ModelState.READY
         reloading = self._was_started and not self._started
         if not (reloading and was_ready and entry.state in (ModelState.LOADING, ModelState.ABSENT)):
             self.catalog.update(entry)
+
+    def _fail_model(self, model: str, reason: str) -> None:
+        """Serve a model no more, until a client loads it again."""
+        why = f"a request of it hung twice: {reason}; load the model again"
+        entry = self.catalog.get(model)
+        if entry is not None:
+            failed = msgspec.structs.replace(entry, state=ModelState.UNAVAILABLE, reason=why, info=None)
+            self.catalog.update(failed)
+            self._failed_models.add(model)
+        for id_, pending in list(self._pending.items()):
+            if pending.message.model == model:
+                self._fail(id_, ModelNotFound(model, reason=why))
 
     def _has_started(self, memory_map: str) -> None:
         self._started = self._was_started = True
@@ -391,4 +417,8 @@ class EngineConnection:
     def _restored(self) -> list[RestoredModel]:
         """Return the models that a new process has to load."""
         served: Iterable[ModelEntry] = (e for e in self.catalog if e.wanted and e.version is not None)
-        return [RestoredModel(entry.name, entry.config_override) for entry in served]
+        return [
+            RestoredModel(entry.name, entry.config_override)
+            for entry in served
+            if entry.name not in self._failed_models
+        ]

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from google.protobuf import json_format
 from google.protobuf.message import Message
 from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
@@ -204,8 +203,18 @@ def _which(request: Any) -> tuple[str, str | None]:
 
 
 def _message(written: Mapping[str, Any], message: Message) -> Message:
-    """Fill a message from its JSON form, which has the same names."""
-    return json_format.ParseDict(written, message)
+    """Fill a message from its JSON form, which has the same names; protobuf's own parser takes milliseconds."""
+    for name, value in written.items():
+        if isinstance(value, Mapping):
+            _message(value, getattr(message, name))
+        elif not isinstance(value, list | tuple):
+            setattr(message, name, value)
+        elif value and isinstance(value[0], Mapping):
+            for item in value:
+                _message(item, getattr(message, name).add())
+        else:
+            getattr(message, name).extend(value)
+    return message
 
 
 def _refuse_repository(request: Any) -> None:

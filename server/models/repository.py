@@ -1,5 +1,6 @@
 """A model repository in Triton's layout: `NAME/VERSION/model.pt2`, and an optional `NAME/config.pbtxt`."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ def _models(folders: Sequence[Path], root: Path) -> Iterator[ModelSource | Unloa
             if folder.is_dir() or folder.is_symlink():
                 yield _source(folder, root)
         except (RepositoryError, OSError) as error:
-            yield Unloadable(folder.name, str(error))
+            yield Unloadable(os.fsencode(folder.name).decode(errors="backslashreplace"), str(error))
 
 
 def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> ModelSource:

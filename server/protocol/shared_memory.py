@@ -6,6 +6,7 @@ where touching a mapping would kill the server.
 
 import os
 import re
+import resource
 import stat
 import weakref
 from collections.abc import Callable
@@ -197,8 +198,11 @@ class FileRegion:
         )
 
 
-def open_region(request: SystemRequest) -> FileRegion:
-    """Open a key as shm_open does. Raises InvalidRequest for a key or range that does not exist."""
+def open_region(request: SystemRequest, any_user: bool = False) -> FileRegion:
+    """Open a key as shm_open does. Raises InvalidRequest for a key or range that does not exist.
+
+    Objects of other users are refused, unless `any_user`: a client could have the server read what it may not.
+    """
     match = _KEY.fullmatch(request.key)
     if match is None or match[1] in (".", "..") or match[1].startswith(_NOT_OURS):
         raise InvalidRequest(
@@ -208,6 +212,16 @@ def open_region(request: SystemRequest) -> FileRegion:
     descriptor = _open(match[1], request)
     region = FileRegion(request, descriptor)
     status = os.fstat(descriptor)
+    if descriptor >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        raise InvalidRequest(
+            f"shared memory region '{request.name}' is refused: half of the files that the server may open are open;"
+            " unregister regions, or raise the limit of open files"
+        )
+    if status.st_uid != os.geteuid() and not any_user:
+        raise InvalidRequest(
+            f"shared memory key '{request.key}' of region '{request.name}' belongs to another user; run the client as"
+            " the server's user, or start the server with --client-shm any-user"
+        )
     if not stat.S_ISREG(status.st_mode):
         raise InvalidRequest(f"shared memory key '{request.key}' of region '{request.name}' is not shared memory")
     if request.offset + request.nbytes > status.st_size:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.errors import EngineFailed, EngineUnavailable, RequestTimedOut
+from server.errors import EngineFailed, EngineUnavailable, ModelNotFound, RequestTimedOut
 from server.frontend.engine_connection import EngineConnection
 from server.frontend.memory import RequestMemory
 from server.ipc.catalog import ModelEntry, ModelState
@@ -128,14 +128,21 @@ async def test_a_stopped_engine_is_killed_and_started_again(watched: FrontEnd) -
     assert watched.client.restarts == 1
 
 
-async def test_an_execution_that_hangs_is_tried_once_more_and_then_given_up(watched: FrontEnd) -> None:
+async def test_a_model_that_hangs_twice_is_served_no_more(watched: FrontEnd) -> None:
     held = asyncio.create_task(watched.double(fake_engine.HELD))
     await until_entered()
     waiting = asyncio.create_task(watched.double(6))
     with pytest.raises(EngineFailed, match=r"an execution of model 'double' takes longer than 2 s"):
         await held
-    np.testing.assert_array_equal(await waiting, rows(6) * 2)
+    with pytest.raises(ModelNotFound, match="a request of it hung twice"):
+        await waiting
     assert watched.client.restarts == 2
+    await until_restarted(watched, 2)
+    np.testing.assert_array_equal((await watched.infer("adder", a=rows(1), b=rows(2)))["sum"], rows(1) + rows(2))
+    entry = watched.client.catalog.get("double")
+    assert entry is not None
+    assert entry.state is ModelState.UNAVAILABLE
+    assert "load the model again" in entry.reason
 
 
 async def test_requests_are_refused_when_the_engine_cannot_be_started_again(front_end: FrontEnd) -> None:

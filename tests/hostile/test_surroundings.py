@@ -1,0 +1,82 @@
+"""What else a client or a machine can do: names, shared memory of others, descriptors, indices, and floods of faults."""
+
+import logging
+import os
+import resource
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from server import log
+from server.engine.device_thread import _error_of
+from server.errors import ExecutionFailed, InvalidRequest
+from server.models.repository import Unloadable, scan
+from server.protocol.request import InferRequest
+from server.protocol.shared_memory import SystemRequest, open_region
+
+
+def test_a_folder_whose_name_is_no_text_is_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    os.mkdir(os.fsencode(tmp_path) + b"/bad\xff\xfe")
+    (found,) = scan(tmp_path)
+    assert isinstance(found, Unloadable)
+    assert found.name == r"bad\xff\xfe"
+    assert msgspec.msgpack.encode((found.name, found.reason)), "it can be sent to the front end"
+
+
+@pytest.fixture
+def shared() -> SystemRequest:
+    path = Path("/dev/shm/cohabit-hostile-test")
+    path.write_bytes(bytes(64))
+    yield SystemRequest("region", path.name, 0, 64)  # type: ignore[misc]
+    path.unlink()
+
+
+def test_shared_memory_of_other_users_is_refused(shared: SystemRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_region(shared).nbytes == 64
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InvalidRequest, match=r"belongs to another user.*--client-shm any-user"):
+        open_region(shared)
+    assert open_region(shared, any_user=True).nbytes == 64
+
+
+def test_shared_memory_leaves_descriptors_for_connections(
+    shared: SystemRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (6, 6))
+    with pytest.raises(InvalidRequest, match="half of the files"):
+        open_region(shared)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "index out of range in self",
+        "index 9 is out of bounds for dimension 0 with size 3",
+        "indices x out of range",
+    ],
+)
+def test_an_index_out_of_range_is_the_clients_fault(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    request = InferRequest("m", 1, {}, 1, ())
+    assert isinstance(_error_of(request, RuntimeError(text)), InvalidRequest)
+    assert caplog.records == []
+    assert isinstance(_error_of(request, RuntimeError("a kernel failed")), ExecutionFailed)
+
+
+def test_floods_of_one_fault_are_logged_in_part() -> None:
+    seen: list[str] = []
+    now_s = 100.0
+    limit = log.FloodLimit(lambda: now_s)
+    for n in range(1000):
+        record = logging.LogRecord(
+            "grpc._cython.cygrpc", logging.ERROR, "f", 1, "Invalid encoding on %s", (n,), None
+        )
+        if limit.filter(record):
+            seen.append(record.getMessage())
+    assert len(seen) == 10
+    other = logging.LogRecord("cohabit.grpc", logging.ERROR, "f", 1, "another", (), None)
+    assert limit.filter(other)
+    now_s += 1.0
+    record = logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "f", 1, "Invalid encoding on %s", (0,), None)
+    assert limit.filter(record)
+    assert record.getMessage() == "Invalid encoding on 0 (and 990 more of this kind, which were not logged)"
