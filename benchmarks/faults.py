@@ -32,7 +32,7 @@ from loadgen.inputs import random_inputs
 from loadgen.repository import prepare_visibly, recipes
 from loadgen.server_process import running_server, server_command
 
-MODELS, ENTRIES, MEMORY = 4, ("ranker", "minilm"), "40%"
+MODELS, ENTRIES, MEMORY = 4, ("ranker", "minilm"), "74MiB"
 HANGING = "hanging"
 """A model that computes for hours if its input is large."""
 HANGING_VALUE = 1e12
@@ -155,6 +155,16 @@ async def until_ready(session: aiohttp.ClientSession, url: str) -> None:
     raise TimeoutError("the server did not get ready again")
 
 
+async def load_again(session: aiohttp.ClientSession, url: str) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        async with session.post(f"{url}/v2/repository/models/{HANGING}/load") as response:
+            if response.status == 200:
+                return
+        await asyncio.sleep(0.1)
+    raise TimeoutError(f"{HANGING} could not be loaded again")
+
+
 def engine_of(front_end: int) -> int | None:
     for child in psutil.Process(front_end).children():
         if "server.engine_process" in child.cmdline():
@@ -179,6 +189,8 @@ async def inject(
         os.kill(engine, getattr(signal, kind))
     while restarts(metrics_url) == before:  # noqa: ASYNC110 - the other process says when
         await asyncio.sleep(0.05)
+    if kind == "hang":  # a model that has hung twice is served again once it is loaded
+        await load_again(session, url)
     await until_ready(session, url)
     found.faults[kind] += 1
     found.restart_s.append(time.monotonic() - start_s)
@@ -197,6 +209,7 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
     port, rng, found = free_port(), random.Random(options.seed), Found()
     command = server_command("cohabit", options.folder / "faults", MEMORY, None)
     command += ["--cache", str(options.folder / "faults-cache"), "--metrics-port", str(port), "--grpc-port", "off"]
+    command += ["--model-control", "explicit", "--load-model", "*"]
     command += ["--watchdog", str(WATCHDOG_S), "--batch-sizes", "1"]  # the bits of a row may depend on its batch
     metrics_url = f"http://127.0.0.1:{port}/metrics"
     async with running_server(command, patience_s=900) as url:
@@ -254,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print("\n".join(sections), markup=False, soft_wrap=True)
     if options.record:
         intro = (
-            f"{MODELS} models ({' and '.join(ENTRIES)}) in {MEMORY} of their weights, and one that can be made to hang;"
+            f"{MODELS} models ({' and '.join(ENTRIES)}) in {MEMORY}, and one that can be made to hang;"
             f" {options.rate:g} requests/s arrive at random, over HTTP. Faults hit the engine's process at random"
             f" moments, `--watchdog {WATCHDOG_S:g}`. Answers are compared with those before the first fault, bit by"
             " bit. Server and clients share the CPUs.\n"

@@ -216,16 +216,15 @@ class EngineConnection:
         loop has not run for `watchdog_s`.
         """
         now_s = self._clock()
+        beat_s = self._memory.heartbeat_s()
+        stalled = beat_s > 0 and now_s - beat_s > watchdog_s
         for pending in self._pending.values():
             started_s = pending.started_s
             limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * pending.predicted_s)
             if started_s > 0 and now_s - started_s > limit_s:
-                pending.hangs += 1
+                pending.hangs += not stalled  # a process that does nothing at all may have been stopped
                 return f"an execution of model '{pending.message.model}' takes longer than {limit_s:.3g} s"
-        beat_s = self._memory.heartbeat_s()
-        if beat_s > 0 and now_s - beat_s > watchdog_s:
-            return f"its event loop has not run for {watchdog_s:.3g} s"
-        return None
+        return f"its event loop has not run for {watchdog_s:.3g} s" if stalled else None
 
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
         if self._gave_up is not None:
