@@ -41,6 +41,7 @@ lint: $(READY)  ## Style and types.
 	$(BIN)/mypy
 
 bench: $(READY)  ## Run the benchmarks and write their files to docs/results.
+	@$(PIP) install -q -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.run
 
 bench-planner: $(READY)  ## The planner's benchmarks: all searchers, networks and papers (the better part of an hour).

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks import demo, figure8, memory, overload, parity, streaming
+from benchmarks import demo, figure8, memory, overload, parity, peers, streaming
 from benchmarks.frontend import __main__ as frontend
 from benchmarks.planner import speed
 
@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, run in (
         ("planner-speed", speed),
         ("streaming", streaming),
+        ("peers", peers),
         ("memory", memory),
         ("parity", parity),
         ("frontend", frontend),
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("figure8", figure8),
     ):
         sys.argv[1:] = []
-        arguments = ["--record"] if run in (demo, figure8, frontend, overload) else []
+        arguments = ["--record"] if run in (demo, figure8, frontend, overload, peers) else []
         if run.main(arguments):
             failed.append(name)
     if failed:

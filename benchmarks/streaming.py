@@ -1,7 +1,7 @@
 """Streaming parameters against having them: predicted and measured time, overlap, and the copy lane's bandwidth.
 
 Three models at 25 % and 50 % of their weights, from both stores, each next to its own resident run, to the same plan
-with every copy waited for, and to the bound: op by op, and in segments, each with a profile of its own kind.
+with every copy waited for, and to the bound.
 Everything of a model's share runs in turn in one process, so that ratios hold on a machine whose speed drifts.
 """
 
@@ -10,7 +10,6 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -48,7 +47,6 @@ class Row:
     model: str
     store: str
     share: float
-    scripted: bool
     resident_s: float
     profiled_s: float
     """The resident run's time by the profile, whose ratio with the predicted one no drift of the machine changes."""
@@ -77,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for kind in options.stores:
             store = open_store(kind, lowered.weights_path, lowered.manifest)
-            for share in options.shares:
-                rows += _measure(lowered, store, share, options, console.print)
+            rows += [_measure(lowered, store, share, options, console.print) for share in options.shares]
             store.close()
     sections = _sections(rows, options)
     if options.record:
@@ -88,116 +85,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One way of running a model: its plan for a share of the weights, and the resident plan."""
-
-    scripted: bool
-    profile: Profile
-    plan: Plan
-    streamed: Program
-    whole: Program
-
-
 def _measure(
     lowered: Lowered, store: Store, share: float, options: argparse.Namespace, say: Callable[[str], None]
-) -> list[Row]:
-    """Profile and plan each way, and run in turns: resident, streamed, serial."""
+) -> Row:
+    """Profile and plan, and run in turns: resident, streamed, serial."""
     graph, resident = lowered.graphs[1], resident_plan(lowered.graphs[1])
     weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
     budget = int(weights * share) // 4096 * 4096
-    plans: dict[bool, tuple[Profile, Plan]] = {}
-    for scripted in (False, True):
-        say(f"{lowered.name}: {store.kind} store, {share:.0%}, {_named(scripted)}: profiling")
-        profile = CpuBackend(scripted=scripted).measure(lowered, store, None, lambda text: None)[1][1]
-        partition, workspace = split_budget({1: graph}, {1: profile}, budget)
-        plans[scripted] = profile, search(Problem(graph, profile, partition, workspace))
-    room = max(plan.partition_bytes + plan.workspace_bytes for _, plan in plans.values())
+    say(f"{lowered.name}: {store.kind} store, {share:.0%}: profiling")
+    backend = CpuBackend()
+    profile = backend.measure(lowered, store, None, lambda text: None)[1][1]
+    partition, workspace = split_budget({1: graph}, {1: profile}, budget)
+    plan = search(Problem(graph, profile, partition, workspace))
+    room = plan.partition_bytes + plan.workspace_bytes
     beside = -(-resident.workspace_bytes // BLOCK_BYTES) * BLOCK_BYTES  # O_DIRECT reads to whole blocks
-    with CpuArena(len(plans) * room + beside + resident.partition_bytes) as arena, CpuExecutor() as executor:
-        ways = []
-        for scripted, (profile, plan) in plans.items():
-            end = room * (1 + scripted)  # each partition is its own way's: others leave its residents alone
-            bases = Bases(end - plan.partition_bytes, end - room)
-            whole_bases = Bases(len(plans) * room + beside, len(plans) * room)
-            backend = CpuBackend(scripted=scripted)
-            streamed = backend.build(lowered, plan, profile, arena, bases, store)
-            whole = backend.build(lowered, resident, None, arena, whole_bases, store)
-            ways.append(_Way(scripted, profile, plan, streamed, whole))
+    with CpuArena(room + beside + resident.partition_bytes) as arena, CpuExecutor() as executor:
+        streamed = backend.build(lowered, plan, profile, arena, Bases(plan.workspace_bytes, 0), store)
+        whole = backend.build(lowered, resident, None, arena, Bases(room + beside, room), store)
         if options.traces is not None:
-            _write_traces(lowered, store, share, ways[-1], executor, options.traces, say)
-        return _rounds(lowered, store, share, ways, executor, options.rounds, say)
-
-
-def _named(scripted: bool) -> str:
-    return "in segments" if scripted else "op by op"
+            _write_traces(lowered, store, share, plan, profile, streamed, executor, options.traces, say)
+        runs = _Runs(lowered, profile, plan, streamed, whole, executor)
+        for _ in range(options.rounds):
+            runs.once()
+    row = runs.row(store.kind, share)
+    shown = ((row.streamed_s, "streamed"), (row.predicted_s, "predicted"), (row.resident_s, "resident"))
+    say("  " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name in shown))
+    return row
 
 
 def _write_traces(
     lowered: Lowered,
     store: Store,
     share: float,
-    way: _Way,
+    plan: Plan,
+    profile: Profile,
+    program: Program,
     executor: CpuExecutor,
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
     """The predicted timeline, and a measured one, in which each op runs alone."""
-    executor.load(way.streamed)
-    measured = executor.run(way.streamed, lowered.examples(1), traced=True).timeline
+    executor.load(program)
+    measured = executor.run(program, lowered.examples(1), traced=True).timeline
     assert measured is not None
     graph = lowered.graphs[1]
-    timelines = {"predicted": simulate(graph, way.plan, way.profile), "measured": measured}
+    timelines = {"predicted": simulate(graph, plan, profile), "measured": measured}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{lowered.name}-{store.kind}-{share:.0%}.json"
-    path.write_bytes(chrome_trace(timelines, graph, way.plan))
+    path.write_bytes(chrome_trace(timelines, graph, plan))
     say(f"  {path}: open it at ui.perfetto.dev or chrome://tracing")
 
 
-def _rounds(
-    lowered: Lowered,
-    store: Store,
-    share: float,
-    ways: Sequence[_Way],
-    executor: CpuExecutor,
-    rounds: int,
-    say: Callable[[str], None],
-) -> list[Row]:
-    runs = [_Runs(lowered, way, executor) for way in ways]
-    for run in runs:
-        run.warm_up()
-    for _ in range(rounds):
-        for run in runs:
-            run.once()
-    rows = [run.row(store.kind, share) for run in runs]
-    for row in rows:
-        shown = ((row.streamed_s, "streamed"), (row.predicted_s, "predicted"), (row.resident_s, "resident"))
-        say(f"  {_named(row.scripted)}: " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name in shown))
-    return rows
-
-
 class _Runs:
-    """The times of one way."""
+    """The times of one model's programs, after one run of each."""
 
-    def __init__(self, lowered: Lowered, way: _Way, executor: CpuExecutor) -> None:
-        self._lowered, self._way, self._executor = lowered, way, executor
+    def __init__(
+        self,
+        lowered: Lowered,
+        profile: Profile,
+        plan: Plan,
+        streamed: Program,
+        whole: Program,
+        executor: CpuExecutor,
+    ) -> None:
+        self._lowered, self._profile, self._plan, self._executor = lowered, profile, plan, executor
+        self._streaming, self._whole = streamed, whole
         self._resident: list[float] = []
         self._streamed: list[float] = []
         self._serial: list[float] = []
         self._copying: list[float] = []
-
-    def warm_up(self) -> None:
-        for program in (self._way.whole, self._way.streamed):
-            self._executor.load(program)
+        for program in (whole, streamed):
+            executor.load(program)
             self._run(program)
 
     def once(self) -> None:
         """Run resident, streamed and serial once each."""
-        self._resident.append(self._run(self._way.whole))
+        self._resident.append(self._run(self._whole))
         before = self._executor.swap_busy_s
-        self._streamed.append(self._run(self._way.streamed))
+        self._streamed.append(self._run(self._streaming))
         self._copying.append(self._executor.swap_busy_s - before)
-        self._serial.append(self._run(serialised(self._way.streamed)))
+        self._serial.append(self._run(serialised(self._streaming)))
 
     def _run(self, program: Program) -> float:
         latency_s = self._executor.run(program, self._lowered.examples(1)).latency_s
@@ -205,15 +172,14 @@ class _Runs:
         return latency_s
 
     def row(self, kind: StoreKind, share: float) -> Row:
-        found, link_bytes = self._way.plan.provenance, self._way.streamed.link_bytes
+        found, link_bytes = self._plan.provenance, self._streaming.link_bytes
         assert found is not None
         return Row(
             model=self._lowered.name,
             store=kind,
             share=share,
-            scripted=self._way.scripted,
             resident_s=statistics.median(self._resident),
-            profiled_s=self._way.profile.compute_s,
+            profiled_s=self._profile.compute_s,
             bound_s=found.bound_s,
             predicted_s=found.latency_s,
             streamed_s=statistics.median(self._streamed),
@@ -230,14 +196,14 @@ def serialised(program: Program) -> Program:
     """The same program without overlap: each step waits for all copies that can have ended by then."""
 
     def waiting(steps: Sequence[ComputeStep[Call]]) -> tuple[ComputeStep[Call], ...]:
-        done = list(accumulate((step.length for step in steps), initial=0))
+        done = list(range(len(steps)))
         counts = [_issuable(program, computes) for computes in done]
         return tuple(
             replace(step, swap_ins_before=max(step.swap_ins_before, ins), swap_outs_before=outs)
             for step, (ins, outs) in zip(steps, counts, strict=False)
         )
 
-    return replace(program, computes=waiting(program.computes), segments=waiting(program.segments))
+    return replace(program, computes=waiting(program.computes))
 
 
 def _issuable(program: Program, computes: int) -> tuple[int, int]:
@@ -259,14 +225,13 @@ def _may_start(step: SwapStep, computes: int, others: int) -> bool:
 
 def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     header = (
-        "model, store, share of weights", "run", "resident ms", "bound ms", "predicted ms", "streamed ms (min-max)",
+        "model, store, share of weights", "resident ms", "bound ms", "predicted ms", "streamed ms (min-max)",
         "predicted / streamed", "streamed / resident", "as predicted", "serial ms", "serial / streamed",
         "MiB copied", "copy GB/s",
     )  # fmt: skip
     cells = [
         [
             f"{r.model}, {r.store}, {r.share:.0%}",
-            _named(r.scripted),
             f"{r.resident_s * 1e3:.1f}",
             f"{r.bound_s * 1e3:.1f}",
             f"{r.predicted_s * 1e3:.1f}",
@@ -283,8 +248,8 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     ]
     return [
         f"Batch 1, {options.threads} compute thread(s), medians of {options.rounds} rounds; a round runs resident,"
-        " streamed and serial once each, op by op and in segments. *Bound* and *predicted* come from a profile taken"
-        " just before, in the same way. *Serial* is the streamed plan with every copy waited for before the next step."
+        " streamed and serial once each. *Bound* and *predicted* come from a profile taken"
+        " just before. *Serial* is the streamed plan with every copy waited for before the next step."
         " The share is of all weights, embedding tables included; these stay in the host store at every budget."
         " Partition and workspace together are the share.\n",
         markdown_table(header, cells),

@@ -22,7 +22,7 @@ class LaneSpan:
     model: str
     lane: Lane
     name: str
-    """Of the op, of the first and last op of a segment, or of the tensor whose bytes were copied."""
+    """Of the op, or of the tensor whose bytes were copied."""
     start_s: float
     end_s: float
     nbytes: int = 0
@@ -31,8 +31,6 @@ class LaneSpan:
     """The op waited for copies and did not run yet."""
     ahead: bool = False
     """A copy that started before its own inference did."""
-    ops: int = 1
-    """Ops that ran as one segment."""
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -84,7 +82,8 @@ class Recording:
         yield from self._spans()
 
     def _spans(self, ahead: bool = False) -> Iterator[LaneSpan]:
-        ops, first_of = op_names(self.program), {c.step: n for n, c in enumerate(self.program.computes)}
+        steps = (compute.step for compute in self.program.computes)
+        ops = dict(zip(steps, op_names(self.program), strict=True))
         for note in self.notes:
             program, step, times = note.program, note.step, (note.start_s, note.end_s)
             match step:
@@ -93,10 +92,7 @@ class Recording:
                     is_next = ahead or program is not self.program
                     yield LaneSpan(program.name, step.lane, name, *times, nbytes=step.nbytes, ahead=is_next)
                 case ComputeStep():
-                    n = first_of[step.step]
-                    own = ops[n : n + (1 if note.stalled else step.length)]
-                    name = own[0] if len(own) == 1 else f"{own[0]} … {own[-1]}"
-                    yield LaneSpan(program.name, "compute", name, *times, stalled=note.stalled, ops=len(own))
+                    yield LaneSpan(program.name, "compute", ops[step.step], *times, stalled=note.stalled)
                 case None:
                     yield LaneSpan(program.name, "compute", "inference", *times)
 

@@ -1,11 +1,8 @@
-"""What all tests share: a small model, a torch of another release, no terminal, and a log as it is at first."""
-
-from collections.abc import Iterator
+"""What all tests share: a small model, no terminal, and a log as it is at first."""
 
 import pytest
 import torch
 
-from runtime.cpu.segments import unavailable
 from runtime.lowering.lower import Lowered, lower
 from server import log
 from server.observe.settings import LogSettings
@@ -30,12 +27,3 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
     folder = tmp_path_factory.mktemp("wide")
     models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "model.pt2")
     return lower(folder / "model.pt2", "wide", [2], folder / "cache")
-
-
-@pytest.fixture
-def torch_without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Simulate a torch release without the interface that script segments use."""
-    monkeypatch.delattr(torch._C, "_create_function_from_graph")
-    unavailable.cache_clear()
-    yield
-    unavailable.cache_clear()

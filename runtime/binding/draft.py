@@ -63,8 +63,6 @@ class ComputeStep(Generic[C]):
     swap_outs_before: int = 0
     first_reads: tuple[int, ...] = ()
     """Initial residents that this step is the first to read: the last run's epilogue may still be copying them."""
-    length: int = 1
-    """How many compute steps of the plan it stands for."""
 
 
 def _not_bound() -> None:

@@ -1,8 +1,8 @@
 """A program: one plan bound to addresses, with everything prepared that can be decided before a request arrives."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -45,8 +45,6 @@ class Program:
     """Output slots that are parameters or views of them."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
-    segments: tuple[ComputeStep[Call], ...] = field(default=(), kw_only=True)
-    """The compute steps with those of each script segment joined into one, where there are segments."""
     link_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,42 +89,3 @@ class Program:
     def new_frame(self) -> list[Any]:
         """Return an empty frame for one run."""
         return [None] * self.draft.trace.slots
-
-
-class CompiledSegment(Protocol):
-    """Consecutive compute steps that run as one call, compiled once for all addresses."""
-
-    @property
-    def steps(self) -> range: ...
-
-    def bind(self, static: Callable[[int], Any], table: Callable[[str], torch.Tensor]) -> Call:
-        """Return the call, given the values of the draft's statics and the store's tables."""
-        ...
-
-
-class Segmenter(Protocol):
-    """Compiles segments of drafts. Steps that cannot be compiled are in no segment."""
-
-    def at_waits(self, draft: Draft) -> Sequence[CompiledSegment]:
-        """Return the segments of a plan: each starts where a step may wait, or after one that is waited for."""
-        ...
-
-    def cut_before(self, draft: Draft, steps: Sequence[int]) -> Sequence[CompiledSegment]:
-        """Return segments that start at each of these compute steps."""
-        ...
-
-
-def joined(
-    computes: Sequence[ComputeStep[Call]], segments: Sequence[tuple[range, tuple[Call, ...]]]
-) -> tuple[ComputeStep[Call], ...]:
-    """Return the compute steps with those of each segment, in order, as one with these calls; () without segments."""
-    steps: list[ComputeStep[Call]] = []
-    done = 0
-    for segment, calls in segments:
-        inside = computes[segment.start : segment.stop]
-        # The last run may have been another batch's, whose epilogue brings back what this plan never displaces.
-        first_reads = tuple(tensor for step in inside for tensor in step.first_reads)
-        steps += computes[done : segment.start]
-        steps.append(replace(inside[0], calls=calls, first_reads=first_reads, length=len(inside)))
-        done = segment.stop
-    return (*steps, *computes[done:]) if segments else ()

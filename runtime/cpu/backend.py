@@ -1,7 +1,6 @@
 """The CPU as a device: anonymous memory, host stores, and executors with two or three threads each."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,10 +9,9 @@ from planner.plan import Plan
 from planner.profile import Profile
 from runtime.backend import OnProgress
 from runtime.binding.cache import ProgramCache
-from runtime.binding.program import Bases, Program, joined
+from runtime.binding.program import Bases, Program
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
-from runtime.cpu.segments import ScriptSegmenter
 from runtime.host.pages import Bytes
 from runtime.host.store import LimitedStore, Links, open_store
 from runtime.lowering.lower import Lowered
@@ -24,24 +22,16 @@ from runtime.shared_region.relocatable import RelocatableModel
 
 
 class CpuBackend:
-    """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash.
-
-    With `scripted`, segments of a program's calls run outside of Python's interpreter, and are profiled so.
-    """
+    """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash."""
 
     name = "cpu"
     pinned_memory = None
 
-    def __init__(self, link_bandwidth_bytes_per_s: float | None = None, *, scripted: bool = False) -> None:
+    def __init__(self, link_bandwidth_bytes_per_s: float | None = None) -> None:
         self._bandwidth = link_bandwidth_bytes_per_s
         self._cache = ProgramCache()
-        self._segmenter = ScriptSegmenter() if scripted else None
         self._links = Links()
         self._executors: list[CpuExecutor] = []
-
-    @property
-    def scripted(self) -> bool:
-        return self._segmenter is not None
 
     def arena(self, nbytes: int) -> CpuArena:
         return CpuArena(nbytes)
@@ -65,7 +55,7 @@ class CpuBackend:
         self, lowered: Lowered, store: HostStore[Bytes], cache: Path | None, on_progress: OnProgress
     ) -> tuple[Lowered, dict[int, Profile]]:
         limit = "" if self._bandwidth is None else f" at {self._bandwidth:.0f} B/s"
-        device = device_name(torch.get_num_threads(), store, limit, scripted=self.scripted)
+        device = device_name(torch.get_num_threads(), store, limit)
 
         def measured() -> dict[int, Profile]:
             with CpuArena(2 * lowered.manifest.segment_bytes) as arena, CpuExecutor() as executor:
@@ -82,8 +72,7 @@ class CpuBackend:
         bases: Bases,
         store: HostStore[Bytes],
     ) -> Program:
-        program = self._cache.build(lowered, plan, profile, arena, bases, store)
-        return program if self._segmenter is None else _with_segments(program, self._segmenter, store)
+        return self._cache.build(lowered, plan, profile, arena, bases, store)
 
     def relocatable(
         self,
@@ -94,14 +83,8 @@ class CpuBackend:
         bases: Bases,
         store: HostStore[Bytes],
     ) -> RelocatableModel:
-        return RelocatableModel(self._cache, lowered, plan, profile, arena, store, self._segmenter)
+        return RelocatableModel(self._cache, lowered, plan, profile, arena, store)
 
     def close(self) -> None:
         for executor in self._executors:
             executor.close()
-
-
-def _with_segments(program: Program, segmenter: ScriptSegmenter, store: HostStore[Bytes]) -> Program:
-    statics, segments = program.statics, segmenter.at_waits(program.draft)
-    calls = [(s.steps, (s.bind(statics.__getitem__, store.table),)) for s in segments]
-    return replace(program, segments=joined(program.computes, calls))

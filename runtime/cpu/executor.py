@@ -181,8 +181,7 @@ class CpuExecutor:
         self._submit(program, run, recording)
         try:
             with torch.inference_mode():
-                steps = program.computes if traced or not program.segments else program.segments
-                stall_s = self._compute(program, steps, run, frame, restored)
+                stall_s = self._compute(program, run, frame, restored)
                 if not program.computes:
                     self.settle()  # no op waited for the parameters that are its outputs
                 self._raise_if_failed(program, run, restored)
@@ -263,7 +262,6 @@ class CpuExecutor:
     def _compute(
         self,
         program: Program,
-        steps: Sequence[ComputeStep[Call]],
         run: LaneRun,
         frame: Frame,
         restored: _Restored | None,
@@ -271,7 +269,7 @@ class CpuExecutor:
         """Run the compute steps. Returns the seconds for which they waited for copies."""
         stall_s = 0.0
         finished = run.compute_base
-        for step in steps:
+        for step in program.computes:
             ticket = run.swap_in_ticket(step.swap_ins_before)
             if restored is not None and restored.tickets:
                 ticket = max(ticket, *(restored.tickets.get(t, 0) for t in step.first_reads), 0)
@@ -286,7 +284,7 @@ class CpuExecutor:
                 call(frame)
             if run.note is not None:
                 run.note(step, start, time.perf_counter())
-            finished += step.length
+            finished += 1
             if finished < run.compute_base + len(program.computes):
                 # `run` counts the last step: outputs that are parameters are cloned before the epilogue starts.
                 self._computes.advance(finished)

@@ -54,7 +54,7 @@ def replace_items(model: FxModel, node: fx.Node, outputs: Sequence[fx.Node]) -> 
 
 
 def pack_lstms(model: FxModel) -> None:
-    """Issue each direction of an LSTM layer as one kernel of oneDNN's, with packed weights."""
+    """Issue each direction of a float32 LSTM layer as one kernel of oneDNN's, with packed weights."""
     for node in list(model.graph.nodes):
         if node.op == "call_function" and node.target is aten.lstm.input and _can_be_packed(model, node):
             _pack_lstm(model, node)
@@ -67,7 +67,7 @@ def _can_be_packed(model: FxModel, node: fx.Node) -> bool:
         has_biases is True
         and layers == 1
         and len(weights) == (8 if bidirectional else 4)
-        and all(w is not None and packing.supports(w.dtype) for w in weights)
+        and all(w is not None and w.dtype is torch.float32 for w in weights)
         and all(len(w.users) == 1 for w in nodes)
     )
 

@@ -30,10 +30,9 @@ _METHOD = 3
 Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]], Program]
 
 
-def device_name(threads: int, store: HostStore[Any], limit: str = "", *, scripted: bool = False) -> str:
-    """Return what a profile is valid for: processor, threads, torch, store, and whether ops run in segments."""
-    way = ", scripted" if scripted else ""
-    return f"{processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}{way}"
+def device_name(threads: int, store: HostStore[Any], limit: str = "") -> str:
+    """Return what a profile is valid for: processor, threads, torch, and store."""
+    return f"{processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}"
 
 
 def cached_profiles(
@@ -76,8 +75,8 @@ def measure(
 ) -> dict[int, Profile]:
     """Run a model with every parameter resident, at every batch size, alone and alongside a busy link.
 
-    `arena` holds the model's segments twice. Where programs have segments, each op gets its share of its segment's
-    time. The link, and how much it and the ops slow each other down, are measured at the smallest batch.
+    `arena` holds the model's segments twice. The link, and how much it and the ops slow each other down, are
+    measured at the smallest batch.
     """
     profiles: dict[int, Profile] = {}
     cold = ColdCaches.for_model(lowered.manifest)

@@ -1,4 +1,4 @@
-"""Times ops: a model's inferences with every parameter resident, op by op and as they are served."""
+"""Times ops: a model's inferences with every parameter resident."""
 
 import statistics
 import threading
@@ -44,21 +44,15 @@ class ColdCaches:
 def measure_ops(
     program: Program, examples: Callable[[], list[torch.Tensor]], executor: Executor, cold: ColdCaches
 ) -> tuple[float, tuple[float, ...]]:
-    """Return the median latency as served, and seconds per op with the time between ops spread over them."""
+    """Return the median latency, and seconds per op with the time between ops spread over them."""
     executor.run(program, examples())
-    by_op, as_served = StepTimes(program.computes), StepTimes(program.segments)
+    times = StepTimes(program.computes)
     for _ in repeat():
         cold()
         timeline = executor.run(program, examples(), traced=True).timeline
         assert timeline is not None
-        by_op.add(timeline.latency_s, timeline.spans)
-        if program.segments:
-            cold()
-            as_served.add(*followed(program, examples(), executor))
-    op_seconds = by_op.medians()
-    if not program.segments:
-        return by_op.latency_s, op_seconds
-    return as_served.latency_s, shared_out(program.segments, as_served.medians(), op_seconds)
+        times.add(timeline.latency_s, timeline.spans)
+    return times.latency_s, times.medians()
 
 
 class StepTimes:
@@ -93,18 +87,6 @@ def followed(
     executor.run(program, examples, follow=recordings.put)
     notes = recordings.get().notes
     return max((note.end_s for note in notes), default=start_s) - start_s, notes
-
-
-def shared_out(
-    segments: Sequence[ComputeStep[Call]], seconds: Sequence[float], op_seconds: Sequence[float]
-) -> tuple[float, ...]:
-    """Divide the seconds of each step of `segments` among its ops, in proportion to their times when run alone."""
-    scaled: list[float] = []
-    for step, step_s in zip(segments, seconds, strict=True):
-        own = op_seconds[len(scaled) : len(scaled) + step.length]
-        factor = step_s / sum(own)
-        scaled += [op_s * factor for op_s in own]
-    return tuple(scaled)
 
 
 def repeat() -> Iterator[int]:

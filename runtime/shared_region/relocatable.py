@@ -4,9 +4,8 @@ Its calls read parameters (and views of them) from the frame. Right before the s
 where it has moved since, the frame gets the parameter's current value.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from planner.plan import Compute, Plan, SwapIn, SwapOut
@@ -14,7 +13,7 @@ from planner.profile import Profile
 from runtime.binding.cache import ProgramCache
 from runtime.binding.calls import Call, bind_call, static_value, weight_at
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
-from runtime.binding.program import CompiledSegment, Program, Segmenter, joined
+from runtime.binding.program import Program
 from runtime.errors import UnsupportedPlan
 from runtime.lowering.lower import Lowered
 from runtime.lowering.slots import Frame
@@ -37,13 +36,8 @@ class RelocatableModel:
         profile: Profile | None,
         arena: DeviceArena[Any],
         store: HostStore[Any],
-        segmenter: Segmenter | None = None,
     ) -> None:
-        """Check a plan that keeps every parameter, and draft it. Raises what `ProgramCache.build` raises.
-
-        With a segmenter there are two sets of segments: one for runs during which nothing is fetched, and one whose
-        segments end wherever a parameter may be waited for.
-        """
+        """Check a plan that keeps every parameter, and draft it. Raises what `ProgramCache.build` raises."""
         _require_relocatable(lowered.name, plan)
         draft = cache.draft(lowered, plan, profile, arena.device)
         graph = draft.graph
@@ -72,11 +66,6 @@ class RelocatableModel:
         steps = tuple(tuple(dict.fromkeys(t for t in op if kinds[t] == "parameter")) for op in ops)
         used = sorted({t for step in steps for t in step})
         self.uses = ParameterUses(lowered.name, {t: lowered.manifest.segments[t].nbytes for t in used}, steps)
-        self._whole: Sequence[CompiledSegment] = ()
-        self._by_layer: Sequence[CompiledSegment] = ()
-        if segmenter is not None:
-            reading = [n for n, step in enumerate(steps) if step or self._statics[n]]
-            self._whole, self._by_layer = segmenter.at_waits(draft), segmenter.cut_before(draft, reading)
 
     def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> Program:
         """Return the program for a run. With `blocking`, loading it copies everything and running it copies nothing.
@@ -93,34 +82,24 @@ class RelocatableModel:
             coming.setdefault(fetch.needed_by, []).append((fetch.segment, fetch.offset))
         computes: list[ComputeStep[Call]] = []
         current: dict[int, Any] = {}
-        updates: list[dict[int, Any]] = []
-        segments = self._whole if blocking or not fetch_plan.fetches else self._by_layer
-        beginning = {segment.steps.start: segment for segment in segments}
-        calls: dict[int, Call] = {}
         fetched = 0
         for index, statics in enumerate(self._statics):
             addresses.update(coming.get(index, ()))
             fetched += len(coming.get(index, ()))
-            if index in beginning:
-                static = partial(self._values.at, addresses=addresses)
-                calls[index] = beginning[index].bind(static, self._store.table)
             new = {}
             for slot, static_index in statics.items():
                 value = self._values.at(static_index, addresses)
                 if current.get(slot) is not value:
                     new[slot] = current[slot] = value
-            updates.append(new)
             if index < len(self.home.computes):
                 step = self.home.computes[index]
                 own = (_updating(new), *step.calls) if new else step.calls
                 computes.append(ComputeStep(2 * index + 1, own, 0 if blocking else fetched))
-        joins = [(s.steps, (_updating(_merged(updates, s.steps)), calls[s.steps.start])) for s in segments]
         final_calls = self.home.final_calls if computes else (_updating(current), *self.home.final_calls)
         swap_ins = () if blocking else self._fetches(fetch_plan)
         residents = tuple(self._copy(-1, s, at, 0) for s, at in sorted(addresses.items())) if blocking else ()
         return {
             "computes": tuple(computes),
-            "segments": joined(computes, joins),
             "final_calls": final_calls,
             "swap_ins": swap_ins,
             "epilogue": len(swap_ins),
@@ -195,11 +174,6 @@ def _require_relocatable(name: str, plan: Plan) -> None:
 
 def _statics(calls: tuple[DraftCall, ...]) -> dict[int, int]:
     return {slot: index for call in calls for slot, index in call.statics}
-
-
-def _merged(updates: Sequence[Mapping[int, Any]], steps: range) -> dict[int, Any]:
-    """Return the updates of a segment's steps, which the steps after it may need."""
-    return {slot: value for n in steps for slot, value in updates[n].items()}
 
 
 def _updating(values: Mapping[int, Any]) -> Call:

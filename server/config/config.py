@@ -132,12 +132,6 @@ class ServeConfig:
         "SECONDS",
     )
     threads: int | None = setting(None, "--threads", "CPU threads of one inference", integer(1, 1024), "N")
-    scripted: bool | None = setting(
-        None,
-        "--scripted",
-        "on the CPU, run sequences of a model's ops without the Python interpreter; results are identical"
-        " (default: yes, on the CPU)",
-    )
     compute_lanes: int = setting(
         1,
         "--compute-lanes",
@@ -276,11 +270,6 @@ class ServeConfig:
         allowed = self.is_loopback if self.client_shm == "auto" else self.client_shm != "off"
         return self.frontends == 1 and allowed
 
-    @property
-    def wants_segments(self) -> bool:
-        """Whether script segments are wanted if torch supports them."""
-        return self.device == "cpu" and self.scripted is not False
-
 
 SETTINGS: tuple[Setting, ...] = tuple(declared(ServeConfig))
 BY_KEY: Mapping[str, Setting] = {setting.key: setting for setting in SETTINGS}
@@ -293,10 +282,6 @@ def check_consistent(config: ServeConfig) -> None:
         raise ConfigError("--load-model needs --model-control explicit")
     if config.model_control != "none" and not partitioned:
         raise ConfigError(f"--model-control {config.model_control} needs a layout in which models have partitions")
-    if config.scripted and config.device != "cpu":
-        raise ConfigError(
-            f"--scripted is for the CPU; {config.device} replays graphs, which need no Python between ops"
-        )
     if config.compute_lanes > 1 and not partitioned:
         raise ConfigError(
             f"--compute-lanes {config.compute_lanes} needs a layout in which models have partitions; in"

@@ -287,7 +287,6 @@ def _spans_to(on_spans: OnSpans, lane: int) -> "Follow":
                     span.nbytes,
                     span.stalled,
                     span.ahead,
-                    span.ops,
                     lane,
                 )
                 for span in recording.spans()

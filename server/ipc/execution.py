@@ -35,7 +35,7 @@ class DeviceSpan(msgspec.Struct, frozen=True):
     model: str
     lane: Literal["compute", "swap_in", "swap_out"]
     name: str
-    """The name of the op, of a segment's first and last op, or of the copied tensor."""
+    """The name of the op, or of the copied tensor."""
     start_s: float
     end_s: float
     nbytes: int = 0
@@ -43,8 +43,6 @@ class DeviceSpan(msgspec.Struct, frozen=True):
     """Whether the span is a stall of the op, which waited for parameters."""
     ahead: bool = False
     """Whether the copy began before its own execution."""
-    ops: int = 1
-    """Number of ops in the segment."""
     compute_lane: int = 0
     """The compute lane that executed the request."""
 

@@ -14,7 +14,6 @@ from planner.graph import fingerprint
 from planner.profile import Profile
 from planner.sizing.deployment import ModelDemand
 from runtime.backend import Backend
-from runtime.cpu.segments import unavailable
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
 from runtime.lowering import packing
@@ -74,13 +73,6 @@ def warn_of_ignored_config(source: ModelSource) -> None:
         _log.warning("one instance serves, and requests that wait are batched", extra={"fields": fields})
 
 
-def warn_without_segments(config: ServeConfig) -> None:
-    """Log why script segments cannot run, unless the configuration disables them."""
-    if config.wants_segments and (reason := unavailable()) is not None:
-        fields = {"torch": str(torch.__version__), "reason": reason}
-        _log.warning("models run op by op, because this torch cannot run stretches", extra={"fields": fields})
-
-
 def warn_without_packing(config: ServeConfig) -> None:
     """Log why the CPU computes with plain weights, if it does."""
     if config.device == "cpu" and (reason := packing.unavailable()) is not None:
@@ -91,7 +83,7 @@ def warn_without_packing(config: ServeConfig) -> None:
 def open_backend(config: ServeConfig) -> Backend:
     """Open the device and set torch's number of threads. Raises DeviceError for an unknown device."""
     torch.set_num_threads(threads_of(config))
-    return open_device(config.device, config.link_bandwidth_bytes_per_s, scripted=config.scripted)
+    return open_device(config.device, config.link_bandwidth_bytes_per_s)
 
 
 def threads_of(config: ServeConfig) -> int:
@@ -208,7 +200,7 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
         threads,
         packing.machine(),
     )
-    link = (config.device, config.store, config.link_bandwidth_bytes_per_s, config.wants_segments)
+    link = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
 
 

@@ -82,7 +82,7 @@ def _lane_label(span: DeviceSpan) -> tuple[str, dict[str, Any]]:
     if span.stalled:
         return "swap stall", {"op": span.name}
     if span.lane == "compute":
-        return span.name, {"ops": span.ops} if span.ops > 1 else {}
+        return span.name, {}
     return span.name, {"bytes": span.nbytes, "ahead": span.ahead}
 
 

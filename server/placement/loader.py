@@ -22,7 +22,6 @@ from server.models.prepared import (
     prepare,
     prepare_in_worker,
     warn_without_packing,
-    warn_without_segments,
 )
 from server.models.preparer import ModelPreparer, workers_of
 from server.models.repository import ModelSource
@@ -77,7 +76,6 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     """
     backend = open_backend(config)
     warn_without_packing(config)
-    warn_without_segments(config)
     failures: dict[str, str] = {}
     prepared: list[Prepared] = []
     with closing(workers_of(config, 1)) as workers:

@@ -59,7 +59,7 @@ def test_copies_of_a_streamed_model_are_seen_in_the_plans_order(tmp_path: Path) 
         ops = [e for e in own if "bytes" not in e["args"] and e["name"] != "swap stall"]
         assert sum(e["args"]["bytes"] for e in copies) == program.link_bytes > 0
         assert [e["name"] for e in copies] == [program.graph.tensors[s.tensor].name for s in program.swap_ins]
-        assert sum(e["args"].get("ops", 1) for e in ops) == len(program.computes) > len(ops)
+        assert len(ops) == len(program.computes)
         for lane in (copies, ops):
             assert all(end(a) <= b["ts"] for a, b in pairwise(lane))
         assert all(execution["ts"] <= e["ts"] for e in own)

@@ -46,10 +46,6 @@ def packed(lowered: Lowered) -> Lowered:
         return lower(archive, lowered.name, lowered.batches, cache / "packed", options=Options(packed=True))
 
 
-def scripted_cpu() -> CpuBackend:
-    return CpuBackend(scripted=True)
-
-
 def fake_cuda(seed: int = 0) -> CudaBackend:
     return CudaBackend(FakeDriver(seed))
 
@@ -85,7 +81,6 @@ def has_gpu() -> bool:
 BACKENDS = [
     pytest.param(cpu, id="cpu"),
     pytest.param(packed_cpu, id="cpu-packed"),
-    pytest.param(scripted_cpu, id="cpu-scripted"),
     pytest.param(fake_cuda, id="fake-cuda"),
     pytest.param(fake_streams, id="fake-cuda-uncaptured"),
     pytest.param(fake_staged, id="fake-cuda-staged"),

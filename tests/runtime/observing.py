@@ -11,4 +11,4 @@ from runtime.lowering.slots import Frame
 def observed(program: Program, observe: Callable[[int, Frame], None]) -> Program:
     """The program op by op, with a call before each op: the op's index in the plan, and the frame."""
     computes = tuple(replace(c, calls=(partial(observe, c.step), *c.calls)) for c in program.computes)
-    return replace(program, computes=computes, segments=())
+    return replace(program, computes=computes)

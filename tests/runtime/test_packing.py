@@ -135,6 +135,10 @@ def test_small_products_stay_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not any(pieces(lowered_case("wide", tmp_path)).values())
 
 
+def test_lstms_of_reduced_precision_stay_plain(tmp_path: Path) -> None:
+    assert not any(pieces(lowered_case("lstm", tmp_path, Options("bfloat16", packed=True))).values())
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_reduced_precision_is_packed_where_the_processor_has_it(dtype: str, tmp_path: Path) -> None:
     lowered = lowered_case("wide", tmp_path, Options(dtype, packed=True))  # type: ignore[arg-type]

@@ -166,7 +166,7 @@ def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_pat
         "--max-connection-age": "60",
         "--engine": "in-process",
     }
-    found = effective(*NEEDED, *(part for pair in given.items() for part in pair), "--no-scripted")
+    found = effective(*NEEDED, *(part for pair in given.items() for part in pair))
     assert decode_config(encode_config(found.config)) == found.config
     assert config("--config", file(tmp_path, as_toml(found))) == found.config
     share = ServeConfig(Path("models"), ShareOfWeights(0.25))
@@ -180,7 +180,6 @@ def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_pat
         (("--load-model", "a"), "--load-model needs --model-control explicit"),
         (("--model-control", "poll", "--layout", "lru"), "--model-control poll needs a layout"),
         (("--compute-lanes", "2", "--layout", "lru"), "--compute-lanes 2 needs a layout"),
-        (("--scripted", "--device", "cuda"), "--scripted is for the CPU"),
         (("--model-control", "explicit", "--memory", "25%"), "--memory: a share of the weights"),
         (("--tls-cert", "c"), "--tls-cert and --tls-key need each other"),
         (("--tls-key", "k"), "--tls-cert and --tls-key need each other"),

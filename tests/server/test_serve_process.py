@@ -128,7 +128,6 @@ def test_the_server_listens_while_it_loads_and_can_be_stopped_then(tmp_path: Pat
         (["--memory", "1GiB", "--model-rate", "resnet"], "--model-rate: 'resnet' is not of the form NAME=RATE"),
         (["--memory", "1GiB", "--model-rate", "a=-1"], "--model-rate: '-1' is not a rate"),
         (["--memory", "1GiB", "--link-bandwidth", "fast"], "--link-bandwidth: 'fast'"),
-        (["--memory", "1GiB", "--scripted", "--device", "cuda"], "--scripted is for the CPU"),
         (["--memory", "1GiB", "--threads", "0"], "--threads: '0'"),
         (["--memory", "1GiB", "--exit-timeout-secs", "nan"], "--exit-timeout-secs: 'nan'"),
         (["--memory", "1GiB", "--max-body", "-1"], "--max-body"),
