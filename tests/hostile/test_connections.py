@@ -36,7 +36,9 @@ def eventually(condition: Callable[[], bool]) -> bool:
     end_s = time.monotonic() + 20
     while time.monotonic() < end_s:
         with suppress(grpc.RpcError):
-            return condition()
+            if condition():
+                return True
+        time.sleep(0.01)
     return False
 
 
@@ -142,6 +144,33 @@ def http(server: Ports, data: bytes) -> bytes:
         while part := connection.recv(65536):
             received += part
         return received
+
+
+def test_an_answer_that_nobody_reads_counts_as_request_memory() -> None:
+    """So the bytes of all unread answers are bounded by --queue-memory."""
+    columns = 4 << 20
+    header = {
+        "inputs": [
+            {
+                "name": "x",
+                "datatype": "FP32",
+                "shape": [1, columns],
+                "parameters": {"binary_data_size": 4 * columns},
+            }
+        ]
+    }
+    header["parameters"] = {"binary_data_output": True}  # type: ignore[assignment]
+    text = json.dumps(header).encode()
+    with running(identity("wide", shape=(columns,)), max_body_bytes=32 << 20, queue_bytes=64 << 20) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as deaf:
+            deaf.sendall(
+                b"POST /v2/models/wide/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(text), len(text) + 4 * columns, text)
+            )
+            deaf.sendall(bytes(4 * columns))
+            assert deaf.recv(12) == b"HTTP/1.1 200"  # the answer is made, and most of it unread
+            assert server.plane.memory.used_bytes >= 4 * columns
+        assert eventually(lambda: server.plane.memory.used_bytes == 0)
 
 
 @pytest.mark.parametrize(

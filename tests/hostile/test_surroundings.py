@@ -1,4 +1,4 @@
-"""What else a client or a machine can do: names, shared memory of others, descriptors, indices, and floods of faults."""
+"""What else a client or a machine can do: names, shared memory of others, descriptors, indices, floods of faults."""
 
 import logging
 import os
