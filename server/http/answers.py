@@ -1,11 +1,14 @@
 """JSON bodies and answers of HTTP's endpoints, and the model that a path names."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from server.errors import InvalidRequest
+from server.frontend.memory import Lease
 from server.http.body import Heap, read_body
 
 JSON = "application/json"
@@ -16,6 +19,33 @@ _UNCHECKED_BYTES = 64 << 10
 _MOST_KEYS = 1 << 14
 """Keys of a body that is larger than that; a key takes memory many times its size."""
 _COUNTED_BYTES = 1 << 20
+
+
+class LeasedResponse(web.Response):
+    """An answer that holds its request's memory until the client has read it, so that unread answers are bounded."""
+
+    def __init__(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
+        super().__init__(body=body, headers=headers)
+        lease.hold()
+        self._lease: Lease | None = lease
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        try:
+            return await super().prepare(request)
+        except BaseException:
+            self._release()
+            raise
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        try:
+            await super().write_eof(data)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
 
 def json_response(body: Any) -> web.Response:

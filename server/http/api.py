@@ -6,9 +6,10 @@ from aiohttp import hdrs, web
 
 from server.errors import too_much_json
 from server.frontend.dataplane import DataPlane
+from server.frontend.memory import Lease
 from server.frontend.threads import call
 from server.http import generate
-from server.http.answers import JSON, json_response, model_of
+from server.http.answers import JSON, LeasedResponse, json_response, model_of
 from server.http.body import read_body
 from server.http.codec import EncodedResponse, decode_request, encode_response, parse_header_length
 from server.http.compression import chosen_encoding, compress
@@ -77,7 +78,7 @@ class InferenceApi:
             slow = json_bytes > _QUICK_JSON_BYTES or regions.slow
             decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
             encoded = await _encode(await self._plane.infer(decoded, info, lease))
-        return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING))
+            return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
 
     async def generate(self, request: web.Request) -> web.Response:
         """Infer with plain JSON values."""
@@ -110,7 +111,7 @@ def _json_bytes(response: InferResponse, only: bool = False) -> int:
     return sum(8 * o.array.size for o in response.outputs if not (only and (o.binary or o.window)))
 
 
-async def _infer_response(encoded: EncodedResponse, accept_encoding: str | None) -> web.Response:
+async def _infer_response(encoded: EncodedResponse, accept_encoding: str | None, lease: Lease) -> web.Response:
     headers: dict[str, str] = {hdrs.CONTENT_TYPE: JSON}
     if encoded.header_length is not None:
         headers = {hdrs.CONTENT_TYPE: _BINARY, HEADER_LENGTH: str(encoded.header_length)}
@@ -119,4 +120,4 @@ async def _infer_response(encoded: EncodedResponse, accept_encoding: str | None)
     if encoding is not None:
         body = await asyncio.to_thread(compress, body, encoding)
         headers[hdrs.CONTENT_ENCODING] = encoding
-    return web.Response(body=body, headers=headers)
+    return LeasedResponse(lease, body, headers)

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,6 +10,7 @@ import grpc
 import pytest
 from server_http import ask
 from transport_fakes import Gate, Ports, identity, running
+from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from server.grpc import handlers
 from server.http.server import MetricsServer
@@ -36,7 +36,9 @@ def eventually(condition: Callable[[], bool]) -> bool:
     end_s = time.monotonic() + 20
     while time.monotonic() < end_s:
         with suppress(grpc.RpcError):
-            return condition()
+            if condition():
+                return True
+        time.sleep(0.01)
     return False
 
 
@@ -77,28 +79,21 @@ def test_a_path_that_is_no_text_does_not_end_the_port(server: Ports) -> None:
 
 def test_calls_of_others_do_not_take_the_slots_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "MOST_CALLS", 2)
-    with running(identity("one", gate=Gate())) as server, grpc.insecure_channel(server.grpc) as channel:
-        infer = channel.stream_unary(f"{SERVICE}/ModelInfer")
-        ended = threading.Event()
-        endless = [infer.future(messages_after(ended), timeout=30) for _ in range(2)]
+    gate = Gate()
+    message = ModelInferRequest(model_name="one", raw_input_contents=[bytes(16)])
+    message.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    with running(identity("one", gate=gate)) as server, grpc.insecure_channel(server.grpc) as channel:
+        infer = channel.unary_unary(f"{SERVICE}/ModelInfer")
+        held = [infer.future(message.SerializeToString(), timeout=60) for _ in range(2)]
+        for _ in held:
+            assert gate.entered.acquire(timeout=20)
         with pytest.raises(grpc.RpcError) as caught:
-            until_refused(channel)  # both have arrived then
+            channel.unary_unary(f"{SERVICE}/ServerMetadata")(b"", timeout=20)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert channel.unary_unary(HEALTH)(b"", timeout=20)
         assert is_live(server)
-        for call in endless:
-            call.cancel()
-        ended.set()
-
-
-def until_refused(channel: grpc.Channel) -> None:
-    for _ in range(10_000):
-        channel.unary_unary(f"{SERVICE}/ServerMetadata")(b"", timeout=20)
-
-
-def messages_after(ended: threading.Event) -> Iterator[bytes]:
-    ended.wait(30)
-    yield b""
+        gate.open()
+        assert all(call.result(20) for call in held)
 
 
 def test_the_metrics_port_answers_health_when_http_has_no_connection_left() -> None:
@@ -142,6 +137,33 @@ def http(server: Ports, data: bytes) -> bytes:
         while part := connection.recv(65536):
             received += part
         return received
+
+
+def test_an_answer_that_nobody_reads_counts_as_request_memory() -> None:
+    """So the bytes of all unread answers are bounded by --queue-memory."""
+    columns = 4 << 20
+    header = {
+        "inputs": [
+            {
+                "name": "x",
+                "datatype": "FP32",
+                "shape": [1, columns],
+                "parameters": {"binary_data_size": 4 * columns},
+            }
+        ]
+    }
+    header["parameters"] = {"binary_data_output": True}  # type: ignore[assignment]
+    text = json.dumps(header).encode()
+    with running(identity("wide", shape=(columns,)), max_body_bytes=32 << 20, queue_bytes=64 << 20) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as deaf:
+            deaf.sendall(
+                b"POST /v2/models/wide/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(text), len(text) + 4 * columns, text)
+            )
+            deaf.sendall(bytes(4 * columns))
+            assert deaf.recv(12) == b"HTTP/1.1 200"  # the answer is made, and most of it unread
+            assert server.plane.memory.used_bytes >= 4 * columns
+        assert eventually(lambda: server.plane.memory.used_bytes == 0)
 
 
 @pytest.mark.parametrize(
