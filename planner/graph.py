@@ -107,6 +107,11 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def parameter_bytes(self) -> int:
         return sum(self.tensors[i].nbytes for i in self.parameters)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and state."""
+        return sum(t.nbytes for t in self.tensors if t.is_weight)
+
     def validate(self) -> None:
         """Raise InvalidGraph unless every op reads what exists and every activation is written once."""
         written: set[int] = set()

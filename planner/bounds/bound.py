@@ -32,9 +32,8 @@ def latency_bound(graph: Graph, profile: Profile, partition_bytes: int, workspac
 
 def _all_fits(graph: Graph, room_bytes: int, memory_bytes: int) -> bool:
     """Whether nothing ever has to wait for memory. What is stored has `room_bytes` at the start."""
-    stored = sum(t.nbytes for t in graph.tensors if t.is_weight)
     total = sum(t.nbytes for t in graph.tensors) + max(op.scratch_bytes for op in graph.ops)
-    return stored <= room_bytes and total <= memory_bytes
+    return graph.weight_bytes <= room_bytes and total <= memory_bytes
 
 
 def _copying_bound(graph: Graph, profile: Profile, room_bytes: int) -> float:

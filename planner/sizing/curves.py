@@ -18,6 +18,8 @@ class Point:
 
 
 Curve = tuple[Point, ...]
+Estimates = dict[tuple[str, bool, str, int, int], float]
+"""Latencies of quick plans: by graph, whether activations are offloaded, profile, partition and workspace."""
 
 
 def estimate_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
@@ -27,31 +29,21 @@ def estimate_latency_s(footprint: Footprint, profile: Profile, partition_bytes: 
     return streaming.first_latency_s(footprint, profile, partition_bytes, workspace_bytes)
 
 
-class LatencyCurves:
-    """A cache of quick latencies; models with the same graph and profile share them."""
+def latency_curve(
+    footprint: Footprint, profile: Profile, least: int, most: int, workspace_bytes: int, known: Estimates
+) -> Curve:
+    """Points from `least` to `most` bytes of partition, until more memory no longer helps.
 
-    def __init__(self) -> None:
-        self._latency_s: dict[tuple[str, bool, str, int, int], float] = {}
-
-    def latency_s(
-        self, footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int
-    ) -> float:
-        """Latency of a quick plan. Raises InfeasibleBudget."""
-        graph = footprint.graph.fingerprint
-        key = (graph, footprint.offloads, profile.fingerprint, partition_bytes, workspace_bytes)
-        if key not in self._latency_s:
-            self._latency_s[key] = estimate_latency_s(footprint, profile, partition_bytes, workspace_bytes)
-        return self._latency_s[key]
-
-    def curve(self, footprint: Footprint, profile: Profile, least: int, most: int, workspace_bytes: int) -> Curve:
-        """Points from `least` to `most` bytes of partition, until more memory no longer helps."""
-        points: list[Point] = []
-        for share in SHARES:
-            size = least + int(max(most - least, 0) * share) // PAGE_BYTES * PAGE_BYTES
-            latency_s = self.latency_s(footprint, profile, size, workspace_bytes)
-            if points:
-                latency_s = min(latency_s, points[-1].latency_s)
-            points.append(Point(size, latency_s))
-            if latency_s <= profile.compute_s * (1 + 1e-6):
-                break
-        return tuple(points)
+    Models with the same graph and profile share what is `known`.
+    """
+    points: list[Point] = []
+    for share in SHARES:
+        size = least + int(max(most - least, 0) * share) // PAGE_BYTES * PAGE_BYTES
+        key = (footprint.graph.fingerprint, footprint.offloads, profile.fingerprint, size, workspace_bytes)
+        if key not in known:
+            known[key] = estimate_latency_s(footprint, profile, size, workspace_bytes)
+        latency_s = min(known[key], points[-1].latency_s) if points else known[key]
+        points.append(Point(size, latency_s))
+        if latency_s <= profile.compute_s * (1 + 1e-6):
+            break
+    return tuple(points)

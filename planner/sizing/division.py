@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from planner.errors import InfeasibleBudget
 from planner.layout.feasible import PAGE_BYTES
 from planner.library import Library
-from planner.sizing.curves import Curve, LatencyCurves
+from planner.sizing.curves import Curve, Estimates, latency_curve
 from planner.sizing.demand import Demand, workspaces
 from planner.sizing.deployment import (
     ONE_REGION,
@@ -79,7 +79,7 @@ def _partition_for(
     neediest = max(demands, key=lambda d: d.least_bytes)
     if lanes == 1 and memory < neediest.least_bytes:
         raise InfeasibleBudget(neediest.model.name, neediest.neediest.neediest_op, memory, neediest.least_bytes)
-    curves = LatencyCurves()
+    known: Estimates = {}
     best: tuple[float, int, list[int]] | None = None
     needed: list[int] = []
     sizes = sorted({max(size, least_workspace) for size in workspaces(demands, max(memory, neediest.least_bytes))})
@@ -91,7 +91,7 @@ def _partition_for(
         needed.append(sum(least) + lanes * workspace)
         if needed[-1] > memory:
             continue
-        cost, partitions = _share_out(demands, least, workspace, memory - lanes * workspace, curves)
+        cost, partitions = _share_out(demands, least, workspace, memory - lanes * workspace, known)
         if best is None or cost < best[0] * (1 - 1e-6):
             best = (cost, workspace, partitions)
     if best is None:  # partitions of nothing next to one largest workspace are feasible, unless it must be larger
@@ -100,11 +100,11 @@ def _partition_for(
 
 
 def _share_out(
-    demands: Sequence[Demand], least: list[int], workspace: int, room: int, curves: LatencyCurves
+    demands: Sequence[Demand], least: list[int], workspace: int, room: int, known: Estimates
 ) -> tuple[float, list[int]]:
     """Give memory where it saves most time per byte, then the rest to models that still lack some."""
     lines: list[Curve] = [
-        curves.curve(d.footprints[b], d.model.profiles[b], low, d.parameter_bytes, workspace)
+        latency_curve(d.footprints[b], d.model.profiles[b], low, d.parameter_bytes, workspace, known)
         for d, low in zip(demands, least, strict=True)
         for b in [d.smallest_batch]
     ]

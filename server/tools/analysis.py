@@ -92,10 +92,6 @@ class PlanAnalysis:
         return self.plan.partition_bytes + self.plan.workspace_bytes
 
     @property
-    def weight_bytes(self) -> int:
-        return sum(t.nbytes for t in self.graph.tensors if t.kind in ("parameter", "state"))
-
-    @property
     def resident_bytes(self) -> int:
         return sum(self.graph.tensors[p.tensor].nbytes for p in self.plan.residents)
 

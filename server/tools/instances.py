@@ -25,12 +25,8 @@ class Instance:
     graph: Graph
     profile: Profile
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(t.nbytes for t in self.graph.tensors if t.kind in ("parameter", "state"))
-
     def bytes_of(self, memory: MemoryBudget) -> int:
-        return memory.size.of(self.weight_bytes)
+        return memory.size.of(self.graph.weight_bytes)
 
     def search(
         self, searcher: str, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress

@@ -70,7 +70,11 @@ def _tiles(analysis: PlanAnalysis) -> Iterator[tuple[str, str, str]]:
     yield "stalled", milliseconds(analysis.stall_s), f"{percent(share)}, in {len(analysis.stalls)} stalls"
     yield "slowed by copies", milliseconds(analysis.slowed_s), "concurrent with ops"
     yield "over the link", format_bytes(timeline.link_bytes), f"{len(analysis.traffic)} tensors"
-    yield "resident weights", format_bytes(analysis.resident_bytes), f"of {format_bytes(analysis.weight_bytes)}"
+    yield (
+        "resident weights",
+        format_bytes(analysis.resident_bytes),
+        f"of {format_bytes(analysis.graph.weight_bytes)}",
+    )
     yield "peak memory", format_bytes(analysis.peak_bytes), f"of {format_bytes(analysis.memory_bytes)}"
 
 

@@ -38,12 +38,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                     least = format_bytes(error.least_bytes)
                     rows.append([*where, *["-"] * 6, f"infeasible: needs {least}"])
     if files:
-        first = planned[0]
+        graph, device = planned[0].graph, planned[0].profile.device
         table = make_table(
             *_COLUMNS,
             "file",
             left=("file",),
-            title=f"{first.graph.name}, {format_bytes(first.weight_bytes)} of parameters, on {first.profile.device}",
+            title=f"{graph.name}, {format_bytes(graph.weight_bytes)} of parameters, on {device}",
             caption=f"in {options.output}; draw one with: cohabit show {files[0]}",
         )
         for row in rows:

@@ -56,7 +56,7 @@ def _header(analysis: PlanAnalysis) -> Text:
     return text.append(
         f"\nstalled {milliseconds(analysis.stall_s)}, slowed by copies {milliseconds(analysis.slowed_s)}"
         f"\n{len(graph.ops)} ops, {len(plan.steps)} steps · {format_bytes(analysis.resident_bytes)} of"
-        f" {format_bytes(analysis.weight_bytes)} of parameters resident · {format_bytes(timeline.link_bytes)} over the"
+        f" {format_bytes(graph.weight_bytes)} of parameters resident · {format_bytes(timeline.link_bytes)} over the"
         " link"
     )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from planner.layout.feasible import Footprint
-from planner.streaming.critical import critical
+from planner.streaming.anneal import critical
 from planner.streaming.stream import RELEASED, STREAMED, Decisions, homes
 from planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of
