@@ -19,6 +19,9 @@ def _cast(model: FxModel, dtype: torch.dtype) -> None:
     for tensors in (model.weights, model.tables):
         tensors |= {name: t.to(dtype) for name, t in tensors.items() if t.dtype is torch.float32}
     to_copy = torch.ops.aten._to_copy.default
+    for node in model.graph.nodes:
+        if node.target is torch.ops.aten.zeros.default and node.kwargs.get("dtype", torch.float32) is torch.float32:
+            node.kwargs = {**node.kwargs, "dtype": dtype}  # the first state of a recurrent layer
     inputs = [n for n in model.graph.nodes if n.op == "placeholder" and n.name not in model.weights]
     first_op = next(n for n in model.graph.nodes if n.op != "placeholder")
     for node, port in zip(inputs, model.inputs, strict=True):

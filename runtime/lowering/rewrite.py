@@ -154,6 +154,7 @@ def pad_by_numbers(model: FxModel) -> None:
 
 def use_linear(model: FxModel) -> None:
     """Write products of a matrix with a weight as linear layers, whose weights can be split and packed."""
+    turned: dict[fx.Node, fx.Node] = {}
     for node in list(model.graph.nodes):
         if node.op != "call_function" or node.kwargs or node.target not in (aten.addmm.default, aten.mm.default):
             continue
@@ -161,8 +162,9 @@ def use_linear(model: FxModel) -> None:
         weight = model.weight_of(weight_node)
         if weight is None or any((b := model.weight_of(n)) is None or b.dim() != 1 for n in bias):
             continue
-        turned = model.add_weight(f"{weight_node.name}_turned", weight.t().contiguous())
-        node.target, node.args = aten.linear.default, (x, turned, *bias)
+        if weight_node not in turned:
+            turned[weight_node] = model.add_weight(f"{weight_node.name}_turned", weight.t().contiguous())
+        node.target, node.args = aten.linear.default, (x, turned[weight_node], *bias)
 
 
 def fold_batch_norms(model: FxModel) -> None:

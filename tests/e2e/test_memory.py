@@ -19,6 +19,7 @@ from planner.plan import Compute, Drop, Plan, SwapIn
 from planner.sizing.deployment import Deployment, DeploymentEntry
 from runtime.binding.program import Program
 from runtime.cpu.arena import CpuArena
+from runtime.lowering import packing
 from runtime.lowering.lower import Lowered
 from runtime.lowering.slots import Frame
 from server.config.config import ServeConfig
@@ -109,13 +110,19 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs or {})):
-            if isinstance(leaf, torch.Tensor) and leaf.data_ptr() in self.arena:
-                self.uses.append(Use(self.step, leaf.data_ptr() - self.arena.start, _extent(leaf)))
+            if isinstance(leaf, torch.Tensor) and (address := _address(leaf)) in self.arena:
+                self.uses.append(Use(self.step, address - self.arena.start, _extent(leaf)))
         return function(*args, **(kwargs or {}))
 
 
+def _address(tensor: torch.Tensor) -> int:
+    return packing.storage_key(tensor) if packing.is_packed(tensor) else tensor.data_ptr()
+
+
 def _extent(tensor: torch.Tensor) -> bytes:
-    """The bytes from a tensor's first to its last element, whatever its strides."""
+    """The bytes from a tensor's first to its last element, whatever its strides; all bytes of a packed weight."""
+    if packing.is_packed(tensor):
+        return packing.raw_bytes(tensor).tobytes()
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     with torch.utils._python_dispatch._disable_current_modes():
         flat = tensor.as_strided((elements,), (1,))

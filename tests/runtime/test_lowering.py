@@ -127,6 +127,14 @@ def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(tmp_path: 
     assert targets.count("aten.batch_norm.default") == 1, "the one behind a result that is used twice stays"
 
 
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_batch_norms_behind_padding_by_word_are_folded_too(padding: str, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, (3, 5), padding=padding, dilation=2), torch.nn.BatchNorm2d(4))
+    models.export(model, {"input": torch.zeros(3, 3, 12, 12)}, tmp_path / "model.pt2")
+    graph = lower(tmp_path / "model.pt2", "padded", [1], tmp_path / "cache").graphs[1]
+    assert [op.target for op in graph.ops] == ["aten.conv2d.default"]
+
+
 def test_layers_with_a_large_share_of_the_weights_are_split(tmp_path: Path) -> None:
     lowered = lowered_case("large_layers", tmp_path)
     targets = [op.target for op in lowered.graphs[1].ops]
