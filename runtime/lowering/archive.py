@@ -36,6 +36,9 @@ _WEIGHTS = "data/weights/model_weights_config.json"
 _CONSTANTS = "data/constants/model_constants_config.json"
 _MAX_JSON_BYTES = 256 << 20
 
+# Torch imports the modules that these name. A structure is JSON with JSON in its texts, in which an escape hides words.
+_NOT_IN_SPECS = ("default_factory_module", "__enum__", "\\u")
+
 # Shape expressions, as `sympy.srepr` writes them: `Mul(Integer(2), Symbol('s77', positive=True, integer=True))`.
 # `sympify` evaluates its text, so nothing but these words may reach it.
 _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/%(), .<>=!&|~']*")
@@ -174,9 +177,10 @@ def _check_program(path: Path, raw: bytes) -> Any:
         for kind, text in _texts(document):
             if kind == "expr_str":
                 _check_expression(path, text)
-            elif kind == "spec" and ("default_factory_module" in text or "__enum__" in text):
+            elif kind == "spec" and any(word in text for word in _NOT_IN_SPECS):
                 raise UnsupportedModel(
-                    f"{path.name}: inputs or outputs hold an enum or defaultdict; use plain containers"
+                    f"{path.name}: inputs or outputs hold an enum, a defaultdict or a name that is not ASCII;"
+                    " use plain containers"
                 )
             elif kind == "name" and not _NAME.fullmatch(text):
                 raise ArchiveError(f"{path.name}: name {text[:80]!r} of the program is no identifier")

@@ -127,6 +127,8 @@ class EngineConnection:
         self._operations: dict[int, asyncio.Future[EngineReport | None]] = {}
         self._traced: dict[int, OnSpans] = {}
         self._last_report = EngineReport()
+        self._reporting = asyncio.Lock()
+        self._next_report: asyncio.Task[EngineReport] | None = None
         self._start: asyncio.Future[str] | None = None
         self._on_progress: Callable[[str, str], None] = lambda model, stage: None
         self._lost = asyncio.Event()
@@ -261,6 +263,17 @@ class EngineConnection:
         await self._call(lambda id_: UnloadModel(id_, model))
 
     async def report(self) -> EngineReport:
+        """Return the engine's counters. Callers that come while one report is fetched share the next one."""
+        if self._next_report is None:
+            self._next_report = asyncio.create_task(self._fetch_report())
+        return await asyncio.shield(self._next_report)
+
+    async def _fetch_report(self) -> EngineReport:
+        async with self._reporting:
+            self._next_report = None  # who comes from now on needs newer figures
+            return await self._ask_report()
+
+    async def _ask_report(self) -> EngineReport:
         if self._started:
             try:
                 async with asyncio.timeout(_REPORT_S):

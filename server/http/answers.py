@@ -14,7 +14,6 @@ from server.http.body import Heap, read_body
 JSON = "application/json"
 
 _T = TypeVar("_T")
-_SMALL_BODY_BYTES = 1 << 20
 _UNCHECKED_BYTES = 64 << 10
 _MOST_KEYS = 1 << 14
 """Keys of a body that is larger than that; a key takes memory many times its size."""
@@ -57,9 +56,9 @@ def model_of(request: web.Request) -> tuple[str, str | None]:
     return request.match_info["model"], request.match_info.get("version")
 
 
-async def read_json(request: web.Request, of_type: type[_T]) -> _T:
-    """Read a body of at most 1 MiB as JSON of this form; an empty one is `{}`. Raises as `read_body` does."""
-    return parse_json(await read_body(request, Heap(), _SMALL_BODY_BYTES), of_type)
+async def read_json(request: web.Request, of_type: type[_T], limit_bytes: int = 64 << 10) -> _T:
+    """Read a small body as JSON of this form; an empty one is `{}`. Raises as `read_body` does."""
+    return parse_json(await read_body(request, Heap(), limit_bytes), of_type)
 
 
 def parse_json(body: memoryview, of_type: type[_T]) -> _T:

@@ -13,6 +13,9 @@ from server.protocol import descriptions
 from server.protocol.matching import Parameters
 from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
+_MOST_CONFIG_BYTES = 1 << 20
+"""Size of a load request, which may hold a model's configuration."""
+
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -41,7 +44,7 @@ class ControlApi:
         return json_response(descriptions.repository_index(self._plane.index(body.ready)))
 
     async def load(self, request: web.Request) -> web.Response:
-        body = await read_json(request, _ControlBody)
+        body = await read_json(request, _ControlBody, _MOST_CONFIG_BYTES)
         await self._plane.load(request.match_info["model"], body.parameters)
         return web.Response()
 

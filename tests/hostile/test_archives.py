@@ -1,6 +1,8 @@
 """Archives that attack: operators that reach outside of computing, in every sub-graph, and records that explode."""
 
 import json
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,6 +160,26 @@ def test_names_are_not_written_into_code(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match="is no identifier"):
         lower(edited(exported(models.Branch(), tmp_path), poison), "hostile", [1], tmp_path / "cache")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("written", ["_", r"\u005f", r"\\u005f"], ids=["plain", "escaped", "escaped twice"])
+def test_containers_import_no_module(tmp_path: Path, written: str) -> None:
+    """Torch imports the module of an enum, or of a defaultdict's factory, that a container's structure names."""
+    (tmp_path / "hostile_module.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+
+    def poison(document: Any) -> None:
+        (call,) = (c for c in document["graph_module"]["module_call_graph"] if c["fqn"] == "")
+        spec = json.loads(call["signature"]["in_spec"])
+        spec[1]["context"] = json.dumps({"__enum__": True, "fqn": "hostile_module:A", "name": "b"})
+        text = json.dumps(spec)
+        call["signature"]["in_spec"] = text.replace("_enum", f"{written}enum")
+
+    path = edited(exported(Plain(), tmp_path), poison)
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom pathlib import Path\n"
+    script += f"from runtime.lowering import archive\narchive.read(Path({str(path)!r}))"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "use plain containers" in ended.stderr
+    assert not (tmp_path / "mark").exists()
 
 
 def test_functions_are_no_arguments(tmp_path: Path) -> None:

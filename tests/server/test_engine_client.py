@@ -9,7 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from server.errors import ControlOff, ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
+from server.frontend.engine_connection import EngineConnection
 from server.ipc.catalog import ModelState
+from server.ipc.messages import AskReport, ToEngine
 from server.ipc.model import ModelInfo
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
@@ -124,3 +126,26 @@ async def test_orders_are_refused_where_models_are_loaded_at_the_start_only(fron
         await front_end.client.load("double", None)
     with pytest.raises(ControlOff):
         await front_end.client.unload("double")
+
+
+async def test_reports_that_are_asked_for_together_are_fetched_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
+    async with frontends.process(tmp_path) as front_end:
+        client = front_end.client
+        assert isinstance(client, EngineConnection)
+        asked: list[object] = []
+        send = client._send
+
+        def noted(message: ToEngine) -> None:
+            asked.append(message)
+            send(message)
+
+        client._send = noted  # type: ignore[method-assign]
+        await front_end.double(1)
+        reports = await asyncio.gather(*(client.report() for _ in range(100)))
+        assert {r.models["double"].statistics.inference_count for r in reports} == {1}
+        assert sum(isinstance(message, AskReport) for message in asked) == 1
+        await front_end.double(1)
+        assert (await client.report()).models["double"].statistics.inference_count == 2
