@@ -1,7 +1,7 @@
 """A lower bound of the latency of every plan in a given memory, in any order of its ops.
 
-It is the maximum of three bounds: the time of all ops; the copies of what cannot be in memory at the start; and a
-linear relaxation (`planner.bounds.relaxation`), which the other two never exceed unless the solver gives up."""
+It is the maximum of three bounds: the time of all ops; the copies of what cannot be in memory at the start, for where
+the solver gives up; and a linear relaxation (`planner.bounds.relaxation`)."""
 
 from typing import Final
 
