@@ -258,7 +258,11 @@ def test_bomb_is_not_inflated(server: Ports, encoding: str) -> None:
     refused(answer, 413, "inflated request body", "limit")
 
 
-@pytest.mark.parametrize("body", [b"not compressed", gzip.compress(b"x" * 999)[:-5], gzip.compress(b"x") + b"tail"])
+@pytest.mark.parametrize(
+    "body",
+    [b"not compressed", gzip.compress(b"x" * 999)[:-5], gzip.compress(b"x") + b"tail"],
+    ids=["no gzip", "cut off", "with a tail"],
+)
 def test_corrupt_compression(server: Ports, body: bytes) -> None:
     refused(infer(server, "id_fp64", body, {"Content-Encoding": "gzip"}), 400, "not gzip")
 
