@@ -9,11 +9,20 @@ import msgspec
 import pytest
 
 from server import log
+from server.config.config import ServeConfig
+from server.config.sizes import FixedSize
 from server.engine.device_thread import _error_of
+from server.engine_host import Engine
 from server.errors import ExecutionFailed, InvalidRequest
+from server.frontend.dataplane import DataPlane
+from server.frontend.engine_connection import EngineConnection
+from server.frontend.in_process import InProcessEngine
+from server.frontend.memory import RequestMemory
+from server.ipc.catalog import Catalog, ModelEntry, ModelState
+from server.ipc.messages import RestoredModel
 from server.models.repository import Unloadable, scan
 from server.protocol.request import InferRequest
-from server.protocol.shared_memory import SystemRequest, open_region
+from server.protocol.shared_memory import Regions, SystemRequest, open_region
 
 
 def test_a_folder_whose_name_is_no_text_is_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
@@ -80,3 +89,23 @@ def test_floods_of_one_fault_are_logged_in_part() -> None:
     record = logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "f", 1, "Invalid encoding on %s", (0,), None)
     assert limit.filter(record)
     assert record.getMessage() == "Invalid encoding on 0 (and 990 more of this kind, which were not logged)"
+
+
+def test_a_model_that_left_the_repository_fails_visibly_after_a_restart(tmp_path: Path) -> None:
+    published: list[ModelEntry] = []
+    engine = Engine(ServeConfig(tmp_path, FixedSize(1 << 20)), published.append)
+    assert engine._register([], [RestoredModel("gone", None)]) == []
+    (entry,) = published
+    assert (entry.name, entry.state) == ("gone", ModelState.UNAVAILABLE)
+    assert "in the repository no more" in entry.reason
+
+
+async def test_a_server_is_not_ready_before_its_models_are_registered(tmp_path: Path) -> None:
+    config, memory = ServeConfig(tmp_path, FixedSize(1 << 20)), RequestMemory(1 << 16)
+    catalog = Catalog()
+    local = InProcessEngine(Engine(config, catalog.update), catalog)
+    for client in (EngineConnection(memory), local):
+        plane = DataPlane(config, client, memory, Regions())
+        assert plane.not_ready() == "the server is not ready; the engine is starting"
+        assert not plane.is_ready("any", None)
+    memory.close()
