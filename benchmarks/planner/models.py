@@ -43,6 +43,7 @@ from planner.sequence.serial import least_bytes
 from runtime.lowering.exported import from_program
 from runtime.lowering.model import FxModel
 from runtime.lowering.rewrite import rewrite
+from runtime.options import DEFAULTS
 
 SEQUENCE = 128
 LSTM_LAYERS, LSTM_WIDTH, LSTM_STEPS = 8, 1024, 25
@@ -106,7 +107,7 @@ def capture_inference(name: str, network: Network, batch: int) -> Captured:
         module, inputs = _built(network).eval(), network.inputs(batch)
         program = torch.export.export(module, inputs)
         model = from_program(name, program)
-        rewrite(model)
+        rewrite(model, DEFAULTS, [batch])
     return _captured(model, batch, mode)
 
 
