@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.lowering.packing import packed_tensor
+from runtime.errors import UnsupportedModel
+from runtime.lowering.packing import packed_tensor, stored_bytes
 from runtime.lowering.rewrite import host_gather
 from runtime.lowering.slots import Frame, Slot, filled, slots_of
 from runtime.lowering.trace import Instruction
@@ -129,7 +130,12 @@ def weight_at(arena: DeviceArena[Any], segment: int, piece: Piece) -> torch.Tens
     offset, dtype = segment + piece.offset, dtype_of(piece.dtype)
     if piece.layout is None:
         return arena.tensor(offset, dtype, piece.shape, piece.stride)
-    return packed_tensor(arena.bytes(offset, piece.nbytes).ctypes.data, dtype, piece.shape, piece.layout)
+    tensor = packed_tensor(arena.bytes(offset, piece.nbytes).ctypes.data, dtype, piece.shape, piece.layout)
+    if stored_bytes(tensor) > piece.nbytes:
+        raise UnsupportedModel(
+            f"weight {piece.name}: its layout needs {stored_bytes(tensor)} bytes, it has {piece.nbytes}"
+        )
+    return tensor
 
 
 def static_value(template: CallTemplate, statics: Mapping[int, Any]) -> Any:
