@@ -198,6 +198,8 @@ def draw(points: Sequence[Point], path: Path) -> None:
         panel.plot([p.rate_per_s for p in own], [p.p99_s * 1e3 for p in own], style, marker="o", label=layout)
     panel.axhline(SLO_S * 1e3, color="grey", linewidth=0.8)
     panel.set(xlabel="requests per second, all models together", ylabel="p99 latency, ms", yscale="log")
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter("{x:g}")
     panel.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
