@@ -145,24 +145,15 @@ async def load(
     await asyncio.gather(*tasks)
 
 
-async def until_ready(session: aiohttp.ClientSession, url: str) -> None:
+async def until_ok(session: aiohttp.ClientSession, method: str, url: str) -> None:
+    """Repeat a request until its status is 200. Raises TimeoutError."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
-        async with session.get(f"{url}/v2/health/ready") as response:
+        async with session.request(method, url) as response:
             if response.status == 200:
                 return
         await asyncio.sleep(0.02)
-    raise TimeoutError("the server did not get ready again")
-
-
-async def load_again(session: aiohttp.ClientSession, url: str) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end_s:
-        async with session.post(f"{url}/v2/repository/models/{HANGING}/load") as response:
-            if response.status == 200:
-                return
-        await asyncio.sleep(0.1)
-    raise TimeoutError(f"{HANGING} could not be loaded again")
+    raise TimeoutError(f"{url} was not answered 200 again")
 
 
 def engine_of(front_end: int) -> int | None:
@@ -190,8 +181,8 @@ async def inject(
     while restarts(metrics_url) == before:  # noqa: ASYNC110 - the other process says when
         await asyncio.sleep(0.05)
     if kind == "hang":  # a model that has hung twice is served again once it is loaded
-        await load_again(session, url)
-    await until_ready(session, url)
+        await until_ok(session, "POST", f"{url}/v2/repository/models/{HANGING}/load")
+    await until_ok(session, "GET", f"{url}/v2/health/ready")
     found.faults[kind] += 1
     found.restart_s.append(time.monotonic() - start_s)
 

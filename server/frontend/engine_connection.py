@@ -83,6 +83,8 @@ class _Pending:
     deaths: int = 0
     hangs: int = 0
     """Of these deaths, those because it took too long."""
+    is_hung: bool = False
+    """Whether the present process is being ended for that."""
 
     @property
     def started_s(self) -> float:
@@ -191,6 +193,8 @@ class EngineConnection:
                 self._forget(id_)
                 continue
             pending.deaths += pending.started_s > 0
+            pending.hangs += pending.is_hung
+            pending.is_hung = False
             pending.sent = False
             pending.mark[0] = (0.0, 0.0)
             if pending.deaths >= DEATHS_PER_REQUEST:
@@ -224,7 +228,7 @@ class EngineConnection:
             started_s = pending.started_s
             limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * pending.predicted_s)
             if started_s > 0 and now_s - started_s > limit_s:
-                pending.hangs += not stalled  # a process that does nothing at all may have been stopped
+                pending.is_hung = not stalled  # a process that does nothing at all may have been stopped
                 return f"an execution of model '{pending.message.model}' takes longer than {limit_s:.3g} s"
         return f"its event loop has not run for {watchdog_s:.3g} s" if stalled else None
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -104,14 +104,21 @@ def infer(connection: http.client.HTTPConnection) -> list[float]:
     return data
 
 
-def test_two_front_ends_share_a_port_and_an_engine_that_is_restarted(server: Server) -> None:
-    port = port_of(server)
-    other = other_front_end(port)
+@contextmanager
+def answered_connections(port: int) -> Iterator[list[http.client.HTTPConnection]]:
+    """Connections of which each had an answer."""
     with ExitStack() as stack:
         connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(CONNECTIONS)]
         for connection in connections:
             stack.callback(connection.close)
             assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
+        yield connections
+
+
+def test_two_front_ends_share_a_port_and_an_engine_that_is_restarted(server: Server) -> None:
+    port = port_of(server)
+    other = other_front_end(port)
+    with answered_connections(port) as connections:
         shares = [connections_of(pid, port) for pid in (os.getpid(), other)]
         assert shares[1] > 0, "the other front end accepts clients"
         assert shares[1] < CONNECTIONS, "and so does the first"
@@ -128,11 +135,7 @@ def test_a_front_end_that_dies_is_started_again(server: Server) -> None:
     os.kill(first, signal.SIGKILL)
     eventually(lambda: front_ends_on(port) not in ([], [first]))
     again = other_front_end(port)
-    with ExitStack() as stack:
-        connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(CONNECTIONS)]
-        for connection in connections:
-            stack.callback(connection.close)
-            assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
+    with answered_connections(port):
         assert connections_of(again, port) > 0
 
 

@@ -18,6 +18,8 @@ from server.frontend.engine_connection import EngineConnection
 from server.frontend.memory import RequestMemory
 from server.ipc.catalog import ModelEntry, ModelState
 from server.ipc.messages import EntryChanged
+from server.ipc.model import Array
+from server.ipc.shared_layout import HEARTBEAT
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
 from tests.server.server_fakes import identity
@@ -214,6 +216,36 @@ def test_only_an_execution_far_beyond_its_prediction_is_stuck() -> None:
             await task
 
     asyncio.run(ask())
+    memory.close()
+
+
+async def test_a_model_fails_after_two_hangs_however_often_each_is_seen() -> None:
+    """The watchdog looks again while a killed process ends, and a stopped process is no hang of a model."""
+    memory, now_s = RequestMemory(1 << 16), 100.0
+    client = EngineConnection(memory, clock=lambda: now_s)
+    client._received(EntryChanged(ModelEntry("double", 1, ModelState.READY, info=identity("double", "FP32").info)))
+    front_end = FrontEnd(client, memory, None)
+
+    async def hang_twice(beat_s: float) -> asyncio.Task[Array]:
+        task = asyncio.create_task(front_end.double(1))
+        await asyncio.sleep(0)
+        (pending,) = client._pending.values()
+        for _ in range(2):
+            pending.mark[0] = (now_s - 50.0, 0.1)
+            memory.array(0, HEARTBEAT, (1,))["beat_s"] = beat_s
+            for _ in range(3):
+                assert "takes longer than 10 s" in (client.stuck(10.0) or "")
+            client.died("it hung")
+            assert pending.future.done() == (pending.deaths == 2)
+        return task
+
+    with pytest.raises(EngineFailed, match="died twice"):
+        await (await hang_twice(beat_s=now_s - 20.0))
+    assert client.catalog.find("double").state is ModelState.READY, "it was stopped"
+    with pytest.raises((EngineFailed, ModelNotFound)):
+        await (await hang_twice(beat_s=now_s))
+    assert client.catalog.find("double").state is ModelState.UNAVAILABLE
+    assert memory.used_bytes == 0
     memory.close()
 
 
