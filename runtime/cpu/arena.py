@@ -2,6 +2,7 @@
 
 import math
 import mmap
+from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
@@ -20,6 +21,8 @@ class CpuArena:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._map = anonymous_memory(nbytes)
+        with suppress(OSError):  # a system without huge pages; kernels read parameters faster from those
+            self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def __enter__(self) -> "CpuArena":
         return self

@@ -1,13 +1,15 @@
-"""Anonymous host memory: large regions, taken with few page faults and released without the interpreter lock."""
+"""Anonymous host memory, moved into huge pages and released without the interpreter lock."""
 
 import ctypes
 import mmap
-from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
+
+_MADV_COLLAPSE = 25
+"""Linux 6.1; Python's mmap does not have it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -18,12 +20,12 @@ def anonymous_memory(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def large_region(nbytes: int) -> Bytes:
-    """Return memory that will be written as a whole, in huge pages where the system has them."""
-    mapping = anonymous_memory(nbytes)
-    with suppress(OSError, AttributeError):  # a system without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, np.uint8)
+def use_huge_pages(region: Bytes) -> None:
+    """Move a region that has been written into huge pages, which are copied faster; a system without keeps it as it is.
+
+    Asking for them before the first write is not the same: each page fault then clears 2 MiB, and other threads wait.
+    """
+    _libc.madvise(region.ctypes.data, region.nbytes, _MADV_COLLAPSE)
 
 
 def release_pages(region: Bytes) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from runtime.errors import StoreChanged
 from runtime.host.direct import open_direct, read_fully
-from runtime.host.pages import Bytes, large_region, release_pages
+from runtime.host.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
 from runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
 from runtime.lowering.weights import Manifest, Table, dtype_of
 from runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
@@ -37,9 +37,10 @@ class RamStore:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._bytes = large_region(manifest.file_bytes)
+        self._bytes = np.frombuffer(anonymous_memory(manifest.file_bytes), np.uint8)
         with path.open("rb", buffering=0) as file:
             read_fully(file.fileno(), self._bytes[: manifest.file_bytes], 0)
+        use_huge_pages(self._bytes)
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
         s = self.manifest.segments[segment]
