@@ -160,9 +160,9 @@ class Engine:
     async def unload(self, model: str) -> None:
         await self._lifecycle.unload(model)
 
-    def count_rejection(self, model: str, reason: str) -> None:
-        """Count a request that the front end refused."""
-        self.registry.count_rejection(model, reason)
+    def count_rejection(self, model: str, reason: str, count: int = 1) -> None:
+        """Count requests that the front end refused."""
+        self.registry.count_rejection(model, reason, count)
 
     def report(self) -> EngineReport:
         models = {

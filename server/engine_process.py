@@ -230,7 +230,7 @@ class EngineService:
                 if frontend is self._supervisor:
                     self._ended.set()
             case CountRejection():
-                self.engine.count_rejection(message.model, message.reason)
+                self.engine.count_rejection(message.model, message.reason, message.count)
             case ChangeLog():
                 log.apply(msgspec.convert(message.settings, LogSettings))
 

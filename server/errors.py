@@ -20,6 +20,7 @@ CohabitError
     │   └── UnknownEncoding  a Content-Encoding other than gzip and deflate
     ├── Overloaded           a retry may succeed after `retry_after_s`
     │   ├── QueueFull        too many requests wait
+    │   │   └── LevelFull    of this priority
     │   ├── RateLimited      the model's config allows no more requests now
     │   └── EngineUnavailable  the engine's process is down
     ├── RequestTimedOut      it cannot be answered within its timeout
@@ -165,6 +166,10 @@ class QueueFull(Overloaded):
             " send fewer, or start the server with a larger --queue-limit",
             retry_after_s,
         )
+
+
+class LevelFull(QueueFull):
+    """The queue of one priority level is at its limit; other levels may have room."""
 
 
 class RateLimited(Overloaded):

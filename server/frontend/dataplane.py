@@ -11,6 +11,7 @@ from server import log
 from server.config.config import ServeConfig
 from server.errors import (
     InvalidRequest,
+    LevelFull,
     ModelNotFound,
     ModelNotReady,
     QueueFull,
@@ -64,6 +65,8 @@ class DataPlane:
         self._client = client
         self._machine = machine
         self._under_way: dict[str, int] = {}
+        self._full: dict[str, float] = {}
+        """Models whose queue was full at the last answer, and the seconds after which to retry."""
         """Unanswered requests by model."""
         self._draining = False
         self._answered = asyncio.Event()
@@ -103,16 +106,16 @@ class DataPlane:
     def require_ready(self, model: str, version: str | None = None) -> ModelInfo:
         """Return a request's model, before its tensors are read.
 
-        Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull if the model's queue is certainly full.
+        Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull: if more requests are under way than can wait
+        and execute, or if the engine has refused one and answered none since. So overload hardly reaches the engine.
         """
         if self._draining:
             raise ShuttingDown
         info = self.describe(model, version)
-        most = self._queue_limit + max(info.max_batch_size, 1)
+        most = 1 if model in self._full else self._queue_limit + max(info.max_batch_size, 1)
         if self._under_way.get(model, 0) >= most:
-            error = QueueFull.of_model(model, self._queue_limit, _RETRY_S)
             self._client.count_rejection(model, "queue_full")
-            raise error
+            raise QueueFull.of_model(model, self._queue_limit, self._full.get(model, _RETRY_S))
         return info
 
     def index(self, only_ready: bool) -> list[ModelEntry]:
@@ -151,7 +154,7 @@ class DataPlane:
         The response's arrays are valid until the lease is left. Raises RequestError, prefixed with the client's id.
         """
         request = self.tracer.attach(request)
-        model = request.model
+        model, full_s = request.model, None
         self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
             request = replace(request, inputs={n: _shared(a, lease) for n, a in request.inputs.items()})
@@ -163,12 +166,18 @@ class DataPlane:
                 return await asyncio.to_thread(respond, request, info, outputs)
             return respond(request, info, outputs)
         except RequestError as error:
+            if isinstance(error, QueueFull) and not isinstance(error, LevelFull):
+                full_s = error.retry_after_s
             self.tracer.failed(error)
             error.of_request(request.id)
             raise
         finally:
             self._under_way[model] -= 1
             self._answered.set()
+            if full_s is None:
+                self._full.pop(model, None)
+            else:
+                self._full[model] = full_s
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
         """Load a model. Raises ControlOff, NotInRepository, LoadFailed, and Unsupported for files."""

@@ -5,6 +5,7 @@ import logging
 import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,8 @@ PREDICTIONS_PER_EXECUTION = 20.0
 _MOST_TRACED = 1024
 """Maximum number of requests whose spans are still expected."""
 _REPORT_S = 1.0
+_COUNT_S = 0.1
+"""Rejections are reported to the engine this often."""
 _RETRY_S = 1.0
 
 
@@ -128,6 +131,8 @@ class EngineConnection:
         self._pending: dict[int, _Pending] = {}
         self._operations: dict[int, asyncio.Future[EngineReport | None]] = {}
         self._traced: dict[int, OnSpans] = {}
+        self._rejections: Counter[tuple[str, str]] = Counter()
+        """Not sent yet, by model and reason: the engine has other things to do under overload."""
         self._last_report = EngineReport()
         self._reporting = asyncio.Lock()
         self._next_report: asyncio.Task[EngineReport] | None = None
@@ -186,6 +191,7 @@ class EngineConnection:
                 operation.set_exception(EngineUnavailable(f"the engine's process ended: {reason}", _RETRY_S))
         self._operations.clear()
         self._traced.clear()
+        self._rejections.clear()
         for id_, pending in list(self._pending.items()):
             if id_ not in self._pending:
                 continue  # its model has failed
@@ -279,6 +285,7 @@ class EngineConnection:
 
     async def _ask_report(self) -> EngineReport:
         if self._started:
+            self._send_rejections()
             try:
                 async with asyncio.timeout(_REPORT_S):
                     self._last_report = await self._call(AskReport) or self._last_report
@@ -287,8 +294,16 @@ class EngineConnection:
         return self._last_report
 
     def count_rejection(self, model: str, reason: str) -> None:
-        if self._started:  # the counters of a process that is not there yet begin at zero
-            self._send(CountRejection(model, reason))
+        if not self._started:
+            return  # the counters of a process that is not there yet begin at zero
+        if not self._rejections:
+            asyncio.get_running_loop().call_later(_COUNT_S, self._send_rejections)
+        self._rejections[model, reason] += 1
+
+    def _send_rejections(self) -> None:
+        for (model, reason), count in self._rejections.items():
+            self._send(CountRejection(model, reason, count))
+        self._rejections.clear()
 
     def change_log(self, settings: LogSettings) -> None:
         self._send(ChangeLog(msgspec.structs.asdict(settings)))

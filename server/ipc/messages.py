@@ -80,10 +80,11 @@ class AskReport(msgspec.Struct, frozen=True, tag="report"):
 
 
 class CountRejection(msgspec.Struct, frozen=True, tag="rejected"):
-    """A front end refused a request before the engine saw it."""
+    """A front end refused requests before the engine saw them."""
 
     model: str
     reason: str
+    count: int
 
 
 class ChangeLog(msgspec.Struct, frozen=True, tag="log"):

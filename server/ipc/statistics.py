@@ -18,6 +18,7 @@ FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
 
 REJECTIONS: Mapping[type[errors.RequestError], str] = {
     errors.QueueFull: "queue_full",
+    errors.LevelFull: "queue_full",
     errors.RateLimited: "rate_limited",
     errors.RequestTimedOut: "deadline",
     errors.ShuttingDown: "draining",
@@ -149,9 +150,9 @@ class ModelStatistics(msgspec.Struct):
         self.failed_s += seconds
         self.failures[reason] += 1
 
-    def rejected(self, reason: str) -> None:
-        """Count a request that was refused for one of the reasons in `REJECTIONS`."""
-        self.rejections[reason] += 1
+    def rejected(self, reason: str, count: int = 1) -> None:
+        """Count requests that were refused for one of the reasons in `REJECTIONS`."""
+        self.rejections[reason] += count
 
     def cancelled(self) -> None:
         self.failures["CANCELED"] += 1

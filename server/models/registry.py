@@ -109,9 +109,9 @@ class Registry:
         if (reason := rejection_reason(error)) is not None:
             self.count_rejection(name, reason)
 
-    def count_rejection(self, name: str, reason: str) -> None:
+    def count_rejection(self, name: str, reason: str, count: int = 1) -> None:
         if name in self._records:
-            self._records[name].statistics.rejected(reason)
+            self._records[name].statistics.rejected(reason, count)
 
     def _put(self, entry: ModelEntry) -> None:
         record = self._records.setdefault(entry.name, _Record(entry, ModelStatistics()))

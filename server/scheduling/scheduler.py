@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from server.errors import ModelNotFound, QueueFull, RequestTimedOut
+from server.errors import LevelFull, ModelNotFound, QueueFull, RequestTimedOut
 from server.protocol.request import InferRequest
 from server.scheduling.batching import Batch
 from server.scheduling.deadlines import Deadlines
@@ -294,6 +294,6 @@ class Scheduler:
         model = ticket.request.model
         limit = known.policy.of_level(ticket.level).limit
         if limit is not None and known.queue.waiting(ticket.level) >= limit:
-            raise QueueFull.of_model(model, limit, self._backlog_s(now_s))
+            raise LevelFull.of_model(model, limit, self._backlog_s(now_s))
         if len(known.queue) >= self._queue_limit:
             raise QueueFull.of_model(model, self._queue_limit, self._backlog_s(now_s))

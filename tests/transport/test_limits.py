@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -14,11 +15,20 @@ from server_http import ask, infer, x
 from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 
-from server.errors import ClientTooSlow, ConfigError, InvalidRequest, PayloadTooLarge, RequestError
+from server.errors import (
+    ClientTooSlow,
+    ConfigError,
+    InvalidRequest,
+    LevelFull,
+    PayloadTooLarge,
+    QueueFull,
+    RequestError,
+)
 from server.grpc.codec import parse_request
 from server.grpc.errors import CODES
 from server.grpc.server import GrpcServer
 from server.http.errors import STATUS
+from server.ipc.model import Array
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
@@ -101,6 +111,28 @@ def test_requests_under_way_share_the_request_memory() -> None:
         bomb = infer(server, "one", gzip.compress(bytes(200_000)), {"Content-Encoding": "gzip"})
         assert bomb.status == 503
         gate.open()
+        assert ask(server, "POST", "/v2/models/one/infer", body).status == 200
+
+
+@pytest.mark.parametrize(("refusal", "seen"), [(QueueFull, 2), (LevelFull, 3)])
+def test_a_full_queue_refuses_before_the_engine_is_asked_again(refusal: type[QueueFull], seen: int) -> None:
+    def refuse(x: Array) -> dict[str, Array]:
+        raise refusal.of_model("one", 256, 3.5)
+
+    model = identity("one", gate=(gate := Gate()))
+    identical, body = model.function, json.dumps({"inputs": [x()]}).encode()
+    with running(model) as server, ThreadPoolExecutor() as clients:
+        waiting = clients.submit(ask, server, "POST", "/v2/models/one/infer", body)
+        assert gate.entered.acquire(timeout=20)
+        model.gate, model.function = None, refuse
+        for _ in range(2):
+            refused = ask(server, "POST", "/v2/models/one/infer", body)
+            assert (refused.status, refused.headers["retry-after"]) == (503, "4")
+            assert "256 requests wait for model 'one'" in refused.error
+        assert len(model.requests) == seen
+        model.function = identical
+        gate.open()
+        assert waiting.result(20).status == 200
         assert ask(server, "POST", "/v2/models/one/infer", body).status == 200
 
 
