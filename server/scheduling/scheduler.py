@@ -23,6 +23,9 @@ PATIENCE_S = 1.0
 
 _OVERLOADED_S = 1.0
 """How long after shedding a request the rate of answers takes precedence over the earliest deadline."""
+_DELAYS = 4.0
+"""Event loops that a request waits for outside of what the scheduler sees: the front end's before the arrival is
+recorded, the engine's and the front end's with the answer, and the client's. All are taken to be equally late."""
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -243,8 +246,7 @@ class Scheduler:
         arrived_s = now_s if request.arrived_s is None else request.arrived_s
         deadline_s, late_s, due_s = None, None, arrived_s + PATIENCE_S
         if timeout_s is not None:
-            # The delay before the arrival was recorded is taken to equal the delay of the answer.
-            end_s = arrived_s + timeout_s - 2.0 * self._answer_delay.upper_estimate_s
+            end_s = arrived_s + timeout_s - _DELAYS * self._answer_delay.upper_estimate_s
             if policy.delays_late:
                 late_s = end_s
             else:
