@@ -20,7 +20,7 @@ from runtime.lowering.trace import Trace, build_graph, trace_model
 from runtime.lowering.weights import Manifest
 from runtime.options import DEFAULTS, Options
 
-_LOWERING = "8"
+_LOWERING = "9"
 """Changes whenever lowering writes other bytes for the same archive."""
 
 

@@ -3,6 +3,7 @@
 Splits depend on the model alone, never on the budget, so that outputs are bit-equal at every budget.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ def rewrite(model: FxModel, options: Options, batches: Sequence[int]) -> None:
     drop_assertions(model)
     drop_dropouts(model)
     pad_by_numbers(model)
+    fold_constants(model)
     use_linear(model)
     fold_batch_norms(model)
     split_recurrent_layers(model)
@@ -152,6 +154,61 @@ def pad_by_numbers(model: FxModel) -> None:
             node.target, node.args = new, tuple(given)
 
 
+def fold_constants(model: FxModel) -> None:
+    """Compute what depends on weights alone only once, such as a weight norm, where the weights do not grow by it."""
+    depends: dict[fx.Node, set[fx.Node]] = {}
+    for node in model.graph.nodes:
+        if model.weight_of(node) is not None:
+            depends[node] = {node}
+        elif node.all_input_nodes and _is_pure(node) and all(n in depends for n in node.all_input_nodes):
+            depends[node] = set().union(*(depends[n] for n in node.all_input_nodes))
+    written = _written(model)
+    groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
+    for node, weights in depends.items():
+        if node.op == "call_function" and any(user not in depends for user in node.users):
+            shared = [group for group in groups if group[0] & weights]
+            groups = [group for group in groups if group not in shared]
+            groups.append((weights.union(*(g[0] for g in shared)), [n for g in shared for n in g[1]] + [node]))
+    for weights, results in groups:
+        given = sum(model.weights[w.name].nbytes for w in weights if all(user in depends for user in w.users))
+        made = [v.nbytes for n in results if isinstance(v := n.meta.get("val"), torch.Tensor)]
+        if len(made) == len(results) and sum(made) <= given and written.isdisjoint(results):
+            for node in results:
+                node.replace_all_uses_with(model.add_weight(f"{node.name}_value", _value(model, node).contiguous()))
+
+
+def _written(model: FxModel) -> set[fx.Node]:
+    """Values that an op changes in place, under their own name or another one."""
+    written: set[fx.Node] = set()
+    for node in reversed(model.graph.nodes):
+        for user in node.users:
+            schema = getattr(user.target, "_schema", None)
+            if schema is None:
+                continue
+            if schema.is_mutable or (user in written and any(r.alias_info for r in schema.returns)):
+                written.add(node)
+    return written
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node has the same result whenever it is called, and changes nothing."""
+    target: Any = node.target
+    if target is operator.getitem:
+        return True
+    known = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
+    return known and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _value(model: FxModel, node: fx.Node) -> Any:
+    """The result of a node that depends on weights alone."""
+    if (weight := model.weight_of(node)) is not None:
+        return weight
+    target: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _value(model, n))
+    with torch.no_grad():
+        return target(*args, **kwargs)
+
+
 def use_linear(model: FxModel) -> None:
     """Write products of a matrix with a weight as linear layers, whose weights can be split and packed."""
     turned: dict[fx.Node, fx.Node] = {}
@@ -208,17 +265,26 @@ def _fold(
 
 
 def gather_on_host(model: FxModel) -> None:
-    """Leave large embedding tables in the host store: an inference needs a few of their rows."""
+    """Leave large embedding tables in the host store: an inference needs a few of their rows.
+
+    An embedding bag then sums the gathered rows, unless it skips a padding index.
+    """
     for node in list(model.graph.nodes):
-        if node.op != "call_function" or node.target is not aten.embedding.default:
+        if node.op != "call_function":
             continue
-        table = model.weight_of(node.args[0])
+        is_bag = node.target is aten.embedding_bag.padding_idx and node.args[8] is None and not node.kwargs
+        table = model.weight_of(node.args[0]) if is_bag or node.target is aten.embedding.default else None
         if table is None or table.nbytes < HOST_TABLE_BYTES:
             continue
         name = node.args[0].name
         model.tables[name] = table
+        call: Callable[..., fx.Node] = model.graph.call_function
         with model.graph.inserting_before(node):
-            gathered = model.graph.call_function(host_gather, (name, node.args[1]))
+            gathered = call(host_gather, (name, node.args[1]))
+            if is_bag:
+                positions = call(aten.arange.default, (call(aten.sym_numel.default, (node.args[1],)),))
+                node.args = (gathered, positions, *node.args[2:])
+                continue
         gathered.meta = dict(node.meta)
         node.replace_all_uses_with(gathered)
         model.graph.erase_node(node)

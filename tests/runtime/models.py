@@ -185,6 +185,36 @@ class OwnSums(nn.Module):
         return torch.relu(halves) + kept + twice
 
 
+class FixedWeights(nn.Module):
+    """A weight norm, a weight that is read in two forms, one that would grow, and one that is used as it is as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3))
+        self.joined = nn.Parameter(torch.randn(12, 6))
+        self.column, self.row = nn.Parameter(torch.randn(6, 1)), nn.Parameter(torch.randn(1, 6))
+        self.shared = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.joined.exp().chunk(2)
+        y = self.normed(x).mean(-1)
+        y = torch.tanh(y @ left) + torch.tanh(y @ right)
+        return y @ (self.column * self.row) + y @ self.shared.sin() + y @ self.shared
+
+
+class Bags(nn.Module):
+    """Bags of the rows of a large table, by a matrix of indices and with an index that is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = nn.EmbeddingBag(9000, 40, mode="sum")
+        self.means = nn.EmbeddingBag(9000, 40, mode="mean")
+        self.skipping = nn.EmbeddingBag(9000, 40, mode="sum", padding_idx=1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.sums(tokens) + self.means(tokens) + self.skipping(tokens)
+
+
 class Wide(nn.Module):
     """Layers of very different sizes, for budgets."""
 
@@ -211,6 +241,8 @@ def export(
 
 CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "conv_norm": (ConvNorm, {"x": torch.zeros(3, 3, 8, 8)}),
+    "fixed_weights": (FixedWeights, {"x": torch.zeros(3, 4, 12)}),
+    "bags": (Bags, {"tokens": torch.zeros(3, 5, dtype=torch.int64)}),
     "in_place": (InPlace, {"x": torch.zeros(3, 16)}),
     "tied": (Tied, {"tokens": torch.zeros(3, 5, dtype=torch.int64)}),
     "lstm": (lambda: Recurrent("LSTM", False), {"x": torch.zeros(3, 5, 12)}),

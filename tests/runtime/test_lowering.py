@@ -121,6 +121,19 @@ def test_large_tables_stay_in_the_host_store(tmp_path: Path) -> None:
     assert [t.shape for t in lowered.manifest.tables] == [(9000, 96)]
 
 
+def test_bags_of_a_large_table_gather_on_the_host_unless_they_skip_an_index(tmp_path: Path) -> None:
+    lowered = lowered_case("bags", tmp_path)
+    assert [t.shape for t in lowered.manifest.tables] == [(9000, 40)] * 2
+    assert lowered.manifest.segment_bytes >= 9000 * 40 * 4
+
+
+def test_what_depends_on_weights_alone_is_computed_once_unless_the_weights_grow(tmp_path: Path) -> None:
+    targets = [op.target for op in lowered_case("fixed_weights", tmp_path).graphs[1].ops]
+    assert {"aten._weight_norm.default", "aten.exp.default"}.isdisjoint(targets)
+    assert "aten.mul.Tensor" in targets, "a product of two vectors"
+    assert "aten.sin.default" in targets, "its operand is stored anyway"
+
+
 def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(tmp_path: Path) -> None:
     lowered = lowered_case("conv_norm", tmp_path)
     targets = [op.target for op in lowered.graphs[1].ops]
