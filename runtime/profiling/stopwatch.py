@@ -21,7 +21,7 @@ from runtime.recording import Note, Recording
 
 _MEASURING_S = 0.3
 """Time for each figure, beyond the fewest runs."""
-_FEWEST_RUNS = 7
+_FEWEST_RUNS = 3
 _MOST_RUNS = 200
 
 
