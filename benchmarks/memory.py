@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{MODEL}, {prepared.weight_bytes / 2**20:.1f} MiB of weights, file store, batch 1,"
             f" after {REQUESTS} requests.\n",
             markdown_table(
-                ["layout", "memory", "peaks (VmHWM) MiB", "anonymous (RssAnon) MiB", "resident parameters MiB"], rows
+                ["layout", "memory", "peaks (VmHWM) MiB", "anonymous (RssAnon) MiB", "resident parameters MiB"],
+                rows,
             ),
             f"The partitioned server's peaks are {saved / 2**20:.1f} MiB lower. {missing / 2**20:.1f} MiB of parameters"
             f" are not resident: saved / not resident = **{saved / missing:.2f}** (to hold: at least 0.6).\n",

@@ -88,9 +88,16 @@ class Footprint:
 
     @cached_property
     def neediest_op(self) -> str:
-        """Name of the op that needs the most memory at once."""
-        k = self._totals.index(max(self._totals))
-        return self.graph.ops[k].name if self.graph.ops else "(none)"
+        """Name of the op that needs the most memory, and of the one with the most activations if they are kept free."""
+        return self._described(self._totals.index(max(self._totals)))
+
+    def _described(self, op: int) -> str:
+        if not self.graph.ops:
+            return "(none)"
+        name, tops = self.graph.ops[op].name, self.activations.tops
+        peak = tops.index(max(tops))
+        own = self.overlay or self.offloads or pages(tops[op]) == pages(tops[peak])
+        return name if own else f"{name}, above the activations of {self.graph.ops[peak].name},"
 
     def least_workspace_bytes(self, partition_bytes: int) -> int:
         """Least workspace that suffices with this partition."""
@@ -113,9 +120,8 @@ class Footprint:
         least_pages, op = self._neediest(partition_bytes)
         least = least_pages * PAGE_BYTES
         if workspace_bytes < least:
-            name = self.graph.ops[op].name if self.graph.ops else "(none)"
             raise InfeasibleBudget(
-                self.graph.name, name, partition_bytes + workspace_bytes, partition_bytes + least
+                self.graph.name, self._described(op), partition_bytes + workspace_bytes, partition_bytes + least
             )
 
     def split(self, op: int, partition_pages: int) -> frozenset[int]:

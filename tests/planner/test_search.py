@@ -12,7 +12,7 @@ from planner.check import check
 from planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan
 from planner.graph import Graph, Op, Tensor
 from planner.layout.feasible import Footprint
-from planner.order import by_parameters, reordered
+from planner.order import by_parameters, has_reuse, reordered
 from planner.plan import Address, Compute, Drop, Placement, SwapIn
 from planner.problem import Limit, Problem
 from planner.search.driver import search
@@ -98,7 +98,7 @@ def test_least_budget_of_activations_that_stay_is_exact(seed: int) -> None:
     graph = random_graph(rng)
     profile = random_profile(rng, graph)
     partition = PAGE * rng.randint(0, 10)
-    orders = (tuple(range(len(graph.ops))), by_parameters(graph))
+    orders = [tuple(range(len(graph.ops))), *([by_parameters(graph)] if has_reuse(graph) else [])]
     footprints = [Footprint.of(reordered(graph, profile, order)[0]) for order in orders]
     footprint = min(footprints, key=lambda f: f.least_workspace_bytes(partition))
     least = footprint.least_workspace_bytes(partition)
@@ -109,7 +109,7 @@ def test_least_budget_of_activations_that_stay_is_exact(seed: int) -> None:
     with pytest.raises(InfeasibleBudget) as refusal:
         search(Problem(graph, profile, partition, least - PAGE), "streaming")
     assert refusal.value.least_bytes == partition + least
-    assert refusal.value.op in {op.name for op in graph.ops}
+    assert str(refusal.value.op).partition(",")[0] in {op.name for op in graph.ops}
     assert least - footprint.activation_bytes == window_by_trying_all(footprint, partition)
 
 

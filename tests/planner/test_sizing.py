@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from msgspec import structs
 
 from planner.check import check
 from planner.errors import InfeasibleBudget
@@ -67,6 +68,19 @@ def test_least_memory_of_a_deployment_is_exact() -> None:
     assert refusal.value.least_bytes == 12 * PAGE
     assert refusal.value.model == "large"
     assert refusal.value.op == "op4"
+
+
+def test_a_refusal_names_the_op_with_the_largest_parameters_and_the_one_with_the_largest_activations() -> None:
+    """op2's parameters and op0's activations: eight pages, A0 beside A1, are kept free for the whole inference."""
+    even = chain([PAGE, PAGE, 3 * PAGE])
+    tensors = [structs.replace(t, nbytes=7 * PAGE) if t.name == "A0" else t for t in even.tensors]
+    graph = structs.replace(even, tensors=tuple(tensors))
+    demand = ModelDemand("uneven", {1: graph}, {1: profile_of(graph)}, 1.0)
+    with pytest.raises(
+        InfeasibleBudget, match="op op2, above the activations of op0, needs a budget of 44"
+    ) as refusal:
+        deploy([demand], 10 * PAGE)
+    assert refusal.value.least_bytes == 11 * PAGE
 
 
 def test_more_memory_is_no_slower() -> None:
