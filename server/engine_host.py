@@ -164,6 +164,11 @@ class Engine:
         """Count requests that the front end refused."""
         self.registry.count_rejection(model, reason, count)
 
+    @property
+    def executing(self) -> tuple[float, float]:
+        """When the oldest execution under way began and its prediction, in seconds; zeros if there is none."""
+        return self._lanes.executing
+
     def report(self) -> EngineReport:
         models = {
             entry.name: ModelCounters(

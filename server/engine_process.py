@@ -86,8 +86,8 @@ class FrontendConnection:
         self.channel: MessageChannel[ToEngine] = MessageChannel(decode_to_engine, self._received, self._closed)
 
     def beat(self) -> None:
-        """Update the heartbeat, which shows the front end that the event loop runs."""
-        self._heartbeat["beat_s"] = time.monotonic()
+        """Update the heartbeat, which shows that the event loop runs, and since when the device computes."""
+        self._heartbeat[0] = (time.monotonic(), *self._service.executing)
 
     def _closed(self) -> None:
         for task in self._requests.values():
@@ -202,6 +202,11 @@ class EngineService:
     def engine(self) -> Engine:
         assert self._engine is not None  # front ends send requests only after EntryChanged
         return self._engine
+
+    @property
+    def executing(self) -> tuple[float, float]:
+        """See `Engine.executing`."""
+        return (0.0, 0.0) if self._engine is None else self._engine.executing
 
     async def run(self) -> None:
         """Serve until the supervising front end sends Stop or disconnects."""

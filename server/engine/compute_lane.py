@@ -66,6 +66,11 @@ class ComputeLane:
         """Seconds of computation since the start."""
         return self._device.computed_s
 
+    @property
+    def executing(self) -> tuple[float, float]:
+        """See `DeviceThread.executing`."""
+        return self._device.executing
+
     def pending(self, model: str) -> int:
         """Return how many requests wait in this model's queue."""
         return self._scheduler.pending(model)

@@ -54,6 +54,11 @@ class ComputeLanes:
         count = len(self._lanes)
         return {lane_name("compute", number, count): lane.computed_s for number, lane in enumerate(self._lanes)}
 
+    @property
+    def executing(self) -> tuple[float, float]:
+        """When the oldest execution under way began and its prediction, in seconds; zeros if there is none."""
+        return min((lane.executing for lane in self._lanes if lane.executing[0]), default=(0.0, 0.0))
+
     def pending(self, model: str) -> int:
         """Return how many requests wait in this model's queue."""
         return self._of(model).pending(model)

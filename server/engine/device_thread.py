@@ -92,6 +92,8 @@ class DeviceThread:
         """Whether the next model's copies may begin during the execution before; read before each execution."""
         self.computed_s = 0.0
         """Seconds of computation since the start."""
+        self.executing = (0.0, 0.0)
+        """When the present execution began and its prediction, in seconds; zeros while there is none."""
         self._listener = listener
         self._clock = clock
         self._lane = lane
@@ -134,6 +136,7 @@ class DeviceThread:
                 self.changed.wait(None if wait_s == math.inf else max(wait_s, 0.0))
         if work is not None:
             self._call_on_loop(self._listener.executed, self._work(work))
+            self.executing = (0.0, 0.0)
         elif pending is not None:
             self._advance(pending)
 
@@ -184,6 +187,7 @@ class DeviceThread:
     ) -> tuple[Sequence[Outcome], float]:
         """Execute requests as one batch; returns their outcomes (all results, or all errors) and the end time."""
         started_s = self._clock()
+        self.executing = (started_s, predicted_s)
         for ticket in tickets:
             if ticket.request.start_mark is not None:
                 ticket.request.start_mark.started(started_s, predicted_s)

@@ -224,11 +224,11 @@ class EngineConnection:
     def stuck(self, watchdog_s: float) -> str | None:
         """Return why the engine must be considered hung, or None.
 
-        Either an execution exceeds the watchdog's limit and a multiple of its prediction, or the engine's event
-        loop has not run for `watchdog_s`.
+        Either an execution, for this front end or another one, exceeds the watchdog's limit and a multiple of its
+        prediction, or the engine's event loop has not run for `watchdog_s`.
         """
         now_s = self._clock()
-        beat_s = self._memory.heartbeat_s()
+        beat_s, oldest_s, predicted_s = self._memory.heartbeat()
         stalled = beat_s > 0 and now_s - beat_s > watchdog_s
         for pending in self._pending.values():
             started_s = pending.started_s
@@ -236,6 +236,9 @@ class EngineConnection:
             if started_s > 0 and now_s - started_s > limit_s:
                 pending.is_hung = not stalled  # a process that does nothing at all may have been stopped
                 return f"an execution of model '{pending.message.model}' takes longer than {limit_s:.3g} s"
+        limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * predicted_s)
+        if oldest_s > 0 and now_s - oldest_s > limit_s:
+            return f"an execution takes longer than {limit_s:.3g} s"
         return f"its event loop has not run for {watchdog_s:.3g} s" if stalled else None
 
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:

@@ -79,12 +79,13 @@ class RequestMemory:
     def array(self, offset: int, dtype: str | np.dtype[np.void], shape: tuple[int, ...]) -> Array:
         return np.ndarray(shape, dtype, self.map, offset)
 
-    def heartbeat_s(self) -> float:
-        """Return when the engine's event loop last ran; 0 before its first iteration."""
-        return float(self.array(0, HEARTBEAT, (1,))["beat_s"][0])
+    def heartbeat(self) -> tuple[float, float, float]:
+        """Return a `HEARTBEAT`: zeros before the first iteration of the engine's event loop."""
+        beat_s, started_s, predicted_s = self.array(0, HEARTBEAT, (1,))[0]
+        return float(beat_s), float(started_s), float(predicted_s)
 
     def clear_heartbeat(self) -> None:
-        self.array(0, HEARTBEAT, (1,))["beat_s"] = 0.0
+        self.array(0, HEARTBEAT, (1,))[0] = (0.0, 0.0, 0.0)
 
     def close(self) -> None:
         """Close the file; the mapping is released with its last array."""

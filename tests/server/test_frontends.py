@@ -19,7 +19,7 @@ from server.config.config import check_consistent
 from server.errors import ConfigError
 from server.frontend.supervisor import Supervisor
 from server.serve import Server
-from tests.server import frontends
+from tests.server import fake_engine, frontends
 from tests.server.server_fakes import config, eventually, write_repository
 
 CONNECTIONS = 48
@@ -33,8 +33,8 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """Two front ends for the fake engine; the first one lives here."""
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Two front ends for the fake engine; the first one lives here. The parameter is the watchdog's."""
     monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
     before = set(psutil.Process().children(recursive=True))
     write_repository(tmp_path / "repository", frontends.MODELS)
@@ -46,6 +46,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
+        watchdog_s=getattr(request, "param", 0.0),
     )
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -125,6 +126,23 @@ def test_two_front_ends_share_a_port_and_an_engine_that_is_restarted(server: Ser
         assert isinstance(server.supervisor, Supervisor)
         assert server.supervisor.pid is not None
         os.kill(server.supervisor.pid, signal.SIGKILL)
+        for connection in connections:
+            assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
+
+
+@pytest.mark.parametrize("server", [2.0], indirect=True)
+def test_a_hang_in_a_request_of_the_other_front_end_ends_the_engine(server: Server) -> None:
+    port = port_of(server)
+    other = psutil.Process(other_front_end(port))
+    with answered_connections(port) as connections:
+        theirs = {c.raddr.port for c in other.net_connections("tcp") if c.raddr}
+        held = next(c for c in connections if c.sock.getsockname()[1] in theirs)
+        values = [fake_engine.HELD] * 4
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": values}
+        held.request("POST", "/v2/models/double/infer", json.dumps({"inputs": [tensor]}))
+        answer = held.getresponse()
+        assert answer.status == 500
+        assert b"died twice while it executed this request" in answer.read()
         for connection in connections:
             assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
 
