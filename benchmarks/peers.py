@@ -1,8 +1,8 @@
 """This runtime against ONNX Runtime, frozen Inductor and eager PyTorch, on the CPU.
 
 Each model has a process of its own, in which all engines run in turns, so that ratios hold on a machine whose speed
-drifts. Engines that are not installed are left out: ONNX Runtime comes with `pip install 'cohabit[bench]'`, and
-Inductor needs a C++ compiler.
+drifts. Engines that are not installed are left out: ONNX Runtime and accelerate come with
+`pip install 'cohabit[bench]'`, and Inductor needs a C++ compiler.
 """
 
 import argparse
@@ -12,10 +12,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -28,7 +29,9 @@ from benchmarks.record import RESULTS, markdown_table, record
 from loadgen.repository import prepare_visibly, recipes
 from loadgen.zoo import ZOO
 from planner.errors import InfeasibleBudget
+from planner.plan import Plan
 from planner.problem import Problem
+from planner.profile import Profile
 from planner.search.driver import search
 from planner.sizing.fitting import split_budget
 from runtime.binding.program import Bases
@@ -38,12 +41,16 @@ from runtime.cpu.executor import CpuExecutor
 from runtime.host.store import open_store
 from runtime.lowering import packing
 from runtime.lowering.lower import lower
+from runtime.memory import StoreKind
 from runtime.options import Options
 from runtime.profiling.profile import resident_plan
 
 MODELS = ("resnet152", "resnet50", "mobilenet_v2", "vit_small", "bert_base", "bert_small", "lstm", "ranker")
 SHARE = 0.25
-WAYS = ("resident", "streamed", "bfloat16", "bfloat16 streamed", "inductor", "eager")
+WAYS = (
+    *("resident", "streamed", "from file", "bfloat16", "bfloat16 streamed"),
+    *("inductor", "eager", "accelerate from file"),
+)
 ROUND_S, MOST_REPEATS = 0.01, 20
 """Quick models are run again and again, for so long and at most so often per round."""
 
@@ -118,26 +125,28 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
         lowered = lower(archive, f"{name}-{dtype}", [1, 8], cache, options=Options(dtype, packed=True))
         resident, streamed = ("resident", "streamed") if dtype == "float32" else ("bfloat16", "bfloat16 streamed")
         graph = lowered.graphs[batch]
-        store = open_store("ram", lowered.weights_path, lowered.manifest)
-        stack.callback(store.close)
-        plans = {resident: (resident_plan(graph), None)}
         weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
-        profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda text: None)[1][batch]
-        try:
-            partition, workspace = split_budget(
-                {batch: graph}, {batch: profile}, int(weights * SHARE) // 4096 * 4096
-            )
-            plans[streamed] = search(Problem(graph, profile, partition, workspace)), profile
-        except InfeasibleBudget:
-            pass  # the activations alone need more
-        for way, (plan, judged) in plans.items():
-            arena = stack.enter_context(CpuArena(plan.partition_bytes + plan.workspace_bytes + 4096))
-            bases = Bases(-(-plan.workspace_bytes // 4096) * 4096, 0)
-            program = CpuBackend().build(replace(lowered, name=f"{name}-{way}"), plan, judged, arena, bases, store)
-            program = replace(program, name=f"{name}-{way}")
-            executor.load(program)
-            inputs = lowered.examples(batch)
-            ways[way] = partial(executor.run, program, inputs)
+        stores: dict[StoreKind, str] = {"ram": streamed}
+        if dtype == "float32":
+            stores["file"] = "from file"
+        for kind, swapped in stores.items():
+            store = open_store(kind, lowered.weights_path, lowered.manifest)
+            stack.callback(store.close)
+            plans: dict[str, tuple[Plan, Profile | None]] = {}
+            if kind == "ram":
+                plans[resident] = resident_plan(graph), None
+            profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda text: None)[1][batch]
+            with suppress(InfeasibleBudget):  # the activations alone need more
+                budget = int(weights * SHARE) // 4096 * 4096
+                partition, workspace = split_budget({batch: graph}, {batch: profile}, budget)
+                plans[swapped] = search(Problem(graph, profile, partition, workspace)), profile
+            for way, (plan, judged) in plans.items():
+                arena = stack.enter_context(CpuArena(plan.partition_bytes + plan.workspace_bytes + 4096))
+                bases = Bases(-(-plan.workspace_bytes // 4096) * 4096, 0)
+                named = replace(lowered, name=f"{name}-{way}")
+                program = replace(CpuBackend().build(named, plan, judged, arena, bases, store), name=named.name)
+                executor.load(program)
+                ways[way] = partial(executor.run, program, lowered.examples(batch))
     return ways
 
 
@@ -151,6 +160,8 @@ def _peers(name: str, batch: int, threads: int, options: argparse.Namespace) -> 
         ways["inductor"] = lambda: compiled(**inputs)
     if "onnxruntime" not in options.without and find_spec("onnxruntime") is not None:
         ways["onnxruntime"] = _onnxruntime(model, inputs, threads)
+    if "accelerate" not in options.without and find_spec("accelerate") is not None:
+        ways["accelerate from file"] = _accelerate(ZOO[name].build(0)[0], inputs)
     return ways
 
 
@@ -171,6 +182,19 @@ def _onnxruntime(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], thr
     session = onnxruntime.InferenceSession(serialized, settings, providers=["CPUExecutionProvider"])
     given = {port.name: inputs[port.name].numpy() for port in session.get_inputs()}
     return partial(session.run, None, given)
+
+
+def _accelerate(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> Way:
+    """Every module's weights are loaded from files before it runs; the system keeps these files in memory."""
+    from accelerate import disk_offload
+
+    folder = tempfile.TemporaryDirectory()
+    disk_offload(model, folder.name, execution_device=torch.device("cpu"))
+
+    def run(_keep: object = folder) -> object:
+        return model(**inputs)
+
+    return run
 
 
 def _ratio(times: Times, way: str, to: str) -> list[float]:
@@ -231,7 +255,7 @@ def _draw(found: Mapping[tuple[str, int, int], Times], path: Path) -> None:
     for i, way in enumerate(WAYS):
         ratios = [_ratio(times, way, _base(times)) for times in shown.values()]
         heights = [statistics.median(r) if r else 0.0 for r in ratios]
-        axes.bar([n + (i - len(WAYS) / 2 + 0.5) * 0.13 for n in range(len(shown))], heights, 0.13, label=way)
+        axes.bar([n + (i - len(WAYS) / 2 + 0.5) * 0.1 for n in range(len(shown))], heights, 0.1, label=way)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(shown)), list(shown))
     axes.set_ylabel("time, ONNX Runtime = 1")
@@ -243,8 +267,10 @@ def _draw(found: Mapping[tuple[str, int, int], Times], path: Path) -> None:
 
 _ABOUT = """Time per inference over that of ONNX Runtime with all of its memory, in the same round: median of {rounds}
 rounds, and quartiles. Quick models run several times a round, of which the fastest counts. *resident* is this runtime
-with every parameter in memory, *streamed* with 25 % of the weights in memory and the others in RAM. A dash says that
-the activations alone need more, that the processor lacks the instructions, or that the engine was not installed.
+with every parameter in memory; *streamed* and *from file* with 25 % of the weights in memory and the others in RAM, or
+in a file that is read with O_DIRECT. accelerate's disk offload loads each module's weights before it runs, from files
+that the system has in its page cache. A dash says that the activations alone need more, that the processor lacks the
+instructions, or that the engine was not installed or cannot run the model.
 """
 
 
@@ -255,7 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", choices=(1, 8), default=[1, 8])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime"), default=[])
+    parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime", "accelerate"), default=[])
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--record", action="store_true", help="write docs/results/peers.md and peers.png")
     return parser
