@@ -30,6 +30,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int = 0
+    only_batches: tuple[int, ...] = ()
+    """The batch sizes that requests may have, if rows influence one another; otherwise empty, and all may be had."""
     platform: str = "pytorch_pt2"
 
     def wire_shape(self, tensor: TensorSpec) -> tuple[int, ...]:
