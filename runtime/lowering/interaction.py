@@ -31,8 +31,8 @@ _Tensors = list[torch.Tensor]
 def find_interaction(model: FxModel, weights: dict[str, torch.Tensor], batches: Sequence[int]) -> str | None:
     """Say how rows influence one another in batches of these sizes, or return None if no trial shows it.
 
-    Random operators count as influence. Runs the lowered model four times at the largest size and once at each
-    smaller one. Not found are influences that only special values cause.
+    Random operators count as influence. Runs the lowered model three or four times at the largest size, and once at
+    each smaller one. Not found are influences that only special values cause.
     """
     most = max(batches)
     if model.max_batch is None or most == 1:
@@ -60,11 +60,11 @@ def _trials(batches: Sequence[int]) -> list[tuple[str, list[int]]]:
     """Return what is tried: the rows that a batch has, by their places in the reference."""
     most = max(batches)
     smaller = [b for b in batches if b < most] or [most - 1]
-    return [
-        ("at another place of the batch", list(range(most))[::-1]),
-        ("among copies of the row", [most - 1] * most),
-        *((f"in a batch of {b} instead of {most}", list(range(b))[::-1]) for b in smaller),
-    ]
+    trials = [("among copies of the row", [most - 1] * most)]
+    trials += [(f"in a batch of {b} instead of {most}", list(range(b))[::-1]) for b in smaller]
+    if max(smaller) == 1:  # only one row has been at another place
+        trials.append(("at another place of the batch", list(range(most))[::-1]))
+    return trials
 
 
 def _without_numbers(rows: torch.Tensor, place: int) -> torch.Tensor:
