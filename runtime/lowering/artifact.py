@@ -86,8 +86,8 @@ def encode(
     inputs: tuple[Port, ...],
     outputs: tuple[Port, ...],
     batched: bool,
-    interaction: str | None,
     traces: dict[int, Trace],
+    interaction: str | None = None,
 ) -> bytes:
     """The artifact's JSON. Raises UnsupportedModel for a program that has no plain form."""
     records = tuple(_trace_record(trace) for _, trace in sorted(traces.items()))

@@ -115,7 +115,7 @@ def lower(
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(weights_path, manifest, own, model.tables)
     batched = model.max_batch is not None
-    encoded = artifact.encode(_stamp(wanted, options), model.inputs, model.outputs, batched, interaction, traces)
+    encoded = artifact.encode(_stamp(wanted, options), model.inputs, model.outputs, batched, traces, interaction)
     cache_file.write(folder / _artifact_name(wanted, options), encoded)
     return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options, interaction)
 
