@@ -30,9 +30,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int = 0
-    only_batches: tuple[int, ...] = ()
-    """The batch sizes that requests may have, if rows influence one another; otherwise empty, and all may be had."""
     platform: str = "pytorch_pt2"
+    only_batches: tuple[int, ...] = ()
+    """The batch sizes that requests may have, if rows influence one another. Empty: all up to the largest."""
 
     def wire_shape(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Return the shape that clients send and receive, with -1 for the batch dimension if there is one."""
