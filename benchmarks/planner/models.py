@@ -129,7 +129,8 @@ def _built(network: Network) -> nn.Module:
 def _captured(model: FxModel, batch: int, mode: FakeTensorMode) -> Captured:
     weights = own_storages(model.weights, mode)
     with mode:
-        inputs = {port.name: torch.empty(port.at(batch), dtype=port.dtype) for port in model.inputs}
+        ports = zip(model.input_nodes, model.inputs, strict=True)
+        inputs = {node.name: torch.empty(port.at(batch), dtype=port.dtype) for node, port in ports}
     values = {n: ("parameter", t) for n, t in weights.items()} | {n: ("input", t) for n, t in inputs.items()}
     found = trace(model.graph, values, model.tables)  # type: ignore[arg-type]
     outputs = [s for s in found.results if s is not None]

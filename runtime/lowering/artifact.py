@@ -22,7 +22,7 @@ from runtime.lowering.slots import Slot, filled
 from runtime.lowering.trace import Instruction, Storage, Trace, TracedOp
 from runtime.lowering.weights import dtype_name, dtype_of
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "host_gather": rewrite.host_gather,
@@ -76,20 +76,32 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: tuple[PortRecord, ...]
     outputs: tuple[PortRecord, ...]
     batched: bool
+    interaction: str | None
     traces: tuple[TraceRecord, ...]
     format_version: int = FORMAT_VERSION
 
 
 def encode(
-    lowering: str, inputs: tuple[Port, ...], outputs: tuple[Port, ...], batched: bool, traces: dict[int, Trace]
+    lowering: str,
+    inputs: tuple[Port, ...],
+    outputs: tuple[Port, ...],
+    batched: bool,
+    traces: dict[int, Trace],
+    interaction: str | None = None,
 ) -> bytes:
     """The artifact's JSON. Raises UnsupportedModel for a program that has no plain form."""
     records = tuple(_trace_record(trace) for _, trace in sorted(traces.items()))
-    return msgspec.json.encode(Artifact(lowering, _port_records(inputs), _port_records(outputs), batched, records))
+    ports = _port_records(inputs), _port_records(outputs)
+    return msgspec.json.encode(Artifact(lowering, *ports, batched, interaction, records))
 
 
-def decode(raw: bytes, lowering: str) -> tuple[tuple[Port, ...], tuple[Port, ...], bool, dict[int, Trace]]:
-    """Inputs, outputs, whether there is a batch, and traces by batch. Raises FormatError, also for another lowering."""
+def decode(
+    raw: bytes, lowering: str
+) -> tuple[tuple[Port, ...], tuple[Port, ...], bool, str | None, dict[int, Trace]]:
+    """Inputs, outputs, whether there is a batch, how its rows influence one another, and traces by batch.
+
+    Raises FormatError, also for another lowering.
+    """
     artifact = decode_as(raw, Artifact, "lowered model", FORMAT_VERSION)
     if artifact.lowering != lowering:
         raise FormatError(f"lowered model was made by {artifact.lowering}, in use is {lowering}; lower it again")
@@ -97,7 +109,8 @@ def decode(raw: bytes, lowering: str) -> tuple[tuple[Port, ...], tuple[Port, ...
         traces = {t.batch: _trace(t) for t in artifact.traces}
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise FormatError(f"lowered model is damaged: {error}") from error
-    return _ports(artifact.inputs), _ports(artifact.outputs), artifact.batched, traces
+    ports = _ports(artifact.inputs), _ports(artifact.outputs)
+    return *ports, artifact.batched, artifact.interaction, traces
 
 
 def _port_records(ports: tuple[Port, ...]) -> tuple[PortRecord, ...]:

@@ -40,12 +40,13 @@ def from_program(name: str, program: ExportedProgram) -> FxModel:
     batch = _batch_symbol(name, inputs)
     if not inputs:
         raise UnsupportedModel(f"{name}: the program takes no tensors")
+    names = _input_names(program)
     return FxModel(
         name=name,
         root=program.graph_module,
         graph=graph,
         weights=weights,
-        inputs=tuple(_port(name, node.name, node, batch) for node in inputs),
+        inputs=tuple(_port(name, names.get(node.name, node.name), node, batch) for node in inputs),
         outputs=_outputs(name, program, graph, batch),
         max_batch=None if batch is None else _largest(program, batch),
     )
@@ -131,10 +132,33 @@ def _output_names(program: ExportedProgram, count: int) -> list[str]:
     spec = program.call_spec.out_spec
     if spec is None:
         return [f"output_{i}" for i in range(count)]
-    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(count)), spec))
+    names = ["_".join(path) for path in _paths(spec)]
+    return [name if name and not name[0].isdigit() else f"output_{name}".rstrip("_") for name in names]
+
+
+def _input_names(program: ExportedProgram) -> dict[str, str]:
+    """The names that the model itself has for its arguments, by those that torch gives them, in lower case.
+
+    Empty where the archive does not say them, or has one twice.
+    """
+    signature = program.module_call_graph[0].signature if program.module_call_graph else None
+    if signature is None or not signature.forward_arg_names:
+        return {}
+    user_inputs = [s.arg for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+    arguments = signature.forward_arg_names
     names = []
-    for path, _ in paths:
-        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-        name = "_".join(parts)
-        names.append(name if name and not name[0].isdigit() else f"output_{name}".rstrip("_"))
-    return names
+    for kind, argument, *rest in _paths(signature.in_spec):
+        positional = kind == "0" and argument.isdigit() and int(argument) < len(arguments)
+        names.append("_".join([arguments[int(argument)] if positional else argument, *rest]))
+    if len(set(names)) != len(names) or len(names) != len(user_inputs) or not all(map(str.isprintable, names)):
+        return {}
+    return {arg.name: name for arg, name in zip(user_inputs, names, strict=True)}
+
+
+def _paths(spec: pytree.TreeSpec) -> list[list[str]]:
+    """The keys and indices that lead to each leaf of a structure."""
+    leaves, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+    return [
+        [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+        for path, _ in leaves
+    ]

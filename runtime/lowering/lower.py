@@ -14,13 +14,14 @@ from planner.graph import Graph
 from runtime.errors import UnsupportedModel
 from runtime.lowering import artifact, packing, weights
 from runtime.lowering.archive_file import fingerprint
+from runtime.lowering.interaction import find_interaction
 from runtime.lowering.model import FxModel, Port
 from runtime.lowering.rewrite import rewrite
 from runtime.lowering.trace import Trace, build_graph, trace_model
 from runtime.lowering.weights import Manifest
 from runtime.options import DEFAULTS, Options
 
-_LOWERING = "9"
+_LOWERING = "10"
 """Changes whenever lowering writes other bytes for the same archive."""
 
 
@@ -41,6 +42,8 @@ class Lowered:
     manifest: Manifest
     weights_path: Path
     options: Options = DEFAULTS
+    interaction: str | None = None
+    """How the rows of a batch influence one another; None if they were not seen to. See `find_interaction`."""
 
     @cached_property
     def graphs(self) -> dict[int, Graph]:
@@ -100,6 +103,8 @@ def lower(
     for batch in usable:
         on_progress(f"{name}: tracing batch {batch}")
         traces[batch] = _trace(model, own, batch)
+    on_progress(f"{name}: comparing rows in different batches")
+    interaction = find_interaction(model, own, usable)
     first = traces[min(traces)]
     readers = first.readers()
     uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
@@ -110,9 +115,9 @@ def lower(
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(weights_path, manifest, own, model.tables)
     batched = model.max_batch is not None
-    encoded = artifact.encode(_stamp(wanted, options), model.inputs, model.outputs, batched, traces)
+    encoded = artifact.encode(_stamp(wanted, options), model.inputs, model.outputs, batched, traces, interaction)
     cache_file.write(folder / _artifact_name(wanted, options), encoded)
-    return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options)
+    return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options, interaction)
 
 
 def _read(path: Path, name: str) -> FxModel:
@@ -142,13 +147,13 @@ def _known(name: str, folder: Path, batches: Sequence[int], options: Options) ->
     weights_path = folder / "weights.bin"
     try:
         raw = cache_file.read(folder / _artifact_name(batches, options))
-        inputs, outputs, batched, traces = artifact.decode(raw, _stamp(batches, options))
+        inputs, outputs, batched, interaction, traces = artifact.decode(raw, _stamp(batches, options))
     except (FileNotFoundError, FormatError):
         return None
     manifest = weights.read(weights_path, _machine(options))
     if manifest is None:
         return None
-    return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path, options)
+    return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path, options, interaction)
 
 
 def _usable(model: FxModel, batches: Iterable[int]) -> list[int]:

@@ -33,6 +33,11 @@ class FxModel:
     """Largest batch that the program was exported for; None where the batch is fixed."""
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def input_nodes(self) -> list[fx.Node]:
+        """The placeholders of `inputs`, in order. Their names are torch's, and may differ from the inputs'."""
+        return [n for n in self.graph.nodes if n.op == "placeholder" and n.name not in self.weights]
+
     def add_weight(self, name: str, tensor: torch.Tensor) -> fx.Node:
         """A new placeholder with this weight; its name is made unique."""
         first_op = next(node for node in self.graph.nodes if node.op != "placeholder")

@@ -1,5 +1,8 @@
 """Applies a model's options: the dtype of parameters and activations, and the layout of convolutions."""
 
+from functools import partial
+from operator import is_not
+
 import torch
 from torch import fx
 
@@ -22,14 +25,13 @@ def _cast(model: FxModel, dtype: torch.dtype) -> None:
     for node in model.graph.nodes:
         if node.target is torch.ops.aten.zeros.default and node.kwargs.get("dtype", torch.float32) is torch.float32:
             node.kwargs = {**node.kwargs, "dtype": dtype}  # the first state of a recurrent layer
-    inputs = [n for n in model.graph.nodes if n.op == "placeholder" and n.name not in model.weights]
     first_op = next(n for n in model.graph.nodes if n.op != "placeholder")
-    for node, port in zip(inputs, model.inputs, strict=True):
+    for node, port in zip(model.input_nodes, model.inputs, strict=True):
         if port.dtype is torch.float32:
             with model.graph.inserting_before(first_op):
                 cast = model.graph.call_function(to_copy, (node,), {"dtype": dtype})
             cast.meta = dict(node.meta)
-            node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+            node.replace_all_uses_with(cast, delete_user_cb=partial(is_not, cast))
     (output,) = (n for n in model.graph.nodes if n.op == "output")
     results: list[fx.Node] = []
     for node, port in zip(output.args[0], model.outputs, strict=True):

@@ -15,8 +15,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from planner.graph import Graph, Op, Tensor
+from runtime.allocations import measuring_allocations
 from runtime.errors import UnsupportedModel
-from runtime.lowering.allocations import measuring_allocations
 from runtime.lowering.allowed_ops import allows_lowered
 from runtime.lowering.model import FxModel
 from runtime.lowering.packing import storage_key, stored_bytes
@@ -114,6 +114,16 @@ def trace_model(
     return replace(trace, ops=ops)
 
 
+def run_model(
+    model: FxModel, weights: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return a model's outputs. Its own in-place operators may change the inputs."""
+    tracer = _Tracer(model, weights, 0, inputs)
+    with torch.inference_mode():
+        tracer.run()
+    return tracer.results
+
+
 class _Tracer:
     def __init__(
         self, model: FxModel, weights: dict[str, torch.Tensor], batch: int, examples: Sequence[torch.Tensor]
@@ -130,7 +140,8 @@ class _Tracer:
         self.ops: list[TracedOp] = []
         self.activations = 0
         self.weights = weights
-        self.examples = dict(zip((p.name for p in model.inputs), examples, strict=True))
+        self.examples = dict(zip((n.name for n in model.input_nodes), examples, strict=True))
+        self.results: list[torch.Tensor] = []
         self.last_use = {n: user for user in self.nodes for n in user.all_input_nodes}
 
     def run(self) -> Trace:
@@ -148,15 +159,15 @@ class _Tracer:
                     output_node = node
         assert output_node is not None
         outputs: Any = output_node.args[0]
-        results = [self.frame[n] for n in outputs]
+        self.results = [self.frame[n] for n in outputs]
         return Trace(
             batch=self.batch,
             instructions=tuple(self.instructions),
             ops=tuple(self.ops),
             weight_slots={self.slots[n]: s for n in self.nodes if (s := self._weight_name(n)) is not None},
-            input_slots=tuple(self.slots[n] for name in self.examples for n in self.nodes if n.name == name),
+            input_slots=tuple(self.slots[n] for n in self.model.input_nodes),
             output_slots=tuple(self.slots[n] for n in outputs),
-            output_storages=tuple(self.storages[storage_key(t)] for t in results),
+            output_storages=tuple(self.storages[storage_key(t)] for t in self.results),
             input_bytes=tuple(t.untyped_storage().nbytes() for t in self.examples.values()),
             slots=len(self.nodes),
         )

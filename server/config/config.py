@@ -144,7 +144,7 @@ class ServeConfig:
     batch_sizes: tuple[int, ...] = setting(
         (1, 2, 4, 8),
         "--batch-sizes",
-        "batch sizes to plan for; a request is padded to the next one",
+        "batch sizes to plan for; a request is padded to the next one, unless rows influence one another",
         batches,
         "N,N,...",
         _commas,

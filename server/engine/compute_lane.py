@@ -82,7 +82,8 @@ class ComputeLane:
     def add(self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None) -> None:
         """Serve a model, or replace the servable of its future requests."""
         info, seconds_by_batch = servable.info, servable.seconds_by_batch
-        max_rows = info.max_batch_size if seconds_by_batch else 0  # no batching without predictions
+        # No batching without predictions, nor where it changes answers.
+        max_rows = info.max_batch_size if seconds_by_batch and not info.only_batches else 0
         with self._device.changed:
             generation = self._scheduler.add(info.name, seconds_by_batch, policy, max_rows, servable.swap_timing)
             self._current[info.name] = generation

@@ -42,6 +42,7 @@ def describe(lowered: Lowered, version: int, max_batch: int) -> ModelInfo:
         inputs=tuple(_spec(lowered, port) for port in lowered.inputs),
         outputs=tuple(_spec(lowered, port) for port in lowered.outputs),
         max_batch_size=max_batch if lowered.batched else 0,
+        only_batches=tuple(b for b in lowered.batches if b <= max_batch) if lowered.interaction else (),
     )
 
 

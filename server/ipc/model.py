@@ -31,6 +31,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int = 0
     platform: str = "pytorch_pt2"
+    only_batches: tuple[int, ...] = ()
+    """The batch sizes that requests may have, if rows influence one another. Empty: all up to the largest."""
 
     def wire_shape(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Return the shape that clients send and receive, with -1 for the batch dimension if there is one."""

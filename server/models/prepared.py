@@ -26,7 +26,7 @@ from server.models.known_models import FileState, KnownModel
 from server.models.options import options_of
 from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcesses
-from server.protocol.model_config import ModelConfig, config_mismatch
+from server.protocol.model_config import ModelConfig, config_mismatch, config_names
 
 _log = logging.getLogger("cohabit.models")
 
@@ -73,6 +73,16 @@ def warn_of_ignored_config(source: ModelSource) -> None:
         _log.warning("one instance serves, and requests that wait are batched", extra={"fields": fields})
 
 
+def warn_of_interaction(lowered: Lowered) -> None:
+    """Log why a model's requests are neither padded nor batched, if they are not."""
+    if lowered.interaction is not None:
+        fields = {"model": lowered.name, "reason": lowered.interaction, "batch_sizes": list(lowered.batches)}
+        _log.warning(
+            "rows of a batch influence one another; requests run alone, at planned batch sizes only",
+            extra={"fields": fields},
+        )
+
+
 def warn_without_packing(config: ServeConfig) -> None:
     """Log why the CPU computes with plain weights, if it does."""
     if config.device == "cpu" and (reason := packing.unavailable()) is not None:
@@ -81,8 +91,12 @@ def warn_without_packing(config: ServeConfig) -> None:
 
 
 def open_backend(config: ServeConfig) -> Backend:
-    """Open the device and set torch's number of threads. Raises DeviceError for an unknown device."""
+    """Open the device and set how torch computes on the CPU. Raises DeviceError for an unknown device."""
     torch.set_num_threads(threads_of(config))
+    if config.device == "cpu":
+        # Or else several threads add to the elements of an `index_put` in any order, which changes their last bits.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return open_device(config.device, config.link_bandwidth_bytes_per_s)
 
 
@@ -121,6 +135,7 @@ def prepare(
         source.path, source.name, batches, cache / "weights", progress, options, cached_only=cached_only
     )
     weights = FileState.of(lowered.weights_path)
+    lowered = _with_config_names(source, lowered)
     _refuse_mismatch(source, lowered)
     store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
     try:
@@ -140,9 +155,11 @@ def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, b
 
 
 def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
-    """Return a key of everything that lowering depends on. Raises ArchiveError or RepositoryError."""
+    """Return a key of everything that a known model depends on. Raises ArchiveError or RepositoryError."""
     options = options_of(source, config.device)
-    return source.name, archive_fingerprint(source.path), tuple(wanted_batches(source, config)), options
+    tensors = () if source.config is None else (*source.config.input, *source.config.output)
+    names = tuple(tensor.name for tensor in tensors)
+    return source.name, archive_fingerprint(source.path), tuple(wanted_batches(source, config)), options, names
 
 
 def prepare_in_worker(
@@ -202,6 +219,18 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
     )
     link = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
+
+
+def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:
+    """Give the inputs and outputs the names that config.pbtxt has for them."""
+    if source.config is None:
+        return lowered
+    inputs, outputs = (
+        tuple(replace(port, name=names.get(port.name, port.name)) for port in ports)
+        for ports, given in ((lowered.inputs, source.config.input), (lowered.outputs, source.config.output))
+        for names in [config_names([tensor.name for tensor in given], [port.name for port in ports])]
+    )
+    return replace(lowered, inputs=inputs, outputs=outputs)
 
 
 def _refuse_mismatch(source: ModelSource, lowered: Lowered) -> None:

@@ -185,6 +185,12 @@ def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
             f"inference request batch-size must be <= {info.max_batch_size} for '{info.name}' and at least 1,"
             f" got {batch}"
         )
+    if info.only_batches and batch not in info.only_batches:
+        raise InvalidRequest(
+            f"inference request batch-size must be one of {list(info.only_batches)} for '{info.name}', got {batch}:"
+            " the rows of a batch influence one another there, so that requests are not padded. The operator can plan"
+            " more sizes with --batch-sizes"
+        )
     return batch
 
 

@@ -1,5 +1,6 @@
 """Triton's ModelConfig: read from config.pbtxt, made from a model, written as JSON, compared with a model."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,19 @@ from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
 from server.protocol.datatypes import config_type
 
-__all__ = ["ModelConfig", "config_as_json", "config_mismatch", "config_of", "parse_config", "read_config"]
+__all__ = [
+    "ModelConfig",
+    "config_as_json",
+    "config_mismatch",
+    "config_names",
+    "config_of",
+    "parse_config",
+    "read_config",
+]
 
 _LARGEST_FILE_BYTES = 1 << 20
+_INDEXED = re.compile(r".*__(\d{1,4})", re.ASCII | re.DOTALL)
+"""Triton's names for the tensors of PyTorch models, with their position."""
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -41,7 +52,8 @@ def config_of(
 ) -> ModelConfig:
     """Complete a config.pbtxt, all fields of which are optional, from the model.
 
-    How it is issued, where the device has graphs, is a parameter: Triton's clients expect any there.
+    The batch sizes of a model whose rows influence one another are a parameter, and so is how it is issued, where
+    the device has graphs: Triton's clients expect any there.
     """
     config = ModelConfig()
     if given is not None:
@@ -56,6 +68,9 @@ def config_of(
         config.input.extend(ModelInput(**_fields(tensor)) for tensor in info.inputs)
     if not config.output:
         config.output.extend(ModelOutput(**_fields(tensor)) for tensor in info.outputs)
+    if info.only_batches:
+        parameter = config.parameters["cohabit.only_batch_sizes"]
+        parameter.string_value = ",".join(map(str, info.only_batches))
     for batch, capture in sorted((captures or {}).items()):
         parameter = config.parameters[f"cohabit.execution.batch_{batch}"]
         parameter.string_value = execution_of(capture)
@@ -79,6 +94,25 @@ def config_as_json(config: ModelConfig) -> dict[str, Any]:
     return written
 
 
+def config_names(given: Sequence[str], own: Sequence[str]) -> dict[str, str]:
+    """Return the names that a config.pbtxt gives to a program's inputs, or outputs, by their own names.
+
+    Tensors are told by name, if only the case differs, else by Triton's `NAME__INDEX`, else by order. Empty where
+    that is not clear: if there are more or fewer of them, or a name is that of another tensor of the program.
+    """
+    if len(given) != len(own) or not all(given):
+        return {}
+    folded = {name.lower(): name for name in own}
+    if len(folded) == len(own) and folded.keys() == {name.lower() for name in given}:
+        return {folded[name.lower()]: name for name in given}
+    indexed = {int(match[1]): name for name in given if (match := _INDEXED.fullmatch(name))}
+    if indexed.keys() == set(range(len(own))):
+        given = [indexed[index] for index in range(len(own))]
+    names = dict(zip(own, given, strict=True))
+    unclear = len(set(given)) != len(given) or any(new in names and new != old for old, new in names.items())
+    return {} if unclear else names
+
+
 def config_mismatch(config: ModelConfig, info: ModelInfo) -> str | None:
     """Return how a config.pbtxt contradicts the model, or None. Omitted fields agree."""
     if config.name and config.name != info.name:
@@ -98,6 +132,11 @@ def _tensors_mismatch(
     kind: str, given: Sequence[Any], actual: Iterable[TensorSpec], batch_in_dims: bool
 ) -> str | None:
     tensors = {tensor.name: tensor for tensor in actual}
+    if given and len(given) != len(tensors):
+        return (
+            f"config.pbtxt has {len(given)} {kind}s ({', '.join(entry.name for entry in given)}), the program has"
+            f" {len(tensors)} ({', '.join(tensors)})"
+        )
     for entry in given:
         tensor = tensors.get(entry.name)
         if tensor is None:
@@ -108,8 +147,8 @@ def _tensors_mismatch(
         shape = (-1, *tensor.shape) if batch_in_dims else tensor.shape
         if not _dims_agree(entry.dims, shape):
             return f"config.pbtxt says dims {list(entry.dims)} for {kind} '{entry.name}', the program {list(shape)}"
-    missing = [name for name in tensors if given and name not in {entry.name for entry in given}]
-    return f"config.pbtxt leaves out {kind} '{missing[0]}' of the program" if missing else None
+    twice = len({entry.name for entry in given}) != len(given)
+    return f"config.pbtxt has an {kind} twice: {', '.join(entry.name for entry in given)}" if twice else None
 
 
 def _dims_agree(given: Sequence[int], actual: Sequence[int]) -> bool:

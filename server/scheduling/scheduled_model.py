@@ -17,12 +17,22 @@ class ScheduledModel:
         self.apply(self.admission.policy)
         self.estimate = Estimate({})
         self.max_rows = 0
+        """0 if requests are executed alone."""
         self.swap_timing = SwapTiming()
         self.held = False
 
     def apply(self, policy: Policy) -> None:
         """Replace the policy."""
         self.policy = self.admission.policy = policy
+
+    def drain_estimate_s(self, requests: int | None = None) -> float:
+        """Return the expected time of all waiting requests, or of the full batches that `requests` of one row make."""
+        if self.max_rows == 0:
+            waiting = max(len(self.queue), 1)
+            each_s = self.estimate.seconds(-(-self.queue.rows // waiting))
+            return (len(self.queue) if requests is None else requests) * each_s
+        rows = self.queue.rows if requests is None else requests // self.max_rows * self.max_rows
+        return self.estimate.drain_estimate_s(rows)
 
     def batch(self, first: Ticket, now_s: float) -> Batch:
         """Return the batch that would be executed with `first` as its first request."""

@@ -79,7 +79,7 @@ class Scheduler:
     ) -> int:
         """Add a model, or replace it by another version; returns the generation of new tickets.
 
-        A batch has at most `max_rows` rows, and requests of one generation.
+        A batch has at most `max_rows` rows, and requests of one generation. With 0, requests are executed alone.
         """
         self._generations += 1
         known = self._models.setdefault(model, ScheduledModel(self._generations))
@@ -280,17 +280,16 @@ class Scheduler:
         ahead_s = 0.0
         for known in self._waiting.values():
             if known is own:
-                rows = sum(known.queue.waiting(level) for level in range(1, ticket.level + 1))
-                whole = max(own.max_rows, 1)
-                ahead_s += known.estimate.drain_estimate_s(rows // whole * whole)
+                requests = sum(known.queue.waiting(level) for level in range(1, ticket.level + 1))
+                ahead_s += known.drain_estimate_s(requests)
             elif known.queue.due_s(known.max_rows) <= ticket.due_s:
-                ahead_s += known.estimate.drain_estimate_s(known.queue.rows)
+                ahead_s += known.drain_estimate_s()
         return max(now_s, self._busy_until_s) + ahead_s
 
     def _backlog_s(self, now_s: float) -> float:
         """Return the expected time until all waiting requests are answered."""
         running_s = max(self._busy_until_s - now_s, 0.0)
-        return running_s + sum(k.estimate.drain_estimate_s(k.queue.rows) for k in self._models.values())
+        return running_s + sum(k.drain_estimate_s() for k in self._models.values())
 
     def _require_room(self, known: ScheduledModel, ticket: Ticket, now_s: float) -> None:
         model = ticket.request.model

@@ -55,7 +55,8 @@ def fixed_plans(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(autouse=True)
 def _the_process_stays_as_it_was() -> Iterator[None]:
-    """A server in this process sets torch's threads."""
-    threads = torch.get_num_threads()
+    """A server in this process sets torch's threads, and that their results are the same every time."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     yield
     torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)

@@ -29,7 +29,7 @@ REASONS = {
     "pickled": r"weight .+ is pickled, and pickles are never loaded",
     "truncated": r"not a \.pt2 archive, or a truncated one",
     "wrong_dims": r"config\.pbtxt says dims \[999\] for input 'frames', the program \[1024\]",
-    "wrong_name": r"config\.pbtxt has input 'sound', the program has frames",
+    "wrong_count": r"config\.pbtxt has 2 inputs \(frames, sound\), the program has 1 \(frames\)",
 }
 
 
@@ -48,7 +48,7 @@ def broken_and_good(archives: Archives, tmp_path_factory: pytest.TempPathFactory
     for name, text in (
         ("garbage_config", "\x7fELF\x02\x01{{{"),
         ("wrong_dims", 'input { name: "frames" data_type: TYPE_FP32 dims: 999 }\nmax_batch_size: 4'),
-        ("wrong_name", 'input { name: "sound" data_type: TYPE_FP32 dims: 1024 }\nmax_batch_size: 4'),
+        ("wrong_count", 'input [{ name: "frames" }, { name: "sound" }]\nmax_batch_size: 4'),
     ):
         archives.put(repository, GOOD, name)
         (repository / name / "config.pbtxt").write_text(text)

@@ -270,6 +270,19 @@ def test_model_without_a_batch_is_never_put_together() -> None:
     assert batches_taken(scheduler) == [[1], [1]]
 
 
+@pytest.mark.parametrize(("batch", "timeout_s"), [(1, 9.0), (8, 17.0)])
+def test_requests_that_are_never_put_together_are_expected_to_take_their_time_one_by_one(
+    batch: int, timeout_s: float
+) -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0, 8: 2.0}, max_rows=0)
+    for _ in range(8):
+        scheduler.submit(0.0, request(batch=batch))
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(batch=batch, timeout_s=timeout_s - 0.01))
+    scheduler.submit(0.0, request(batch=batch, timeout_s=timeout_s * 1.3))
+
+
 def test_requests_of_other_models_and_of_a_replaced_version_do_not_join() -> None:
     scheduler = Scheduler(16)
     scheduler.add("m", SWAP_BOUND, max_rows=8)

@@ -1,0 +1,159 @@
+"""Finds by trial whether the rows of a batch influence one another.
+
+Only where they do not may a request be padded, or batched with others. The same rows are computed in different places,
+batches and company, and their results compared. Not-a-number in the company shows float influences of any size.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from runtime.lowering.model import FxModel, Port
+from runtime.lowering.trace import run_model
+
+TOLERANCE = 1e-4
+"""Largest difference that counts as rounding, as a share of the output's largest element: that of outputs from eager
+PyTorch's. Kernels round differently in different batches. Of integers, such a share of the elements may differ."""
+REDUCED_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""The same for models that compute in these types anywhere."""
+
+_RANDOM: tuple[tuple[int, Callable[..., torch.Tensor]], ...] = (
+    *((bound, torch.randn) for bound in (1000, 100, 10, 2)),
+    *((bound, torch.rand) for bound in (2, 1)),
+)
+"""Bounds of random integers, and distributions of floats, in the order in which they are tried: a model's indices must
+be valid, and its results finite. It was traced with the last ones."""
+
+_Tensors = list[torch.Tensor]
+
+
+def find_interaction(model: FxModel, weights: dict[str, torch.Tensor], batches: Sequence[int]) -> str | None:
+    """Say how rows influence one another in batches of these sizes, or return None if no trial shows it.
+
+    Random operators count as influence. Runs the lowered model three or four times at the largest size, and once at
+    each smaller one. Not found are influences that only special values cause.
+    """
+    most = max(batches)
+    if model.max_batch is None or most == 1:
+        return None
+    rows, expected = _reference(model, weights, most)
+    tolerance = _tolerance(model)
+    for where, order in _trials(batches):
+        results = _try(model, weights, [t[order] for t in rows])
+        if results is None:
+            return f"the program fails for a row {where}"
+        wanted = [t[order] for t in expected]
+        if (different := _difference(model.outputs, results, wanted, expected, tolerance)) is not None:
+            return f"{different} {where}"
+    place = most // 2
+    company = [_without_numbers(t, place) for t in rows]
+    results = _try(model, weights, company) if any(t.is_floating_point() for t in rows) else None
+    if results is None:  # such a batch fails in the server, too, and its requests are then executed one by one
+        return None
+    own, wanted = ([t[place : place + 1] for t in tensors] for tensors in (results, expected))
+    different = _difference(model.outputs, own, wanted, expected, tolerance)
+    return None if different is None else f"{different} among rows of NaN"
+
+
+def _trials(batches: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """Return what is tried: the rows that a batch has, by their places in the reference."""
+    most = max(batches)
+    smaller = [b for b in batches if b < most] or [most - 1]
+    trials = [("among copies of the row", [most - 1] * most)]
+    trials += [(f"in a batch of {b} instead of {most}", list(range(b))[::-1]) for b in smaller]
+    if max(smaller) == 1:  # only one row has been at another place
+        trials.append(("at another place of the batch", list(range(most))[::-1]))
+    return trials
+
+
+def _without_numbers(rows: torch.Tensor, place: int) -> torch.Tensor:
+    """Return the rows with floats other than one row's replaced by NaN."""
+    if not rows.is_floating_point():
+        return rows
+    company = torch.full_like(rows, torch.nan)
+    company[place] = rows[place]
+    return company
+
+
+def _reference(model: FxModel, weights: dict[str, torch.Tensor], batch: int) -> tuple[_Tensors, _Tensors]:
+    """Return random rows that the model takes, and its results: those with the most finite elements."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[tuple[float, _Tensors, _Tensors]] = []
+    for bound, floats in _RANDOM:
+        rows = [_random_rows(port, batch, bound, floats, generator) for port in model.inputs]
+        results = _try(model, weights, rows)
+        if results is not None:
+            finite = sum(float(t.isfinite().double().mean()) for t in results if t.numel())
+            found.append((finite, rows, results))
+            if all(bool(t.isfinite().all()) for t in results):
+                break
+    if not found:
+        return rows, _run(model, weights, rows)
+    _, rows, results = max(found, key=lambda item: item[0])
+    return rows, results
+
+
+def _random_rows(
+    port: Port, batch: int, bound: int, floats: Callable[..., torch.Tensor], generator: torch.Generator
+) -> torch.Tensor:
+    """Return float32 or int64 rows, at least two. The last one is one token, repeated: an expert gets all of them."""
+    shape = port.at(batch)
+    if port.dtype.is_floating_point or port.dtype.is_complex:
+        rows = floats(shape, generator=generator)
+        if len(shape) > 2:
+            rows[-1] = rows[-1, :1].clone()
+        return rows
+    most = min(bound, 2 if port.dtype is torch.bool else torch.iinfo(port.dtype).max)
+    rows = torch.randint(0, most, shape, generator=generator)
+    other = rows[-2, :1] if len(shape) > 1 else rows[-2]
+    rows[-1] = (other + 1) % most  # few values may be all that a model takes, and the rows must differ
+    return rows
+
+
+def _try(model: FxModel, weights: dict[str, torch.Tensor], rows: _Tensors) -> _Tensors | None:
+    """Return the results, or None if the model does not take the rows."""
+    try:
+        return _run(model, weights, rows)
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+        return None
+
+
+def _run(model: FxModel, weights: dict[str, torch.Tensor], rows: _Tensors) -> _Tensors:
+    """Return the results as float64 or int64, in which rows can be selected and compared."""
+    inputs = [t.to(port.dtype, copy=True) for port, t in zip(model.inputs, rows, strict=True)]
+    return [_comparable(t) for t in run_model(model, weights, inputs)]
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).double()
+    return tensor.double() if tensor.is_floating_point() else tensor.long()
+
+
+def _difference(
+    ports: Sequence[Port], found: _Tensors, wanted: _Tensors, reference: _Tensors, tolerance: float
+) -> str | None:
+    """Say which output differs by more than the tolerance, and by how much."""
+    for port, own, other, whole in zip(ports, found, wanted, reference, strict=True):
+        same = (own == other) | (own != own) & (other != other)
+        if bool(same.all()):
+            continue
+        if not own.is_floating_point():
+            share, unit = 1.0 - float(same.double().mean()), "of its elements"
+        else:
+            finite = whole[whole.isfinite()].abs()
+            scale = float(finite.max()) if finite.numel() else 0.0
+            apart = float(torch.where(same, 0.0, (own - other).abs()).nan_to_num(nan=torch.inf).max())
+            share, unit = (apart / scale if scale else math.inf), "of the largest element"
+        if share > tolerance:
+            by = f" by {share:.2g} {unit}" if math.isfinite(share) else ""
+            return f"output {port.name} of a row differs{by}"
+    return None
+
+
+def _tolerance(model: FxModel) -> float:
+    """Return the tolerance for the coarsest type that the model computes in."""
+    values = [node.meta.get("val") for node in model.graph.nodes]
+    dtypes = {t.dtype for t in (*values, *model.weights.values()) if isinstance(t, torch.Tensor)}
+    return max([REDUCED_TOLERANCES.get(dtype, TOLERANCE) for dtype in dtypes], default=TOLERANCE)

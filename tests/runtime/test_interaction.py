@@ -1,0 +1,120 @@
+"""Lowering finds out whether the rows of a batch influence one another: models in which they do, and do not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from runtime.lowering import interaction
+from runtime.lowering.lower import Lowered, lower
+from runtime.options import Options
+from tests.runtime import models
+from tests.runtime.mixing import Computed, Experts, Lookup
+
+FLOATS = torch.zeros(3, 16)
+TOKENS = torch.zeros(3, 5, dtype=torch.int64)
+NUMBERS = torch.zeros(3, dtype=torch.int64)
+
+INTERACTING: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "mean": (lambda: Computed(lambda x: x - x.mean(0)), FLOATS),
+    "less_than_rounding": (lambda: Computed(lambda x: x + 1e-9 * x.mean(0)), FLOATS),
+    "softmax": (lambda: Computed(lambda x: x.softmax(0)), FLOATS),
+    "batch_norm_that_trains": (lambda: nn.BatchNorm1d(16, track_running_stats=False), FLOATS),
+    "attention_over_the_batch": (lambda: Computed(lambda x: (x @ x.T).softmax(-1) @ x), FLOATS),
+    "largest_element": (lambda: Computed(lambda x: x / x.abs().max()), FLOATS),
+    "sort": (lambda: Computed(lambda x: x.sort(0).values), FLOATS),
+    "sort_of_numbers": (lambda: Computed(lambda x: x.sort(0).values), NUMBERS),
+    "cumsum": (lambda: Computed(lambda x: x.cumsum(0)), FLOATS),
+    "cumsum_from_the_end": (lambda: Computed(lambda x: x.flip(0).cumsum(0).flip(0)), FLOATS),
+    "neighbour": (lambda: Computed(lambda x: x.roll(1, 0)), FLOATS),
+    "place": (lambda: Computed(lambda x: x + torch.arange(x.shape[0])[:, None]), FLOATS),
+    "batch_size": (lambda: Computed(lambda x: x * x.shape[0]), FLOATS),
+    "branch_on_a_sum": (models.Branch, torch.zeros(3, 8)),
+    "number_read_out": (models.Scalar, torch.zeros(3, 8)),
+    "embeddings": (lambda: Lookup(50, lambda x: x - x.mean(0)), TOKENS),
+    "embeddings_from_a_small_table": (lambda: Lookup(3, lambda x: x - x.mean(0)), NUMBERS),
+    "experts_with_a_capacity": (lambda: Experts(capacity=0.5), torch.zeros(3, 6, 16)),
+    "experts_with_a_capacity_and_one_token_each": (lambda: Experts(capacity=0.5), torch.zeros(3, 1, 16)),
+    "noise": (lambda: Computed(lambda x: x + torch.rand_like(x)), FLOATS),
+    "dropout_that_trains": (lambda: Computed(lambda x: nn.functional.dropout(x, 0.5, True)), FLOATS),
+}
+INDEPENDENT: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "embeddings_from_a_small_table": (lambda: Lookup(3, lambda x: x.cumsum(1)), TOKENS),
+    "experts_without_a_capacity": (lambda: Experts(capacity=None), torch.zeros(3, 6, 16)),
+    "logarithm": (lambda: Computed(torch.log), FLOATS),
+    "masked_with_infinity": (lambda: Computed(lambda x: x.masked_fill(x < 0, -torch.inf)), FLOATS),
+    "nothing_but_nan": (lambda: Computed(lambda x: x * torch.nan), FLOATS),
+    "constant_output": (lambda: Computed(lambda x: (x * 2, torch.ones_like(x))), FLOATS),
+    "integer_output": (lambda: Computed(lambda x: x.argmax(-1)), FLOATS),
+    "bytes": (lambda: Computed(lambda x: x.float() / 255), torch.zeros(3, 4, 4, dtype=torch.uint8)),
+    "no_elements": (lambda: Computed(lambda x: x[:, :0]), FLOATS),
+}
+
+
+def lowered_model(
+    make: Callable[[], nn.Module], example: torch.Tensor, folder: Path, *batches: list[int], options: Options
+) -> list[Lowered]:
+    """Export a model and lower it for each of these lists of batch sizes."""
+    torch.manual_seed(0)
+    models.export(Named(make()), {"x": example}, folder / "model.pt2")
+    return [lower(folder / "model.pt2", "m", own, folder / "cache", options=options) for own in batches]
+
+
+class Named(nn.Module):
+    """Gives a model's input the name that the tests have for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.model(x)
+
+
+@pytest.mark.parametrize("name", INTERACTING)
+def test_rows_that_influence_one_another_are_found(name: str, tmp_path: Path) -> None:
+    batches = [1, 2, 4, 8], [4], [1, 2]
+    for lowered in lowered_model(*INTERACTING[name], tmp_path, *batches, options=Options(packed=True)):
+        assert (lowered.interaction or "").startswith("output output of a row differs"), lowered.batches
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_rows_that_do_not_are_left_alone(name: str, dtype: str, tmp_path: Path) -> None:
+    options = Options(dtype, packed=True)  # type: ignore[arg-type]
+    (lowered,) = lowered_model(*INDEPENDENT[name], tmp_path, [1, 2, 4, 8], options=options)
+    assert lowered.interaction is None
+
+
+@pytest.mark.parametrize("name", [n for n in models.CASES if n not in ("branch", "scalar")])
+def test_rounding_is_no_influence(name: str, tmp_path: Path) -> None:
+    model, examples = models.made(name), models.CASES[name][1]
+    models.export(model, examples, tmp_path / "model.pt2")
+    for options in (Options(), Options(packed=True), Options("bfloat16", packed=True)):
+        lowered = lower(tmp_path / "model.pt2", name, [1, 3, 7], tmp_path / "cache", options=options)
+        assert lowered.interaction is None
+
+
+def test_the_finding_is_kept_with_the_lowered_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    run_model = interaction.run_model
+
+    def counted(model: object, weights: object, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        runs.append(len(inputs[0]))
+        return run_model(model, weights, inputs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(interaction, "run_model", counted)
+    (first,) = lowered_model(*INTERACTING["less_than_rounding"], tmp_path, [1, 2, 4], options=Options())
+    assert runs == [4, 4, 1, 2, 4], "a reference, and every trial until the last one showed it"
+    again = lower(tmp_path / "model.pt2", "m", [1, 2, 4], tmp_path / "cache")
+    assert len(runs) == 5
+    assert again.interaction == first.interaction is not None
+
+
+@pytest.mark.parametrize(("batches", "dynamic"), [([1], True), ([1, 2], False)])
+def test_a_model_of_one_batch_size_needs_no_trial(batches: list[int], dynamic: bool, tmp_path: Path) -> None:
+    model = Named(Computed(lambda x: x.softmax(0)))
+    models.export(model, {"x": FLOATS}, tmp_path / "model.pt2", dynamic=dynamic)
+    assert lower(tmp_path / "model.pt2", "m", batches, tmp_path / "cache").interaction is None
