@@ -83,7 +83,7 @@ def warn_without_packing(config: ServeConfig) -> None:
 def open_backend(config: ServeConfig) -> Backend:
     """Open the device and set torch's number of threads. Raises DeviceError for an unknown device."""
     torch.set_num_threads(threads_of(config))
-    return open_device(config.device, config.link_bandwidth_bytes_per_s)
+    return open_device(config.device, config.link_bandwidth_bytes_per_s, verify_reads=config.verify_reads)
 
 
 def threads_of(config: ServeConfig) -> int:
@@ -200,7 +200,9 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
         threads,
         packing.machine(),
     )
-    link = (config.device, config.store, config.link_bandwidth_bytes_per_s)
+    link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
+    if config.verify_reads:
+        link += ("verified",)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
 
 
