@@ -99,6 +99,10 @@ class Lease:
         self._blocks: dict[int, int] = {}
         self._holds = 1
 
+    @property
+    def nbytes(self) -> int:
+        return sum(self._blocks.values())
+
     def __enter__(self) -> "Lease":
         return self
 
