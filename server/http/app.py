@@ -1,5 +1,6 @@
 """The aiohttp applications: KServe v2 with Triton's extensions, and the metrics page."""
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Iterable
@@ -73,6 +74,9 @@ def _guarded(handler: Handler, access: Access, permission: Permission) -> Handle
 @web.middleware
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error as `{"error": ...}`."""
+    if request.protocol._messages:
+        # Pipelined: from Python 3.12 on, aiohttp would answer what needs no waiting in one turn of the event loop.
+        await asyncio.sleep(0)
     try:
         response = await handler(request)
     except RequestError as error:

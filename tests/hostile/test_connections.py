@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -82,6 +83,49 @@ def grpc_call(server: Ports, path: bytes, headers: Sequence[tuple[bytes, bytes]]
 def test_header_bytes_that_are_no_text_fail_their_call_alone(server: Ports, header: tuple[bytes, bytes]) -> None:
     assert b"grpc-status" in grpc_call(server, f"{SERVICE}/ServerLive".encode(), [header])
     assert is_live(server)
+
+
+class Turns:
+    """Counts the event loop's turns, and notes the turn in which each readiness check is answered."""
+
+    def __init__(self, server: Ports) -> None:
+        self._loop, self._now, self._stopped = server.loop, 0, False
+        self.noted: list[int] = []
+        server.plane.not_ready = self._note  # type: ignore[method-assign]
+
+    def _note(self) -> None:
+        self.noted.append(self._now)
+
+    def _count(self) -> None:
+        self._now += 1
+        if not self._stopped:
+            self._loop.call_soon(self._count)
+
+    def __enter__(self) -> "Turns":
+        self._loop.call_soon_threadsafe(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+
+
+def test_pipelined_requests_take_turns_with_other_connections(server: Ports) -> None:
+    many, received = 500, b""
+    with Turns(server) as turns, socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n" * many)
+        while received.count(b"HTTP/1.1 200") < many:
+            received += connection.recv(1 << 16)
+    assert len(turns.noted) == len(set(turns.noted)) == many
+
+
+def test_concurrent_calls_take_turns_with_other_connections(server: Ports) -> None:
+    many = 500
+    with Turns(server) as turns, grpc.insecure_channel(server.grpc) as channel:
+        ready = channel.unary_unary(f"{SERVICE}/ServerReady")
+        calls = [ready.future(b"", timeout=20) for _ in range(many)]
+        assert all(call.result(20) == b"\x08\x01" for call in calls)
+    assert len(turns.noted) == many
+    assert max(Counter(turns.noted).values()) <= 32
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
