@@ -87,6 +87,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         )
         response = error_response(error.status, error.reason, allow)
     except web.RequestPayloadError as error:
+        request.content.feed_eof()  # no more of it is waited for
         response = error_response(400, f"the request body could not be read: {error}")
     except Exception:  # the log and the client get the same id for an unexpected error
         incident = uuid.uuid4().hex[:12]
