@@ -96,7 +96,7 @@ class FileStore:
                 read_fully(self._fd, destination, s.offset)
             except OSError:
                 if self._is_changed():
-                    raise self._checksums.changed(segment) from None
+                    raise self._changed(segment) from None
                 raise
             if self._verify_reads or self._is_changed():
                 self._verify(segment, destination)
@@ -106,9 +106,18 @@ class FileStore:
     def _verify(self, segment: int, read: Bytes) -> None:
         nbytes = self.manifest.segments[segment].nbytes
         if read.nbytes >= nbytes:
-            self._checksums.require(segment, zlib.crc32(read[:nbytes].data))
+            self._require(segment, zlib.crc32(read[:nbytes].data))
         elif self._is_changed():  # only measurements of the link read less
-            raise self._checksums.changed(segment)
+            raise self._changed(segment)
+
+    def _require(self, index: int, found: int) -> None:
+        if not self._checksums.fit(index, found):
+            raise self._changed(index)
+
+    def _changed(self, index: int) -> StoreChanged:
+        """Drop the page cache's copy, so that the check at the next start reads the disk."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return self._checksums.changed(index)
 
     def _current_state(self) -> tuple[int, int, int]:
         status = os.fstat(self._fd)
@@ -133,7 +142,7 @@ class FileStore:
             read = np.frombuffer(anonymous_memory(nbytes), np.uint8)[:nbytes]
             with self._buffered() as file:
                 read_fully(file.fileno(), read, offset)
-            self._checksums.require(index, zlib.crc32(read.data))
+            self._require(index, zlib.crc32(read.data))
             self._tables[table.name] = read
         return self._tables[table.name]
 
@@ -144,7 +153,7 @@ class FileStore:
         tables = list(enumerate(self.manifest.ranges))[len(self.manifest.segments) :]
         with self._buffered() as file:
             for n, (offset, nbytes) in tables:
-                self._checksums.require(n, checksum(file.fileno(), offset, nbytes))
+                self._require(n, checksum(file.fileno(), offset, nbytes))
         self._tables_state = state
 
     def _buffered(self) -> BinaryIO:
@@ -169,10 +178,9 @@ class _Checksums:
         ]
         self._known = known_checksums(path, manifest)
 
-    def require(self, index: int, found: int) -> None:
-        """Raise StoreChanged if a range, segments first, has another checksum, or none is known."""
-        if self._known is None or self._known[index] != found:
-            raise self.changed(index)
+    def fit(self, index: int, found: int) -> bool:
+        """Whether a range, segments first, has this checksum; False if none is known."""
+        return self._known is not None and self._known[index] == found
 
     def changed(self, index: int) -> StoreChanged:
         return StoreChanged(
@@ -184,7 +192,8 @@ def verify(path: Path, manifest: Manifest, read: Bytes) -> None:
     """Compare all that was read from a weights file with its checksums. Raises StoreChanged."""
     known = _Checksums(path, manifest)
     for n, (offset, nbytes) in enumerate(manifest.ranges):
-        known.require(n, zlib.crc32(read[offset : offset + nbytes].data))
+        if not known.fit(n, zlib.crc32(read[offset : offset + nbytes].data)):
+            raise known.changed(n)
 
 
 class Links:

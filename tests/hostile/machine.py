@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,5 +30,33 @@ def tmpfs(folder: Path, size: str) -> Iterator[Path]:
     as_root("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
     try:
         yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def memory_cgroup() -> Iterator[Path]:
+    """A cgroup (version 1) for the memory of some processes."""
+    folder = Path(f"/sys/fs/cgroup/memory/cohabit-test-{os.getpid()}")
+    as_root("mkdir", folder)
+    try:
+        yield folder
+    finally:
+        end_s = time.monotonic() + 20
+        while (folder / "cgroup.procs").read_text() and time.monotonic() < end_s:
+            time.sleep(0.05)  # processes that were killed are leaving
+        folder.rmdir()
+
+
+@contextmanager
+def disk_in_a_file(folder: Path, size: str) -> Iterator[Path]:
+    """A file system on a loop device over `FOLDER.img`, which a test can damage."""
+    image = folder.with_suffix(".img")
+    folder.mkdir()
+    as_root("truncate", "-s", size, image)
+    as_root("mkfs.ext4", "-q", image)
+    as_root("mount", "-o", "loop", image, folder)
+    try:
+        yield image
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
