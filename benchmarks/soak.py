@@ -146,7 +146,7 @@ async def attackers(http: str, grpc_address: str, model: str, seed: int, found: 
     try:
         yield
     finally:
-        counts, _ = await process.communicate()
+        counts, _ = await process.communicate(b"")
     for count in counts.decode().split():
         name, _, times = count.partition("=")
         found.attacks[name] += int(times)
