@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.folder / "zoo" / recipe.name / "1" / "model.pt2", recipe.name, [1], options.folder / "lowered"
         )
         for kind in options.stores:
-            store = open_store(kind, lowered.weights_path, lowered.manifest)
+            store = open_store(kind, lowered.weights_path, lowered.manifest, verify_reads=options.verify_reads)
             rows += [_measure(lowered, store, share, options, console.print) for share in options.shares]
             store.close()
     sections = _sections(rows, options)
@@ -266,6 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="(default: yes)")
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: %(default)s)")
+    parser.add_argument("--verify-reads", action="store_true", help="compare all reads with checksums")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="write predicted and measured timelines there")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser

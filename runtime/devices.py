@@ -5,14 +5,16 @@ from runtime.cpu.backend import CpuBackend
 from runtime.errors import DeviceError
 
 
-def open_device(name: str, link_bandwidth_bytes_per_s: float | None = None) -> Backend:
+def open_device(
+    name: str, link_bandwidth_bytes_per_s: float | None = None, *, verify_reads: bool = False
+) -> Backend:
     """Open a device. Raises DeviceError where there is none of that name.
 
-    `link_bandwidth_bytes_per_s` is for the CPU.
+    `link_bandwidth_bytes_per_s` is for the CPU. `verify_reads` compares reads from weights files with checksums.
     """
     kind, _, index = name.partition(":")
     if name == "cpu":
-        return CpuBackend(link_bandwidth_bytes_per_s)
+        return CpuBackend(link_bandwidth_bytes_per_s, verify_reads=verify_reads)
     if kind != "cuda" or (index and not index.isdecimal()):
         raise DeviceError(f"there is no device '{name}': devices are cpu, cuda, and cuda:N")
     if link_bandwidth_bytes_per_s is not None:
@@ -20,4 +22,4 @@ def open_device(name: str, link_bandwidth_bytes_per_s: float | None = None) -> B
     from runtime.cuda.backend import CudaBackend
     from runtime.cuda.driver import CudaDriver
 
-    return CudaBackend(CudaDriver.open(int(index or 0)))
+    return CudaBackend(CudaDriver.open(int(index or 0)), verify_reads=verify_reads)

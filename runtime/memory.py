@@ -76,6 +76,11 @@ class HostStore(Protocol[Destination_contra]):
         """Return an embedding table, which the device reads in place."""
         ...
 
+    @property
+    def check_tables(self) -> Callable[[], None] | None:
+        """What to call before and after each gather: raises StoreChanged. None if tables cannot change."""
+        ...
+
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
         """Return buffers of these sizes for activations that leave memory while a program runs.
 

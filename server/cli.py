@@ -138,6 +138,7 @@ def _shown_by(status: "Status", console: Console) -> "OnProgress":
 
 def _serve(config: ServeConfig, console: Console) -> int:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # other processes are spawned, never forked
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log has bytes of clients in it as they came
     import uvloop
 
     from server.log import configure_logging

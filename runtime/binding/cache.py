@@ -12,7 +12,7 @@ from planner.check import check
 from planner.graph import Graph
 from planner.plan import Compute, Plan, SwapIn
 from planner.profile import Profile
-from runtime.binding.calls import Call, bind_call, static_value, weight_at
+from runtime.binding.calls import Call, bind_call, bind_gather, static_value, weight_at
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, Statics, StaticWeight, SwapStep, draft
 from runtime.binding.program import Bases, Program
 from runtime.errors import UnsupportedPlan
@@ -137,9 +137,7 @@ def _program(
 
     def with_tables(drafts: Sequence[DraftCall], calls: Sequence[Call | None]) -> tuple[Call, ...]:
         return tuple(
-            bind_call(d.template, _values(d.statics, bound.statics), d.frees, store.table(str(d.template.table)))
-            if call is None
-            else call
+            bind_gather(d.template, _values(d.statics, bound.statics), d.frees, store) if call is None else call
             for d, call in zip(drafts, calls, strict=True)
         )
 

@@ -13,7 +13,7 @@ from runtime.lowering.rewrite import host_gather
 from runtime.lowering.slots import Frame, Slot, filled, slots_of
 from runtime.lowering.trace import Instruction
 from runtime.lowering.weights import Piece, dtype_of
-from runtime.memory import DeviceArena
+from runtime.memory import DeviceArena, HostStore
 
 Call = Callable[[Frame], None]
 
@@ -109,6 +109,23 @@ def bind_call(
             frame[slot] = None
 
     return call
+
+
+def bind_gather(
+    template: CallTemplate, statics: Mapping[int, Any], frees: tuple[int, ...], store: HostStore[Any]
+) -> Call:
+    """Return a call that reads rows of one of the store's tables. It raises StoreChanged."""
+    gather = bind_call(template, statics, frees, store.table(str(template.table)))
+    check = store.check_tables
+    if check is None:
+        return gather
+
+    def checked(frame: Frame) -> None:
+        check()
+        gather(frame)
+        check()
+
+    return checked
 
 
 def _renaming(source: int, out: int, frees: tuple[int, ...]) -> Call:

@@ -22,13 +22,17 @@ from runtime.shared_region.relocatable import RelocatableModel
 
 
 class CpuBackend:
-    """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash."""
+    """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash.
+
+    `verify_reads` compares all reads from weights files with their checksums.
+    """
 
     name = "cpu"
     pinned_memory = None
 
-    def __init__(self, link_bandwidth_bytes_per_s: float | None = None) -> None:
+    def __init__(self, link_bandwidth_bytes_per_s: float | None = None, *, verify_reads: bool = False) -> None:
         self._bandwidth = link_bandwidth_bytes_per_s
+        self._verify_reads = verify_reads
         self._cache = ProgramCache()
         self._links = Links()
         self._executors: list[CpuExecutor] = []
@@ -37,7 +41,7 @@ class CpuBackend:
         return CpuArena(nbytes)
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[Bytes]:
-        store = open_store(kind, path, manifest)
+        store = open_store(kind, path, manifest, verify_reads=self._verify_reads)
         return store if self._bandwidth is None else LimitedStore(store, self._bandwidth, links=self._links)
 
     @property
@@ -55,6 +59,8 @@ class CpuBackend:
         self, lowered: Lowered, store: HostStore[Bytes], cache: Path | None, on_progress: OnProgress
     ) -> tuple[Lowered, dict[int, Profile]]:
         limit = "" if self._bandwidth is None else f" at {self._bandwidth:.0f} B/s"
+        if self._verify_reads and store.kind == "file":
+            limit += ", verified"
         device = device_name(torch.get_num_threads(), store, limit)
 
         def measured() -> dict[int, Profile]:

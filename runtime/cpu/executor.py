@@ -188,7 +188,8 @@ class CpuExecutor:
                 for call in program.final_calls:
                     call(frame)
                 outputs = [_output(program, frame, slot, inputs) for slot in program.output_slots]
-        except DeviceError:
+        except DeviceError as error:
+            self._note_loss(error)
             raise
         except Exception as error:
             raise DeviceError(f"{program.name}: {error}") from error

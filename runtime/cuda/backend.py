@@ -30,10 +30,16 @@ PINNED_SHARE = 0.5
 
 
 class CudaBackend:
-    """One device. `pinned_limit_bytes` caps pinned host memory: models beyond it pass through a staging ring."""
+    """One device. `pinned_limit_bytes` caps pinned host memory: models beyond it pass through a staging ring.
 
-    def __init__(self, driver: Driver, pinned_limit_bytes: int | None = None) -> None:
+    `verify_reads` compares all reads from weights files with their checksums.
+    """
+
+    def __init__(
+        self, driver: Driver, pinned_limit_bytes: int | None = None, *, verify_reads: bool = False
+    ) -> None:
         self.driver = driver
+        self._verify_reads = verify_reads
         self.name = driver.name
         self.pinned_memory = PinnedMemory(driver, pinned_limit_bytes or _default_limit_bytes())
         self.streams = Streams.of(driver)
@@ -72,8 +78,8 @@ class CudaBackend:
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[torch.Tensor]:
         """Pin parameters in host memory if they fit under the cap. All others, and files, are staged."""
         if kind == "ram" and self.pinned_memory.fits(manifest.file_bytes):
-            return PinnedStore(path, manifest, self.driver, self.pinned_memory)
-        return self.staged(open_store(kind, path, manifest), manifest)
+            return PinnedStore(path, manifest, self.driver, self.pinned_memory, verify_reads=self._verify_reads)
+        return self.staged(open_store(kind, path, manifest, verify_reads=self._verify_reads), manifest)
 
     def staged(self, source: HostStore[HostBytes], manifest: Manifest) -> StagedStore:
         """Return a store whose copies pass through the staging ring."""

@@ -32,7 +32,7 @@ from runtime.cuda.profiling.stopwatch import CudaStopwatch
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.schedule import Commands
 from runtime.cuda.transfers import Feeder, Transfer, Transfers
-from runtime.errors import DeviceError, DeviceLost, MemoryExceeded
+from runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
 from runtime.recording import Follow, whole_inference
 
 _log = logging.getLogger("cohabit.cuda")
@@ -308,6 +308,8 @@ class CudaExecutor:
                 self._shared.lost = str(error)
                 raise DeviceLost(f"{program.name}: the device is lost: {error}") from error
             program.forget()
+            if isinstance(error.__cause__, StoreChanged):
+                self._shared.lost = str(error)
             if isinstance(error, DeviceError):
                 raise
             raise DeviceError(f"{program.name}: {error}") from error

@@ -17,7 +17,7 @@ from runtime.cuda.api import Driver, Event, HostBytes
 from runtime.errors import MemoryExceeded
 from runtime.host.direct import read_fully
 from runtime.host.pages import anonymous_memory
-from runtime.host.store import find_table, table_view
+from runtime.host.store import find_table, table_view, verify
 from runtime.lowering.weights import Manifest
 from runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
@@ -75,14 +75,19 @@ class PinnedStore:
 
     kind: StoreKind = "ram"
     staged = False
+    check_tables = None
 
-    def __init__(self, path: Path, manifest: Manifest, driver: Driver, pinned: PinnedMemory) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, driver: Driver, pinned: PinnedMemory, *, verify_reads: bool = False
+    ) -> None:
         self._driver = driver
         self._pinned = pinned
         self._manifest = manifest
         self._host = pinned.take(manifest.file_bytes, path.parent.name)
         with path.open("rb", buffering=0) as file:
             read_fully(file.fileno(), self._host, 0)
+        if verify_reads:
+            verify(path, manifest, self._host)
         self._region = torch.from_numpy(self._host)
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
@@ -179,6 +184,7 @@ class StagedStore:
     """A store whose copies pass through the staging ring. Embedding tables are pinned: kernels read them in place."""
 
     staged = True
+    check_tables = None
 
     def __init__(
         self, source: HostStore[HostBytes], manifest: Manifest, driver: Driver, ring: Ring, pinned: PinnedMemory

@@ -8,8 +8,10 @@ import mmap
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -18,15 +20,18 @@ from runtime.errors import StoreChanged
 from runtime.host.direct import open_direct, read_fully
 from runtime.host.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
 from runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
-from runtime.lowering.weights import Manifest, Table, dtype_of
+from runtime.lowering.weights import Manifest, Table, checksum, dtype_of, known_checksums
 from runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
 Store = HostStore[Bytes]
 """One model's host copy. A copy is done by the call, without holding the GIL."""
 
 
-def open_store(kind: StoreKind, path: Path, manifest: Manifest) -> Store:
-    return RamStore(path, manifest) if kind == "ram" else FileStore(path, manifest)
+def open_store(kind: StoreKind, path: Path, manifest: Manifest, *, verify_reads: bool = False) -> Store:
+    """Open a weights file. `verify_reads` compares all that is read from it with its checksums; raises StoreChanged."""
+    if kind == "ram":
+        return RamStore(path, manifest, verify_reads=verify_reads)
+    return FileStore(path, manifest, verify_reads=verify_reads)
 
 
 class RamStore:
@@ -34,12 +39,15 @@ class RamStore:
 
     kind: StoreKind = "ram"
     staged = False
+    check_tables = None
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, verify_reads: bool = False) -> None:
         self.manifest = manifest
         self._bytes = np.frombuffer(anonymous_memory(manifest.file_bytes), np.uint8)
         with path.open("rb", buffering=0) as file:
             read_fully(file.fileno(), self._bytes[: manifest.file_bytes], 0)
+        if verify_reads:
+            verify(path, manifest, self._bytes)
         use_huge_pages(self._bytes)
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
@@ -61,50 +69,131 @@ class RamStore:
 class FileStore:
     """The weights file itself. Tables are mapped, so that a gather reads only the pages of its rows.
 
-    A copy raises StoreChanged after the file was changed; a gather of a table that was cut off ends the process.
+    A copy raises StoreChanged if it read other bytes than were written when the model was prepared. Its checksum is
+    compared once the file's size or time of change differ from those at the start, and with `verify_reads` always.
+    `check_tables` does the same for the tables, which `verify_reads` reads into memory instead. A table that is cut
+    off between this check and a gather ends the process.
     """
 
     kind: StoreKind = "file"
     staged = False
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, verify_reads: bool = False) -> None:
         self.manifest = manifest
-        self._path = path
+        self._folder = path.parent
+        self._verify_reads = verify_reads
+        self._checksums = _Checksums(path, manifest)
         self._fd, self.direct = open_direct(path, os.O_RDONLY)
-        self._state = self._current_state()
+        self._state = self._tables_state = self._current_state()
+        self._tables: dict[str, Bytes] = {}
+        self.check_tables = None if verify_reads or not manifest.tables else self._check_tables
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
-        offset = self.manifest.segments[segment].offset
+        s = self.manifest.segments[segment]
 
         def read() -> None:
             try:
-                read_fully(self._fd, destination, offset)
-            finally:
-                self._refuse_changes()
+                read_fully(self._fd, destination, s.offset)
+            except OSError:
+                if self._is_changed():
+                    raise self._changed(segment) from None
+                raise
+            if self._verify_reads or self._is_changed():
+                self._verify(segment, destination)
 
         return read
 
-    def _current_state(self) -> tuple[int, int]:
-        status = os.fstat(self._fd)
-        return status.st_size, status.st_mtime_ns
+    def _verify(self, segment: int, read: Bytes) -> None:
+        nbytes = self.manifest.segments[segment].nbytes
+        if read.nbytes >= nbytes:
+            self._require(segment, zlib.crc32(read[:nbytes].data))
+        elif self._is_changed():  # only measurements of the link read less
+            raise self._changed(segment)
 
-    def _refuse_changes(self) -> None:
-        """Raise StoreChanged if the file was written to: what was read may be anything."""
-        if self._current_state() != self._state:
-            raise StoreChanged(f"{self._path.name} of {self._path.parent.name} was changed after it was loaded")
+    def _require(self, index: int, found: int) -> None:
+        if not self._checksums.fit(index, found):
+            raise self._changed(index)
+
+    def _changed(self, index: int) -> StoreChanged:
+        """Drop the page cache's copy, so that the check at the next start reads the disk."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return self._checksums.changed(index)
+
+    def _current_state(self) -> tuple[int, int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def _is_changed(self) -> bool:
+        return self._current_state() != self._state
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)
-        with self._path.open("rb") as file:
+        if self._verify_reads:
+            return table_view(self._verified_table(table), table, 0)
+        with self._buffered() as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         mapped.madvise(mmap.MADV_RANDOM)
         return table_view(np.frombuffer(mapped, np.uint8), table, table.offset)
 
+    def _verified_table(self, table: Table) -> Bytes:
+        if table.name not in self._tables:
+            index = len(self.manifest.segments) + self.manifest.tables.index(table)
+            offset, nbytes = list(self.manifest.ranges)[index]
+            read = np.frombuffer(anonymous_memory(nbytes), np.uint8)[:nbytes]
+            with self._buffered() as file:
+                read_fully(file.fileno(), read, offset)
+            self._require(index, zlib.crc32(read.data))
+            self._tables[table.name] = read
+        return self._tables[table.name]
+
+    def _check_tables(self) -> None:
+        """Compare the tables with their checksums if the file was changed since that was last done."""
+        if (state := self._current_state()) == self._tables_state:
+            return
+        tables = list(enumerate(self.manifest.ranges))[len(self.manifest.segments) :]
+        with self._buffered() as file:
+            for n, (offset, nbytes) in tables:
+                self._require(n, checksum(file.fileno(), offset, nbytes))
+        self._tables_state = state
+
+    def _buffered(self) -> BinaryIO:
+        """Open the same file again, even if another has its path now, with the page cache."""
+        return open(f"/proc/self/fd/{self._fd}", "rb")
+
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
-        return file_spill_buffers(self._path.parent, sizes)
+        return file_spill_buffers(self._folder, sizes)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class _Checksums:
+    """What the ranges of a weights file must add up to."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._file = f"{path.name} of {path.parent.name}"
+        self._names = [
+            *(f"segment {s.name}" for s in manifest.segments),
+            *(f"table {t.name}" for t in manifest.tables),
+        ]
+        self._known = known_checksums(path, manifest)
+
+    def fit(self, index: int, found: int) -> bool:
+        """Whether a range, segments first, has this checksum; False if none is known."""
+        return self._known is not None and self._known[index] == found
+
+    def changed(self, index: int) -> StoreChanged:
+        return StoreChanged(
+            f"{self._file}: {self._names[index]} was changed after it was loaded, or the disk returned other bytes"
+        )
+
+
+def verify(path: Path, manifest: Manifest, read: Bytes) -> None:
+    """Compare all that was read from a weights file with its checksums. Raises StoreChanged."""
+    known = _Checksums(path, manifest)
+    for n, (offset, nbytes) in enumerate(manifest.ranges):
+        if not known.fit(n, zlib.crc32(read[offset : offset + nbytes].data)):
+            raise known.changed(n)
 
 
 class Links:
@@ -139,6 +228,10 @@ class LimitedStore:
 
     def table(self, name: str) -> torch.Tensor:
         return self._store.table(name)
+
+    @property
+    def check_tables(self) -> Callable[[], None] | None:
+        return self._store.check_tables
 
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
         out, back = self._links.to_host, self._links.to_device

@@ -7,7 +7,7 @@ block size that O_DIRECT asks for. Embedding tables follow the segments and are 
 import logging
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ COALESCE_BYTES = 256 << 10
 LARGE_BYTES = 8 << 20
 """A segment has at most one weight of this size, even if the same ops read several: large ranges are hard to free."""
 FORMAT_VERSION = 3
+_DESCRIPTION_VERSION = 4
 
 _COPY_BYTES = 16 << 20
 
@@ -102,6 +103,12 @@ class Manifest(msgspec.Struct, frozen=True):
     def file_bytes(self) -> int:
         return self.segment_bytes + sum(round_up(t.nbytes, BLOCK_BYTES) for t in self.tables)
 
+    @property
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Offset and size of each segment, then of each table with what pads it: the whole file."""
+        yield from ((s.offset, s.nbytes) for s in self.segments)
+        yield from ((t.offset, round_up(t.nbytes, BLOCK_BYTES)) for t in self.tables)
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -114,11 +121,11 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The description file of a weights file: its manifest and its CRC-32."""
+    """The description file of a weights file: its manifest, and the CRC-32 of each of its ranges."""
 
     manifest: Manifest
-    crc32: int
-    format_version: int = FORMAT_VERSION
+    checksums: tuple[int, ...]
+    format_version: int = _DESCRIPTION_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,31 +205,49 @@ def write(
                 _write_tensor(fd, weights[piece.name], segment.offset + piece.offset)
         for table in manifest.tables:
             _write_tensor(fd, tables[table.name].contiguous(), table.offset)
-    cache_file.write(description_path(path), msgspec.json.encode(Description(manifest, checksum(path))))
+    cache_file.write(description_path(path), msgspec.json.encode(Description(manifest, _checksums(path, manifest))))
 
 
 def read(path: Path, machine: str | None = None) -> Manifest | None:
     """Return the manifest of a weights file, or None if it is missing, damaged, or packed for another machine."""
     try:
-        raw = cache_file.read(description_path(path))
-        description = decode_as(raw, Description, "weights description", FORMAT_VERSION)
+        description = _described(path)
         if description.manifest.machine != machine:
             fields = {"file": str(path), "packed for": description.manifest.machine, "machine": machine}
             _log.warning("weights were packed for another machine, and are packed anew", extra={"fields": fields})
             return None
-        whole = path.stat().st_size == description.manifest.file_bytes and checksum(path) == description.crc32
+        manifest = description.manifest
+        whole = path.stat().st_size == manifest.file_bytes and _checksums(path, manifest) == description.checksums
     except (OSError, FormatError):
         return None
-    return description.manifest if whole else None
+    return manifest if whole else None
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+def known_checksums(path: Path, manifest: Manifest) -> tuple[int, ...] | None:
+    """Return the CRC-32 of each range of a weights file as it was written; None if its description is not there."""
+    try:
+        description = _described(path)
+    except (OSError, FormatError):
+        return None
+    return description.checksums if description.manifest == manifest else None
+
+
+def checksum(fd: int, offset: int, nbytes: int) -> int:
+    """CRC-32 of a range of a file. Raises OSError; what the file lacks is left out."""
     value = 0
-    with path.open("rb") as file:
-        while block := file.read(_COPY_BYTES):
-            value = zlib.crc32(block, value)
+    for start in range(0, nbytes, _COPY_BYTES):
+        value = zlib.crc32(os.pread(fd, min(_COPY_BYTES, nbytes - start), offset + start), value)
     return value
+
+
+def _checksums(path: Path, manifest: Manifest) -> tuple[int, ...]:
+    with path.open("rb", buffering=0) as file:
+        return tuple(checksum(file.fileno(), offset, nbytes) for offset, nbytes in manifest.ranges)
+
+
+def _described(path: Path) -> Description:
+    raw = cache_file.read(description_path(path))
+    return decode_as(raw, Description, "weights description", _DESCRIPTION_VERSION)
 
 
 def description_path(path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from runtime.binding.cache import ProgramCache
-from runtime.binding.calls import Call, bind_call, static_value, weight_at
+from runtime.binding.calls import Call, bind_call, bind_gather, static_value, weight_at
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
 from runtime.binding.program import Program
 from runtime.errors import UnsupportedPlan
@@ -123,9 +123,9 @@ class RelocatableModel:
 
     def _bound(self, calls: tuple[DraftCall, ...]) -> tuple[Call, ...]:
         return tuple(
-            bind_call(
-                c.template, {}, c.frees, None if c.template.table is None else self._store.table(c.template.table)
-            )
+            bind_call(c.template, {}, c.frees)
+            if c.template.table is None
+            else bind_gather(c.template, {}, c.frees, self._store)
             for c in calls
         )
 

@@ -65,6 +65,12 @@ class ServeConfig:
         "cpu", "--device", "device that runs the models: cpu, cuda, or cuda:N", metavar="NAME", group="device"
     )
     store: Store = setting("ram", "--store", "where parameters are kept that are not in device memory")
+    verify_reads: bool = setting(
+        False,
+        "--verify-reads",
+        "compare everything that is read from weights files with its checksum; with --store file, embedding tables are"
+        " then kept in memory",
+    )
     link_bandwidth_bytes_per_s: float | None = setting(
         None,
         "--link-bandwidth",

@@ -12,7 +12,7 @@ import numpy as np
 
 from planner.errors import format_bytes
 from planner.free_list import FreeList
-from server.errors import Overloaded
+from server.errors import ConfigError, Overloaded
 from server.ipc.model import Array
 from server.ipc.shared_layout import HEARTBEAT, PAGE_BYTES, round_up
 
@@ -25,15 +25,22 @@ class RequestMemory:
     """A bounded pool of shared memory. Belongs to the event loop's thread."""
 
     def __init__(self, nbytes: int) -> None:
+        """Raises ConfigError if the system has no such file."""
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
-        self.descriptor = os.memfd_create("cohabit-requests", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, self.nbytes)
+        try:
+            self.descriptor = os.memfd_create("cohabit-requests", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, self.nbytes)
+            os.posix_fallocate(self.descriptor, 0, PAGE_BYTES)
+        except OSError as error:
+            raise ConfigError(
+                f"--queue-memory: the system has no shared memory of {format_bytes(nbytes)}: {error.strerror}"
+            ) from error
         self.map = mmap.mmap(self.descriptor, self.nbytes)
         self._base = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
         self._free = FreeList(PAGE_BYTES, self.nbytes - PAGE_BYTES)
         self._used_bytes = 0
         self._highest = PAGE_BYTES
-        """The end of the highest block allocated since pages were last returned to the system."""
+        """The end of the highest block allocated since pages were last returned to the system; all below has pages."""
 
     @property
     def used_bytes(self) -> int:
@@ -43,7 +50,10 @@ class RequestMemory:
         return Lease(self)
 
     def take(self, nbytes: int) -> int:
-        """Allocate a block and return its offset. Raises Overloaded if there is no room."""
+        """Allocate a block and return its offset. Raises Overloaded if there is no room, or no memory for its pages.
+
+        Without pages of its own, the first write to a block would end the process where the system has none left.
+        """
         size = round_up(nbytes)
         offset = self._free.take(size)
         if offset is None:
@@ -53,8 +63,17 @@ class RequestMemory:
                 " send fewer at once, or start the server with a larger --queue-memory",
                 _RETRY_S,
             )
+        if offset + size > self._highest:
+            try:
+                os.posix_fallocate(self.descriptor, self._highest, offset + size - self._highest)
+            except OSError as error:
+                self._free.release(offset, size)
+                raise Overloaded(
+                    f"the system has no memory for the {format_bytes(nbytes)} of a request: {error.strerror}",
+                    _RETRY_S,
+                ) from error
+            self._highest = offset + size
         self._used_bytes += size
-        self._highest = max(self._highest, offset + size)
         return offset
 
     def release(self, offset: int, nbytes: int) -> None:
@@ -99,6 +118,10 @@ class Lease:
         self.memory = memory
         self._blocks: dict[int, int] = {}
         self._holds = 1
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._blocks.values())
 
     def __enter__(self) -> "Lease":
         return self

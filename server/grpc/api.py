@@ -11,10 +11,12 @@ from tritonclient.grpc import service_pb2 as pb
 
 from server.errors import InvalidRequest, RequestError, Unsupported, too_much_json
 from server.frontend.dataplane import DataPlane
+from server.frontend.memory import Lease
 from server.frontend.threads import call
 from server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
 from server.grpc.errors import internal_error, message_of
 from server.grpc.handlers import metadata_of
+from server.grpc.unsent import CallAnswers, UnsentAnswers
 from server.grpc.wire import described_bytes
 from server.observe.request_trace import HEADER, RequestTrace
 from server.protocol import descriptions
@@ -34,6 +36,7 @@ class InferenceCalls:
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
+        self._unsent = UnsentAnswers(plane.memory.nbytes)
 
     async def server_live(self, request: Any, context: Any) -> Any:
         return pb.ServerLiveResponse(live=True)
@@ -119,10 +122,13 @@ class InferenceCalls:
 
     async def model_infer(self, request: bytes, context: Any) -> Any:
         traceparent = metadata_of(context, HEADER)
+        answers = self._unsent.of_call(context)
         with self._tracing(traceparent) as trace:
             if traceparent is not None and trace is not None:
                 await context.send_initial_metadata(((HEADER, trace.context.header),))
-            return await self._infer(request, context.time_remaining())
+            response, _ = await self._infer(request, context.time_remaining(), answers)
+        answers.sending()
+        return response
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         """Answer the requests of a stream in order, several at a time.
@@ -130,47 +136,54 @@ class InferenceCalls:
         An error is an answer like any other: the stream stays open.
         """
         traceparent = metadata_of(context, HEADER)
-        answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
+        unsent = self._unsent.of_call(context)
+        answers: asyncio.Queue[asyncio.Task[tuple[Any, Lease | None]] | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_AHEAD)
 
         async def read() -> None:
             try:
                 async for request in requests:
                     await room.acquire()
-                    answers.put_nowait(asyncio.create_task(self._answer(request, traceparent)))
+                    answers.put_nowait(asyncio.create_task(self._answer(request, traceparent, unsent)))
             finally:
                 answers.put_nowait(None)
 
         reader = asyncio.create_task(read())
         try:
             while (answer := await answers.get()) is not None:
-                yield await answer
+                response, lease = await answer
+                unsent.sending()
+                yield response
+                unsent.sent(lease)
                 room.release()
             await reader
         finally:
             reader.cancel()
             while not answers.empty():
-                if (unsent := answers.get_nowait()) is not None:
-                    unsent.cancel()
+                if (late := answers.get_nowait()) is not None:
+                    late.cancel()
 
-    async def _answer(self, request: bytes, traceparent: str | None) -> Any:
+    async def _answer(
+        self, request: bytes, traceparent: str | None, unsent: CallAnswers
+    ) -> tuple[Any, Lease | None]:
         """Answer one request of a stream, with an error message if it fails."""
         with self._tracing(traceparent):
             try:
-                response = await self._infer(request, None)
+                response, lease = await self._infer(request, None, unsent)
             except RequestError as error:
-                return _failed(message_of(error), request)
+                return _failed(message_of(error), request), None
             except Exception:
-                return _failed(internal_error("ModelStreamInfer"), request)
+                return _failed(internal_error("ModelStreamInfer"), request), None
         response.parameters[_FINAL].bool_param = True
-        return pb.ModelStreamInferResponse(infer_response=response)
+        return pb.ModelStreamInferResponse(infer_response=response), lease
 
     def _tracing(self, traceparent: str | None) -> AbstractContextManager[RequestTrace | None]:
         tracer = self._plane.tracer
         return tracer.request(traceparent) if traceparent is not None or tracer.traces_all else nullcontext()
 
-    async def _infer(self, data: bytes, left_s: float | None) -> Any:
-        """Answer a request; `left_s` is the time to the call's own deadline."""
+    async def _infer(self, data: bytes, left_s: float | None, unsent: CallAnswers) -> tuple[Any, Lease]:
+        """Answer a request, and hold its memory; `left_s` is the time to the call's own deadline."""
+        unsent.require_room()
         described = described_bytes(data)
         if described > self._plane.max_json_bytes:
             what = f"the message of {described} bytes without its raw_input_contents"
@@ -186,7 +199,9 @@ class InferenceCalls:
             response = await self._plane.infer(request, info, lease)
             large = sum(output.array.nbytes for output in response.outputs) > _QUICK_TENSOR_BYTES
             with errors_of(response.id):
-                return await call(large, encode_response, response)
+                message = await call(large, encode_response, response)
+            unsent.hold(lease)
+            return message, lease
 
 
 def _failed(text: str, request: bytes) -> Any:

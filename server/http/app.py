@@ -1,5 +1,6 @@
 """The aiohttp applications: KServe v2 with Triton's extensions, and the metrics page."""
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Iterable
@@ -73,6 +74,9 @@ def _guarded(handler: Handler, access: Access, permission: Permission) -> Handle
 @web.middleware
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error as `{"error": ...}`."""
+    if request.protocol._messages:
+        # Pipelined: from Python 3.12 on, aiohttp would answer what needs no waiting in one turn of the event loop.
+        await asyncio.sleep(0)
     try:
         response = await handler(request)
     except RequestError as error:
@@ -83,6 +87,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         )
         response = error_response(error.status, error.reason, allow)
     except web.RequestPayloadError as error:
+        request.content.feed_eof()  # no more of it is waited for
         response = error_response(400, f"the request body could not be read: {error}")
     except Exception:  # the log and the client get the same id for an unexpected error
         incident = uuid.uuid4().hex[:12]

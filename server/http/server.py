@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 
 from server.errors import ConfigError
 from server.frontend.dataplane import DataPlane
@@ -116,9 +117,36 @@ class MetricsServer(AppServer):
 
 
 class _JsonErrorHandler(web.RequestHandler):
-    """Answers input that is not HTTP, and heads over a limit, as `{"error": ...}`."""
+    """A connection. Input that is not HTTP, and heads over a limit, are answered as `{"error": ...}`."""
 
-    __slots__ = ()
+    __slots__ = ("_newest",)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._newest: tuple[Any, Any] | None = None
+        """The last request that was parsed, with its body."""
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for its answers if the client closes its side after a request with `Connection: close`.
+
+        Any other client that closes its side has gone, as far as TCP tells, and its requests are cancelled.
+        """
+        if self._newest is None or self.ssl_context is not None:
+            return False
+        message, body = self._newest
+        return not isinstance(message, RawRequestMessage) or bool(message.should_close and body.is_eof())
+
+    def data_received(self, data: bytes) -> None:
+        """Parse input. A body that goes on with something that is not HTTP ends its request at once."""
+        before = self._newest
+        super().data_received(data)
+        if not self._messages:
+            return
+        self._newest = self._messages[-1]
+        if not isinstance(self._newest[0], RawRequestMessage):
+            body = self._messages[-2][1] if len(self._messages) > 1 else before and before[1]
+            if body is not None and not body.is_eof():
+                body.set_exception(web.RequestPayloadError("it is not HTTP"))
 
     def handle_error(
         self,

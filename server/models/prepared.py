@@ -97,7 +97,7 @@ def open_backend(config: ServeConfig) -> Backend:
         # Or else several threads add to the elements of an `index_put` in any order, which changes their last bits.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return open_device(config.device, config.link_bandwidth_bytes_per_s)
+    return open_device(config.device, config.link_bandwidth_bytes_per_s, verify_reads=config.verify_reads)
 
 
 def threads_of(config: ServeConfig) -> int:
@@ -217,7 +217,9 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
         threads,
         packing.machine(),
     )
-    link = (config.device, config.store, config.link_bandwidth_bytes_per_s)
+    link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
+    if config.verify_reads:
+        link += ("verified",)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
 
 

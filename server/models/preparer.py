@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from planner.library import Library
 from planner.sizing.deployment import Division, Room
 from runtime.backend import Backend
+from runtime.errors import StoreChanged
 from server.config.config import ServeConfig
 from server.models import planning
 from server.models.known_models import Plans, new_cache
@@ -50,9 +52,10 @@ class ModelPreparer:
             known = self._cache.get(key)
         if known is not None and known.is_unchanged:
             start_s = time.perf_counter()
-            prepared = prepare_known(source, known, self._config, self._backend)
-            time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
-            return prepared
+            with suppress(StoreChanged):  # it is prepared anew
+                prepared = prepare_known(source, known, self._config, self._backend)
+                time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
+                return prepared
         prepared = prepare_in_worker(source, self._config, self._backend, self._workers)
         with self._lock:
             self._cache[key] = prepared.known

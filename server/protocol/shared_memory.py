@@ -187,8 +187,13 @@ class FileRegion:
         if os.fstat(self._descriptor).st_size < self.offset + offset + len(data):
             raise self._shrunk(offset + len(data))
         done = 0
-        while done < len(data):
-            done += os.pwrite(self._descriptor, data[done:], self.offset + offset + done)
+        try:
+            while done < len(data):
+                done += os.pwrite(self._descriptor, data[done:], self.offset + offset + done)
+        except OSError as error:  # its file has holes, and the system no memory to fill them
+            raise InvalidRequest(
+                f"shared memory region '{self.name}' cannot be written: {error.strerror}"
+            ) from error
 
     def _shrunk(self, wanted: int) -> InvalidRequest:
         actual = os.fstat(self._descriptor).st_size

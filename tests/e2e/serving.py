@@ -162,6 +162,7 @@ class Process:
     address: str
     metrics_address: str
     log: IO[str]
+    grpc_address: str = ""
 
     def peak_bytes(self) -> int:
         """The most memory that the process had at once, as the kernel counts it."""
@@ -190,13 +191,16 @@ class Process:
 
 
 @contextmanager
-def process(repository: Path, memory: str, cache: Path, *flags: str) -> Iterator[Process]:
-    """Start `cohabit serve`; whatever is left of it in the end is killed."""
-    with tempfile.TemporaryFile("w+") as log, _start(repository, memory, cache, flags, log) as popen:
+def process(
+    repository: Path, memory: str, cache: Path, *flags: str, cgroup: Path | None = None
+) -> Iterator[Process]:
+    """Start `cohabit serve`, perhaps in a cgroup; whatever is left of it in the end is killed."""
+    with tempfile.TemporaryFile("w+") as log, _start(repository, memory, cache, flags, log, cgroup) as popen:
         try:
             assert popen.stdout is not None
-            addresses = [popen.stdout.readline().strip().partition(": http://")[2] for _ in range(2)]
-            yield Process(popen, addresses[0], addresses[1].removesuffix("/metrics"), log)
+            addresses = [popen.stdout.readline().strip().partition(": ")[2] for _ in range(3)]
+            http, metrics, grpc = (address.removeprefix("http://") for address in addresses)
+            yield Process(popen, http, metrics.removesuffix("/metrics"), log, grpc)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(popen.pid, signal.SIGKILL)
@@ -213,8 +217,16 @@ def refused_start(repository: Path, memory: str, cache: Path, *flags: str) -> tu
         return status, log.read()
 
 
-def _start(repository: Path, memory: str, cache: Path, flags: Sequence[str], log: IO[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "server.cli", "serve", str(repository), "--memory", memory]
+def _start(
+    repository: Path,
+    memory: str,
+    cache: Path,
+    flags: Sequence[str],
+    log: IO[str],
+    cgroup: Path | None = None,
+) -> subprocess.Popen[str]:
+    entering = [] if cgroup is None else ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh"]
+    command = [*entering, sys.executable, "-m", "server.cli", "serve", str(repository), "--memory", memory]
     command += ["--cache", str(cache), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(

@@ -3,17 +3,21 @@
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import grpc
+import numpy as np
 import pytest
 from server_http import ask
-from transport_fakes import Gate, Ports, identity, running
+from transport_fakes import FakeModel, Gate, Ports, identity, running, tensors
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
+from server.frontend import listening
 from server.grpc import handlers
 from server.http.server import MetricsServer
+from server.ipc.model import ModelInfo
 
 SERVICE = "/inference.GRPCInferenceService"
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -46,15 +50,26 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-def grpc_call(server: Ports, path: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> bytes:
-    """Make a call without a library, and return the server's bytes up to the end of the call or the connection."""
+def opened(server: Ports) -> socket.socket:
+    """A connection with HTTP/2 begun, which never asks for more than the first 65,535 bytes of answers."""
+    host, port = server.grpc.rsplit(":", 1)
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+    return connection
+
+
+def call_frames(stream: int, path: bytes, message: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> bytes:
     fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x")]
     fields += [(b"te", b"trailers"), (b"content-type", b"application/grpc"), *headers]
     block = b"".join(b"\0" + bytes([len(k)]) + k + bytes([len(v)]) + v for k, v in fields)
-    host, port = server.grpc.rsplit(":", 1)
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
-        connection.sendall(frame(1, 4, 1, block) + frame(0, 1, 1, bytes(5)))
+    body = b"\0" + len(message).to_bytes(4, "big") + message
+    return frame(1, 4, stream, block) + frame(0, 1, stream, body)
+
+
+def grpc_call(server: Ports, path: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> bytes:
+    """Make a call without a library, and return the server's bytes up to the end of the call or the connection."""
+    with opened(server) as connection:
+        connection.sendall(call_frames(1, path, b"", headers))
         received = b""
         while b"grpc-status" not in received and (part := connection.recv(65536)):
             received += part
@@ -68,6 +83,49 @@ def grpc_call(server: Ports, path: bytes, headers: Sequence[tuple[bytes, bytes]]
 def test_header_bytes_that_are_no_text_fail_their_call_alone(server: Ports, header: tuple[bytes, bytes]) -> None:
     assert b"grpc-status" in grpc_call(server, f"{SERVICE}/ServerLive".encode(), [header])
     assert is_live(server)
+
+
+class Turns:
+    """Counts the event loop's turns, and notes the turn in which each readiness check is answered."""
+
+    def __init__(self, server: Ports) -> None:
+        self._loop, self._now, self._stopped = server.loop, 0, False
+        self.noted: list[int] = []
+        server.plane.not_ready = self._note  # type: ignore[method-assign]
+
+    def _note(self) -> None:
+        self.noted.append(self._now)
+
+    def _count(self) -> None:
+        self._now += 1
+        if not self._stopped:
+            self._loop.call_soon(self._count)
+
+    def __enter__(self) -> "Turns":
+        self._loop.call_soon_threadsafe(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+
+
+def test_pipelined_requests_take_turns_with_other_connections(server: Ports) -> None:
+    many, received = 500, b""
+    with Turns(server) as turns, socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n" * many)
+        while received.count(b"HTTP/1.1 200") < many:
+            received += connection.recv(1 << 16)
+    assert len(turns.noted) == len(set(turns.noted)) == many
+
+
+def test_concurrent_calls_take_turns_with_other_connections(server: Ports) -> None:
+    many = 500
+    with Turns(server) as turns, grpc.insecure_channel(server.grpc) as channel:
+        ready = channel.unary_unary(f"{SERVICE}/ServerReady")
+        calls = [ready.future(b"", timeout=20) for _ in range(many)]
+        assert all(call.result(20) == b"\x08\x01" for call in calls)
+    assert len(turns.noted) == many
+    assert max(Counter(turns.noted).values()) <= 32
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -164,6 +222,56 @@ def test_an_answer_that_nobody_reads_counts_as_request_memory() -> None:
             assert deaf.recv(12) == b"HTTP/1.1 200"  # the answer is made, and most of it unread
             assert server.plane.memory.used_bytes >= 4 * columns
         assert eventually(lambda: server.plane.memory.used_bytes == 0)
+
+
+WIDE = ModelInfo("wide", 1, tensors(("x", "FP32", (1,))), tensors(("y", "FP32", (4 << 20,))), 1)
+
+
+def wide_answers() -> FakeModel:
+    """A model of which a request has 4 bytes and an answer 16 MiB."""
+    return FakeModel(WIDE, lambda x: {"y": np.zeros((1, 4 << 20), np.float32)})
+
+
+def asking_wide() -> bytes:
+    request = ModelInferRequest(model_name="wide", raw_input_contents=[bytes(4)])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 1])
+    return bytes(request.SerializeToString())
+
+
+def begun(stream: int) -> bytes:
+    """The header of the frame with which an answer begins."""
+    return b"\x01\x04" + stream.to_bytes(4, "big")
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_grpc_answers_that_nobody_reads_count_as_request_memory(method: str) -> None:
+    """A connection may hold a quarter of it, whether in one call or in many; other connections are served."""
+    answer_bytes = 16 << 20
+    with running(wide_answers(), queue_bytes=9 * answer_bytes) as server:
+        used = server.plane.memory
+        with opened(server) as deaf:
+            received = b""
+            # A stream's refusal is a message, which waits as the answers do; a call's is its status.
+            refused = begun(7) if method == "ModelStreamInfer" else b"not received yet take"
+            for stream, mark in ((1, begun(1)), (3, begun(3)), (5, begun(5)), (7, refused)):
+                deaf.sendall(call_frames(stream, f"{SERVICE}/{method}".encode(), asking_wide()))
+                while mark not in received:
+                    received += deaf.recv(1 << 16)
+            assert 3 * answer_bytes <= used.used_bytes < 4 * answer_bytes
+            options = [("grpc.max_receive_message_length", -1)]
+            with grpc.insecure_channel(server.grpc, options) as other:
+                assert len(other.unary_unary(f"{SERVICE}/ModelInfer")(asking_wide(), timeout=20)) > answer_bytes
+        assert eventually(lambda: used.used_bytes == 0)
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_a_grpc_answer_that_is_not_read_is_given_up(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "UNREAD_S", 0.5)
+    with running(wide_answers(), queue_bytes=64 << 20) as server, opened(server) as deaf:
+        deaf.sendall(call_frames(1, f"{SERVICE}/{method}".encode(), asking_wide()))
+        assert eventually(lambda: server.plane.memory.used_bytes > 0)
+        assert eventually(lambda: server.plane.memory.used_bytes == 0)
+        assert is_live(server)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What else a client or a machine can do: names, shared memory of others, descriptors, indices, floods of faults."""
 
+import errno
+import json
 import logging
 import os
 import resource
@@ -7,13 +9,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from server_http import infer, x
+from transport_fakes import MIB, identity, running
 
 from server import log
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
 from server.engine.device_thread import _error_of
 from server.engine_host import Engine
-from server.errors import ExecutionFailed, InvalidRequest
+from server.errors import ConfigError, ExecutionFailed, InvalidRequest, Overloaded
 from server.frontend.dataplane import DataPlane
 from server.frontend.engine_connection import EngineConnection
 from server.frontend.in_process import InProcessEngine
@@ -23,6 +27,7 @@ from server.ipc.messages import RestoredModel
 from server.models.repository import Unloadable, scan
 from server.protocol.request import InferRequest
 from server.protocol.shared_memory import Regions, SystemRequest, open_region
+from tests.hostile.machine import tmpfs
 
 
 def test_a_folder_whose_name_is_no_text_is_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
@@ -55,6 +60,52 @@ def test_shared_memory_leaves_descriptors_for_connections(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (6, 6))
     with pytest.raises(InvalidRequest, match="half of the files"):
         open_region(shared)
+
+
+def test_requests_are_refused_where_the_system_has_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first write to a page that cannot be had would end the process."""
+    with running(identity("one"), queue_bytes=8 * MIB) as server:
+        data = json.dumps({"inputs": [x()]}).encode()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", no_space)
+            refused = infer(server, "one", data)
+            assert (refused.status, "no memory" in refused.error) == (503, True)
+            assert refused.headers["retry-after"] == "1"
+            assert server.plane.memory.used_bytes == 0
+        assert infer(server, "one", data).status == 200
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_server_without_shared_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", no_space)
+    with pytest.raises(ConfigError, match=r"--queue-memory: .* no shared memory of 64\.0 KiB: No space"):
+        RequestMemory(1 << 16)
+
+
+def test_request_memory_on_a_full_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tmpfs(tmp_path / "small", "1M") as folder:
+        flags = os.O_RDWR | os.O_CREAT
+        monkeypatch.setattr(os, "memfd_create", lambda name, *_: os.open(folder / name, flags))
+        memory = RequestMemory(8 * MIB)
+        with memory.lease() as lease:
+            lease.allocate(MIB // 2)[:] = bytes(MIB // 2)
+            with pytest.raises(Overloaded, match="No space left"):
+                lease.allocate(MIB)
+        with memory.lease() as lease:
+            lease.allocate(MIB // 2)[:] = bytes(MIB // 2)
+        memory.close()
+
+
+def test_a_region_whose_pages_cannot_be_had_is_the_clients(
+    shared: SystemRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = open_region(shared)
+    monkeypatch.setattr(os, "pwrite", no_space)
+    with pytest.raises(InvalidRequest, match="region 'region' cannot be written: No space left"):
+        region.write(0, memoryview(bytes(64)))
 
 
 @pytest.mark.parametrize(

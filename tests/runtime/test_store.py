@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from runtime.binding.program import Bases
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
 from runtime.errors import DeviceError, StoreChanged
-from runtime.host.store import LimitedStore, StoreKind, open_store
+from runtime.host.store import FileStore, LimitedStore, StoreKind, open_store
 from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.weights import description_path
+from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 
@@ -52,7 +55,17 @@ def overwrite(path: Path) -> None:
         file.write(b"x")
 
 
-@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 0), overwrite])
+def overwrite_and_hide(path: Path) -> None:
+    before = path.stat()
+    overwrite(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def touch_the_times(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 0), overwrite, overwrite_and_hide])
 def test_a_weights_file_that_was_changed_fails_the_copy(lowered: Lowered, change: Callable[[Path], None]) -> None:
     store = open_store("file", lowered.weights_path, lowered.manifest)
     store.close()
@@ -62,8 +75,75 @@ def test_a_weights_file_that_was_changed_fails_the_copy(lowered: Lowered, change
         copy = store.copy(0, arena.bytes(0, lowered.manifest.segments[0].nbytes))
         copy()
         change(lowered.weights_path)
-        with pytest.raises(StoreChanged, match="was changed after it was loaded"):
+        with pytest.raises(StoreChanged, match=r"weights.bin of .*: segment .* was changed after it was loaded"):
             copy()
+    store.close()
+
+
+def test_a_weights_file_with_other_times_and_the_same_bytes_is_used_on(lowered: Lowered) -> None:
+    store = open_store("file", lowered.weights_path, lowered.manifest)
+    with CpuArena(lowered.manifest.segment_bytes) as arena:
+        touch_the_times(lowered.weights_path)
+        store.copy(0, arena.bytes(0, lowered.manifest.segments[0].nbytes))()
+        assert store.check_tables is not None
+        store.check_tables()
+    store.close()
+
+
+@pytest.mark.parametrize("verify_reads", [False, True])
+def test_bytes_that_change_without_a_trace_are_found_where_reads_are_verified(
+    lowered: Lowered, verify_reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a disk changes them, or a write through a mapping that the system has not noted yet."""
+    monkeypatch.setattr(FileStore, "_current_state", lambda store: (0, 0, 0))
+    store = open_store("file", lowered.weights_path, lowered.manifest, verify_reads=verify_reads)
+    with CpuArena(lowered.manifest.segment_bytes) as arena:
+        copy = store.copy(0, arena.bytes(0, lowered.manifest.segments[0].nbytes))
+        copy()
+        overwrite(lowered.weights_path)
+        with pytest.raises(StoreChanged) if verify_reads else nullcontext():
+            copy()
+    store.close()
+
+
+def test_a_ram_store_can_verify_what_it_reads(lowered: Lowered) -> None:
+    open_store("ram", lowered.weights_path, lowered.manifest, verify_reads=True).close()
+    overwrite(lowered.weights_path)
+    with pytest.raises(StoreChanged):
+        open_store("ram", lowered.weights_path, lowered.manifest, verify_reads=True)
+
+
+def test_verified_tables_are_in_memory(lowered: Lowered) -> None:
+    store = open_store("file", lowered.weights_path, lowered.manifest, verify_reads=True)
+    table = store.table(lowered.manifest.tables[0].name)
+    before = table.clone()
+    os.truncate(lowered.weights_path, 0)
+    assert torch.equal(table, before)
+    assert store.check_tables is None
+    store.close()
+
+
+def overwrite_the_table(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-4096 * 2, os.SEEK_END)
+        file.write(b"x" * 4096)
+
+
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 4096), overwrite_the_table])
+def test_a_gather_from_a_table_that_was_changed_fails_and_does_not_end_the_process(
+    lowered: Lowered, change: Callable[[Path], None]
+) -> None:
+    store, plan = open_store("file", lowered.weights_path, lowered.manifest), resident_plan(lowered.graphs[1])
+    arena = CpuArena(4 * lowered.manifest.segment_bytes)
+    bases = Bases(0, 2 * lowered.manifest.segment_bytes)
+    program = ProgramCache().build(lowered, plan, None, arena, bases, store)
+    with arena, CpuExecutor() as executor:
+        executor.load(program)
+        executor.run(program, lowered.examples(1))
+        change(lowered.weights_path)
+        with pytest.raises(StoreChanged, match=r"table .* was changed after it was loaded"):
+            executor.run(program, lowered.examples(1))
+        assert executor.lost is not None
     store.close()
 
 
@@ -71,7 +151,7 @@ def test_a_changed_weights_file_is_the_loss_of_the_device(wide: Lowered, tmp_pat
     """The engine ends then, and the next one makes the damaged cache anew."""
     path = tmp_path / "weights.bin"
     path.write_bytes(wide.weights_path.read_bytes())
-    os.utime(path, ns=(0, 0))
+    description_path(path).write_bytes(description_path(wide.weights_path).read_bytes())
     store, plan = open_store("file", path, wide.manifest), streaming_plan(wide.graphs[2])
     arena = CpuArena(4 * wide.manifest.segment_bytes)
     program = ProgramCache().build(wide, plan, None, arena, Bases(0, 2 * wide.manifest.segment_bytes), store)
@@ -79,7 +159,7 @@ def test_a_changed_weights_file_is_the_loss_of_the_device(wide: Lowered, tmp_pat
         executor.load(program)
         executor.run(program, wide.examples(2))
         assert executor.lost is None
-        overwrite(path)
+        path.write_bytes(bytes(path.stat().st_size))
         with pytest.raises(DeviceError, match="was changed after it was loaded"):
             executor.run(program, wide.examples(2))
         assert executor.lost is not None

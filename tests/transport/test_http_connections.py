@@ -222,6 +222,63 @@ def test_a_client_that_leaves_cancels_its_request() -> None:
         first.socket.close()
 
 
+@pytest.mark.parametrize("announced", [True, False], ids=["close", "keep-alive"])
+def test_a_client_that_closes_its_side_gets_its_answer_if_it_said_so(announced: bool) -> None:
+    """TCP does not tell it from one that has gone, so without the header its request is cancelled."""
+    gate = Gate()
+    with running(identity("slow", gate=gate)) as server:
+        wire = Wire(server.port).send(post(INFER, *["Connection: close"] * announced, path="/v2/models/slow/infer"))
+        assert gate.entered.acquire(timeout=20)
+        wire.socket.shutdown(socket.SHUT_WR)
+        if announced:
+            assert ask(server, "GET", "/v2/health/live").status == 200  # by now the server has seen it, too
+            gate.open()
+            assert wire.answer()[0] == 200
+        else:
+            assert gate.cancelled.acquire(timeout=20)
+            gate.open()
+        assert wire.is_closed()
+
+
+def test_all_pipelined_requests_are_answered_to_a_client_that_closes_its_side(wire: Wire) -> None:
+    wire.send(post(INFER) * 9 + post(INFER, "Connection: close"))
+    wire.socket.shutdown(socket.SHUT_WR)
+    assert [wire.answer()[0] for _ in range(10)] == [200] * 10
+
+
+def test_half_a_body_is_not_waited_for_when_the_client_closes_its_side(wire: Wire) -> None:
+    wire.send(post(INFER, "Connection: close")[:-5])
+    wire.socket.shutdown(socket.SHUT_WR)
+    assert wire.is_closed()
+
+
+def test_a_body_that_goes_on_with_something_else_ends_its_request_at_once(wire: Wire) -> None:
+    head = chunked().removesuffix(b"0\r\n\r\n")
+    assert wire.send(post(INFER), head).answer()[0] == 200
+    status, _, body = wire.send(b"zz\r\n").answer()
+    assert (status, b"request body could not be read" in body) == (400, True)
+    assert wire.is_closed()
+
+
+@pytest.mark.parametrize("in_one_piece", [False, True])
+def test_what_is_not_http_drops_the_requests_that_came_in_one_piece_with_it(in_one_piece: bool) -> None:
+    """aiohttp's parser returns what it has read of a piece only if all of the piece can be parsed."""
+    gate = Gate()
+    with running(identity("slow", gate=gate)) as server:
+        wire, first = Wire(server.port), post(INFER, path="/v2/models/slow/infer")
+        broken = chunked(INFER).replace(b"\r\n0\r\n", b"\r\nzz\r\n")
+        if in_one_piece:
+            wire.send(first + broken)
+        else:
+            wire.send(first)
+            assert gate.entered.acquire(timeout=20)
+            wire.send(broken)
+        gate.open()
+        expected = [400] if in_one_piece else [200, 400]
+        assert [wire.answer()[0] for _ in expected] == expected
+        assert wire.is_closed()
+
+
 def test_a_client_that_sends_its_body_too_slowly_is_given_up(own: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "PATIENCE_S", 0.05)
     wire = Wire(own.port)
