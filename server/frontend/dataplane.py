@@ -103,7 +103,7 @@ class DataPlane:
             raise ModelNotReady(model, reason)  # the engine has not read the repository yet
         return self._client.catalog.find(model, version).require()
 
-    def require_ready(self, model: str, version: str | None = None) -> ModelInfo:
+    def require_ready(self, model: str, version: str | None = None, request_id: str | None = None) -> ModelInfo:
         """Return a request's model, before its tensors are read.
 
         Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull: if more requests are under way than can wait
@@ -115,7 +115,9 @@ class DataPlane:
         most = 1 if model in self._full else self._queue_limit + max(info.max_batch_size, 1)
         if self._under_way.get(model, 0) >= most:
             self._client.count_rejection(model, "queue_full")
-            raise QueueFull.of_model(model, self._queue_limit, self._full.get(model, _RETRY_S))
+            error = QueueFull.of_model(model, self._queue_limit, self._full.get(model, _RETRY_S))
+            error.of_request(request_id)
+            raise error
         return info
 
     def index(self, only_ready: bool) -> list[ModelEntry]:

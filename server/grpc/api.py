@@ -177,10 +177,10 @@ class InferenceCalls:
             raise too_much_json(what, self._plane.max_json_bytes)
         typed = described > _QUICK_BYTES
         message = await self._plane.decode(typed or len(data) > _QUICK_TENSOR_BYTES, parse_request, data)
-        info = self._plane.require_ready(message.model_name, message.model_version or None)
-        regions = self._plane.regions
-        with self._plane.memory.lease() as lease:
-            request = await self._plane.decode(typed or regions.slow, decode_request, message, info, regions)
+        info = self._plane.require_ready(message.model_name, message.model_version or None, message.id)
+        with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
+            slow = typed or self._plane.regions.slow
+            request = await self._plane.decode(slow, decode_request, message, info, regions)
             if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
                 request = replace(request, timeout_s=left_s)
             response = await self._plane.infer(request, info, lease)

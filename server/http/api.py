@@ -1,7 +1,5 @@
 """HTTP's endpoints for inference, health and descriptions."""
 
-import asyncio
-
 from aiohttp import hdrs, web
 
 from server.errors import too_much_json
@@ -25,6 +23,7 @@ _BINARY = "application/octet-stream"
 _QUICK_JSON_BYTES = 64 << 10
 """The event loop parses and writes JSON up to this size; threads do the rest."""
 _QUICK_BINARY_BYTES = 4 << 20
+_QUICK_COMPRESSION_BYTES = 8 << 10
 
 
 class InferenceApi:
@@ -68,14 +67,13 @@ class InferenceApi:
         """Check the head before reading the body; then read, decode, infer and encode."""
         info = self._plane.require_ready(*model_of(request))
         header_length = parse_header_length(request.headers.get(HEADER_LENGTH))
-        regions = self._plane.regions
-        with self._plane.memory.lease() as lease:
+        with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
             limit = self._max_json_bytes if header_length is None else self._max_body_bytes
             body = await read_body(request, lease, limit)
             json_bytes = len(body) if header_length is None else header_length
             if self._max_json_bytes < json_bytes <= len(body):
                 raise too_much_json(f"the request JSON of {json_bytes} bytes", self._max_json_bytes)
-            slow = json_bytes > _QUICK_JSON_BYTES or regions.slow
+            slow = json_bytes > _QUICK_JSON_BYTES or self._plane.regions.slow
             decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
             encoded = await _encode(await self._plane.infer(decoded, info, lease))
             return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
@@ -91,10 +89,10 @@ class InferenceApi:
 
     async def _generate(self, request: web.Request) -> bytes:
         info = self._plane.require_ready(*model_of(request))
-        with self._plane.memory.lease() as lease:
+        with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
             body = await read_body(request, lease, self._max_json_bytes)
             slow = len(body) > _QUICK_JSON_BYTES
-            decoded = await self._plane.decode(slow, generate.decode_request, body, info, self._plane.regions)
+            decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
             response = await self._plane.infer(decoded, info, lease)
             return await call(_json_bytes(response) > _QUICK_JSON_BYTES, generate.encode_response, response)
 
@@ -116,8 +114,8 @@ async def _infer_response(encoded: EncodedResponse, accept_encoding: str | None,
     if encoded.header_length is not None:
         headers = {hdrs.CONTENT_TYPE: _BINARY, HEADER_LENGTH: str(encoded.header_length)}
     body = encoded.body
-    encoding = chosen_encoding(accept_encoding, len(body))
+    encoding = chosen_encoding(accept_encoding)
     if encoding is not None:
-        body = await asyncio.to_thread(compress, body, encoding)
+        body = await call(len(body) > _QUICK_COMPRESSION_BYTES, compress, body, encoding)
         headers[hdrs.CONTENT_ENCODING] = encoding
     return LeasedResponse(lease, body, headers)

@@ -1,4 +1,4 @@
-"""Compressed answers: only where a client chose so, never for errors, never on the event loop.
+"""Compressed answers: only where a client chose so, never for errors; large ones on a thread.
 
 HTTP libraries (tritonclient's asyncio client among them) announce `gzip, deflate, br` unasked, and gzip takes
 longer over a tensor than most networks. A bare list is therefore answered plainly, as RFC 9110 allows; one coding
@@ -7,14 +7,13 @@ alone, or weights, are a choice and are honoured.
 
 import zlib
 
-_LEAST_BYTES = 1024
 _LEVEL = 1
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
-def chosen_encoding(accept: str | None, nbytes: int) -> str | None:
-    """Return `gzip`, `deflate` or None for an Accept-Encoding header and an answer of `nbytes`."""
-    if not accept or nbytes < _LEAST_BYTES:
+def chosen_encoding(accept: str | None) -> str | None:
+    """Return `gzip`, `deflate` or None for an Accept-Encoding header."""
+    if not accept:
         return None
     codings = [c for c in (part.strip() for part in accept.lower().split(",")) if c]
     if len(codings) > 1 and ";" not in accept:

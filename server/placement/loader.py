@@ -11,6 +11,7 @@ from planner.sizing.deployment import Deployment, ModelDemand, Room, laid_out
 from runtime.shared_region.sharing import SHARINGS
 from server.config.config import ServeConfig
 from server.engine.servable import ProgramServable
+from server.errors import load_reason
 from server.ipc.model import DeviceUse, ModelFootprint
 from server.models import planning
 from server.models.known_models import Plans
@@ -87,7 +88,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
                 else:
                     prepared.append(prepare(source, config, backend, on_progress))
             except CohabitError as error:
-                failures[source.name] = str(error)
+                failures[source.name] = load_reason(source.name, error)
             except Exception as error:
                 _log.exception("model failed to load", extra={"fields": {"model": source.name}})
                 failures[source.name] = f"unexpected {type(error).__name__}: {error}"

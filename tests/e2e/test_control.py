@@ -53,14 +53,23 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
         assert partitions.free_bytes + partitions.workspace_bytes == free
         assert held(server).keys() == {"a"}
         assert client.is_server_ready(), "b and c are not requested any more"
+        stacks.put(tmp_path, "twisted", 0)
+        (tmp_path / "twisted" / "config.pbtxt").write_text("version_policy { specific { versions: 2 } }")
         for model, config, reason in (
-            ("nope", None, "failed to poll from model repository"),
-            ("broken", None, "load failed for model 'broken'"),
-            ("b", '{"max_batch_size": "many"}', "not a ModelConfig in JSON"),
-            ("b", '{"max_batch_size": 9}', "max_batch_size 9"),
+            ("nope", None, "failed to load 'nope', failed to poll from model repository: it has no such folder"),
+            (
+                "twisted",
+                None,
+                "failed to load 'twisted', failed to poll from model repository: version_policy asks",
+            ),
+            ("broken", None, "load failed for model 'broken': version 1 is at UNAVAILABLE state: "),
+            ("b", '{"max_batch_size": "many"}', "load failed for model 'b': .*not a ModelConfig in JSON"),
+            ("b", '{"max_batch_size": 9}', "load failed for model 'b': .*max_batch_size 9"),
         ):
-            with pytest.raises(InferenceServerException, match=reason):
+            with pytest.raises(InferenceServerException, match=reason) as caught:
                 client.load_model(model, config=config)
+            assert str(caught.value).count(f"'{model}'") == 1, "its name is there once"
+            assert f" {model}: " not in str(caught.value)
     (record,) = (r for r in caplog.records if "one instance serves" in r.message)
     assert record.levelname == "WARNING"
     assert record.fields == {"model": "c", "instance_group.count": 3}  # type: ignore[attr-defined]
