@@ -133,11 +133,9 @@ class PayloadTooLarge(RequestError):
         )
 
 
-def too_much_json(what: str, limit_bytes: int) -> PayloadTooLarge:
-    """The error for a request with too much besides its tensors' bytes."""
-    return PayloadTooLarge(
-        what, limit_bytes, "send tensors as bytes instead, or start the server with a larger --max-json"
-    )
+SEND_LESS_JSON = "send tensors as bytes instead, or start the server with a larger --max-json"
+"""The way out for a request with too much besides its tensors' bytes."""
+ONLY_INFERENCE = "only inference takes larger ones"
 
 
 class ClientTooSlow(RequestError):

@@ -60,14 +60,15 @@ class DataPlane:
         self.regions = regions
         self.tracer = tracer or Tracer(TraceControl())
         self.log_settings = LogSettings()
+        self._name = config.server_name
         self._queue_limit = config.queue_limit
         self._shares_ports = config.frontends > 1
         self._client = client
         self._machine = machine
         self._under_way: dict[str, int] = {}
+        """Unanswered requests by model."""
         self._full: dict[str, float] = {}
         """Models whose queue was full at the last answer, and the seconds after which to retry."""
-        """Unanswered requests by model."""
         self._draining = False
         self._answered = asyncio.Event()
         self._decoding = asyncio.Lock()
@@ -78,9 +79,8 @@ class DataPlane:
     def traces(self) -> TraceControl:
         return self.tracer.control
 
-    @property
-    def extensions(self) -> list[str]:
-        return descriptions.extensions(without=self.regions.refused)
+    def server_metadata(self) -> dict[str, Any]:
+        return descriptions.server_metadata(self._name, descriptions.extensions(without=self.regions.refused))
 
     def not_ready(self) -> str | None:
         """Return why the server is not ready, or None."""

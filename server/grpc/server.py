@@ -26,6 +26,8 @@ _FLAG = "--grpc-port"
 _LOOKED_AT_S, _REBIND_S = 0.25, 1.0
 _MESSAGE_ALLOWANCE_BYTES = 1 << 20
 """Allowance of a message for everything but the tensors, which `max_body_bytes` limits."""
+_METADATA_BYTES = 16 << 10
+"""Limit of a call's metadata. gRPC's own limits are two, 8 and 16 KiB, between which it refuses calls at random."""
 _HANDSHAKE_MS = 20_000
 _PING_INTERVAL_MS = 5_000
 _PING_TIMEOUT_MS = 20_000
@@ -59,6 +61,8 @@ class GrpcServer:
         self._options = [
             ("grpc.max_receive_message_length", max_body_bytes + _MESSAGE_ALLOWANCE_BYTES),
             ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", _METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", _METADATA_BYTES),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.so_reuseport", int(reuse_port)),

@@ -2,7 +2,7 @@
 
 from aiohttp import hdrs, web
 
-from server.errors import too_much_json
+from server.errors import SEND_LESS_JSON, PayloadTooLarge
 from server.frontend.dataplane import DataPlane
 from server.frontend.memory import Lease
 from server.frontend.threads import call
@@ -34,8 +34,10 @@ class InferenceApi:
         self._max_body_bytes = max_body_bytes
 
     @property
-    def _max_json_bytes(self) -> int:
-        return min(self._plane.max_json_bytes, self._max_body_bytes)
+    def _json_limit(self) -> tuple[int, str]:
+        """The limit of JSON in bytes, and what a client can do about it."""
+        json_bytes = self._plane.max_json_bytes
+        return (json_bytes, SEND_LESS_JSON) if json_bytes < self._max_body_bytes else (self._max_body_bytes, "")
 
     async def live(self, request: web.Request) -> web.Response:
         return json_response({"live": True})
@@ -45,7 +47,7 @@ class InferenceApi:
         return json_response({"ready": True}) if reason is None else error_response(400, reason)
 
     async def server_metadata(self, request: web.Request) -> web.Response:
-        return json_response(descriptions.server_metadata(self._plane.extensions))
+        return json_response(self._plane.server_metadata())
 
     async def model_ready(self, request: web.Request) -> web.Response:
         name, version = model_of(request)
@@ -68,11 +70,12 @@ class InferenceApi:
         info = self._plane.require_ready(*model_of(request))
         header_length = parse_header_length(request.headers.get(HEADER_LENGTH))
         with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
-            limit = self._max_json_bytes if header_length is None else self._max_body_bytes
-            body = await read_body(request, lease, limit)
+            most_json, way_out = self._json_limit
+            limit = (most_json, way_out) if header_length is None else (self._max_body_bytes, "")
+            body = await read_body(request, lease, *limit)
             json_bytes = len(body) if header_length is None else header_length
-            if self._max_json_bytes < json_bytes <= len(body):
-                raise too_much_json(f"the request JSON of {json_bytes} bytes", self._max_json_bytes)
+            if most_json < json_bytes <= len(body):
+                raise PayloadTooLarge(f"the request JSON of {json_bytes} bytes", most_json, way_out)
             slow = json_bytes > _QUICK_JSON_BYTES or self._plane.regions.slow
             decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
             encoded = await _encode(await self._plane.infer(decoded, info, lease))
@@ -90,7 +93,7 @@ class InferenceApi:
     async def _generate(self, request: web.Request) -> bytes:
         info = self._plane.require_ready(*model_of(request))
         with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
-            body = await read_body(request, lease, self._max_json_bytes)
+            body = await read_body(request, lease, *self._json_limit)
             slow = len(body) > _QUICK_JSON_BYTES
             decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
             response = await self._plane.infer(decoded, info, lease)

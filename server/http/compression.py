@@ -8,6 +8,7 @@ alone, or weights, are a choice and are honoured.
 import zlib
 
 _LEVEL = 1
+_PLAIN = "identity"
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
@@ -18,9 +19,10 @@ def chosen_encoding(accept: str | None) -> str | None:
     codings = [c for c in (part.strip() for part in accept.lower().split(",")) if c]
     if len(codings) > 1 and ";" not in accept:
         return None
-    weights = {coding: weight for coding, weight in map(_weighted, codings) if coding in _WINDOW_BITS}
-    best = max(weights, key=weights.__getitem__, default=None)
-    return best if best is not None and weights[best] > 0 else None
+    known = (*_WINDOW_BITS, _PLAIN)
+    weights = {coding: weight for coding, weight in map(_weighted, codings) if coding in known}
+    best = max(weights, key=weights.__getitem__, default=_PLAIN)
+    return best if best != _PLAIN and weights[best] > 0 else None
 
 
 def compress(body: bytes, encoding: str) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.errors import RepositoryError
+from server.protocol.config_fields import refuse_fields
 from server.protocol.model_config import ModelConfig, read_config
 from server.scheduling.policy import Policy
 from server.scheduling.policy_config import policy_of
@@ -109,6 +110,8 @@ def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> Mo
         config = read_config(_regular(_confine(config_path, root)))
     if config is not None and config.name and config.name != folder.name:
         raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
+    if config is not None:
+        refuse_fields(config)
     version = _served_version(versions, config)
     path = folder / str(version) / ((config and config.default_model_filename) or _PROGRAM)
     if path.parent.parent != folder or not (path.exists() or path.is_symlink()):

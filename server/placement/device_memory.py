@@ -13,7 +13,7 @@ from runtime.shared_region.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
 from server.ipc.model import DeviceUse, ModelFootprint, lane_name
 from server.models.known_models import Plans
-from server.models.prepared import Prepared, warn_of_ignored_config
+from server.models.prepared import Prepared
 from server.placement.lane_choice import least_busy
 from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
@@ -144,7 +144,6 @@ class PartitionedMemory:
 
     def add(self, owner: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> PlacedModel:
         """Add a model whose residents are loaded, and return it."""
-        warn_of_ignored_config(prepared.source)
         lowered, config = prepared.lowered, prepared.source.config
         most = max(programs)
         if config is not None and config.max_batch_size:

@@ -10,6 +10,7 @@ from planner.errors import CohabitError
 from server.config.config import ServeConfig
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown, load_reason
+from server.models.prepared import warn_of_ignored_config
 from server.models.registry import Registry
 from server.models.repository import ModelSource, source_of
 from server.models.worker_process import MOST_PREPARING
@@ -141,6 +142,7 @@ class Lifecycle:
         finally:
             if placed is None:
                 prepared.store.close()
+        warn_of_ignored_config(source, self._config.device)
         statistics = self._registry.loaded(placed.servable, placed.footprint, source.config, source.override)
         self._lanes.add(placed.servable, statistics, source.policy, placed.lane)
         self._serving[source.name] = placed

@@ -22,6 +22,7 @@ from server.models.prepared import (
     open_backend,
     prepare,
     prepare_in_worker,
+    warn_of_ignored_config,
     warn_without_packing,
 )
 from server.models.preparer import ModelPreparer, workers_of
@@ -87,6 +88,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
                     prepared.append(prepare_in_worker(source, config, backend, workers))
                 else:
                     prepared.append(prepare(source, config, backend, on_progress))
+                warn_of_ignored_config(source, config.device)
             except CohabitError as error:
                 failures[source.name] = load_reason(source.name, error)
             except Exception as error:

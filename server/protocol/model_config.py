@@ -50,6 +50,9 @@ def config_of(
     config.platform = config.platform or info.platform
     config.backend = config.backend or "pytorch"
     config.max_batch_size = info.max_batch_size
+    for memory in ("input_pinned_memory", "output_pinned_memory"):
+        if not config.optimization.HasField(memory):  # as Triton completes it
+            getattr(config.optimization, memory).enable = True
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
     if not config.input:

@@ -26,7 +26,9 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
 ) -> None:
     for number, name in enumerate("abc"):
         stacks.put(tmp_path, name, number)
-    (tmp_path / "c" / "config.pbtxt").write_text("max_batch_size: 4 instance_group { count: 3 }")
+    (tmp_path / "c" / "config.pbtxt").write_text(
+        "max_batch_size: 4 instance_group { count: 3 } response_cache { enable: true }"
+    )
     stacks.put(tmp_path, "broken", 0)
     (tmp_path / "broken" / "1" / "model.pt2").write_bytes(b"no archive")
     with controlled(tmp_path, "20MiB", plans, load_models=("a",)) as (server, client):
@@ -70,9 +72,11 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
                 client.load_model(model, config=config)
             assert str(caught.value).count(f"'{model}'") == 1, "its name is there once"
             assert f" {model}: " not in str(caught.value)
-    (record,) = (r for r in caplog.records if "one instance serves" in r.message)
+    (record,) = (r for r in caplog.records if "have no effect" in r.message)
     assert record.levelname == "WARNING"
-    assert record.fields == {"model": "c", "instance_group.count": 3}  # type: ignore[attr-defined]
+    fields: dict[str, str] = record.fields  # type: ignore[attr-defined]
+    assert fields.keys() == {"model", "instance_group.count", "response_cache.enable"}
+    assert fields["model"] == "c"
 
 
 def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_client_leaves(

@@ -213,6 +213,13 @@ def test_completed_config_is_tritons_json() -> None:
     assert written["output"][0]["dims"] == []
     assert written["parameters"] == {"a": {"string_value": "b"}}
     assert written["instance_group"] == []
+    assert written["optimization"] == {
+        "priority": "PRIORITY_DEFAULT",
+        "input_pinned_memory": {"enable": True},
+        "output_pinned_memory": {"enable": True},
+        "gather_kernel_buffer_threshold": 0,
+        "eager_batching": False,
+    }
 
 
 def test_the_configuration_says_how_each_batch_is_issued() -> None:

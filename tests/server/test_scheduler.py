@@ -55,6 +55,20 @@ def test_oldest_request_of_all_models_runs_first() -> None:
     assert served(scheduler) == list("abacb")
 
 
+@pytest.mark.parametrize("keeps_order", [False, True])
+def test_under_overload_a_request_is_passed_over_unless_the_model_preserves_the_order(keeps_order: bool) -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", SWAP_BOUND, policy=Policy(keeps_order=keeps_order), max_rows=8)
+    first = scheduler.submit(0.0, request(timeout_s=1.5))
+    later = [scheduler.submit(0.0, request()) for _ in range(7)]
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=0.1))
+    work = scheduler.next(0.0)
+    assert work is not None
+    assert (work.tickets[0] is first) == keeps_order
+    assert (work.tickets == tuple(later)) != keeps_order
+
+
 def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
     scheduler = Scheduler(2)
     scheduler.add("a", {1: 3.0})
