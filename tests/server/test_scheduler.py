@@ -229,9 +229,34 @@ def test_model_that_was_slow_once_is_tried_again() -> None:
     work = scheduler.next(0.0)
     assert work is not None
     scheduler.finished(work, 100.0, 100.0)
+    scheduler.submit(100.0, request())
     with pytest.raises(RequestTimedOut):
-        scheduler.submit(100.0, request(timeout_s=1.5))
-    scheduler.submit(110.0, request(timeout_s=1.5))  # nothing has been heard of it for ten seconds
+        scheduler.submit(100.0, request(timeout_s=2.9))
+    scheduler.submit(110.0, request(timeout_s=2.9))  # nothing has been heard of it for ten seconds
+
+
+def test_an_idle_device_tries_what_it_expects_to_be_in_time() -> None:
+    """After a slow execution, the time that few exceed is twice the usual one; it counts where requests would wait."""
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0}, max_rows=1)
+
+    def executed(*tickets: Ticket, seconds: float) -> None:
+        for ticket in tickets:
+            work = scheduler.next(0.0)
+            assert work is not None
+            assert work.tickets == (ticket,)
+            scheduler.finished(work, 0.0, seconds)
+
+    executed(scheduler.submit(0.0, request()), seconds=3.0)
+    executed(scheduler.submit(0.0, request(timeout_s=1.3)), seconds=1.2)
+    alone = scheduler.submit(0.0, request(timeout_s=1.3))
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=2.4))
+    later = scheduler.submit(0.0, request())
+    assert scheduler.shed(0.0) == []
+    executed(alone, later, seconds=1.2)
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=0.9))
 
 
 def test_requests_with_deadlines_leave_nothing_behind() -> None:
