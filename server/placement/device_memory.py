@@ -148,7 +148,7 @@ class PartitionedMemory:
         most = max(programs)
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
-        info = describe(lowered, prepared.source.version, most)
+        info = describe(lowered, prepared.source.version, most, prepared.source.labels)
         runner = self.executors[lane] if self.shared is None else self.shared
         servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
         self.placed_models[owner] = placed = PlacedModel(

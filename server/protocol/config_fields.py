@@ -114,7 +114,7 @@ _FIELDS = (
     _honoured("output.data_type", "compared with the program"),
     _honoured("output.dims", "compared with the program"),
     _refused("output.reshape", _RESHAPE),
-    _warned("output.label_filename", "classifications have values and indices, without labels"),
+    _honoured("output.label_filename", "a file of the model's folder, one class per line, at most 1 MiB"),
     _refused("output.is_shape_tensor", _SHAPE_TENSOR),
     _refused("output.is_non_linear_format_io", _LINEAR),
     _refused("batch_input", _RAGGED),

@@ -1,5 +1,6 @@
 """Models are loaded, replaced and unloaded while others are served: no wrong answer, no lost request, no lost byte."""
 
+import json
 import os
 import shutil
 import socket
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from planner.sizing.deployment import Room
@@ -18,7 +20,17 @@ from server.models.known_models import Plans
 from server.models.prepared import Prepared
 from server.models.repository import ModelSource
 from tests.e2e.serving import eventually, repository_index
-from tests.e2e.stacks import Stacks, answer, controlled, held, is_answer_of, under_load
+from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
+
+
+def is_class_of(seed: int, client: triton.InferenceServerClient, model: str, output: str) -> bool:
+    """Whether the largest value of an answer comes with its index and its label."""
+    sent = triton.InferInput("x", list(X.shape), "FP32")
+    sent.set_data_from_numpy(X)
+    wanted = triton.InferRequestedOutput(output, class_count=1)
+    (largest,) = client.infer(model, [sent], outputs=[wanted]).as_numpy(output).ravel()
+    index = int(expected(seed).argmax())
+    return bool(largest.decode().endswith(f":{index}:class {index}"))
 
 
 def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
@@ -42,11 +54,15 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
             client.load_model("c")
             assert is_answer_of(1, answer(server, "b"))
             assert is_answer_of(2, answer(server, "c"))
+            name = client.get_model_metadata("b")["outputs"][0]["name"]
             client.unload_model("b")
             client.unload_model("b")
             with pytest.raises(InferenceServerException, match="'b' has no available versions: unloaded"):
                 answer(server, "b")
-            client.load_model("b", config='{"max_batch_size": 2}')
+            (tmp_path / "b" / "labels.txt").write_text("".join(f"class {index}\n" for index in range(WIDTH)))
+            output = {"name": name, "data_type": "TYPE_FP32", "dims": [WIDTH], "label_filename": "labels.txt"}
+            client.load_model("b", config=json.dumps({"max_batch_size": 2, "output": [output]}))
+            assert is_class_of(1, client, "b", name)
             assert client.get_model_config("b")["max_batch_size"] == 2
             assert is_answer_of(1, answer(server, "b"))
             client.unload_model("b")

@@ -159,6 +159,28 @@ def test_bad_config_is_the_models_reason(tmp_path: Path, text: str, part: str) -
     assert part in reason(tmp_path)
 
 
+def test_label_files_are_read_with_the_model(tmp_path: Path) -> None:
+    folder = add(
+        tmp_path, "m", "1", config="output { name: 'y' label_filename: 'labels.txt' } output { name: 'z' }"
+    )
+    (folder / "labels.txt").write_bytes("cat\r\n\ngrüner Hund\n".encode())
+    (model,) = scan(tmp_path)
+    assert isinstance(model, ModelSource)
+    assert model.labels == {"y": ("cat", "", "grüner Hund")}
+
+
+@pytest.mark.parametrize(
+    "name", ["gone.txt", "../other/labels.txt", "/etc/hostname", "1", "link", "latin", "large"]
+)
+def test_label_files_that_are_refused(tmp_path: Path, name: str) -> None:
+    folder = add(tmp_path / "repository", "m", "1", config=f"output {{ name: 'y' label_filename: '{name}' }}")
+    (tmp_path / "labels.txt").touch()
+    (folder / "link").symlink_to(tmp_path / "labels.txt")
+    (folder / "latin").write_bytes(b"\xff")
+    (folder / "large").write_bytes(bytes((1 << 20) + 1))
+    assert name.rpartition("/")[2] in reason(tmp_path / "repository")
+
+
 def test_config_that_is_not_text(tmp_path: Path) -> None:
     (add(tmp_path, "m", "1") / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
     assert "config.pbtxt cannot be read" in reason(tmp_path)
