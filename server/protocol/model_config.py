@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format, text_format
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 from server.errors import RepositoryError
@@ -77,9 +78,26 @@ def config_as_json(config: ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = json_format.MessageToDict(
         config, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    for tensor in (*written["input"], *written["output"]):
-        tensor["dims"] = [int(dim) for dim in tensor["dims"]]  # protobuf writes 64-bit integers as strings
+    _write_numbers(written, config.DESCRIPTOR)
     return written
+
+
+def _write_numbers(written: dict[str, Any], kind: Descriptor) -> None:
+    """Replace 64-bit integers, which protobuf writes as strings, by numbers, as Triton does."""
+    for field in kind.fields:
+        value = written.get(field.name)
+        inner, many = field.message_type, isinstance(value, list)
+        if value is None:
+            continue
+        if inner is None:
+            if field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64):
+                written[field.name] = [int(item) for item in value] if many else int(value)
+            continue
+        is_map = inner.GetOptions().map_entry
+        inner = inner.fields_by_name["value"].message_type if is_map else inner
+        if inner is not None:
+            for message in value.values() if is_map else value if many else [value]:
+                _write_numbers(message, inner)
 
 
 def config_mismatch(config: ModelConfig, info: ModelInfo) -> str | None:

@@ -244,6 +244,27 @@ def test_completed_config_is_tritons_json() -> None:
     }
 
 
+def test_numbers_of_a_config_are_numbers_in_json() -> None:
+    text = """
+        version_policy { specific { versions: [ 1, 2 ] } }
+        dynamic_batching {
+          max_queue_delay_microseconds: 500 priority_levels: 2 default_priority_level: 1
+          default_queue_policy { default_timeout_microseconds: 7 }
+          priority_queue_policy { key: 2 value { default_timeout_microseconds: 8 } }
+        }
+        model_warmup { inputs { key: "x" value { dims: [ 3 ] } } }
+        metric_tags { key: "a" value: "1" }
+    """
+    written = config_as_json(config_of(INFO, config(text)))
+    assert written["version_policy"]["specific"]["versions"] == [1, 2]
+    batching = written["dynamic_batching"]
+    assert (batching["max_queue_delay_microseconds"], batching["priority_levels"]) == (500, 2)
+    assert batching["default_queue_policy"]["default_timeout_microseconds"] == 7
+    assert batching["priority_queue_policy"]["2"]["default_timeout_microseconds"] == 8
+    assert written["model_warmup"][0]["inputs"]["x"]["dims"] == [3]
+    assert written["metric_tags"] == {"a": "1"}
+
+
 def test_the_configuration_says_how_each_batch_is_issued() -> None:
     captures = {1: GraphCapture(2, 4096, None), 8: GraphCapture(0, 0, "op item reads a number on the host")}
     written = config_as_json(config_of(INFO, captures=captures))
