@@ -61,6 +61,7 @@ class DataPlane:
         self.tracer = tracer or Tracer(TraceControl())
         self.log_settings = LogSettings()
         self._name = config.server_name
+        self._device = config.device
         self._queue_limit = config.queue_limit
         self._shares_ports = config.frontends > 1
         self._client = client
@@ -128,7 +129,7 @@ class DataPlane:
         info = entry.require()
         report = (await self._client.report()).models.get(entry.name)
         given = None if entry.config is None else ModelConfig.FromString(entry.config)
-        return config_of(info, given, None if report is None else report.captures)
+        return config_of(info, given, None if report is None else report.captures, self._device)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
         """Return the counters of one model or of all, as Triton's JSON. Raises ModelNotListed."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 
 from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
@@ -38,9 +38,12 @@ def parse_config(text: str) -> ModelConfig:
 
 
 def config_of(
-    info: ModelInfo, given: ModelConfig | None = None, captures: Mapping[int, GraphCapture] | None = None
+    info: ModelInfo,
+    given: ModelConfig | None = None,
+    captures: Mapping[int, GraphCapture] | None = None,
+    device: str = "cpu",
 ) -> ModelConfig:
-    """Complete a config.pbtxt, all fields of which are optional, from the model.
+    """Complete a config.pbtxt, all fields of which are optional, from the model and the device, as Triton does.
 
     How it is issued, where the device has graphs, is a parameter: Triton's clients expect any there.
     """
@@ -52,8 +55,11 @@ def config_of(
     config.backend = config.backend or "pytorch"
     config.max_batch_size = info.max_batch_size
     for memory in ("input_pinned_memory", "output_pinned_memory"):
-        if not config.optimization.HasField(memory):  # as Triton completes it
+        if not config.optimization.HasField(memory):
             getattr(config.optimization, memory).enable = True
+    if not config.instance_group:
+        kind = ModelInstanceGroup.KIND_GPU if device.startswith("cuda") else ModelInstanceGroup.KIND_CPU
+        config.instance_group.add(name=f"{info.name}_0", kind=kind, count=1)
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
     if not config.input:

@@ -107,12 +107,13 @@ def test_what_has_no_effect_is_warned_of_by_name(text: str, device: str, named: 
     assert all(ignored.values())
 
 
-def test_the_configuration_that_is_returned_may_be_sent_back() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_the_configuration_that_is_returned_may_be_sent_back(device: str) -> None:
     tensor = TensorSpec("x", "FP32", (4,))
-    answered = config_as_json(config_of(ModelInfo("m", 1, (tensor,), (tensor,), 8)))
+    answered = config_as_json(config_of(ModelInfo("m", 1, (tensor,), (tensor,), 8), device=device))
     sent = parse_config(json.dumps(answered))
     refuse_fields(sent)
-    assert ignored_fields(sent, "cpu") == {}
+    assert ignored_fields(sent, device) == {}
 
 
 def test_a_field_is_refused_wherever_it_stands() -> None:

@@ -234,7 +234,8 @@ def test_completed_config_is_tritons_json() -> None:
     assert written["input"][0]["dims"] == [3, 4]
     assert written["output"][0]["dims"] == []
     assert written["parameters"] == {"a": {"string_value": "b"}}
-    assert written["instance_group"] == []
+    (group,) = written["instance_group"]
+    assert (group["name"], group["kind"], group["count"], group["gpus"]) == ("m_0", "KIND_CPU", 1, [])
     assert written["optimization"] == {
         "priority": "PRIORITY_DEFAULT",
         "input_pinned_memory": {"enable": True},
