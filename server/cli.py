@@ -18,7 +18,7 @@ from planner.errors import CohabitError
 from server.config.config import ServeConfig
 from server.config.sources import add_flags, as_toml, read_settings
 from server.errors import ConfigError, RepositoryError
-from server.process_rights import no_new_privileges
+from server.process_rights import allow_connections, no_new_privileges
 from server.tools.flags import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags
 from server.tools.remote.commands import COMMANDS, RemoteCommand
 
@@ -144,6 +144,7 @@ def _serve(config: ServeConfig, console: Console) -> int:
     from server.log import configure_logging
 
     no_new_privileges()
+    allow_connections()
     configure_logging(config.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve_until_stopped(config, console))

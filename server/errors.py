@@ -9,6 +9,7 @@ CohabitError
     ├── Unauthenticated      no token, or an unknown one
     ├── PermissionMissing    the token does not permit this call
     ├── InvalidRequest       the request breaks the protocol or does not fit the model
+    │   ├── TensorMismatch   its tensors do not fit the model
     │   ├── ModelNotListed   statistics of a model that is not served
     │   └── AlreadyRegistered  the name of a registered shared memory region
     ├── ModelNotFound        no such model or version, or it failed to load
@@ -30,10 +31,11 @@ CohabitError
     ├── DeviceUnavailable    the device is lost; nothing can be executed
     ├── ControlOff           loading and unloading by request is not allowed
     ├── LoadFailed           a model cannot be loaded; the message says why
-    └── NotInRepository      there is no model of that name to load
+    └── NotInRepository      the repository has no such model, or none that can be read
 """
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import msgspec
 
@@ -59,11 +61,13 @@ class StartFailed(CohabitError):
 class RequestError(CohabitError):
     """One request cannot be answered."""
 
+    names_request: ClassVar[bool] = False
+    """Whether Triton puts the request's id in front of such an error, and `<id_unknown>` if the client gave none."""
+
     def of_request(self, request_id: str | None) -> None:
-        """Put the client's id in front of the message, unless it is there already."""
-        prefix = f"[request id: {request_id}] "
-        if request_id and not str(self).startswith(prefix):
-            self.args = (f"{prefix}{self}",)
+        """Put the client's id in front of the message, unless one is there already."""
+        if (request_id or self.names_request) and not str(self).startswith("[request id: "):
+            self.args = (f"[request id: {request_id or '<id_unknown>'}] {self}",)
 
 
 class Unauthenticated(RequestError):
@@ -80,6 +84,12 @@ class PermissionMissing(RequestError):
 
 class InvalidRequest(RequestError):
     """The request breaks the protocol or does not fit the model."""
+
+
+class TensorMismatch(InvalidRequest):
+    """The request's tensors do not fit the model."""
+
+    names_request = True
 
 
 class ModelNotListed(InvalidRequest):
@@ -123,11 +133,9 @@ class PayloadTooLarge(RequestError):
         )
 
 
-def too_much_json(what: str, limit_bytes: int) -> PayloadTooLarge:
-    """The error for a request with too much besides its tensors' bytes."""
-    return PayloadTooLarge(
-        what, limit_bytes, "send tensors as bytes instead, or start the server with a larger --max-json"
-    )
+SEND_LESS_JSON = "send tensors as bytes instead, or start the server with a larger --max-json"
+"""The way out for a request with too much besides its tensors' bytes."""
+ONLY_INFERENCE = "only inference takes larger ones"
 
 
 class ClientTooSlow(RequestError):
@@ -158,6 +166,8 @@ class Overloaded(RequestError):
 
 class QueueFull(Overloaded):
     """A queue is at its limit."""
+
+    names_request = True
 
     @classmethod
     def of_model(cls, model: str, limit: int, retry_after_s: float) -> "QueueFull":
@@ -225,10 +235,15 @@ class LoadFailed(RequestError):
 
 
 class NotInRepository(RequestError):
-    """The repository has no model of that name."""
+    """The repository has no such model, or none that can be read."""
 
     def __init__(self, model: str, reason: str = "it has no such folder") -> None:
         super().__init__(f"failed to load '{model}', failed to poll from model repository: {reason}")
+
+
+def load_reason(model: str, error: Exception) -> str:
+    """Return why a model cannot be loaded, without its name in front, which the caller's text has."""
+    return str(error).removeprefix(f"{model}: ")
 
 
 class EngineFailed(RequestError):

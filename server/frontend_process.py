@@ -12,7 +12,7 @@ import uvloop
 
 from server.config.config import decode_config
 from server.log import configure_logging
-from server.process_rights import end_with_parent, no_new_privileges
+from server.process_rights import allow_connections, end_with_parent, no_new_privileges
 from server.serve import Server
 
 
@@ -31,6 +31,7 @@ async def _run(raw_config: bytes, engine_path: Path) -> None:
 def main() -> None:
     end_with_parent()
     no_new_privileges()
+    allow_connections()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(sys.stdin.buffer.read(), Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""What processes give up when they begin: outliving their parent, new privileges, and memory of others."""
+"""The rights and limits that processes set when they begin: parent's death, privileges, memory, open files."""
 
 import ctypes
 import resource
@@ -19,6 +19,12 @@ def end_with_parent() -> None:
 def no_new_privileges() -> None:
     """Give up the rights of set-user-ID programs and file capabilities, for this process and its children."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def allow_connections() -> None:
+    """Raise the limit of open files to the most that the system allows: its default may be below --max-connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def yield_memory(most_bytes: int | None) -> None:

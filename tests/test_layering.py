@@ -43,7 +43,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.observe": ({"server"}, {"msgspec", "psutil", "pynvml"}),
     "server.frontend": ({"server", "planner.errors", "planner.free_list"}, {"grpc", "msgspec", "numpy"}),
     "server.http": ({"server", "planner.errors"}, {"aiohttp", "msgspec"}),
-    "server.grpc": ({"server"}, {"grpc", "grpc_health", "grpc_reflection", "msgspec", "numpy"} | TRITON),
+    "server.grpc": (
+        {"server", "planner.errors"},
+        {"grpc", "grpc_health", "grpc_reflection", "msgspec", "numpy"} | TRITON,
+    ),
     "server.engine": ({"server", "runtime"}, {"msgspec", "numpy", "torch"}),
     "server.models": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.placement": ({"server", "runtime"} | WORDS | PREPARING, {"rich"}),

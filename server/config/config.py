@@ -171,6 +171,12 @@ class ServeConfig:
     metrics_port: int = setting(8002, "--metrics-port", "0 takes any free port", port, "PORT")
     http_unix: Path | None = setting(None, "--http-unix", "Unix socket that also accepts HTTP", Path, "PATH")
     grpc_unix: Path | None = setting(None, "--grpc-unix", "Unix socket that also accepts gRPC", Path, "PATH")
+    server_name: str = setting(
+        "cohabit",
+        "--server-name",
+        "name in the server's metadata; programs that were written for Triton may compare it with 'triton'",
+        metavar="NAME",
+    )
     frontends: int = setting(
         1, "--frontends", "number of processes that accept requests on the ports", integer(1, 64), "N"
     )
@@ -200,7 +206,14 @@ class ServeConfig:
         "SIZE",
         write_size,
     )
-    queue_limit: int = setting(256, "--queue-limit", "requests that may wait per model", integer(1, 1 << 20), "N")
+    queue_limit: int = setting(
+        8192,
+        "--queue-limit",
+        "requests that may wait per model; more are answered 503. The default is above what one front end's connections"
+        " and gRPC calls can have under way, so that --queue-memory and timeouts bound the queue",
+        integer(1, 1 << 20),
+        "N",
+    )
     queue_bytes: int = setting(
         1 << 30,
         "--queue-memory",

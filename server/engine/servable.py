@@ -34,23 +34,29 @@ _DATATYPES = {
 }
 
 
-def describe(lowered: Lowered, version: int, max_batch: int) -> ModelInfo:
-    """Return the model's description for clients. Raises UnsupportedModel for a dtype without a KServe datatype."""
+def describe(
+    lowered: Lowered, version: int, max_batch: int, labels: Mapping[str, tuple[str, ...]] | None = None
+) -> ModelInfo:
+    """Return the model's description for clients, with the outputs' labels.
+
+    Raises UnsupportedModel for a dtype without a KServe datatype.
+    """
+    labels = labels or {}
     return ModelInfo(
         name=lowered.name,
         version=version,
         inputs=tuple(_spec(lowered, port) for port in lowered.inputs),
-        outputs=tuple(_spec(lowered, port) for port in lowered.outputs),
+        outputs=tuple(_spec(lowered, port, labels.get(port.name, ())) for port in lowered.outputs),
         max_batch_size=max_batch if lowered.batched else 0,
         only_batches=tuple(b for b in lowered.batches if b <= max_batch) if lowered.interaction else (),
     )
 
 
-def _spec(lowered: Lowered, port: Port) -> TensorSpec:
+def _spec(lowered: Lowered, port: Port, labels: tuple[str, ...] = ()) -> TensorSpec:
     if port.dtype not in _DATATYPES:
         raise UnsupportedModel(f"{lowered.name}: {port.name} is {port.dtype}, which KServe v2 has no datatype for")
     shape = port.shape[1:] if lowered.batched else port.shape
-    return TensorSpec(port.name, _DATATYPES[port.dtype], tuple(d for d in shape if d is not None))
+    return TensorSpec(port.name, _DATATYPES[port.dtype], tuple(d for d in shape if d is not None), labels)
 
 
 @dataclass(slots=True)

@@ -60,14 +60,16 @@ class DataPlane:
         self.regions = regions
         self.tracer = tracer or Tracer(TraceControl())
         self.log_settings = LogSettings()
+        self._name = config.server_name
+        self._device = config.device
         self._queue_limit = config.queue_limit
         self._shares_ports = config.frontends > 1
         self._client = client
         self._machine = machine
         self._under_way: dict[str, int] = {}
+        """Unanswered requests by model."""
         self._full: dict[str, float] = {}
         """Models whose queue was full at the last answer, and the seconds after which to retry."""
-        """Unanswered requests by model."""
         self._draining = False
         self._answered = asyncio.Event()
         self._decoding = asyncio.Lock()
@@ -78,9 +80,8 @@ class DataPlane:
     def traces(self) -> TraceControl:
         return self.tracer.control
 
-    @property
-    def extensions(self) -> list[str]:
-        return descriptions.extensions(without=self.regions.refused)
+    def server_metadata(self) -> dict[str, Any]:
+        return descriptions.server_metadata(self._name, descriptions.extensions(without=self.regions.refused))
 
     def not_ready(self) -> str | None:
         """Return why the server is not ready, or None."""
@@ -103,7 +104,7 @@ class DataPlane:
             raise ModelNotReady(model, reason)  # the engine has not read the repository yet
         return self._client.catalog.find(model, version).require()
 
-    def require_ready(self, model: str, version: str | None = None) -> ModelInfo:
+    def require_ready(self, model: str, version: str | None = None, request_id: str | None = None) -> ModelInfo:
         """Return a request's model, before its tensors are read.
 
         Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull: if more requests are under way than can wait
@@ -115,7 +116,9 @@ class DataPlane:
         most = 1 if model in self._full else self._queue_limit + max(info.max_batch_size, 1)
         if self._under_way.get(model, 0) >= most:
             self._client.count_rejection(model, "queue_full")
-            raise QueueFull.of_model(model, self._queue_limit, self._full.get(model, _RETRY_S))
+            error = QueueFull.of_model(model, self._queue_limit, self._full.get(model, _RETRY_S))
+            error.of_request(request_id)
+            raise error
         return info
 
     def index(self, only_ready: bool) -> list[ModelEntry]:
@@ -126,7 +129,7 @@ class DataPlane:
         info = entry.require()
         report = (await self._client.report()).models.get(entry.name)
         given = None if entry.config is None else ModelConfig.FromString(entry.config)
-        return config_of(info, given, None if report is None else report.captures)
+        return config_of(info, given, None if report is None else report.captures, self._device)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
         """Return the counters of one model or of all, as Triton's JSON. Raises ModelNotListed."""

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
 
-from server.errors import InvalidRequest, RequestError, Unsupported, too_much_json
+from server.errors import SEND_LESS_JSON, InvalidRequest, PayloadTooLarge, RequestError, Unsupported
 from server.frontend.dataplane import DataPlane
 from server.frontend.memory import Lease
 from server.frontend.threads import call
@@ -48,7 +48,7 @@ class InferenceCalls:
         return pb.ModelReadyResponse(ready=self._plane.is_ready(*_which(request)))
 
     async def server_metadata(self, request: Any, context: Any) -> Any:
-        return _message(descriptions.server_metadata(self._plane.extensions), pb.ServerMetadataResponse())
+        return _message(self._plane.server_metadata(), pb.ServerMetadataResponse())
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
         info = self._plane.describe(*_which(request))
@@ -187,13 +187,13 @@ class InferenceCalls:
         described = described_bytes(data)
         if described > self._plane.max_json_bytes:
             what = f"the message of {described} bytes without its raw_input_contents"
-            raise too_much_json(what, self._plane.max_json_bytes)
+            raise PayloadTooLarge(what, self._plane.max_json_bytes, SEND_LESS_JSON)
         typed = described > _QUICK_BYTES
         message = await self._plane.decode(typed or len(data) > _QUICK_TENSOR_BYTES, parse_request, data)
-        info = self._plane.require_ready(message.model_name, message.model_version or None)
-        regions = self._plane.regions
-        with self._plane.memory.lease() as lease:
-            request = await self._plane.decode(typed or regions.slow, decode_request, message, info, regions)
+        info = self._plane.require_ready(message.model_name, message.model_version or None, message.id)
+        with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
+            slow = typed or self._plane.regions.slow
+            request = await self._plane.decode(slow, decode_request, message, info, regions)
             if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
                 request = replace(request, timeout_s=left_s)
             response = await self._plane.infer(request, info, lease)

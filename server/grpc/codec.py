@@ -12,7 +12,7 @@ from server.ipc.model import Array, ModelInfo
 from server.protocol.datatypes import BINARY_ONLY, DTYPES
 from server.protocol.matching import InputBody, Parameters, RequestBody, WantedBody, errors_of, fit, window_of
 from server.protocol.request import InferRequest, InferResponse
-from server.protocol.shared_memory import Regions
+from server.protocol.shared_memory import RegionUse
 from server.protocol.tensors import check_size, from_binary, from_window, to_binary
 
 _CONTENTS: Mapping[str, str] = {
@@ -45,7 +45,7 @@ def parse_request(data: bytes) -> Any:
     return message
 
 
-def decode_request(message: Any, info: ModelInfo, regions: Regions) -> InferRequest:
+def decode_request(message: Any, info: ModelInfo, regions: RegionUse) -> InferRequest:
     """Turn a ModelInferRequest into tensors that fit the model. Raises RequestError, with the client's id in front."""
     with errors_of(message.id):
         request = RequestBody(
@@ -68,14 +68,10 @@ def encode_response(response: InferResponse) -> Any:
     )
     for output in response.outputs:
         tensor, window, binary = output.tensor, output.window, to_binary(output.array, output.tensor.datatype)
-        described = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=output.array.shape)
+        message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=output.array.shape)
         if window is not None:
             window.write(memoryview(binary))
             binary = b""
-            described.parameters["shared_memory_region"].string_param = window.region.name
-            described.parameters["shared_memory_byte_size"].int64_param = window.nbytes
-            if window.offset:
-                described.parameters["shared_memory_offset"].int64_param = window.offset
         message.raw_output_contents.append(bytes(binary))
     return message
 
@@ -94,7 +90,7 @@ def parameters_of(parameters: Mapping[str, Any]) -> Parameters:
 class _Contents:
     """The inputs' values: raw entries in the order of the inputs, typed ones, or shared memory."""
 
-    def __init__(self, message: Any, info: ModelInfo, regions: Regions) -> None:
+    def __init__(self, message: Any, info: ModelInfo, regions: RegionUse) -> None:
         self._model = info.name
         self._raw = message.raw_input_contents
         self._taken = 0

@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from server.errors import PayloadTooLarge
+from server.errors import ONLY_INFERENCE, PayloadTooLarge
 from server.grpc.errors import CallRefused, status_of
 from server.observe.access import Access, Permission
 
@@ -96,7 +96,7 @@ def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots
     def parse(message: bytes) -> Any:
         if len(message) > _MOST_CONTROL_BYTES:
             what = f"the {method.name} message of {len(message)} bytes"
-            raise PayloadTooLarge(what, _MOST_CONTROL_BYTES, "only inference takes larger ones")
+            raise PayloadTooLarge(what, _MOST_CONTROL_BYTES, ONLY_INFERENCE)
         return request_type.FromString(message)
 
     async def parsed(messages: Any) -> AsyncIterator[Any]:

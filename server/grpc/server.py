@@ -26,6 +26,10 @@ _FLAG = "--grpc-port"
 _LOOKED_AT_S, _REBIND_S = 0.25, 1.0
 _MESSAGE_ALLOWANCE_BYTES = 1 << 20
 """Allowance of a message for everything but the tensors, which `max_body_bytes` limits."""
+_MOST_PENDING = MOST_CALLS + MOST_HEALTH_CALLS
+"""Calls that the library may hold before Python accepts them. By default it cancels calls at random from 1,000 on."""
+_METADATA_BYTES = 16 << 10
+"""Limit of a call's metadata. gRPC's own limits are two, 8 and 16 KiB, between which it refuses calls at random."""
 _HANDSHAKE_MS = 20_000
 _PING_INTERVAL_MS = 5_000
 _PING_TIMEOUT_MS = 20_000
@@ -59,6 +63,10 @@ class GrpcServer:
         self._options = [
             ("grpc.max_receive_message_length", max_body_bytes + _MESSAGE_ALLOWANCE_BYTES),
             ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", _METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", _METADATA_BYTES),
+            ("grpc.server.max_pending_requests", _MOST_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.so_reuseport", int(reuse_port)),
@@ -95,7 +103,7 @@ class GrpcServer:
     async def _serve(self, hosts: Sequence[str], port: int) -> int:
         """Start a server, and return its port. Raises ConfigError."""
         credentials = None if self._tls is None else self._tls.grpc_credentials()
-        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MOST_CALLS + MOST_HEALTH_CALLS)
+        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=_MOST_PENDING)
         inference = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
         health = health_pb2.DESCRIPTOR.services_by_name["Health"]
         described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]

@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from server.errors import InvalidRequest
+from server.errors import ONLY_INFERENCE, InvalidRequest
 from server.frontend.memory import Lease
 from server.http.body import Heap, read_body
 
@@ -58,7 +58,7 @@ def model_of(request: web.Request) -> tuple[str, str | None]:
 
 async def read_json(request: web.Request, of_type: type[_T], limit_bytes: int = 64 << 10) -> _T:
     """Read a small body as JSON of this form; an empty one is `{}`. Raises as `read_body` does."""
-    return parse_json(await read_body(request, Heap(), limit_bytes), of_type)
+    return parse_json(await read_body(request, Heap(), limit_bytes, ONLY_INFERENCE), of_type)
 
 
 def parse_json(body: memoryview, of_type: type[_T]) -> _T:

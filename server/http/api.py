@@ -1,10 +1,8 @@
 """HTTP's endpoints for inference, health and descriptions."""
 
-import asyncio
-
 from aiohttp import hdrs, web
 
-from server.errors import too_much_json
+from server.errors import SEND_LESS_JSON, PayloadTooLarge
 from server.frontend.dataplane import DataPlane
 from server.frontend.memory import Lease
 from server.frontend.threads import call
@@ -25,6 +23,7 @@ _BINARY = "application/octet-stream"
 _QUICK_JSON_BYTES = 64 << 10
 """The event loop parses and writes JSON up to this size; threads do the rest."""
 _QUICK_BINARY_BYTES = 4 << 20
+_QUICK_COMPRESSION_BYTES = 8 << 10
 
 
 class InferenceApi:
@@ -35,8 +34,10 @@ class InferenceApi:
         self._max_body_bytes = max_body_bytes
 
     @property
-    def _max_json_bytes(self) -> int:
-        return min(self._plane.max_json_bytes, self._max_body_bytes)
+    def _json_limit(self) -> tuple[int, str]:
+        """The limit of JSON in bytes, and what a client can do about it."""
+        json_bytes = self._plane.max_json_bytes
+        return (json_bytes, SEND_LESS_JSON) if json_bytes < self._max_body_bytes else (self._max_body_bytes, "")
 
     async def live(self, request: web.Request) -> web.Response:
         return json_response({"live": True})
@@ -46,7 +47,7 @@ class InferenceApi:
         return json_response({"ready": True}) if reason is None else error_response(400, reason)
 
     async def server_metadata(self, request: web.Request) -> web.Response:
-        return json_response(descriptions.server_metadata(self._plane.extensions))
+        return json_response(self._plane.server_metadata())
 
     async def model_ready(self, request: web.Request) -> web.Response:
         name, version = model_of(request)
@@ -68,14 +69,14 @@ class InferenceApi:
         """Check the head before reading the body; then read, decode, infer and encode."""
         info = self._plane.require_ready(*model_of(request))
         header_length = parse_header_length(request.headers.get(HEADER_LENGTH))
-        regions = self._plane.regions
-        with self._plane.memory.lease() as lease:
-            limit = self._max_json_bytes if header_length is None else self._max_body_bytes
-            body = await read_body(request, lease, limit)
+        with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
+            most_json, way_out = self._json_limit
+            limit = (most_json, way_out) if header_length is None else (self._max_body_bytes, "")
+            body = await read_body(request, lease, *limit)
             json_bytes = len(body) if header_length is None else header_length
-            if self._max_json_bytes < json_bytes <= len(body):
-                raise too_much_json(f"the request JSON of {json_bytes} bytes", self._max_json_bytes)
-            slow = json_bytes > _QUICK_JSON_BYTES or regions.slow
+            if most_json < json_bytes <= len(body):
+                raise PayloadTooLarge(f"the request JSON of {json_bytes} bytes", most_json, way_out)
+            slow = json_bytes > _QUICK_JSON_BYTES or self._plane.regions.slow
             decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
             encoded = await _encode(await self._plane.infer(decoded, info, lease))
             return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
@@ -91,10 +92,10 @@ class InferenceApi:
 
     async def _generate(self, request: web.Request) -> bytes:
         info = self._plane.require_ready(*model_of(request))
-        with self._plane.memory.lease() as lease:
-            body = await read_body(request, lease, self._max_json_bytes)
+        with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
+            body = await read_body(request, lease, *self._json_limit)
             slow = len(body) > _QUICK_JSON_BYTES
-            decoded = await self._plane.decode(slow, generate.decode_request, body, info, self._plane.regions)
+            decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
             response = await self._plane.infer(decoded, info, lease)
             return await call(_json_bytes(response) > _QUICK_JSON_BYTES, generate.encode_response, response)
 
@@ -116,8 +117,8 @@ async def _infer_response(encoded: EncodedResponse, accept_encoding: str | None,
     if encoded.header_length is not None:
         headers = {hdrs.CONTENT_TYPE: _BINARY, HEADER_LENGTH: str(encoded.header_length)}
     body = encoded.body
-    encoding = chosen_encoding(accept_encoding, len(body))
+    encoding = chosen_encoding(accept_encoding)
     if encoding is not None:
-        body = await asyncio.to_thread(compress, body, encoding)
+        body = await call(len(body) > _QUICK_COMPRESSION_BYTES, compress, body, encoding)
         headers[hdrs.CONTENT_ENCODING] = encoding
     return LeasedResponse(lease, body, headers)

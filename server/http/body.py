@@ -45,9 +45,10 @@ class Heap:
         pass
 
 
-async def read_body(request: web.Request, memory: Allocator, limit_bytes: int) -> memoryview:
+async def read_body(request: web.Request, memory: Allocator, limit_bytes: int, way_out: str = "") -> memoryview:
     """Receive a body into `memory`, and decompress it there.
 
+    `way_out` is what a client can do about a body over the limit, if that is not --max-body.
     A client that expects 100 Continue gets it first. Raises PayloadTooLarge, Overloaded, ClientTooSlow,
     UnknownEncoding or InvalidRequest.
     """
@@ -56,15 +57,16 @@ async def read_body(request: web.Request, memory: Allocator, limit_bytes: int) -
         raise UnknownEncoding(encoding[:40])
     length = request.content_length or 0
     if length > limit_bytes:
-        raise PayloadTooLarge(f"the request body of {length} bytes", limit_bytes)
-    body = _Buffer(memory, limit_bytes, "the request body", length)
+        raise PayloadTooLarge(f"the request body of {length} bytes", limit_bytes, way_out)
+    body = _Buffer(memory, PayloadTooLarge("the request body", limit_bytes, way_out), limit_bytes, length)
     if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # aiohttp takes an answer to be begun where this is not zero
     await _receive(request.content, body)
     if encoding in _IDENTITY or not body.nbytes:
         return body.view
-    inflated = _Buffer(memory, limit_bytes, "the inflated request body")
+    too_large = PayloadTooLarge("the inflated request body", limit_bytes, way_out)
+    inflated = _Buffer(memory, too_large, limit_bytes)
     await _inflate(body.view, encoding, inflated)
     body.free()
     return inflated.view
@@ -73,10 +75,10 @@ async def read_body(request: web.Request, memory: Allocator, limit_bytes: int) -
 class _Buffer:
     """A block that is moved to a larger one when it is full."""
 
-    def __init__(self, memory: Allocator, limit_bytes: int, what: str, capacity: int = 0) -> None:
+    def __init__(self, memory: Allocator, too_large: PayloadTooLarge, limit_bytes: int, capacity: int = 0) -> None:
         self._memory = memory
         self._limit_bytes = limit_bytes
-        self._what = what
+        self._too_large = too_large
         self._block = memory.allocate(capacity)
         self.nbytes = 0
 
@@ -88,7 +90,7 @@ class _Buffer:
         """Raises PayloadTooLarge beyond the limit, and Overloaded."""
         end = self.nbytes + len(data)
         if end > self._limit_bytes:
-            raise PayloadTooLarge(self._what, self._limit_bytes)
+            raise self._too_large
         if end > len(self._block):
             self._grow(end)
         self._block[self.nbytes : end] = data

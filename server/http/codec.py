@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, TensorMismatch
 from server.http.answers import parse_json
 from server.ipc.model import Array, ModelInfo
 from server.protocol.datatypes import DTYPES
@@ -26,7 +26,7 @@ from server.protocol.matching import (
     window_of,
 )
 from server.protocol.request import InferRequest, InferResponse, OutputTensor
-from server.protocol.shared_memory import Regions
+from server.protocol.shared_memory import RegionUse
 from server.protocol.tensors import from_binary, from_json, from_window, to_binary, to_json
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
@@ -51,7 +51,9 @@ def parse_header_length(text: str | None) -> int | None:
     return int(text)
 
 
-def decode_request(body: memoryview, header_length: int | None, info: ModelInfo, regions: Regions) -> InferRequest:
+def decode_request(
+    body: memoryview, header_length: int | None, info: ModelInfo, regions: RegionUse
+) -> InferRequest:
     """Turn a request's body into tensors that fit the model; binary ones are views of `body`.
 
     Raises RequestError, with the client's id in front.
@@ -59,7 +61,8 @@ def decode_request(body: memoryview, header_length: int | None, info: ModelInfo,
     if not body:
         raise InvalidRequest(f"the request for model '{info.name}' has an empty body")
     if header_length == 0:
-        return _raw_request(body, info, regions)
+        with errors_of(None):
+            return _raw_request(body, info, regions)
     if header_length is not None and header_length > len(body):
         raise InvalidRequest(
             f"Inference-Header-Content-Length is {header_length}, but the body has only {len(body)} bytes"
@@ -92,11 +95,8 @@ def encode_response(response: InferResponse) -> EncodedResponse:
 def _output_body(output: OutputTensor, binary: bytes | memoryview | None) -> OutputBody:
     body = OutputBody(output.tensor.name, output.tensor.datatype, output.array.shape)
     if output.window is not None:
-        window = output.window
-        body.parameters = {"shared_memory_region": window.region.name, "shared_memory_byte_size": window.nbytes}
-        if window.offset:
-            body.parameters["shared_memory_offset"] = window.offset
-    elif binary is not None:
+        return body  # without parameters, as Triton: its C++ client takes any for those of binary data
+    if binary is not None:
         body.parameters = {"binary_data_size": len(binary)}
     else:
         body.data = to_json(output.array)
@@ -106,7 +106,7 @@ def _output_body(output: OutputTensor, binary: bytes | memoryview | None) -> Out
 class _Tail:
     """The binary inputs, which follow the JSON one after the other."""
 
-    def __init__(self, binary: memoryview, regions: Regions) -> None:
+    def __init__(self, binary: memoryview, regions: RegionUse) -> None:
         self._binary = binary
         self._regions = regions
         self._offset = 0
@@ -206,10 +206,10 @@ def _contains(data: Any, wanted: object) -> bool:
     return data is wanted or (isinstance(data, list) and any(_contains(d, wanted) for d in data))
 
 
-def _raw_request(body: memoryview, info: ModelInfo, regions: Regions) -> InferRequest:
+def _raw_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> InferRequest:
     """Read a body that is the bytes of the only input; its size gives the batch."""
     if len(info.inputs) != 1:
-        raise InvalidRequest(
+        raise TensorMismatch(
             f"a raw binary request (Inference-Header-Content-Length: 0) needs a model with one input; model"
             f" '{info.name}' has {len(info.inputs)}"
         )
@@ -218,7 +218,7 @@ def _raw_request(body: memoryview, info: ModelInfo, regions: Regions) -> InferRe
     item_bytes = math.prod(d for d in shape if d >= 0) * DTYPES[tensor.datatype].itemsize
     free = sum(d < 0 for d in shape)
     if free > 1 or (free and (item_bytes == 0 or len(body) % item_bytes)):
-        raise InvalidRequest(
+        raise TensorMismatch(
             f"the shape of raw binary input '{tensor.name}' of {len(body)} bytes cannot be deduced:"
             f" {tensor.datatype} {list(shape)} takes {item_bytes} bytes at a time"
         )

@@ -1,4 +1,4 @@
-"""Compressed answers: only where a client chose so, never for errors, never on the event loop.
+"""Compressed answers: only where a client chose so, never for errors; large ones on a thread.
 
 HTTP libraries (tritonclient's asyncio client among them) announce `gzip, deflate, br` unasked, and gzip takes
 longer over a tensor than most networks. A bare list is therefore answered plainly, as RFC 9110 allows; one coding
@@ -7,21 +7,22 @@ alone, or weights, are a choice and are honoured.
 
 import zlib
 
-_LEAST_BYTES = 1024
 _LEVEL = 1
+_PLAIN = "identity"
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
-def chosen_encoding(accept: str | None, nbytes: int) -> str | None:
-    """Return `gzip`, `deflate` or None for an Accept-Encoding header and an answer of `nbytes`."""
-    if not accept or nbytes < _LEAST_BYTES:
+def chosen_encoding(accept: str | None) -> str | None:
+    """Return `gzip`, `deflate` or None for an Accept-Encoding header."""
+    if not accept:
         return None
     codings = [c for c in (part.strip() for part in accept.lower().split(",")) if c]
     if len(codings) > 1 and ";" not in accept:
         return None
-    weights = {coding: weight for coding, weight in map(_weighted, codings) if coding in _WINDOW_BITS}
-    best = max(weights, key=weights.__getitem__, default=None)
-    return best if best is not None and weights[best] > 0 else None
+    known = (*_WINDOW_BITS, _PLAIN)
+    weights = {coding: weight for coding, weight in map(_weighted, codings) if coding in known}
+    best = max(weights, key=weights.__getitem__, default=_PLAIN)
+    return best if best != _PLAIN and weights[best] > 0 else None
 
 
 def compress(body: bytes, encoding: str) -> bytes:

@@ -11,7 +11,7 @@ from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY
 from server.protocol.matching import InputBody, Parameters, RequestBody, errors_of, fit
 from server.protocol.request import InferRequest, InferResponse
-from server.protocol.shared_memory import Regions
+from server.protocol.shared_memory import RegionUse
 from server.protocol.tensors import from_json, to_json
 
 _OPENING = re.compile(rb"[\s\[]*")
@@ -20,7 +20,7 @@ _VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
 _MOST_DIMENSIONS = 64
 
 
-def decode_request(body: memoryview, info: ModelInfo, regions: Regions) -> InferRequest:
+def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> InferRequest:
     """Turn `{"input": value, ...}` into a request of one sample. Raises RequestError, with the client's id in front.
 
     A value is a tensor of one element. An array is nested like the model's shape, with or without the batch. Other

@@ -20,6 +20,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
+    labels: tuple[str, ...] = ()
+    """Names of an output's classes, by index; a class may have none."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

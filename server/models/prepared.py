@@ -26,6 +26,7 @@ from server.models.known_models import FileState, KnownModel
 from server.models.options import options_of
 from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcesses
+from server.protocol.config_fields import ignored_fields
 from server.protocol.model_config import ModelConfig, config_mismatch, config_names
 
 _log = logging.getLogger("cohabit.models")
@@ -64,13 +65,11 @@ class Prepared:
         return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s)
 
 
-def warn_of_ignored_config(source: ModelSource) -> None:
-    """Log a request for several instances in config.pbtxt, which is ignored."""
-    groups = source.config.instance_group if source.config is not None else ()
-    asked = sum(max(group.count, 1) for group in groups)
-    if asked > 1:
-        fields = {"model": source.name, "instance_group.count": asked}
-        _log.warning("one instance serves, and requests that wait are batched", extra={"fields": fields})
+def warn_of_ignored_config(source: ModelSource, device: str) -> None:
+    """Log the fields of a model's configuration that have no effect, with the reasons."""
+    ignored = {} if source.config is None else ignored_fields(source.config, device)
+    if ignored:
+        _log.warning("fields of config.pbtxt have no effect", extra={"fields": {"model": source.name, **ignored}})
 
 
 def warn_of_interaction(lowered: Lowered) -> None:

@@ -2,11 +2,12 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.errors import RepositoryError
+from server.protocol.config_fields import refuse_fields
 from server.protocol.model_config import ModelConfig, read_config
 from server.scheduling.policy import Policy
 from server.scheduling.policy_config import policy_of
@@ -14,6 +15,7 @@ from server.scheduling.policy_config import policy_of
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _PROGRAM = "model.pt2"
+_MOST_LABEL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class ModelSource:
     policy: Policy = field(default_factory=Policy)
     override: bytes | None = None
     """The serialized `config`, if a client sent it to replace config.pbtxt."""
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of classes by output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +113,36 @@ def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> Mo
         config = read_config(_regular(_confine(config_path, root)))
     if config is not None and config.name and config.name != folder.name:
         raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
+    if config is not None:
+        refuse_fields(config)
     version = _served_version(versions, config)
     path = folder / str(version) / ((config and config.default_model_filename) or _PROGRAM)
     if path.parent.parent != folder or not (path.exists() or path.is_symlink()):
         raise RepositoryError(f"version {version} has no file {path.name}")
     policy = policy_of(config) if config is not None else Policy()
     sent = None if override is None else bytes(override.SerializeToString())
-    return ModelSource(folder.name, version, _regular(_confine(path, root)), config, policy, sent)
+    labels = {} if config is None else _labels(folder, root, config)
+    return ModelSource(folder.name, version, _regular(_confine(path, root)), config, policy, sent, labels)
+
+
+def _labels(folder: Path, root: Path, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Read the label files of a model's folder, which have a class per line. Raises RepositoryError."""
+    labels = {}
+    for output in config.output:
+        file = Path(output.label_filename)
+        if not output.label_filename:
+            continue
+        if file.is_absolute() or ".." in file.parts or not (folder / file).exists():
+            raise RepositoryError(f"config.pbtxt: output '{output.name}': its folder has no label file '{file}'")
+        path = _regular(_confine(folder / file, root))
+        if path.stat().st_size > _MOST_LABEL_BYTES:
+            raise RepositoryError(f"label file '{file}' is over {_MOST_LABEL_BYTES} bytes")
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise RepositoryError(f"label file '{file}' cannot be read: {error}") from error
+        labels[output.name] = tuple(line.removesuffix("\r") for line in text.removesuffix("\n").split("\n"))
+    return labels
 
 
 def _served_version(versions: Sequence[int], config: ModelConfig | None) -> int:

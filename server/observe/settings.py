@@ -81,6 +81,8 @@ class TraceControl:
             if key in changes:
                 raise Unsupported(f"'{key}' cannot be changed while the server runs")
         given = {k: (v[0] if len(v) == 1 else v or None) if _is_list(v) else v for k, v in changes.items()}
+        if "trace_level" in changes:
+            given["trace_level"] = _level_of(changes["trace_level"])
         cleared = asdict(self._defaults if model is None else self._server)
         read = {key: cleared.get(key) if value is None else value for key, value in given.items()}
         settings = _converted(asdict(self.settings(model)) | read, TraceSettings, "trace", strict=False)
@@ -107,6 +109,16 @@ class TraceControl:
         remaining = self._remaining.get(model, settings.trace_count)
         self._remaining[model] = max(0, remaining - 1)
         return remaining > 0
+
+
+def _level_of(given: Any) -> Any:
+    """Return what trace levels select together: one that is unknown, if there is one, or None if there are none."""
+    levels = list(given) if _is_list(given) else [given]
+    if "TENSORS" in levels:
+        raise Unsupported("trace_level TENSORS is not supported: traces have times and no tensors; use TIMESTAMPS")
+    if len(levels) > 1 and "OFF" in levels:
+        raise InvalidRequest("trace settings: Expect only one trace level 'OFF' is specified")
+    return next((level for level in levels if level != "TIMESTAMPS"), "TIMESTAMPS" if levels else None)
 
 
 def log_changes(current: LogSettings, changes: Mapping[str, Any]) -> LogSettings:

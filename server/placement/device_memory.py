@@ -13,7 +13,7 @@ from runtime.shared_region.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
 from server.ipc.model import DeviceUse, ModelFootprint, lane_name
 from server.models.known_models import Plans
-from server.models.prepared import Prepared, warn_of_ignored_config, warn_of_interaction
+from server.models.prepared import Prepared, warn_of_interaction
 from server.placement.lane_choice import least_busy
 from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
@@ -144,13 +144,12 @@ class PartitionedMemory:
 
     def add(self, owner: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> PlacedModel:
         """Add a model whose residents are loaded, and return it."""
-        warn_of_ignored_config(prepared.source)
         lowered, config = prepared.lowered, prepared.source.config
         warn_of_interaction(lowered)
         most = max(programs)
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
-        info = describe(lowered, prepared.source.version, most)
+        info = describe(lowered, prepared.source.version, most, prepared.source.labels)
         runner = self.executors[lane] if self.shared is None else self.shared
         servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
         self.placed_models[owner] = placed = PlacedModel(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from planner.errors import CohabitError
 from server.config.config import ServeConfig
 from server.engine.compute_lanes import ComputeLanes
-from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown
+from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown, load_reason
+from server.models.prepared import warn_of_ignored_config
 from server.models.registry import Registry
 from server.models.repository import ModelSource, source_of
 from server.models.worker_process import MOST_PREPARING
@@ -60,14 +61,16 @@ class Lifecycle:
         """Load a model's newest version; returns once it is served. The present version is served until then.
 
         `config` is a ModelConfig in JSON that replaces the model's config.pbtxt. Raises ControlOff unless the mode
-        is explicit, NotInRepository, or LoadFailed with the reason; then the present version is still served.
+        is explicit, NotInRepository if the repository has nothing to load, or LoadFailed; both have the reason, and
+        the present version is still served.
         """
         self._require_explicit()
         try:
             override = None if config is None else await asyncio.to_thread(parse_config, config)
             source = await asyncio.to_thread(source_of, self._config.repository, model, override)
         except RepositoryError as error:
-            raise LoadFailed(model, str(error)) from error
+            kind = NotInRepository if config is None else LoadFailed
+            raise kind(model, load_reason(model, error)) from error
         if source is None:
             raise NotInRepository(model)
         await self.load_source(source)
@@ -109,7 +112,7 @@ class Lifecycle:
                 await self._load(placement, source)
             except (CohabitError, OSError) as error:
                 _log.warning("model not loaded", extra={"fields": {"model": source.name, "reason": str(error)}})
-                raise self._failed(source, str(error)) from error
+                raise self._failed(source, load_reason(source.name, error)) from error
             except Exception as error:
                 _log.exception("model not loaded", extra={"fields": {"model": source.name}})
                 raise self._failed(source, f"unexpected {type(error).__name__}: {error}") from error
@@ -139,6 +142,7 @@ class Lifecycle:
         finally:
             if placed is None:
                 prepared.store.close()
+        warn_of_ignored_config(source, self._config.device)
         statistics = self._registry.loaded(placed.servable, placed.footprint, source.config, source.override)
         self._lanes.add(placed.servable, statistics, source.policy, placed.lane)
         self._serving[source.name] = placed

@@ -11,6 +11,7 @@ from planner.sizing.deployment import Deployment, ModelDemand, Room, laid_out
 from runtime.shared_region.sharing import SHARINGS
 from server.config.config import ServeConfig
 from server.engine.servable import ProgramServable
+from server.errors import load_reason
 from server.ipc.model import DeviceUse, ModelFootprint
 from server.models import planning
 from server.models.known_models import Plans
@@ -21,6 +22,7 @@ from server.models.prepared import (
     open_backend,
     prepare,
     prepare_in_worker,
+    warn_of_ignored_config,
     warn_without_packing,
 )
 from server.models.preparer import ModelPreparer, workers_of
@@ -86,8 +88,9 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
                     prepared.append(prepare_in_worker(source, config, backend, workers))
                 else:
                     prepared.append(prepare(source, config, backend, on_progress))
+                warn_of_ignored_config(source, config.device)
             except CohabitError as error:
-                failures[source.name] = str(error)
+                failures[source.name] = load_reason(source.name, error)
             except Exception as error:
                 _log.exception("model failed to load", extra={"fields": {"model": source.name}})
                 failures[source.name] = f"unexpected {type(error).__name__}: {error}"

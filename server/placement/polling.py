@@ -30,7 +30,7 @@ def _signature(model: Model) -> Signature:
     except OSError:
         return ("gone",)
     config = model.config.SerializeToString(deterministic=True) if model.config is not None else None
-    return (model.version, program.st_mtime_ns, program.st_size, config)
+    return (model.version, program.st_mtime_ns, program.st_size, config, tuple(model.labels.items()))
 
 
 class Poller:

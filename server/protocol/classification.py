@@ -7,18 +7,23 @@ from server.protocol.datatypes import BF16, float32_of_bf16
 
 
 def classify(array: Array, tensor: TensorSpec, classes: int, batched: bool) -> Array:
-    """Return `value:index` of the largest values, a row of bytes objects per sample.
+    """Return `value:index` or `value:index:label` of the largest values, a row of bytes objects per sample.
 
     Indices count a sample's values in memory order. Of equal values, the lower index comes first.
     """
     values = float32_of_bf16(array) if tensor.datatype == BF16 else array
     rows = values.reshape(values.shape[0], -1) if batched else values.reshape(1, -1)
     count = min(classes, rows.shape[1])
-    labels = np.empty((rows.shape[0], count), object)
+    classified = np.empty((rows.shape[0], count), object)
     form = "%f:%d" if rows.dtype.kind == "f" else "%d:%d"
-    for row, texts in zip(rows, labels, strict=True):
-        texts[:] = [(form % (row[index], index)).encode() for index in _largest(row, count)]
-    return labels if batched else labels.reshape(count)
+    for row, texts in zip(rows, classified, strict=True):
+        texts[:] = [(form % (row[index], index) + _label(tensor, index)).encode() for index in _largest(row, count)]
+    return classified if batched else classified.reshape(count)
+
+
+def _label(tensor: TensorSpec, index: int) -> str:
+    known = index < len(tensor.labels) and tensor.labels[index]
+    return f":{tensor.labels[index]}" if known else ""
 
 
 def _largest(row: Array, count: int) -> Array:

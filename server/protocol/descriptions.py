@@ -37,8 +37,8 @@ def product_version() -> str:
         return "0.0.0"
 
 
-def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:
-    return {"name": "cohabit", "version": product_version(), "extensions": extensions}
+def server_metadata(name: str, extensions: Sequence[str]) -> dict[str, Any]:
+    return {"name": name, "version": product_version(), "extensions": extensions}
 
 
 def model_metadata(info: ModelInfo) -> dict[str, Any]:

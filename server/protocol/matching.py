@@ -7,11 +7,11 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from server.errors import InvalidRequest, RequestError, Unsupported
+from server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
 from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY, BYTES
 from server.protocol.request import InferRequest, RequestedOutput
-from server.protocol.shared_memory import Regions, Window
+from server.protocol.shared_memory import RegionUse, Window
 
 Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -49,7 +49,7 @@ class OutputBody(msgspec.Struct, omit_defaults=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    parameters: dict[str, int | str] | UnsetType = UNSET
+    parameters: dict[str, int] | UnsetType = UNSET
     data: Raw | UnsetType = UNSET
 
 
@@ -66,7 +66,7 @@ Read = Callable[[InputBody], Array]
 
 @contextmanager
 def errors_of(request_id: str | None) -> Iterator[None]:
-    """Put the client's id in front of the message of every RequestError that is raised."""
+    """Put the client's id in front of the message of every RequestError that is raised: see `of_request`."""
     try:
         yield
     except RequestError as error:
@@ -74,7 +74,9 @@ def errors_of(request_id: str | None) -> Iterator[None]:
         raise
 
 
-def fit(message: RequestBody, info: ModelInfo, regions: Regions, read: Read, binary: bool = False) -> InferRequest:
+def fit(
+    message: RequestBody, info: ModelInfo, regions: RegionUse, read: Read, binary: bool = False
+) -> InferRequest:
     """Check a request against its model, then read its tensors.
 
     `binary` is the form of outputs for which the client names none. Raises InvalidRequest or Unsupported.
@@ -95,7 +97,7 @@ def fit(message: RequestBody, info: ModelInfo, regions: Regions, read: Read, bin
     )
 
 
-def window_of(parameters: Parameters, regions: Regions, where: str) -> Window | None:
+def window_of(parameters: Parameters, regions: RegionUse, where: str) -> Window | None:
     """Find the shared memory that a tensor's parameters name, or None if they name none."""
     region = parameters.get("shared_memory_region")
     if region is None:
@@ -129,12 +131,12 @@ def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
                 f"unexpected inference input '{body.name}' for model '{info.name}', whose inputs are {sorted(specs)}"
             )
         if body.name in seen:
-            raise InvalidRequest(f"input '{body.name}' already exists in request")
+            raise TensorMismatch(f"input '{body.name}' already exists in request")
         seen.add(body.name)
         _match_input(body, specs[body.name], info)
     missing = [name for name in specs if name not in seen]
     if missing:
-        raise InvalidRequest(
+        raise TensorMismatch(
             f"expected {len(specs)} inputs but got {len(bodies)} inputs for model '{info.name}'. Got input(s)"
             f" {sorted(seen)}, but missing required input(s) {missing}. Please provide all required input(s)."
         )
@@ -143,7 +145,7 @@ def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
 def _match_input(body: InputBody, tensor: TensorSpec, info: ModelInfo) -> None:
     if body.datatype != tensor.datatype:
         hint = "; PyTorch models have no string tensors" if body.datatype == BYTES else ""
-        raise InvalidRequest(
+        raise TensorMismatch(
             f"inference input '{body.name}' data-type is '{body.datatype}', but model '{info.name}' expects"
             f" '{tensor.datatype}'{hint}"
         )
@@ -155,7 +157,7 @@ def _match_input(body: InputBody, tensor: TensorSpec, info: ModelInfo) -> None:
             if info.max_batch_size > 0
             else ""
         )
-        raise InvalidRequest(
+        raise TensorMismatch(
             f"unexpected shape for input '{body.name}' for model '{info.name}'. Expected {list(expected)}, got"
             f" {body.shape}{note}"
         )
@@ -176,12 +178,12 @@ def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
     batch = bodies[0].shape[0] if bodies else 1
     for body in bodies:
         if body.shape[0] != batch:
-            raise InvalidRequest(
+            raise TensorMismatch(
                 f"input '{body.name}' batch size does not match other inputs for '{info.name}': {body.shape[0]},"
                 f" and {batch} in '{bodies[0].name}'"
             )
     if not 1 <= batch <= info.max_batch_size:
-        raise InvalidRequest(
+        raise TensorMismatch(
             f"inference request batch-size must be <= {info.max_batch_size} for '{info.name}' and at least 1,"
             f" got {batch}"
         )
@@ -195,7 +197,7 @@ def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
 
 
 def _outputs(
-    bodies: Sequence[WantedBody], info: ModelInfo, regions: Regions, binary: bool
+    bodies: Sequence[WantedBody], info: ModelInfo, regions: RegionUse, binary: bool
 ) -> tuple[RequestedOutput, ...]:
     """Return the requested outputs in the model's order, or all if the client names none."""
     if not bodies:
@@ -208,12 +210,12 @@ def _outputs(
                 f"unexpected inference output '{body.name}' for model '{info.name}', whose outputs are {known}"
             )
         if body.name in wanted:
-            raise InvalidRequest(f"output '{body.name}' already exists in request")
+            raise TensorMismatch(f"output '{body.name}' already exists in request")
         wanted[body.name] = body
     return tuple([_output(t, wanted[t.name].parameters, regions, binary) for t in info.outputs if t.name in wanted])
 
 
-def _output(tensor: TensorSpec, parameters: Parameters, regions: Regions, default: bool) -> RequestedOutput:
+def _output(tensor: TensorSpec, parameters: Parameters, regions: RegionUse, default: bool) -> RequestedOutput:
     if not parameters and (default or tensor.datatype not in BINARY_ONLY):
         return RequestedOutput(tensor, default)
     where = f"output '{tensor.name}'"

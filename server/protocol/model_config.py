@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format, text_format
-from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 
 from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
@@ -48,9 +49,12 @@ def parse_config(text: str) -> ModelConfig:
 
 
 def config_of(
-    info: ModelInfo, given: ModelConfig | None = None, captures: Mapping[int, GraphCapture] | None = None
+    info: ModelInfo,
+    given: ModelConfig | None = None,
+    captures: Mapping[int, GraphCapture] | None = None,
+    device: str = "cpu",
 ) -> ModelConfig:
-    """Complete a config.pbtxt, all fields of which are optional, from the model.
+    """Complete a config.pbtxt, all fields of which are optional, from the model and the device, as Triton does.
 
     The batch sizes of a model whose rows influence one another are a parameter, and so is how it is issued, where
     the device has graphs: Triton's clients expect any there.
@@ -62,6 +66,12 @@ def config_of(
     config.platform = config.platform or info.platform
     config.backend = config.backend or "pytorch"
     config.max_batch_size = info.max_batch_size
+    for memory in ("input_pinned_memory", "output_pinned_memory"):
+        if not config.optimization.HasField(memory):
+            getattr(config.optimization, memory).enable = True
+    if not config.instance_group:
+        kind = ModelInstanceGroup.KIND_GPU if device.startswith("cuda") else ModelInstanceGroup.KIND_CPU
+        config.instance_group.add(name=f"{info.name}_0", kind=kind, count=1)
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
     if not config.input:
@@ -89,8 +99,7 @@ def config_as_json(config: ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = json_format.MessageToDict(
         config, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    for tensor in (*written["input"], *written["output"]):
-        tensor["dims"] = [int(dim) for dim in tensor["dims"]]  # protobuf writes 64-bit integers as strings
+    _write_numbers(written, config.DESCRIPTOR)
     return written
 
 
@@ -111,6 +120,24 @@ def config_names(given: Sequence[str], own: Sequence[str]) -> dict[str, str]:
     names = dict(zip(own, given, strict=True))
     unclear = len(set(given)) != len(given) or any(new in names and new != old for old, new in names.items())
     return {} if unclear else names
+
+
+def _write_numbers(written: dict[str, Any], kind: Descriptor) -> None:
+    """Replace 64-bit integers, which protobuf writes as strings, by numbers, as Triton does."""
+    for field in kind.fields:
+        value = written.get(field.name)
+        inner, many = field.message_type, isinstance(value, list)
+        if value is None:
+            continue
+        if inner is None:
+            if field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64):
+                written[field.name] = [int(item) for item in value] if many else int(value)
+            continue
+        is_map = inner.GetOptions().map_entry
+        inner = inner.fields_by_name["value"].message_type if is_map else inner
+        if inner is not None:
+            for message in value.values() if is_map else value if many else [value]:
+                _write_numbers(message, inner)
 
 
 def config_mismatch(config: ModelConfig, info: ModelInfo) -> str | None:

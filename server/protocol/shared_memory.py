@@ -9,7 +9,8 @@ import re
 import resource
 import stat
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -25,7 +26,7 @@ _NOT_OURS = ("sem.", "triton_python_backend_shm_region_")
 
 
 class ClientRegion(Protocol):
-    """A registered region. It stays usable after it was unregistered."""
+    """A registered region."""
 
     @property
     def name(self) -> str: ...
@@ -108,6 +109,9 @@ class Regions:
     def __init__(self, open_system: OpenSystem = no_system) -> None:
         self._open_system = open_system
         self._regions: dict[str, ClientRegion] = {}
+        self._uses: set[RegionUse] = set()
+        self._leaving: set[str] = set()
+        """Regions that were unregistered while a request used them."""
 
     @property
     def refused(self) -> frozenset[str]:
@@ -135,11 +139,28 @@ class Regions:
         self._regions[request.name] = self._open_system(request)
 
     def unregister(self, name: str | None = None) -> None:
-        """Forget one region, or all. An unknown name is no error, as in Triton."""
-        if name is None:
-            self._regions.clear()
-        else:
-            self._regions.pop(name, None)
+        """Forget one region, or all. An unknown name is no error, as in Triton.
+
+        A region that requests use stays registered until the last of them has ended, as in Triton from 24.12 on.
+        """
+        for known in list(self._regions) if name is None else [name] if name in self._regions else []:
+            if any(known in use.names for use in self._uses):
+                self._leaving.add(known)
+            else:
+                del self._regions[known]
+                self._leaving.discard(known)
+
+    @contextmanager
+    def use(self) -> Iterator["RegionUse"]:
+        """Find regions for one request, which is over at the end."""
+        use = RegionUse(self)
+        self._uses.add(use)
+        try:
+            yield use
+        finally:
+            self._uses.discard(use)
+            for name in use.names & self._leaving:
+                self.unregister(name)
 
     def listed(self, name: str | None = None) -> list[ClientRegion]:
         """Return one region, or all. Raises RegionNotFound."""
@@ -160,6 +181,19 @@ class Regions:
                 f" beyond its {region.nbytes} bytes"
             )
         return Window(region, offset, nbytes)
+
+
+class RegionUse:
+    """The regions that one request uses."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self.names: set[str] = set()
+
+    def window(self, name: str, offset: int, nbytes: int) -> Window:
+        """See `Regions.window`. Any thread may call this."""
+        self.names.add(name)
+        return self._regions.window(name, offset, nbytes)
 
 
 class FileRegion:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, TensorMismatch
 from server.ipc.model import Array
 from server.protocol import json_numbers
 from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
@@ -32,7 +32,7 @@ def check_size(nbytes: int, name: str, datatype: str, shape: Sequence[int]) -> N
     """Raise InvalidRequest if an input of this datatype and shape does not have this many bytes."""
     expected = math.prod(shape) * DTYPES[datatype].itemsize
     if expected != nbytes:
-        raise InvalidRequest(
+        raise TensorMismatch(
             f"input byte size mismatch for input '{name}': {datatype} {list(shape)} takes {expected} bytes,"
             f" got {nbytes}"
         )

@@ -71,8 +71,8 @@ def best_rate_batch(
         return usual
     generation = usual.tickets[0].generation
     best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
-    tickets = [ticket for ticket in waiting if ticket.generation == generation]
     for rows in estimate.planned(max_rows):
+        tickets = (ticket for ticket in waiting if ticket.generation == generation)
         chosen = tuple(_fitting(tickets, rows, now_s + estimate.upper_estimate_s(rows, now_s)))
         filled = sum(ticket.request.batch for ticket in chosen)
         if chosen and filled / estimate.seconds(filled) > best_per_s:

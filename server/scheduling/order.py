@@ -39,7 +39,7 @@ class DispatchOrder:
         if len(ready) > 1:
             name, known = min(ready, key=lambda item: (self._urgency_s(*item), _first(item[1]).number))
         batch = known.batch(_first(known), now_s)
-        if overloaded:
+        if overloaded and not known.policy.keeps_order:
             batch = best_rate_batch(known.queue, batch, known.estimate, known.max_rows, now_s)
         return name, batch
 

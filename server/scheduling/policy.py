@@ -39,6 +39,8 @@ class Policy:
     """Batch sizes that are dispatched as soon as they are reached; if empty, the estimates decide."""
     batch_delay_s: float = 0.0
     """How long a request may be held back for others to join its batch."""
+    keeps_order: bool = False
+    """Whether no request may be passed over by a later one of its level."""
     concurrency: int | None = None
     """Maximum number of requests in flight."""
     rate_per_s: float | None = None

@@ -1,4 +1,4 @@
-"""Reads a model's queueing policy from its ModelConfig, and refuses fields that are not supported."""
+"""Reads a model's queueing policy from its ModelConfig."""
 
 from tritonclient.grpc.model_config_pb2 import ModelDynamicBatching, ModelQueuePolicy
 
@@ -14,9 +14,7 @@ _MOST_LEVELS = 1024
 
 
 def policy_of(config: ModelConfig) -> Policy:
-    """Read a policy. Raises RepositoryError naming the field."""
-    _refuse_other_schedulers(config)
-    _refuse_rate_limiter(config)
+    """Read a policy. Raises RepositoryError naming the field, for values that contradict each other."""
     batching = config.dynamic_batching
     levels, default_level = _levels(batching)
     default = _level_policy(batching.default_queue_policy)
@@ -28,31 +26,11 @@ def policy_of(config: ModelConfig) -> Policy:
         by_level=_by_level(batching, levels),
         preferred_batches=_preferred(batching, config.max_batch_size),
         batch_delay_s=batching.max_queue_delay_microseconds / 1e6,
+        keeps_order=batching.preserve_ordering,
         concurrency=_whole(config, CONCURRENCY),
         rate_per_s=rate_per_s,
         burst=_whole(config, BURST) or max(1, round(rate_per_s or 0.0)),
     )
-
-
-def _refuse_other_schedulers(config: ModelConfig) -> None:
-    choice = config.WhichOneof("scheduling_choice")
-    if choice not in (None, "dynamic_batching"):
-        raise RepositoryError(
-            f"config.pbtxt: {choice} is not supported; models here keep no state between requests"
-        )
-    if config.model_transaction_policy.decoupled:
-        raise RepositoryError(
-            "config.pbtxt: decoupled models are not supported; a request has exactly one response"
-        )
-
-
-def _refuse_rate_limiter(config: ModelConfig) -> None:
-    for group in config.instance_group:
-        if group.rate_limiter.resources or group.rate_limiter.priority:
-            raise RepositoryError(
-                "config.pbtxt: instance_group.rate_limiter is not supported, because one inference at a time has the"
-                f" device; limit requests with parameters '{RATE}' and '{CONCURRENCY}'"
-            )
 
 
 def _levels(batching: ModelDynamicBatching) -> tuple[int, int]:

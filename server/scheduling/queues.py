@@ -31,6 +31,8 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
     """When its execution should start at the latest; the earliest is the most urgent."""
     level: int = 1
     """1 is the most urgent."""
+    alone: bool = False
+    """Whether the device was idle when it arrived, so that an execution that turns out too late delays no other."""
 
     @property
     def expires(self) -> bool:

@@ -1,5 +1,6 @@
 """Models are loaded, replaced and unloaded while others are served: no wrong answer, no lost request, no lost byte."""
 
+import json
 import os
 import shutil
 import socket
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from planner.sizing.deployment import Room
@@ -18,7 +20,17 @@ from server.models.known_models import Plans
 from server.models.prepared import Prepared
 from server.models.repository import ModelSource
 from tests.e2e.serving import eventually, repository_index
-from tests.e2e.stacks import Stacks, answer, controlled, held, is_answer_of, under_load
+from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
+
+
+def is_class_of(seed: int, client: triton.InferenceServerClient, model: str, output: str) -> bool:
+    """Whether the largest value of an answer comes with its index and its label."""
+    sent = triton.InferInput("x", list(X.shape), "FP32")
+    sent.set_data_from_numpy(X)
+    wanted = triton.InferRequestedOutput(output, class_count=1)
+    (largest,) = client.infer(model, [sent], outputs=[wanted]).as_numpy(output).ravel()
+    index = int(expected(seed).argmax())
+    return bool(largest.decode().endswith(f":{index}:class {index}"))
 
 
 def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
@@ -26,7 +38,9 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
 ) -> None:
     for number, name in enumerate("abc"):
         stacks.put(tmp_path, name, number)
-    (tmp_path / "c" / "config.pbtxt").write_text("max_batch_size: 4 instance_group { count: 3 }")
+    (tmp_path / "c" / "config.pbtxt").write_text(
+        "max_batch_size: 4 instance_group { count: 3 } response_cache { enable: true }"
+    )
     stacks.put(tmp_path, "broken", 0)
     (tmp_path / "broken" / "1" / "model.pt2").write_bytes(b"no archive")
     with controlled(tmp_path, "20MiB", plans, load_models=("a",)) as (server, client):
@@ -40,11 +54,15 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
             client.load_model("c")
             assert is_answer_of(1, answer(server, "b"))
             assert is_answer_of(2, answer(server, "c"))
+            name = client.get_model_metadata("b")["outputs"][0]["name"]
             client.unload_model("b")
             client.unload_model("b")
             with pytest.raises(InferenceServerException, match="'b' has no available versions: unloaded"):
                 answer(server, "b")
-            client.load_model("b", config='{"max_batch_size": 2}')
+            (tmp_path / "b" / "labels.txt").write_text("".join(f"class {index}\n" for index in range(WIDTH)))
+            output = {"name": name, "data_type": "TYPE_FP32", "dims": [WIDTH], "label_filename": "labels.txt"}
+            client.load_model("b", config=json.dumps({"max_batch_size": 2, "output": [output]}))
+            assert is_class_of(1, client, "b", name)
             assert client.get_model_config("b")["max_batch_size"] == 2
             assert is_answer_of(1, answer(server, "b"))
             client.unload_model("b")
@@ -53,17 +71,28 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
         assert partitions.free_bytes + partitions.workspace_bytes == free
         assert held(server).keys() == {"a"}
         assert client.is_server_ready(), "b and c are not requested any more"
+        stacks.put(tmp_path, "twisted", 0)
+        (tmp_path / "twisted" / "config.pbtxt").write_text("version_policy { specific { versions: 2 } }")
         for model, config, reason in (
-            ("nope", None, "failed to poll from model repository"),
-            ("broken", None, "load failed for model 'broken'"),
-            ("b", '{"max_batch_size": "many"}', "not a ModelConfig in JSON"),
-            ("b", '{"max_batch_size": 9}', "max_batch_size 9"),
+            ("nope", None, "failed to load 'nope', failed to poll from model repository: it has no such folder"),
+            (
+                "twisted",
+                None,
+                "failed to load 'twisted', failed to poll from model repository: version_policy asks",
+            ),
+            ("broken", None, "load failed for model 'broken': version 1 is at UNAVAILABLE state: "),
+            ("b", '{"max_batch_size": "many"}', "load failed for model 'b': .*not a ModelConfig in JSON"),
+            ("b", '{"max_batch_size": 9}', "load failed for model 'b': .*max_batch_size 9"),
         ):
-            with pytest.raises(InferenceServerException, match=reason):
+            with pytest.raises(InferenceServerException, match=reason) as caught:
                 client.load_model(model, config=config)
-    (record,) = (r for r in caplog.records if "one instance serves" in r.message)
+            assert str(caught.value).count(f"'{model}'") == 1, "its name is there once"
+            assert f" {model}: " not in str(caught.value)
+    (record,) = (r for r in caplog.records if "have no effect" in r.message)
     assert record.levelname == "WARNING"
-    assert record.fields == {"model": "c", "instance_group.count": 3}  # type: ignore[attr-defined]
+    fields: dict[str, str] = record.fields  # type: ignore[attr-defined]
+    assert fields.keys() == {"model", "instance_group.count", "response_cache.enable"}
+    assert fields["model"] == "c"
 
 
 def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_client_leaves(

@@ -19,7 +19,7 @@ from server.grpc import api as grpc_api
 from server.grpc.wire import described_bytes
 from server.http import generate
 from server.http.codec import decode_request
-from server.protocol.shared_memory import Regions
+from server.protocol.shared_memory import Regions, RegionUse
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFO = identity("one").info
@@ -64,7 +64,7 @@ BODIES: dict[str, bytes] = {
 @pytest.mark.parametrize("kind", BODIES)
 def test_json_does_not_explode(kind: str) -> None:
     body = memoryview(BODIES[kind])
-    peak, error = peak_of(lambda: decode_request(body, None, INFO, Regions()))
+    peak, error = peak_of(lambda: decode_request(body, None, INFO, RegionUse(Regions())))
     assert error
     assert peak < 4 * len(body), error
 
@@ -80,7 +80,7 @@ GENERATE = {
 @pytest.mark.parametrize("kind", GENERATE)
 def test_generate_does_not_explode(kind: str) -> None:
     body = memoryview(GENERATE[kind])
-    peak, error = peak_of(lambda: generate.decode_request(body, INFO, Regions()))
+    peak, error = peak_of(lambda: generate.decode_request(body, INFO, RegionUse(Regions())))
     assert error
     assert peak < 4 * len(body), error
 

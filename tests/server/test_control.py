@@ -108,7 +108,7 @@ def test_malformed_orders_are_refused(own: Running, orders: Orders) -> None:
 
 
 def test_trace_settings_of_the_server_and_of_models(client: Client) -> None:
-    client.raw.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "5"})
+    client.raw.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"] * 2, "trace_rate": "5"})
     client.raw.update_trace_settings("one", {"trace_rate": "2", "trace_count": "7"})
     assert _trace(client.raw.get_trace_settings("one")) == {
         "trace_file": "",
@@ -139,6 +139,10 @@ def _trace(settings: Any) -> dict[str, Any]:
     ("settings", "status"),
     [
         ({"trace_level": ["LOUD"]}, "400"),
+        ({"trace_level": ["TIMESTAMPS", "LOUD"]}, "400"),
+        ({"trace_level": ["OFF", "TIMESTAMPS"]}, "400"),
+        ({"trace_level": ["TENSORS"]}, "501"),
+        ({"trace_level": ["TIMESTAMPS", "TENSORS"]}, "501"),
         ({"trace_rate": "0"}, "400"),
         ({"trace_rate": "often"}, "400"),
         ({"trace_count": "-2"}, "400"),

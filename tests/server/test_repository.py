@@ -159,6 +159,28 @@ def test_bad_config_is_the_models_reason(tmp_path: Path, text: str, part: str) -
     assert part in reason(tmp_path)
 
 
+def test_label_files_are_read_with_the_model(tmp_path: Path) -> None:
+    folder = add(
+        tmp_path, "m", "1", config="output { name: 'y' label_filename: 'labels.txt' } output { name: 'z' }"
+    )
+    (folder / "labels.txt").write_bytes("cat\r\n\ngrüner Hund\n".encode())
+    (model,) = scan(tmp_path)
+    assert isinstance(model, ModelSource)
+    assert model.labels == {"y": ("cat", "", "grüner Hund")}
+
+
+@pytest.mark.parametrize(
+    "name", ["gone.txt", "../other/labels.txt", "/etc/hostname", "1", "link", "latin", "large"]
+)
+def test_label_files_that_are_refused(tmp_path: Path, name: str) -> None:
+    folder = add(tmp_path / "repository", "m", "1", config=f"output {{ name: 'y' label_filename: '{name}' }}")
+    (tmp_path / "labels.txt").touch()
+    (folder / "link").symlink_to(tmp_path / "labels.txt")
+    (folder / "latin").write_bytes(b"\xff")
+    (folder / "large").write_bytes(bytes((1 << 20) + 1))
+    assert name.rpartition("/")[2] in reason(tmp_path / "repository")
+
+
 def test_config_that_is_not_text(tmp_path: Path) -> None:
     (add(tmp_path, "m", "1") / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
     assert "config.pbtxt cannot be read" in reason(tmp_path)
@@ -212,7 +234,36 @@ def test_completed_config_is_tritons_json() -> None:
     assert written["input"][0]["dims"] == [3, 4]
     assert written["output"][0]["dims"] == []
     assert written["parameters"] == {"a": {"string_value": "b"}}
-    assert written["instance_group"] == []
+    (group,) = written["instance_group"]
+    assert (group["name"], group["kind"], group["count"], group["gpus"]) == ("m_0", "KIND_CPU", 1, [])
+    assert written["optimization"] == {
+        "priority": "PRIORITY_DEFAULT",
+        "input_pinned_memory": {"enable": True},
+        "output_pinned_memory": {"enable": True},
+        "gather_kernel_buffer_threshold": 0,
+        "eager_batching": False,
+    }
+
+
+def test_numbers_of_a_config_are_numbers_in_json() -> None:
+    text = """
+        version_policy { specific { versions: [ 1, 2 ] } }
+        dynamic_batching {
+          max_queue_delay_microseconds: 500 priority_levels: 2 default_priority_level: 1
+          default_queue_policy { default_timeout_microseconds: 7 }
+          priority_queue_policy { key: 2 value { default_timeout_microseconds: 8 } }
+        }
+        model_warmup { inputs { key: "x" value { dims: [ 3 ] } } }
+        metric_tags { key: "a" value: "1" }
+    """
+    written = config_as_json(config_of(INFO, config(text)))
+    assert written["version_policy"]["specific"]["versions"] == [1, 2]
+    batching = written["dynamic_batching"]
+    assert (batching["max_queue_delay_microseconds"], batching["priority_levels"]) == (500, 2)
+    assert batching["default_queue_policy"]["default_timeout_microseconds"] == 7
+    assert batching["priority_queue_policy"]["2"]["default_timeout_microseconds"] == 8
+    assert written["model_warmup"][0]["inputs"]["x"]["dims"] == [3]
+    assert written["metric_tags"] == {"a": "1"}
 
 
 def test_the_configuration_says_how_each_batch_is_issued() -> None:

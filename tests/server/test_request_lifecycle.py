@@ -70,7 +70,7 @@ def test_a_full_queue_is_503_and_the_others_are_answered(max_batch: int) -> None
         refused = slow.send().result()
         assert refused.status == 503
         assert int(refused.headers["retry-after"]) >= 1
-        assert "Exceeds maximum queue size: 2 requests wait for model 'slow'" in refused.error
+        assert refused.error.startswith("[request id: <id_unknown>] Exceeds maximum queue size: 2 requests wait")
         slow.gate.open.set()
         assert [answer.result().json["outputs"][0]["data"] for answer in accepted] == [[1, 2, 3, 4]] * 3
         assert slow.statistics.failures["REJECTED"] == 0

@@ -55,6 +55,20 @@ def test_oldest_request_of_all_models_runs_first() -> None:
     assert served(scheduler) == list("abacb")
 
 
+@pytest.mark.parametrize("keeps_order", [False, True])
+def test_under_overload_a_request_is_passed_over_unless_the_model_preserves_the_order(keeps_order: bool) -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", SWAP_BOUND, policy=Policy(keeps_order=keeps_order), max_rows=8)
+    first = scheduler.submit(0.0, request(timeout_s=1.5))
+    later = [scheduler.submit(0.0, request()) for _ in range(7)]
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=0.1))
+    work = scheduler.next(0.0)
+    assert work is not None
+    assert (work.tickets[0] is first) == keeps_order
+    assert (work.tickets == tuple(later)) != keeps_order
+
+
 def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
     scheduler = Scheduler(2)
     scheduler.add("a", {1: 3.0})
@@ -215,9 +229,34 @@ def test_model_that_was_slow_once_is_tried_again() -> None:
     work = scheduler.next(0.0)
     assert work is not None
     scheduler.finished(work, 100.0, 100.0)
+    scheduler.submit(100.0, request())
     with pytest.raises(RequestTimedOut):
-        scheduler.submit(100.0, request(timeout_s=1.5))
-    scheduler.submit(110.0, request(timeout_s=1.5))  # nothing has been heard of it for ten seconds
+        scheduler.submit(100.0, request(timeout_s=2.9))
+    scheduler.submit(110.0, request(timeout_s=2.9))  # nothing has been heard of it for ten seconds
+
+
+def test_an_idle_device_tries_what_it_expects_to_be_in_time() -> None:
+    """After a slow execution, the time that few exceed is twice the usual one; it counts where requests would wait."""
+    scheduler = Scheduler(16)
+    scheduler.add("m", {1: 1.0}, max_rows=1)
+
+    def executed(*tickets: Ticket, seconds: float) -> None:
+        for ticket in tickets:
+            work = scheduler.next(0.0)
+            assert work is not None
+            assert work.tickets == (ticket,)
+            scheduler.finished(work, 0.0, seconds)
+
+    executed(scheduler.submit(0.0, request()), seconds=3.0)
+    executed(scheduler.submit(0.0, request(timeout_s=1.3)), seconds=1.2)
+    alone = scheduler.submit(0.0, request(timeout_s=1.3))
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=2.4))
+    later = scheduler.submit(0.0, request())
+    assert scheduler.shed(0.0) == []
+    executed(alone, later, seconds=1.2)
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=0.9))
 
 
 def test_requests_with_deadlines_leave_nothing_behind() -> None:

@@ -13,6 +13,10 @@ def policy(text: str) -> Policy:
     return policy_of(text_format.Parse(text, ModelConfig()))
 
 
+def test_the_order_is_kept_if_the_config_says_so() -> None:
+    assert policy("dynamic_batching { preserve_ordering: true }") == Policy(keeps_order=True)
+
+
 def test_config_without_a_word_about_queueing_changes_nothing() -> None:
     assert policy('name: "m" max_batch_size: 8') == Policy()
     assert policy("dynamic_batching { }") == Policy()
@@ -48,10 +52,6 @@ def test_every_field_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("sequence_batching { }", "sequence_batching is not supported"),
-        ("ensemble_scheduling { }", "ensemble_scheduling is not supported"),
-        ("model_transaction_policy { decoupled: true }", "exactly one response"),
-        ("instance_group { rate_limiter { priority: 2 } }", "max_requests_per_second"),
         ("dynamic_batching { priority_levels: 2 }", "default_priority_level is 0, it must be from 1 to 2"),
         ("dynamic_batching { default_priority_level: 1 }", "priority_levels is 0"),
         ("dynamic_batching { priority_levels: 5000 default_priority_level: 1 }", "the most is 1024"),

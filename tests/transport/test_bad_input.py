@@ -176,6 +176,35 @@ def test_byte_count_against_the_shape(server: Ports) -> None:
     refused(answer, 400, "input byte size mismatch for input 'x'", "takes 32 bytes, got 24")
 
 
+@pytest.mark.parametrize(
+    ("header", "binary"),
+    [
+        ({"inputs": [x(datatype="FP32")]}, b""),
+        ({"inputs": [x(datatype="FP64", shape=[1, 5])]}, b""),
+        ({"inputs": [x(datatype="FP64", shape=[9, 4])]}, b""),
+        ({"inputs": []}, b""),
+        ({"inputs": [x(datatype="FP64")] * 2}, b""),
+        ({"inputs": [x(datatype="FP64")], "outputs": [{"name": "y"}] * 2}, b""),
+        ({"inputs": [binary_x(24, datatype="FP64")]}, bytes(24)),
+    ],
+)
+def test_errors_of_what_does_not_fit_the_model_name_the_request_as_in_triton(
+    server: Ports, header: dict[str, Any], binary: bytes
+) -> None:
+    unknown = infer_binary(server, "id_fp64", header, binary)
+    refused(unknown, 400, "[request id: <id_unknown>] ")
+    named = infer_binary(server, "id_fp64", {"id": "7", **header}, binary)
+    refused(named, 400, unknown.error.replace("<id_unknown>", "7"))
+
+
+def test_other_errors_name_the_request_only_if_it_has_a_name(server: Ports) -> None:
+    for header in ({"inputs": [x(name="q")]}, {"inputs": [x(datatype="FP64")], "outputs": [{"name": "q"}]}):
+        assert not infer(server, "id_fp64", header).error.startswith("[")
+        assert infer(server, "id_fp64", {"id": "7", **header}).error.startswith("[request id: 7] unexpected")
+    raw = infer(server, "adder", bytes(16), {HEADER_LENGTH: "0"})
+    refused(raw, 400, "[request id: <id_unknown>] a raw binary request")
+
+
 def test_truncated_binary_section(server: Ports) -> None:
     answer = infer_binary(server, "id_fp64", {"inputs": [binary_x(32, datatype="FP64")]}, bytes(31))
     refused(answer, 400, "binary_data_size 32, but only 31 bytes")

@@ -51,6 +51,16 @@ def test_every_kind_of_number(array: np.ndarray[Any, Any], datatype: str, expect
     assert texts(classify(array, TensorSpec("y", datatype, (3,)), 2, batched=True)) == expected
 
 
+def test_classes_have_the_names_that_the_model_gives_them() -> None:
+    tensor = TensorSpec("y", "INT32", (4,), labels=("zero", "", "zwei: ½"))
+    assert texts(classify(np.array([[5, 6, 7, 4]]), tensor, 4, batched=True)) == [
+        "7:2:zwei: ½",
+        "6:1",
+        "5:0:zero",
+        "4:3",
+    ]
+
+
 def test_without_a_batch_there_is_one_row() -> None:
     array = np.array([[1, 2], [3, 4]], np.int32)
     assert texts(classify(array, TensorSpec("y", "INT32", (2, 2)), 2, batched=False)) == ["4:3", "3:2"]

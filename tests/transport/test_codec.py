@@ -15,7 +15,7 @@ from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol import json_numbers
 from server.protocol.datatypes import BINARY_ONLY, DTYPES
 from server.protocol.request import InferRequest, respond
-from server.protocol.shared_memory import Regions
+from server.protocol.shared_memory import Regions, RegionUse
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -29,7 +29,7 @@ PAIR = ModelInfo(
 
 
 def decode(body: memoryview, header_length: int | None, info: ModelInfo) -> InferRequest:
-    return decode_request(body, header_length, info, Regions())
+    return decode_request(body, header_length, info, RegionUse(Regions()))
 
 
 def info_for(datatype: str, shape: tuple[int, ...]) -> ModelInfo:

@@ -2,6 +2,7 @@
 
 import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -213,3 +214,32 @@ def test_reflection_describes_the_services(channel: grpc.Channel) -> None:
     assert {"inference.GRPCInferenceService", "grpc.health.v1.Health"} <= set(database.get_services())
     described = database.FindFileContainingSymbol("inference.GRPCInferenceService")
     assert "ModelInfer" in [method.name for service in described.service for method in service.method]
+
+
+@pytest.mark.parametrize("each", [40 << 10, 100], ids=["one entry", "many entries"])
+def test_too_much_metadata_fails_its_call_and_no_other(each: int) -> None:
+    gate = Gate()
+    live = f"{SERVICE}/ServerLive"
+    with running(identity("gated", gate=gate)) as own, grpc.insecure_channel(own.grpc) as channel:
+        other = channel.unary_unary(INFER).future(request("gated", 4))
+        assert gate.entered.acquire(timeout=20)
+        large = [(f"x-{number}", "a" * each) for number in range((40 << 10) // each)]
+        code, _ = refused(lambda: channel.unary_unary(live)(b"", metadata=large, timeout=20))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for _ in range(20):
+            channel.unary_unary(live)(b"", metadata=[("x", "a" * (12 << 10))], timeout=20)
+        gate.open()
+        assert other.result(20)
+
+
+def test_a_burst_of_calls_waits_until_the_event_loop_accepts_it() -> None:
+    free = threading.Event()
+    with running(identity("one")) as own, grpc.insecure_channel(own.grpc) as channel:
+        described = channel.unary_unary(f"{SERVICE}/ServerMetadata")
+        described(b"", timeout=20)
+        own.loop.call_soon_threadsafe(free.wait, 60)
+        calls = [described.future(b"") for _ in range(2000)]
+        # The library refuses this one by itself, so it has received those before it.
+        refused(lambda: described(b"", metadata=[("x", "a" * (40 << 10))], timeout=30))
+        free.set()
+        assert all(call.result(60) for call in calls)

@@ -1,11 +1,13 @@
 """What a client may take of the server: connections, memory, header and message sizes."""
 
+import asyncio
 import gzip
 import json
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +17,8 @@ from server_http import ask, infer, x
 from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 
+from server.config.config import ServeConfig
+from server.config.sizes import FixedSize
 from server.errors import (
     ClientTooSlow,
     ConfigError,
@@ -26,10 +30,14 @@ from server.errors import (
 )
 from server.grpc.codec import parse_request
 from server.grpc.errors import CODES
+from server.grpc.handlers import MOST_CALLS
 from server.grpc.server import GrpcServer
+from server.http.codec import decode_request
 from server.http.errors import STATUS
 from server.ipc.model import Array
+from server.protocol.shared_memory import RegionUse
 
+MIB = 1 << 20
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
@@ -114,10 +122,56 @@ def test_requests_under_way_share_the_request_memory() -> None:
         assert ask(server, "POST", "/v2/models/one/infer", body).status == 200
 
 
+@pytest.mark.parametrize("path", ["infer", "generate"])
+def test_json_over_a_limit_names_the_one_that_holds(path: str) -> None:
+    with running(identity("one")) as server:
+        for most_json, holds, named in ((1000, 1000, "--max-json"), (2 * MIB, MIB, "--max-body")):
+            server.plane.max_json_bytes = most_json
+            body = b" " * (holds + 1)
+            for sent, headers in ((body, {}), (gzip.compress(body), {"Content-Encoding": "gzip"})):
+                error = ask(server, "POST", f"/v2/models/one/{path}", sent, headers).error
+                assert f"over the limit of {holds} bytes" in error
+                assert error.endswith(named)
+
+
+def test_bodies_of_control_calls_name_no_flag() -> None:
+    with running(identity("one")) as server:
+        for path in ("/v2/trace/setting", "/v2/repository/index"):
+            error = ask(server, "POST", path, b" " * (64 * 1024 + 1)).error
+            assert "limit of 65536 bytes" in error
+            assert "--max" not in error
+
+
+def test_more_requests_than_connections_may_wait_for_a_model() -> None:
+    """A client with 1024 connections, each of which sends its next request after an answer, is not refused."""
+    with running(identity("one", gate=(gate := Gate()))) as server:
+        body = json.dumps({"inputs": [x()]}).encode()
+
+        async def wait_together() -> list[Any]:
+            plane = server.plane
+            request = decode_request(memoryview(body), None, plane.describe("one"), RegionUse(plane.regions))
+
+            async def one() -> None:
+                with plane.memory.lease() as lease:
+                    await plane.infer(request, plane.require_ready("one"), lease)
+
+            waiting = [asyncio.create_task(one()) for _ in range(1024)]
+            await asyncio.sleep(0)
+            gate.open()
+            return await asyncio.gather(*waiting, return_exceptions=True)
+
+        assert server.run(wait_together()) == [None] * 1024
+
+
+def test_the_queue_limit_is_above_what_one_front_end_can_have_under_way() -> None:
+    config = ServeConfig(Path("models"), FixedSize(1))
+    assert config.queue_limit > config.max_connections + MOST_CALLS
+
+
 @pytest.mark.parametrize(("refusal", "seen"), [(QueueFull, 2), (LevelFull, 3)])
 def test_a_full_queue_refuses_before_the_engine_is_asked_again(refusal: type[QueueFull], seen: int) -> None:
     def refuse(x: Array) -> dict[str, Array]:
-        raise refusal.of_model("one", 256, 3.5)
+        raise refusal.of_model("one", 8192, 3.5)
 
     model = identity("one", gate=(gate := Gate()))
     identical, body = model.function, json.dumps({"inputs": [x()]}).encode()
@@ -128,7 +182,7 @@ def test_a_full_queue_refuses_before_the_engine_is_asked_again(refusal: type[Que
         for _ in range(2):
             refused = ask(server, "POST", "/v2/models/one/infer", body)
             assert (refused.status, refused.headers["retry-after"]) == (503, "4")
-            assert "256 requests wait for model 'one'" in refused.error
+            assert "8192 requests wait for model 'one'" in refused.error
         assert len(model.requests) == seen
         model.function = identical
         gate.open()

@@ -57,8 +57,12 @@ def test_inputs_and_outputs_in_shared_memory(client: Client, key: str) -> None:
     answer = client.raw.infer("adder", inputs, outputs=outputs)
     np.testing.assert_array_equal(floats(key)[8:12], (A + B).ravel())
     np.testing.assert_array_equal(floats(key)[12:], (A - B).ravel())
-    described = answer.get_response()["outputs"] if client.protocol == "http" else answer.get_response().outputs
-    assert ["out" in str(output) for output in described] == [True, True]
+    if client.protocol == "http":
+        tensor = {"datatype": "FP32", "shape": [1, 4]}
+        assert answer.get_response()["outputs"] == [{"name": "sum", **tensor}, {"name": "diff", **tensor}]
+    else:
+        assert [dict(output.parameters) for output in answer.get_response().outputs] == [{}, {}]
+        assert list(answer.get_response().raw_output_contents) == [b"", b""]
 
 
 def test_status_lists_regions_until_they_are_unregistered(client: Client, key: str) -> None:
@@ -174,22 +178,28 @@ def test_a_region_that_shrinks_is_an_error_and_not_the_servers_end(client: Clien
     assert client.raw.is_server_ready()
 
 
-def test_a_region_may_be_unregistered_while_in_use(key: str) -> None:
+@pytest.mark.parametrize("name", ["region", None])
+def test_a_region_in_use_is_unregistered_when_its_last_request_has_ended(key: str, name: str | None) -> None:
+    """Triton from 24.12 on (its pull request 7743) does the same; before, the call was refused."""
     gate = Gate()
-    with running(identity("gated", gate=gate)) as server:
-        client = connect(server, "http")
-        client.raw.register_system_shared_memory("region", key, 64)
-        call = client.raw.async_infer(
+    with running(identity("gated", gate=gate)) as server, connect(server, "http").raw as client:
+        made = connect(server, "http")
+        client.register_system_shared_memory("region", key, 64)
+        client.register_system_shared_memory("other", key, 64)
+        call = client.async_infer(
             "gated",
-            [client.input_in("region", "x", [1, 4], "FP32", 16)],
-            outputs=[client.output_in("region", "y", 16, 32)],
+            [made.input_in("region", "x", [1, 4], "FP32", 16)],
+            outputs=[made.output_in("region", "y", 16, 32)],
         )
         assert gate.entered.acquire(timeout=20)
-        assert ask(server, "POST", "/v2/systemsharedmemory/region/region/unregister").status == 200
+        connect(server, "grpc").raw.unregister_system_shared_memory(name or "")
+        assert list(made.system_regions()) == (["region", "other"] if name else ["region"])
+        with pytest.raises(InferenceServerException, match="'region' already in manager"):
+            made.raw.register_system_shared_memory("region", key, 64)
         gate.open()
         call.get_result()
         np.testing.assert_array_equal(floats(key)[8:12], A.ravel())
-        client.raw.close()
+        assert list(made.system_regions()) == (["other"] if name else [])
 
 
 def test_descriptors_are_given_back(key: str) -> None:

@@ -199,7 +199,7 @@ def running(
 
     async def start() -> Ports:
         engine = FakeEngine(*models)
-        config = ServeConfig(repository=Path("fakes"), memory=FixedSize(MIB))
+        config = ServeConfig(repository=Path("fakes"), memory=FixedSize(MIB), server_name="triton")
         memory = RequestMemory(queue_bytes)
         plane = DataPlane(config, engine, memory, Regions(open_region if client_shm else no_system))
         limits = {"max_body_bytes": max_body_bytes, "max_connections": max_connections}

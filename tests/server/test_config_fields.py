@@ -1,0 +1,121 @@
+"""What becomes of each field of a ModelConfig."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+
+from server.errors import RepositoryError
+from server.ipc.model import ModelInfo, TensorSpec
+from server.models.repository import Unloadable, scan
+from server.protocol.config_fields import FIELDS, ConfigField, ignored_fields, refuse_fields
+from server.protocol.model_config import ModelConfig, config_as_json, config_of, parse_config
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-triton.md"
+
+
+def config(text: str) -> ModelConfig:
+    return text_format.Parse(text, ModelConfig())
+
+
+def paths(message: Any, prefix: str = "") -> Iterator[list[str]]:
+    """Yield the way to each field that contains no other, as paths; a map's values have no name of their own."""
+    for field in message.fields:
+        path = prefix + field.name
+        inner = field.message_type
+        if inner is not None and inner.GetOptions().map_entry:
+            inner = inner.fields_by_name["value"].message_type
+        if inner is None or not inner.fields:
+            yield [path]
+        else:
+            for below in paths(inner, f"{path}."):
+                yield [path, *below]
+
+
+def test_every_field_of_the_message_is_in_the_table_once() -> None:
+    entries = [[path for path in way if path in FIELDS] for way in paths(ModelConfig.DESCRIPTOR)]
+    ways = [way[-1] for way in paths(ModelConfig.DESCRIPTOR)]
+    assert [way for way, found in zip(ways, entries, strict=True) if len(found) != 1] == []
+    assert {found[0] for found in entries if found} == set(FIELDS), "the table has fields that the message lacks"
+
+
+def outcome(field: ConfigField) -> str:
+    return field.treatment if field.applies is None else f"honoured or {field.treatment}"
+
+
+def test_the_document_has_the_table() -> None:
+    rows = [f"| `{field.path}` | {outcome(field)} | {field.note} |" for field in FIELDS.values()]
+    assert "\n".join(rows) in DOCUMENT.read_text(), "\n".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("sequence_batching { }", "sequence_batching"),
+        ("ensemble_scheduling { step { model_name: 'a' } }", "ensemble_scheduling"),
+        ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
+        ("instance_group { rate_limiter { priority: 2 } }", "instance_group.rate_limiter"),
+        ("platform: 'tensorrt_plan'", "platform 'tensorrt_plan'"),
+        ("backend: 'python'", "backend 'python'"),
+        ("max_batch_size: -1", "max_batch_size -1"),
+        ("input { name: 'x' } input { name: 'y' optional: true }", "input.optional"),
+        ("input { name: 'x' reshape { } }", "input.reshape"),
+        ("output { name: 'x' is_shape_tensor: true }", "output.is_shape_tensor"),
+        ("batch_input { }", "batch_input"),
+        ("model_repository_agents { agents { name: 'checksum' } }", "model_repository_agents"),
+    ],
+)
+def test_what_would_change_answers_is_refused_by_name(tmp_path: Path, text: str, path: str) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.pt2").touch()
+    (tmp_path / "m" / "config.pbtxt").write_text(text)
+    (model,) = scan(tmp_path)
+    assert isinstance(model, Unloadable)
+    assert model.reason.startswith(f"config.pbtxt: {path} is not supported: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "named"),
+    [
+        ("", "cpu", []),
+        ("platform: 'pytorch_libtorch' backend: 'pytorch' max_batch_size: 8", "cpu", []),
+        ("response_cache { enable: false } model_transaction_policy { decoupled: false }", "cpu", []),
+        ("response_cache { enable: true }", "cpu", ["response_cache.enable"]),
+        ("instance_group { kind: KIND_GPU count: 1 }", "cpu", ["instance_group.kind"]),
+        ("instance_group { kind: KIND_GPU gpus: [ 0 ] }", "cuda:0", ["instance_group.gpus"]),
+        ("instance_group { kind: KIND_CPU }", "cuda", ["instance_group.kind"]),
+        ("instance_group { kind: KIND_AUTO } instance_group { count: 2 }", "cpu", ["instance_group.count"]),
+        ("version_policy { latest { num_versions: 1 } }", "cpu", []),
+        ("version_policy { latest { num_versions: 2 } }", "cpu", ["version_policy.latest.num_versions"]),
+        ("version_policy { all { } }", "cpu", ["version_policy.all"]),
+        ("version_policy { specific { versions: [ 1, 3 ] } }", "cpu", ["version_policy.specific.versions"]),
+        ("optimization { input_pinned_memory { enable: true } }", "cpu", []),
+        ("optimization { input_pinned_memory { } priority: PRIORITY_MAX cuda { } }", "cpu", [
+            "optimization.input_pinned_memory", "optimization.priority", "optimization.cuda"]),
+        ("parameters { key: 'precision' value { } } parameters { key: 'INFERENCE_MODE' value { } }", "cpu",
+         ["parameters[INFERENCE_MODE]"]),
+        ("model_warmup { name: 'w' } metric_tags { key: 'a' value: 'b' }", "cpu", ["model_warmup", "metric_tags"]),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_warned_of_by_name(text: str, device: str, named: list[str]) -> None:
+    refuse_fields(config(text))
+    ignored = ignored_fields(config(text), device)
+    assert sorted(ignored) == sorted(named)
+    assert all(ignored.values())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_the_configuration_that_is_returned_may_be_sent_back(device: str) -> None:
+    tensor = TensorSpec("x", "FP32", (4,))
+    answered = config_as_json(config_of(ModelInfo("m", 1, (tensor,), (tensor,), 8), device=device))
+    sent = parse_config(json.dumps(answered))
+    refuse_fields(sent)
+    assert ignored_fields(sent, device) == {}
+
+
+def test_a_field_is_refused_wherever_it_stands() -> None:
+    with pytest.raises(RepositoryError, match=r"input\.allow_ragged_batch is not supported"):
+        refuse_fields(config("input { name: 'a' } input { name: 'b' allow_ragged_batch: true }"))
