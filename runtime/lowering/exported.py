@@ -145,9 +145,10 @@ def _input_names(program: ExportedProgram) -> dict[str, str]:
     if signature is None or not signature.forward_arg_names:
         return {}
     user_inputs = [s.arg for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
-    arguments = signature.forward_arg_names
-    names = []
-    for kind, argument, *rest in _paths(signature.in_spec):
+    arguments, paths, names = signature.forward_arg_names, _paths(signature.in_spec), []
+    if min(map(len, paths), default=0) < 2:  # positional or by name, then which
+        return {}
+    for kind, argument, *rest in paths:
         positional = kind == "0" and argument.isdigit() and int(argument) < len(arguments)
         names.append("_".join([arguments[int(argument)] if positional else argument, *rest]))
     if len(set(names)) != len(names) or len(names) != len(user_inputs) or not all(map(str.isprintable, names)):
