@@ -40,7 +40,9 @@ class RequestMemory:
         self._free = FreeList(PAGE_BYTES, self.nbytes - PAGE_BYTES)
         self._used_bytes = 0
         self._highest = PAGE_BYTES
-        """The end of the highest block allocated since pages were last returned to the system; all below has pages."""
+        """The end of the highest block allocated since pages were last returned to the system."""
+        self._filled = PAGE_BYTES
+        """Up to here, everything has pages."""
 
     @property
     def used_bytes(self) -> int:
@@ -50,10 +52,7 @@ class RequestMemory:
         return Lease(self)
 
     def take(self, nbytes: int) -> int:
-        """Allocate a block and return its offset. Raises Overloaded if there is no room, or no memory for its pages.
-
-        Without pages of its own, the first write to a block would end the process where the system has none left.
-        """
+        """Allocate a block, perhaps without pages, and return its offset. Raises Overloaded if there is no room."""
         size = round_up(nbytes)
         offset = self._free.take(size)
         if offset is None:
@@ -63,18 +62,28 @@ class RequestMemory:
                 " send fewer at once, or start the server with a larger --queue-memory",
                 _RETRY_S,
             )
-        if offset + size > self._highest:
-            try:
-                os.posix_fallocate(self.descriptor, self._highest, offset + size - self._highest)
-            except OSError as error:
-                self._free.release(offset, size)
-                raise Overloaded(
-                    f"the system has no memory for the {format_bytes(nbytes)} of a request: {error.strerror}",
-                    _RETRY_S,
-                ) from error
-            self._highest = offset + size
         self._used_bytes += size
+        self._highest = max(self._highest, offset + size)
         return offset
+
+    def fill(self, offset: int, nbytes: int) -> None:
+        """Give pages to a part of a block, before it is written to. Raises Overloaded where the system has none.
+
+        Without, the first write would end the process there. Memory that a client announces only gets none.
+        """
+        end = offset + nbytes
+        if end <= self._filled:
+            return
+        is_next = offset <= self._filled
+        start = self._filled if is_next else offset
+        try:
+            os.posix_fallocate(self.descriptor, start, end - start)
+        except OSError as error:
+            raise Overloaded(
+                f"the system has no memory for the {format_bytes(nbytes)} of a request: {error.strerror}", _RETRY_S
+            ) from error
+        if is_next:
+            self._filled = end
 
     def release(self, offset: int, nbytes: int) -> None:
         size = round_up(nbytes)
@@ -84,7 +93,7 @@ class RequestMemory:
             self.map.madvise(
                 mmap.MADV_REMOVE, PAGE_BYTES, -(-self._highest // PAGE_BYTES) * PAGE_BYTES - PAGE_BYTES
             )
-            self._highest = PAGE_BYTES
+            self._highest = self._filled = PAGE_BYTES
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return memoryview(self.map)[offset : offset + nbytes]
@@ -132,7 +141,12 @@ class Lease:
         self.release()
 
     def take(self, nbytes: int) -> int:
-        """Allocate a block and return its offset in the pool. Raises Overloaded."""
+        """Allocate a block with its pages and return its offset in the pool. Raises Overloaded."""
+        offset = self._reserve(nbytes)
+        self.memory.fill(offset, nbytes)
+        return offset
+
+    def _reserve(self, nbytes: int) -> int:
         offset = self.memory.take(nbytes)
         self._blocks[offset] = nbytes
         return offset
@@ -142,6 +156,18 @@ class Lease:
         if nbytes == 0:
             return memoryview(bytearray())
         return self.memory.view(self.take(nbytes), nbytes)
+
+    def reserve(self, nbytes: int) -> memoryview:
+        """Return bytes that are writable once they are filled. Raises Overloaded."""
+        if nbytes == 0:
+            return memoryview(bytearray())
+        return self.memory.view(self._reserve(nbytes), nbytes)
+
+    def fill(self, view: memoryview) -> None:
+        """Give pages to a part of a block that `reserve` returned. Raises Overloaded."""
+        offset = self.memory.offset_of(np.frombuffer(view, np.uint8))
+        assert offset is not None
+        self.memory.fill(offset, view.nbytes)
 
     def free(self, view: memoryview) -> None:
         """Release one block early, such as a body's after a move to a larger block."""

@@ -17,6 +17,7 @@ _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "def
 _IDENTITY = frozenset({"", "identity"})
 _FIRST_BYTES = 64 << 10
 """The first block of a body of unknown length."""
+_FILLED_AHEAD_BYTES = 1 << 20
 _PIECE_BYTES = 256 << 10
 """Input of one call of zlib, which runs on a thread."""
 _INFLATED_BYTES = 1 << 20
@@ -26,20 +27,27 @@ _INFLATED_BYTES = 1 << 20
 class Allocator(Protocol):
     """Where bodies are stored: a lease of the request memory, or the heap."""
 
-    def allocate(self, nbytes: int) -> memoryview:
-        """Return writable bytes. Raises Overloaded if there is no room."""
+    def reserve(self, nbytes: int) -> memoryview:
+        """Return bytes that are writable once they are filled. Raises Overloaded if there is no room."""
+        ...
+
+    def fill(self, view: memoryview) -> None:
+        """Give memory to a part of a block. Raises Overloaded if the system has none."""
         ...
 
     def free(self, view: memoryview) -> None:
-        """Release one block that `allocate` returned."""
+        """Release one block that `reserve` returned."""
         ...
 
 
 class Heap:
     """The process's own memory, for the small bodies of control calls."""
 
-    def allocate(self, nbytes: int) -> memoryview:
+    def reserve(self, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
+
+    def fill(self, view: memoryview) -> None:
+        pass
 
     def free(self, view: memoryview) -> None:
         pass
@@ -79,7 +87,8 @@ class _Buffer:
         self._memory = memory
         self._limit_bytes = limit_bytes
         self._too_large = too_large
-        self._block = memory.allocate(capacity)
+        self._block = memory.reserve(capacity)
+        self._filled = 0
         self.nbytes = 0
 
     @property
@@ -93,6 +102,8 @@ class _Buffer:
             raise self._too_large
         if end > len(self._block):
             self._grow(end)
+        if end > self._filled:
+            self._fill(end)
         self._block[self.nbytes : end] = data
         self.nbytes = end
 
@@ -100,10 +111,18 @@ class _Buffer:
         self._memory.free(self._block)
 
     def _grow(self, needed: int) -> None:
-        larger = self._memory.allocate(min(max(_FIRST_BYTES, 2 * len(self._block), needed), self._limit_bytes))
+        larger = self._memory.reserve(min(max(_FIRST_BYTES, 2 * len(self._block), needed), self._limit_bytes))
+        if self.nbytes:
+            self._memory.fill(larger[: self.nbytes])
         larger[: self.nbytes] = self.view
         self.free()
-        self._block = larger
+        self._block, self._filled = larger, self.nbytes
+
+    def _fill(self, end: int) -> None:
+        """Get memory for what has come, and a little ahead."""
+        filled = min(end + _FILLED_AHEAD_BYTES, len(self._block))
+        self._memory.fill(self._block[self._filled : filled])
+        self._filled = filled
 
 
 async def _receive(content: StreamReader, body: _Buffer) -> None:

@@ -15,6 +15,7 @@ from runtime.lowering import archive
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
 from server.models.prepared import open_backend, prepare_in_worker
+from server.models.preparer import ModelPreparer
 from server.models.repository import ModelSource, find
 from server.models.worker_process import WorkerFailed, WorkerProcesses
 from tests.runtime import models
@@ -104,6 +105,27 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
             assert {path: path.read_bytes() for path in good} == good, (path, damage)
     workers.close()
     assert [p for p in config.cache.rglob("*") if p.name.startswith(".")] == [], "nothing temporary is left"
+
+
+def test_weights_that_changed_without_a_trace_are_made_anew_when_their_model_is_loaded_again(
+    source: ModelSource, config: ServeConfig
+) -> None:
+    """The model is known, and its file has the size and the time that it had; only the checksums tell."""
+    config = replace(config, verify_reads=True)
+    backend = open_backend(config)
+    preparer = ModelPreparer(config, backend)
+    first = preparer.prepare(source)
+    first.store.close()
+    path = first.lowered.weights_path
+    good, before = path.read_bytes(), path.stat()
+    with path.open("r+b") as file:
+        file.write(bytes(4096))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert first.known.is_unchanged, "as far as size and time tell"
+    preparer.prepare(source).store.close()
+    assert path.read_bytes() == good
+    preparer.close()
+    backend.close()
 
 
 def truncate(path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import resource
+import socket
 from pathlib import Path
 
 import msgspec
@@ -77,6 +78,19 @@ def test_requests_are_refused_where_the_system_has_no_memory_for_them(monkeypatc
 
 def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_body_that_is_announced_takes_no_pages_before_it_comes() -> None:
+    with running(identity("one"), queue_bytes=64 * MIB, max_body_bytes=32 * MIB) as server:
+        memory = server.plane.memory
+        before = os.fstat(memory.descriptor).st_blocks
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            head = b"POST /v2/models/one/infer HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+            head += b"Inference-Header-Content-Length: 9\r\nContent-Length: %d\r\n\r\n" % (32 * MIB)
+            client.sendall(head)
+            assert client.recv(12) == b"HTTP/1.1 100"
+            assert memory.used_bytes >= 32 * MIB
+            assert os.fstat(memory.descriptor).st_blocks == before
 
 
 def test_a_server_without_shared_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ async def test_a_cancelled_request_leaves_the_queue_and_gives_its_memory_back(fr
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    await front_end.client.report()  # so that the engine has read the message before, too
     fake_engine.open_gate()
     np.testing.assert_array_equal(await held, rows(fake_engine.HELD) * 2)
     report = await front_end.client.report()
