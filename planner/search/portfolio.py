@@ -2,8 +2,10 @@
 
 For a single model's budget, each searcher first gets a small share of its own effort. Then each gets the rest, in
 order of the best latency so far, so that the portfolio is never worse than a member at that effort. The member with
-the best plan then continues. For a partition with a workspace there are two members: `streaming`, and `offloading`
-where activations do not fit, or where they leave parameters little room and streaming is far from the bound.
+the best plan then continues.
+
+For a partition with a workspace, `genetic` begins with the best decisions of `streaming`. `offloading` plans where
+activations do not fit, or where they leave parameters little room and the others are far from the bound.
 """
 
 import math
@@ -15,8 +17,7 @@ from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.layout.feasible import PAGE_BYTES, Footprint
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.registry import maker
-from planner.search.searcher import AnySearcher
+from planner.search.registry import make
 from planner.sequence.gaps import Gaps
 from planner.sequence.serial import require_single_budget
 
@@ -26,6 +27,8 @@ STREAMING_EFFORT: Final = 3
 """Multiple of streaming's own effort before the others start."""
 SAMPLE: Final = 1 / 16
 """Share of its effort that each of the others gets before they are ranked."""
+SEEDED: Final = 1 / 3
+"""Share of its effort that `genetic` gets per turn when it begins with what `streaming` found."""
 AT_BOUND: Final = 1e-4
 """A relative gap this small counts as none."""
 WORTH_OFFLOADING: Final = 0.05
@@ -49,7 +52,7 @@ class Best:
         self.problem = problem
         self._seed = seed
         self._names = ["streaming"]
-        self._members: dict[int, AnySearcher] = {}
+        self._members: dict[int, Any] = {}
         single = not problem.workspace_bytes
         try:
             self._member(0)
@@ -60,8 +63,8 @@ class Best:
             if not single:
                 self._offload_instead(refusal)
         else:
-            if not single and _is_narrow(problem):
-                self._names.append("offloading")
+            if not single:
+                self._names += ["genetic", "offloading"] if _is_narrow(problem) else ["genetic"]
         if single and problem.residents is None:
             self._names += OTHERS
             require_single_budget(problem, "best")
@@ -70,7 +73,7 @@ class Best:
         self._least_s = [math.inf] * len(self._names)
         self._count = 0
         self._has_done_enough = False
-        self._asks = self._ask()
+        self._asks = self._ask_single() if single else self._ask_served()
 
     @property
     def evaluations(self) -> int:
@@ -79,7 +82,7 @@ class Best:
 
     @property
     def is_compiled(self) -> bool:
-        return self._member(self._asking).is_compiled
+        return bool(self._member(self._asking).is_compiled)
 
     def ask(self) -> Sequence[MemberCandidate]:
         return next(self._asks, ())
@@ -91,10 +94,12 @@ class Best:
             self._least_s[candidate.member] = min(self._least_s[candidate.member], cost.latency_s)
 
     def evaluate(self, candidate: MemberCandidate, good_s: float) -> Cost:
-        return self._member(candidate.member).evaluate(candidate.inner, good_s)
+        cost: Cost = self._member(candidate.member).evaluate(candidate.inner, good_s)
+        return cost
 
     def write(self, candidate: MemberCandidate) -> Plan:
-        return self._member(candidate.member).write(candidate.inner)
+        plan: Plan = self._member(candidate.member).write(candidate.inner)
+        return plan
 
     def _offload_instead(self, refusal: InfeasibleBudget | UnsupportedProblem) -> None:
         """Use offloading where streaming refuses. Raises the refusal that names the smaller budget."""
@@ -106,15 +111,34 @@ class Best:
         except InfeasibleBudget as other:
             raise min(refusal, other, key=lambda r: r.least_bytes) from other
 
-    def _ask(self) -> Iterator[Sequence[MemberCandidate]]:
+    def found_by(self, candidate: MemberCandidate) -> str:
+        """Name the member that found a candidate."""
+        name = self._names[candidate.member]
+        return "genetic seeded by streaming" if name == "genetic" and self.problem.workspace_bytes else name
+
+    def _ask_served(self) -> Iterator[Sequence[MemberCandidate]]:
+        yield from self._turn(0)
+        if "genetic" in self._names:
+            yield from self._turn_of_genetic()
+        if self._names[-1] == "offloading" and min(self._least_s) > self.problem.bound_s * (1 + WORTH_OFFLOADING):
+            yield from self._turn(len(self._names) - 1)
+        self._has_done_enough = True
+        spent = -1
+        while "genetic" in self._names and not self._is_at_bound() and spent < self._count:
+            spent = self._count
+            yield from self._turn(0)
+            yield from self._turn_of_genetic()
+
+    def _turn_of_genetic(self) -> Iterator[Sequence[MemberCandidate]]:
+        if not self._is_at_bound():
+            self._member(1).adopt(self._member(0).leading())
+            yield from self._turn(1, SEEDED * self._member(1).evaluations)
+
+    def _ask_single(self) -> Iterator[Sequence[MemberCandidate]]:
         everyone = range(len(self._names))
         others = [i for i in everyone if self._names[i] != "streaming"]
-        single = not self.problem.workspace_bytes
         if "streaming" in self._names:
-            factor = STREAMING_EFFORT if others and single else 1
-            yield from self._turn(0, factor=factor)
-            if not single and self._least_s[0] <= self.problem.bound_s * (1 + WORTH_OFFLOADING):
-                others.clear()
+            yield from self._turn(0, factor=STREAMING_EFFORT if others else 1)
         left: dict[int, float] = {}
         for i in others:
             if self._is_at_bound():
@@ -153,9 +177,9 @@ class Best:
                 break
         return spent
 
-    def _member(self, i: int) -> AnySearcher:
+    def _member(self, i: int) -> Any:
         if i not in self._members:
-            self._members[i] = maker(self._names[i])(self.problem, self._seed)
+            self._members[i] = make(self._names[i], self.problem, self._seed)
         return self._members[i]
 
 
