@@ -6,7 +6,7 @@ python -m benchmarks.planner.ablation --record
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from planner.papers.swapadvisor.genetic import Genetic
 from planner.problem import Problem
 from planner.warm import warm
 
-WAYS = {
+WAYS: Mapping[str, Mapping[str, object]] = {
     "both": {},
+    "both, softmax selection": {"selection": "softmax"},
     "schedules only": {"allocations": False},
     "allocations only": {"schedules": False},
     "both, CLS unrestricted": {"restricted": False},
@@ -47,7 +48,7 @@ def problem_of(name: str, memory_bytes: int, cache: Path | None) -> Problem:
     return Problem(graph, v100_pcie3(graph, work), memory_bytes, overlay=True)
 
 
-def evolve(problem: Problem, seconds: float, switches: dict[str, bool], population: int) -> Course:
+def evolve(problem: Problem, seconds: float, switches: Mapping[str, object], population: int) -> Course:
     search = Genetic(problem, 0, population=population, **switches)  # type: ignore[arg-type]
     course = Course([], [], [], [])
     best_s = float("inf")
