@@ -57,7 +57,7 @@ def evolve(problem: Problem, seconds: float, switches: Mapping[str, object], pop
         costs = [search.evaluate(c, 0.0) for c in candidates]
         search.tell(candidates, costs)
         best_s = min(best_s, *(c.latency_s for c in costs))
-        alive = [c.latency_s for c in search.population_costs if np.isfinite(c.latency_s)]
+        alive = [c.latency_s for _, c in search.living if np.isfinite(c.latency_s)]
         course.seconds.append(time.monotonic() - started)
         course.best_s.append(best_s)
         course.mean_s.append(float(np.mean(alive)) if alive else np.nan)

@@ -4,8 +4,10 @@ For a single model's budget, each searcher first gets a small share of its own e
 order of the best latency so far, so that the portfolio is never worse than a member at that effort. The member with
 the best plan then continues.
 
-For a partition with a workspace, `genetic` begins with the best decisions of `streaming`. `offloading` plans where
-activations do not fit, or where they leave parameters little room and the others are far from the bound.
+For a partition with a workspace, a population of `genetic` begins with the best decisions of `streaming`. `offloading`
+plans where activations do not fit, or where they leave parameters little room and the others are far from the bound.
+With time left, `streaming`, a population that began at random, and the seeded one, which takes in what the other two
+find, take turns.
 """
 
 import math
@@ -27,8 +29,9 @@ STREAMING_EFFORT: Final = 3
 """Multiple of streaming's own effort before the others start."""
 SAMPLE: Final = 1 / 16
 """Share of its effort that each of the others gets before they are ranked."""
-SEEDED: Final = 1 / 3
-"""Share of its effort that `genetic` gets per turn when it begins with what `streaming` found."""
+SEEDED: Final = "genetic seeded by streaming"
+TURN: Final = 1 / 3
+"""Share of its effort that a member gets when it is its turn again, and the seeded one always."""
 AT_BOUND: Final = 1e-4
 """A relative gap this small counts as none."""
 WORTH_OFFLOADING: Final = 0.05
@@ -64,7 +67,7 @@ class Best:
                 self._offload_instead(refusal)
         else:
             if not single:
-                self._names += ["genetic", "offloading"] if _is_narrow(problem) else ["genetic"]
+                self._names += [SEEDED, "genetic", *(["offloading"] if _is_narrow(problem) else [])]
         if single and problem.residents is None:
             self._names += OTHERS
             require_single_budget(problem, "best")
@@ -113,26 +116,29 @@ class Best:
 
     def found_by(self, candidate: MemberCandidate) -> str:
         """Name the member that found a candidate."""
-        name = self._names[candidate.member]
-        return "genetic seeded by streaming" if name == "genetic" and self.problem.workspace_bytes else name
+        return self._names[candidate.member]
 
     def _ask_served(self) -> Iterator[Sequence[MemberCandidate]]:
         yield from self._turn(0)
-        if "genetic" in self._names:
-            yield from self._turn_of_genetic()
+        if SEEDED in self._names:
+            yield from self._turn_of_seeded([0])
         if self._names[-1] == "offloading" and min(self._least_s) > self.problem.bound_s * (1 + WORTH_OFFLOADING):
             yield from self._turn(len(self._names) - 1)
         self._has_done_enough = True
         spent = -1
-        while "genetic" in self._names and not self._is_at_bound() and spent < self._count:
+        while SEEDED in self._names and not self._is_at_bound() and spent < self._count:
             spent = self._count
-            yield from self._turn(0)
-            yield from self._turn_of_genetic()
+            for i in (0, 2):
+                yield from self._turn(i, TURN * self._member(i).evaluations)
+            yield from self._turn_of_seeded([0, 2])
 
-    def _turn_of_genetic(self) -> Iterator[Sequence[MemberCandidate]]:
+    def _turn_of_seeded(self, others: Sequence[int]) -> Iterator[Sequence[MemberCandidate]]:
+        """Evolve the population that begins with what others found, and takes in what they find."""
+        seeded = self._member(1)
         if not self._is_at_bound():
-            self._member(1).adopt(self._member(0).leading())
-            yield from self._turn(1, SEEDED * self._member(1).evaluations)
+            for i in others:
+                seeded.adopt(self._member(i).leading())
+            yield from self._turn(1, TURN * seeded.evaluations)
 
     def _ask_single(self) -> Iterator[Sequence[MemberCandidate]]:
         everyone = range(len(self._names))
@@ -179,7 +185,7 @@ class Best:
 
     def _member(self, i: int) -> Any:
         if i not in self._members:
-            self._members[i] = make(self._names[i], self.problem, self._seed)
+            self._members[i] = make(self._names[i].partition(" ")[0], self.problem, self._seed)
         return self._members[i]
 
 

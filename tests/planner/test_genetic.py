@@ -308,7 +308,7 @@ def test_the_first_candidate_always_fits_and_the_population_comes_next() -> None
     serial, first, second = evolve(searcher, 1)
     assert serial == [SERIAL]
     assert len(first) == len(second) == 12
-    assert len(searcher.population_costs) == 12
+    assert len(searcher.living) == 12
     assert tuple(range(len(searcher.problem.graph.ops))) in {c.order for c in first}
     assert len({c.order for c in first}) > 4
 
@@ -348,7 +348,7 @@ def test_an_elitist_population_evolves(served: bool) -> None:
     for _ in range(24):
         candidates = searcher.ask()
         searcher.tell(candidates, [searcher.evaluate(c, 0.0) for c in candidates])
-        living.append([searcher.seconds(c) for c in searcher.population_costs])
+        living.append([searcher.seconds(c) for _, c in searcher.living])
     means, bests = [[f(g) for g in living if g] for f in (np.mean, min)]
     for course in (means, bests):
         assert sorted(course, reverse=True) == course
@@ -394,8 +394,8 @@ def test_only_the_unrestricted_space_maps_sizes_out_of_order() -> None:
 def test_the_population_keeps_its_size_and_those_that_fit() -> None:
     searcher = Genetic(roomy(), 0, population=10)
     evolve(searcher, 4)
-    assert len(searcher.population_costs) == 10
-    assert all(np.isfinite(c.latency_s) for c in searcher.population_costs)
+    assert len(searcher.living) == 10
+    assert all(np.isfinite(c.latency_s) for _, c in searcher.living)
 
 
 def test_a_plan_has_its_ops_in_the_order_of_its_chromosome() -> None:

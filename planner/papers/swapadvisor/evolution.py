@@ -24,8 +24,8 @@ class Evolution(PlanSearcher[C]):
 
     def __init__(self, seed: int, population: int, selection: Selection, generations: int = GENERATIONS) -> None:
         self.evaluations = 1 + population * (generations + 1)
-        self.population_costs: tuple[Cost, ...] = ()
-        """What the members of the living population cost, after each generation."""
+        self.living: list[tuple[C, Cost]] = []
+        """The population after each generation; with `elitist`, the best first."""
         self._population = population
         self._selection = selection
         self._rng = np.random.default_rng(seed)
@@ -36,16 +36,15 @@ class Evolution(PlanSearcher[C]):
 
     def _generations(self, first: Sequence[C]) -> Generator[Sequence[C], None, None]:
         """Ask for the first generation, then for the children of those that survive, without end."""
-        living = yield from self._evaluated(first)
+        self.living = yield from self._evaluated(first)
         best_s = np.inf
         while True:
-            self.population_costs = tuple(cost for _, cost in living)
-            parents = [parent for parent, _ in living]
-            everyone = [*living, *(yield from self._evaluated(self._children(parents)))]
+            parents = [parent for parent, _ in self.living]
+            everyone = [*self.living, *(yield from self._evaluated(self._children(parents)))]
             seconds = [self.seconds(cost) for _, cost in everyone]
             best_s = min(best_s, *seconds)
             survivors = select(self._selection, seconds, best_s, self._population, self._rng)
-            living = [everyone[i] for i in survivors]
+            self.living = [everyone[i] for i in survivors]
 
     def _evaluated(self, members: Sequence[C]) -> Generator[Sequence[C], None, list[tuple[C, Cost]]]:
         yield members

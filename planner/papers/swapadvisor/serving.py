@@ -38,7 +38,7 @@ from planner.streaming.workload import Arrays
 POPULATION: Final = 48
 GENERATIONS: Final = 60
 """In a search without a limit."""
-MUTATED_ORDERS: Final = 1 / 32
+MUTATED_ORDERS: Final = 1 / 128
 """Share of the children whose schedule mutates: a new one takes as long as a hundred evaluations."""
 MUTATION: Final = 0.1
 """As the paper's: the probability with which an op of such a schedule is any that is ready."""
@@ -46,11 +46,13 @@ RANDOM_ORDERS: Final = 8
 """Of so many in the first generation, one has a random order."""
 CHANGES: Final = 0.5
 """A child's mutation goes on with this probability after each changed decision."""
-COPIES: Final = 0.4
+COPIES: Final = 0.2
 """Share of the changes that are about one copy: its hole, or how far it goes ahead."""
 GUIDED: Final = 0.6
 """Share of the mutations that mostly change what is waited for; to find that takes as long as an evaluation."""
 LONGEST_LEAD: Final = 8
+LEADING: Final = 4
+"""Members that another population may adopt."""
 ORDERS_KEPT: Final = 256
 """Orders whose layouts are kept."""
 
@@ -107,6 +109,13 @@ class ServingGenetic(Evolution[ServingChromosome]):
         self._precedence = precedence(problem.graph)
         self._adopted: list[ServingChromosome] = []
         self._steps = self._evolve()
+
+    def leading(self) -> list[tuple[tuple[int, ...], Decisions]]:
+        """Return the best orders and decisions of the living, each numbered as in its own order."""
+        best = [
+            (member.order, self._numbered(member.order), member.decisions) for member, _ in self.living[:LEADING]
+        ]
+        return [(order, numbered.local(found)) for order, numbered, found in best if numbered is not None]
 
     def adopt(self, found: Sequence[tuple[tuple[int, ...], Decisions]]) -> None:
         """Take decisions that another search found into the next generation, each numbered as in its own order."""
