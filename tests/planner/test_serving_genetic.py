@@ -200,3 +200,11 @@ def test_activations_that_do_not_fit_are_refused() -> None:
     graph = unet()
     with pytest.raises(InfeasibleBudget):
         search(Problem(graph, profile_of(graph), 0, Footprint.of(graph).activation_bytes - PAGE), "genetic")
+
+
+def test_the_search_ends_where_nothing_is_left_to_improve() -> None:
+    graph = chain([PAGE] * 6)
+    plan = search(Problem(graph, profile_of(graph), 6 * PAGE, 4 * PAGE), "genetic")
+    assert plan.provenance is not None
+    assert plan.provenance.evaluations == 1
+    assert len(plan.residents) == 6

@@ -7,6 +7,7 @@ prefers, and how far its copy goes ahead of others. Schedules are crossed over a
 are crossed over at one op, as CLS and CNT are at one size, then repaired until residents fit, and several of them
 mutate at once.
 
+The first candidate keeps the parameters that are used first; it is no part of the population.
 The first generation is random, but for the orders of `planner.streaming.op_orders`, unless decisions found elsewhere
 are adopted: then it consists of those and their mutants.
 """
@@ -18,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Ints
+from planner.arrays import Bools, Ints
 from planner.compiled import compiled
 from planner.errors import InfeasibleBudget
 from planner.layout.feasible import PAGE_BYTES
@@ -32,6 +33,7 @@ from planner.streaming.anneal import FITS, LINK_WEIGHT, changed, critical
 from planner.streaming.emit import emit
 from planner.streaming.op_orders import OpOrder, OpOrders, in_order
 from planner.streaming.page_map import NOWHERE
+from planner.streaming.searcher import is_perfect
 from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, homes, play, uniform
 from planner.streaming.workload import Arrays
 
@@ -124,6 +126,11 @@ class ServingGenetic(Evolution[ServingChromosome]):
             assert numbered is not None
             self._adopted.append(ServingChromosome(order, numbered.numbered(decisions)))
 
+    def tell(self, candidates: Sequence[ServingChromosome], costs: Sequence[Cost]) -> None:
+        super().tell(candidates, costs)
+        if any(is_perfect(self.problem, self._first.work.footprint, cost) for cost in costs):
+            self._steps = iter(())
+
     def evaluate(self, candidate: ServingChromosome, good_s: float) -> Cost:
         numbered = self._numbered(candidate.order)
         if numbered is None:
@@ -145,11 +152,13 @@ class ServingGenetic(Evolution[ServingChromosome]):
         return cost.latency_s + LINK_WEIGHT * cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
 
     def _evolve(self) -> Iterator[Sequence[ServingChromosome]]:
-        arrays = self._first.work.arrays
+        uses = len(self._first.work.arrays.use_op)
         if not self._adopted:
-            fate = np.full(len(arrays.size), STREAMED) if self._given is None else self._given
-            yield [ServingChromosome(self._first.order, uniform(fate, np.zeros(len(arrays.use_op), np.bool_), 0))]
-        if len(arrays.use_op):
+            fate = self._given
+            if fate is None:
+                fate = np.where(self._filled(np.arange(len(self._first.work.arrays.size))), RELEASED, STREAMED)
+            yield [ServingChromosome(self._first.order, uniform(fate, np.zeros(uses, np.bool_), 0))]
+        if uses:
             yield from self._generations(self._first_generation())
 
     def _first_generation(self) -> list[ServingChromosome]:
@@ -180,14 +189,19 @@ class ServingGenetic(Evolution[ServingChromosome]):
             drawn = rng.permutation(count)
             if rng.random() < 0.5:
                 drawn = np.argsort((np.arange(count) * rng.random() + rng.random()) % 1)
-            resident = np.empty(count, np.bool_)
-            resident[drawn] = np.cumsum(arrays.size[drawn]) <= self._first.work.resident_pages
+            resident = self._filled(drawn)
         else:
             resident = self._given != STREAMED
         chance = rng.choice((0.0, 0.5, 1.0))
         fate = np.where(resident, np.where(rng.random(count) < chance, KEPT, RELEASED), STREAMED)
         hold = rng.random(uses) < rng.choice((0.0, 0.5, 1.0))
         return uniform(fate, hold, int(rng.integers(FITS)))
+
+    def _filled(self, drawn: Ints) -> Bools:
+        """The first of these parameters that fit in the partition together."""
+        resident = np.empty(len(drawn), np.bool_)
+        resident[drawn] = np.cumsum(self._first.work.arrays.size[drawn]) <= self._first.work.resident_pages
+        return resident
 
     def _crossed(self, first: ServingChromosome, second: ServingChromosome) -> list[ServingChromosome]:
         """Two sets of decisions, and two schedules if the parents' differ."""
