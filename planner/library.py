@@ -33,20 +33,21 @@ class Library:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def plan(self, problem: Problem) -> Plan | None:
-        """Return the stored plan for a problem; None if there is none that can be used."""
-        return self._read(self.plan_path(problem), lambda raw: _usable_plan(raw, problem))
+    def plan(self, problem: Problem, searcher: str) -> Plan | None:
+        """Return a searcher's stored plan for a problem; None if there is none that can be used."""
+        return self._read(self.plan_path(problem, searcher), lambda raw: _usable_plan(raw, problem))
 
-    def store(self, problem: Problem, plan: Plan) -> None:
-        self._store(self.plan_path(problem), planner.plan.encode(plan))
+    def store(self, problem: Problem, searcher: str, plan: Plan) -> None:
+        self._store(self.plan_path(problem, searcher), planner.plan.encode(plan))
 
-    def plans(self, model: ModelDemand, room: Room) -> dict[int, Plan] | None:
-        """Return the plans of all a model's batch sizes, if they are stored."""
+    def plans(self, model: ModelDemand, room: Room, searcher: str) -> dict[int, Plan] | None:
+        """Return a searcher's plans of all a model's batch sizes, if they are stored."""
         plans: dict[int, Plan] = {}
         residents: tuple[Placement, ...] | None = None
         for batch in sorted(model.graphs):
             graph, profile = model.graphs[batch], model.profiles[batch]
-            plan = self.plan(Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents))
+            problem = Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents)
+            plan = self.plan(problem, searcher)
             if plan is None:
                 return None
             plans[batch], residents = plan, plan.residents
@@ -63,8 +64,8 @@ class Library:
     ) -> None:
         self._store(_division_path(self.root, models, memory_bytes, layout, lanes), msgspec.json.encode(division))
 
-    def plan_path(self, problem: Problem) -> Path:
-        key = (planner.plan.FORMAT_VERSION, *problem.key)
+    def plan_path(self, problem: Problem, searcher: str) -> Path:
+        key = (planner.plan.FORMAT_VERSION, searcher, *problem.key)
         return self.root / "plans" / f"{fingerprint(key)}.json"
 
     def _read(self, path: Path, decode: Callable[[bytes], T]) -> T | None:

@@ -73,3 +73,6 @@ class Limit:
 
     evaluations: int | None = None
     seconds: float | None = None
+    strict: bool = False
+    """Whether a candidate whose evaluation ends after `seconds` is left out, unless it is the first: for comparisons
+    in equal time."""

@@ -20,5 +20,6 @@ def warm() -> None:
     profile = Profile(graph.fingerprint, "none", (1e-3,) * layers, link, link)
     partition, workspace = split_budget({1: graph}, {1: profile}, 3 * nbytes)
     search(Problem(graph, profile, partition, workspace))
+    search(Problem(graph, profile, partition, workspace), "genetic", limit=Limit(evaluations=200))
     for searcher in SEARCHERS:
         search(Problem(graph, profile, 3 * nbytes, overlay=True), searcher, limit=Limit(evaluations=100))

@@ -86,7 +86,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "papers": set(),
         "papers/beaumont": {"layout", "problem", "search", "sequence"},
         "papers/home": {"problem", "search", "sequence"},
-        "papers/swapadvisor": {"layout", "problem", "search", "sequence"},
+        "papers/swapadvisor": {"layout", "problem", "search", "sequence", "streaming"},
         "papers/tensile": {"layout", "problem", "search", "sequence"},
         "sizing": {"layout", "offloading", "problem", "search", "streaming"},
     },

@@ -6,7 +6,7 @@ python -m benchmarks.planner.ablation --record
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from planner.papers.swapadvisor.genetic import Genetic
 from planner.problem import Problem
 from planner.warm import warm
 
-WAYS = {
+WAYS: Mapping[str, Mapping[str, object]] = {
     "both": {},
+    "both, softmax selection": {"selection": "softmax"},
     "schedules only": {"allocations": False},
     "allocations only": {"schedules": False},
     "both, CLS unrestricted": {"restricted": False},
@@ -47,7 +48,7 @@ def problem_of(name: str, memory_bytes: int, cache: Path | None) -> Problem:
     return Problem(graph, v100_pcie3(graph, work), memory_bytes, overlay=True)
 
 
-def evolve(problem: Problem, seconds: float, switches: dict[str, bool], population: int) -> Course:
+def evolve(problem: Problem, seconds: float, switches: Mapping[str, object], population: int) -> Course:
     search = Genetic(problem, 0, population=population, **switches)  # type: ignore[arg-type]
     course = Course([], [], [], [])
     best_s = float("inf")
@@ -56,7 +57,7 @@ def evolve(problem: Problem, seconds: float, switches: dict[str, bool], populati
         costs = [search.evaluate(c, 0.0) for c in candidates]
         search.tell(candidates, costs)
         best_s = min(best_s, *(c.latency_s for c in costs))
-        alive = [c.latency_s for c in search.population_costs if np.isfinite(c.latency_s)]
+        alive = [c.latency_s for _, c in search.living if np.isfinite(c.latency_s)]
         course.seconds.append(time.monotonic() - started)
         course.best_s.append(best_s)
         course.mean_s.append(float(np.mean(alive)) if alive else np.nan)

@@ -1,8 +1,8 @@
-"""Every searcher on every network, memory and device, one model in a single budget: latency over the lower bound.
-
-Every searcher has the same time on one core.
+"""Every searcher on every network, memory and device: latency over the lower bound, in equal time on one core each.
 
 python -m benchmarks.planner.searchers --record
+
+All searchers plan one model in a single budget. Those of serving also plan it in a partition and a workspace.
 """
 
 import argparse
@@ -28,7 +28,10 @@ from planner.plan import SwapIn, SwapOut
 from planner.problem import Limit, Problem
 from planner.search.driver import search
 from planner.search.registry import SEARCHERS
+from planner.sizing.fitting import split_budget
+from planner.warm import warm
 
+SERVING = ("best", "genetic", "streaming")
 DEVICES = {"V100, PCIe 3": v100_pcie3, "H100, PCIe 5": h100_pcie5, "one CPU core, file": cpu_file}
 SHARES = (0.125, 0.25, 0.5, 0.75)
 
@@ -39,11 +42,16 @@ class Case:
     device: str
     share: float
     """Of the weights."""
+    served: bool = False
+    """Whether the memory is split into a partition and a workspace."""
 
     def problem(self, cache: Path | None) -> Problem:
         graph, work = inference_graph(self.network, 1, cache)
         profile = DEVICES[self.device](graph, work)
-        return Problem(graph, profile, page_aligned(int(self.share * graph.parameter_bytes)), overlay=True)
+        memory = page_aligned(int(self.share * graph.parameter_bytes))
+        if not self.served:
+            return Problem(graph, profile, memory, overlay=True)
+        return Problem(graph, profile, *split_budget({1: graph}, {1: profile}, memory))
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,11 @@ class Found:
     first_s: float
     link_share: float
     """Bytes copied per byte of weights."""
-    refusal: str = ""
+    winner: str = ""
+    """The member of `best` that found its plan."""
 
 
-def run(case: Case, searcher: str, seconds: float, cache: Path | None) -> Found:
-    problem = case.problem(cache)
+def run(case: Case, searcher: str, seconds: float, cache: Path | None, seed: int = 0) -> Found:
     first: list[float] = []
     started = time.monotonic()
 
@@ -68,20 +76,18 @@ def run(case: Case, searcher: str, seconds: float, cache: Path | None) -> Found:
             first.append(time.monotonic() - started)
 
     try:
-        plan = search(problem, searcher, limit=Limit(seconds=seconds), on_progress=progress)
-    except CohabitError as refusal:
-        return Found(None, time.monotonic() - started, 0.0, 0.0, str(refusal))
+        problem = case.problem(cache)
+        started = time.monotonic()
+        limit = Limit(seconds=seconds, strict=True)
+        plan = search(problem, searcher, seed=seed, limit=limit, on_progress=progress)
+    except CohabitError:
+        return Found(None, time.monotonic() - started, 0.0, 0.0)
     took = time.monotonic() - started
     assert plan.provenance is not None
     sizes = problem.graph.tensors
     copied = sum(sizes[s.tensor].nbytes for s in plan.steps if isinstance(s, SwapIn | SwapOut))
-    return Found(plan.provenance.gap, took, first[0], copied / problem.graph.parameter_bytes)
-
-
-def _warm(seconds: float, cache: Path | None) -> None:
-    """Compile every searcher's loops, which is not what is to be timed."""
-    for searcher in SEARCHERS:
-        run(Case("resnet152", "V100, PCIe 3", 0.5), searcher, seconds, cache)
+    winner = plan.provenance.searcher.partition(" (")[2].removesuffix(")")
+    return Found(plan.provenance.gap, took, first[0], copied / problem.graph.parameter_bytes, winner)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,30 +95,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="time of each search, on one core (default: %(default)s)"
     )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the searches as served (default: 0 1 2)"
+    )
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="write docs/results/planner-searchers.md")
     options = parser.parse_args(argv)
-    cases = [Case(n, d, s) for n in options.networks for d in DEVICES for s in SHARES]
+    every = [(n, d, s) for n in options.networks for d in DEVICES for s in SHARES]
+    cases = [Case(*one) for one in every]
     searchers = [s for s in SEARCHERS if s != "streaming"]
+    served = [Case(*one, served=True) for one in every]
     for network in options.networks:
         inference_graph(network, 1, options.cache)
-    _warm(1.0, options.cache)
     console = Console(stderr=True)
-    jobs = [(c, s, options.seconds, options.cache) for c in cases for s in searchers]
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+    jobs = [(c, s, options.seconds, options.cache, 0) for c in cases for s in searchers]
+    jobs += [(c, s, options.seconds, options.cache, n) for c in served for s in SERVING for n in options.seeds]
+    # Each process loads the compiled loops before anything is timed.
+    with ProcessPoolExecutor(options.processes, get_context("spawn"), warm) as pool:
         futures = [pool.submit(run, *job) for job in jobs]
         results = [f.result() for f in track(futures, "searching", console=console)]
-    found = {(job[0], job[1]): result for job, result in zip(jobs, results, strict=True)}
-    sections = [_summary(cases, found), *_tables(cases, searchers, found)]
+    found = {(job[0], job[1]): result for job, result in zip(jobs, results, strict=True) if not job[0].served}
+    by_seed = {(job[0], job[1], job[4]): result for job, result in zip(jobs, results, strict=True)}
+    sections = [
+        _summary(cases, found),
+        *_tables(cases, searchers, found),
+        "## In a partition and a workspace\n",
+        *_served_tables(served, options.seeds, by_seed),
+    ]
     print("\n".join(sections))
     if options.record:
         record("planner-searchers", "Every searcher on every network", "benchmarks.planner.searchers", [
             "Inference at batch 1 in a single budget of a share of the weights, parameters and activations together,"
             " simulated; op times are rooflines (`benchmarks/planner/profiles.py`), scratch is not known and counts as"
-            f" none. Every searcher has the same time: {options.seconds:g} s on one core; `best` divides it among all"
-            " of them. Gaps are over the lower bound; *copied* is per byte of weights."
+            f" none. Every searcher has the same time: {options.seconds:g} s on one core, and what it finds later does"
+            " not count; `best` divides it among all of them, and *found by* is the one whose plan it took."
+            " Gaps are over the lower bound; *copied* is per byte of weights."
             " An entry is `refused` where the searcher made no plan; a plan far above the rest is the serial one, which"
             " fits where nothing else does.\n",
             *sections,
@@ -140,7 +159,7 @@ def _summary(cases: Sequence[Case], found: dict[tuple[Case, str], Found]) -> str
 
 
 def _tables(cases: Sequence[Case], searchers: Sequence[str], found: dict[tuple[Case, str], Found]) -> list[str]:
-    header = ["network, share", *searchers, "best: copied", "best: s"]
+    header = ["network, share", *searchers, "found by", "best: copied", "best: s"]
     sections = []
     for device in DEVICES:
         rows = []
@@ -149,10 +168,40 @@ def _tables(cases: Sequence[Case], searchers: Sequence[str], found: dict[tuple[C
             best = found[case, "best"]
             cells = ["refused" if gap is None else f"{gap:.2%}" for gap in gaps]
             rows.append(
-                [f"{case.network}, {case.share:.1%}", *cells, f"{best.link_share:.2f}", f"{best.seconds:.1f}"]
+                [
+                    f"{case.network}, {case.share:.1%}",
+                    *cells,
+                    best.winner,
+                    f"{best.link_share:.2f}",
+                    f"{best.seconds:.1f}",
+                ]
             )
         sections += [f"## {device}\n", markdown_table(header, rows)]
     return sections
+
+
+def _served_tables(
+    cases: Sequence[Case], seeds: Sequence[int], found: dict[tuple[Case, str, int], Found]
+) -> list[str]:
+    """Gaps of each seed, who found `best`'s plans, and the mean ratio of the latencies to streaming's."""
+    rows, ratios = [], {s: [1.0] for s in SERVING}
+    for case in cases:
+        gaps = {s: [found[case, s, n].gap for n in seeds] for s in SERVING}
+        if None not in gaps["streaming"]:
+            for s in SERVING:
+                ratios[s] += [
+                    (1 + a) / (1 + b)
+                    for a, b in zip(gaps[s], gaps["streaming"], strict=True)
+                    if a is not None and b is not None
+                ]
+        cells = [" ".join("refused" if g is None else f"{g:.2%}" for g in gaps[s]) for s in SERVING]
+        winners = ", ".join(dict.fromkeys(found[case, "best", n].winner for n in seeds))
+        rows.append([case.network, case.device, f"{case.share:.1%}", *cells, winners])
+    means = ", ".join(f"`{s}` {statistics.geometric_mean(ratios[s][1:]):.4f}" for s in SERVING if ratios[s][1:])
+    return [
+        f"A gap per seed. Latency over `streaming`'s, in the geometric mean: {means}. `genetic` begins at random.\n",
+        markdown_table(["network", "device", "share", *SERVING, "found by"], rows),
+    ]
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def cell(memory_mb: int, batch: int, seconds: float, flat: bool, cache: Path | N
     profile = v100_pcie3(graph, work, resident_s)
     if flat:
         profile = replace(profile, op_seconds=(resident_s / len(graph.ops),) * len(graph.ops))
-    limit = Limit(seconds=seconds)
+    limit = Limit(seconds=seconds, strict=True)
 
     def served() -> Plan:
         partition, workspace = split_budget({batch: graph}, {batch: profile}, memory)

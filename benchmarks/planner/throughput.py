@@ -37,12 +37,13 @@ def run(network: str, memory_gb: float, searcher: str, seconds: float, cache: Pa
     problem = Problem(graph, v100_pcie3(graph, work), int(memory_gb * GB), overlay=True)
     started = time.monotonic()
     try:
-        plan = search(problem, searcher, limit=Limit(seconds=seconds))
+        plan = search(problem, searcher, limit=Limit(seconds=seconds, strict=True))
     except CohabitError as refusal:
         return type(refusal).__name__
     assert plan.provenance is not None
     share = plan.provenance.resident_s / plan.provenance.period_s
-    return f"{share:.1%} ({time.monotonic() - started:.0f} s)"
+    winner = plan.provenance.searcher.partition(" (")[2].removesuffix(")")
+    return f"{share:.1%} ({', '.join(filter(None, [winner, f'{time.monotonic() - started:.0f} s']))})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     searchers = [s for s in SEARCHERS if s != "streaming"]
     cases = [(n, m, s) for n in options.networks for m in options.memory for s in searchers]
     jobs = [(*c, options.seconds, options.cache) for c in cases]
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(options.processes, get_context("spawn"), warm) as pool:
         futures = [pool.submit(run, *job) for job in jobs]
         results = [f.result() for f in track(futures, "planning", console=console)]
     found = dict(zip(cases, results, strict=True))
@@ -77,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Throughput of steps run back to back relative to infinite memory, simulated on `v100_pcie3` (unscaled"
             " roofline), and how long the search took. Weights are state: an update changes them in place, and they are"
             " swapped out again unless they stay. The updates of SGD are part of the step; dropout and running"
-            f" statistics are not. Every searcher has the same time: {options.seconds:g} s on one core, one candidate"
-            " more where that is longer; `best` shares it out among all of them."
+            f" statistics are not. Every searcher has the same time: {options.seconds:g} s on one core. What it finds"
+            " later does not count, although it may finish its last candidate. `best` shares the time out among all of"
+            " them; in brackets, the one whose plan it took."
             " A share far below the others' is the serial plan, which every searcher falls back on.\n",
             table,
         ])  # fmt: skip

@@ -13,7 +13,8 @@ from planner.errors import FingerprintMismatch
 from planner.plan import Plan, Provenance
 from planner.problem import TIE, Cost, Limit, Problem
 from planner.search.evaluation import EvaluationPool
-from planner.search.registry import maker
+from planner.search.portfolio import Best
+from planner.search.registry import make
 from planner.simulate import simulate
 
 Progress = Callable[[int, float, float], None]
@@ -41,7 +42,7 @@ def search(
         raise FingerprintMismatch("profile", graph.fingerprint, profile.graph)
     started = time.monotonic()
     limit = limit if limit is not None else Limit()
-    state = maker(searcher)(problem, seed)
+    state = make(searcher, problem, seed)
     deadline_s = math.inf if limit.seconds is None else started + limit.seconds
     limited = limit.evaluations is not None or limit.seconds is not None
     shortlist = Shortlist()
@@ -57,6 +58,8 @@ def search(
                 break
             candidates = candidates[:left]
             costs = pool.evaluate(candidates, shortlist.least_s * TIE, is_over)
+            if limit.strict and is_over() and shortlist.evaluations + len(costs) > 1:
+                costs = costs[:-1]
             candidates = candidates[: len(costs)]
             state.tell(candidates, costs)
             shortlist.add(candidates, costs)
@@ -72,7 +75,7 @@ def search(
     plan = replace(
         plan,
         provenance=Provenance(
-            searcher=searcher,
+            searcher=f"{searcher} ({state.found_by(best.candidate)})" if isinstance(state, Best) else searcher,
             seed=seed,
             evaluations=shortlist.evaluations,
             latency_s=timeline.latency_s,

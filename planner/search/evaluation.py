@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from planner.problem import Cost, Problem
-from planner.search.registry import maker
+from planner.search.registry import make
 from planner.search.searcher import AnySearcher
 
 POLL_S = 0.05
@@ -110,7 +110,7 @@ def _start_worker(file: str) -> None:
     global _searcher
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the driver decides
     searcher, problem, seed = pickle.loads(Path(file).read_bytes())
-    _searcher = maker(searcher)(problem, seed)
+    _searcher = make(searcher, problem, seed)
 
 
 def _nothing() -> None:

@@ -2,8 +2,12 @@
 
 For a single model's budget, each searcher first gets a small share of its own effort. Then each gets the rest, in
 order of the best latency so far, so that the portfolio is never worse than a member at that effort. The member with
-the best plan then continues. For a partition with a workspace there are two members: `streaming`, and `offloading`
-where activations do not fit, or where they leave parameters little room and streaming is far from the bound.
+the best plan then continues.
+
+For a partition with a workspace, a population of `genetic` begins with the best decisions of `streaming`. `offloading`
+plans where activations do not fit, or where they leave parameters little room and the others are far from the bound.
+With time left, `streaming`, a population that began at random, and the seeded one, which takes in what the other two
+find, take turns.
 """
 
 import math
@@ -15,8 +19,7 @@ from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.layout.feasible import PAGE_BYTES, Footprint
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.registry import maker
-from planner.search.searcher import AnySearcher
+from planner.search.registry import make
 from planner.sequence.gaps import Gaps
 from planner.sequence.serial import require_single_budget
 
@@ -26,6 +29,9 @@ STREAMING_EFFORT: Final = 3
 """Multiple of streaming's own effort before the others start."""
 SAMPLE: Final = 1 / 16
 """Share of its effort that each of the others gets before they are ranked."""
+SEEDED: Final = "genetic seeded by streaming"
+TURN: Final = 1 / 3
+"""Share of its effort that a member gets when it is its turn again, and the seeded one always."""
 AT_BOUND: Final = 1e-4
 """A relative gap this small counts as none."""
 WORTH_OFFLOADING: Final = 0.05
@@ -49,7 +55,7 @@ class Best:
         self.problem = problem
         self._seed = seed
         self._names = ["streaming"]
-        self._members: dict[int, AnySearcher] = {}
+        self._members: dict[int, Any] = {}
         single = not problem.workspace_bytes
         try:
             self._member(0)
@@ -60,8 +66,8 @@ class Best:
             if not single:
                 self._offload_instead(refusal)
         else:
-            if not single and _is_narrow(problem):
-                self._names.append("offloading")
+            if not single:
+                self._names += [SEEDED, "genetic", *(["offloading"] if _is_narrow(problem) else [])]
         if single and problem.residents is None:
             self._names += OTHERS
             require_single_budget(problem, "best")
@@ -70,7 +76,7 @@ class Best:
         self._least_s = [math.inf] * len(self._names)
         self._count = 0
         self._has_done_enough = False
-        self._asks = self._ask()
+        self._asks = self._ask_single() if single else self._ask_served()
 
     @property
     def evaluations(self) -> int:
@@ -79,7 +85,7 @@ class Best:
 
     @property
     def is_compiled(self) -> bool:
-        return self._member(self._asking).is_compiled
+        return bool(self._member(self._asking).is_compiled)
 
     def ask(self) -> Sequence[MemberCandidate]:
         return next(self._asks, ())
@@ -91,10 +97,12 @@ class Best:
             self._least_s[candidate.member] = min(self._least_s[candidate.member], cost.latency_s)
 
     def evaluate(self, candidate: MemberCandidate, good_s: float) -> Cost:
-        return self._member(candidate.member).evaluate(candidate.inner, good_s)
+        cost: Cost = self._member(candidate.member).evaluate(candidate.inner, good_s)
+        return cost
 
     def write(self, candidate: MemberCandidate) -> Plan:
-        return self._member(candidate.member).write(candidate.inner)
+        plan: Plan = self._member(candidate.member).write(candidate.inner)
+        return plan
 
     def _offload_instead(self, refusal: InfeasibleBudget | UnsupportedProblem) -> None:
         """Use offloading where streaming refuses. Raises the refusal that names the smaller budget."""
@@ -106,15 +114,37 @@ class Best:
         except InfeasibleBudget as other:
             raise min(refusal, other, key=lambda r: r.least_bytes) from other
 
-    def _ask(self) -> Iterator[Sequence[MemberCandidate]]:
+    def found_by(self, candidate: MemberCandidate) -> str:
+        """Name the member that found a candidate."""
+        return self._names[candidate.member]
+
+    def _ask_served(self) -> Iterator[Sequence[MemberCandidate]]:
+        yield from self._turn(0)
+        if SEEDED in self._names:
+            yield from self._turn_of_seeded([0])
+        if self._names[-1] == "offloading" and min(self._least_s) > self.problem.bound_s * (1 + WORTH_OFFLOADING):
+            yield from self._turn(len(self._names) - 1)
+        self._has_done_enough = True
+        spent = -1
+        while SEEDED in self._names and not self._is_at_bound() and spent < self._count:
+            spent = self._count
+            for i in (0, 2):
+                yield from self._turn(i, TURN * self._member(i).evaluations)
+            yield from self._turn_of_seeded([0, 2])
+
+    def _turn_of_seeded(self, others: Sequence[int]) -> Iterator[Sequence[MemberCandidate]]:
+        """Evolve the population that begins with what others found, and takes in what they find."""
+        seeded = self._member(1)
+        if not self._is_at_bound():
+            for i in others:
+                seeded.adopt(self._member(i).leading())
+            yield from self._turn(1, TURN * seeded.evaluations)
+
+    def _ask_single(self) -> Iterator[Sequence[MemberCandidate]]:
         everyone = range(len(self._names))
         others = [i for i in everyone if self._names[i] != "streaming"]
-        single = not self.problem.workspace_bytes
         if "streaming" in self._names:
-            factor = STREAMING_EFFORT if others and single else 1
-            yield from self._turn(0, factor=factor)
-            if not single and self._least_s[0] <= self.problem.bound_s * (1 + WORTH_OFFLOADING):
-                others.clear()
+            yield from self._turn(0, factor=STREAMING_EFFORT if others else 1)
         left: dict[int, float] = {}
         for i in others:
             if self._is_at_bound():
@@ -153,9 +183,9 @@ class Best:
                 break
         return spent
 
-    def _member(self, i: int) -> AnySearcher:
+    def _member(self, i: int) -> Any:
         if i not in self._members:
-            self._members[i] = maker(self._names[i])(self.problem, self._seed)
+            self._members[i] = make(self._names[i].partition(" ")[0], self.problem, self._seed)
         return self._members[i]
 
 

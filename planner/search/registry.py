@@ -1,6 +1,5 @@
 """The searchers by name. A searcher's module is imported when its name is first asked for."""
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Final
 
@@ -20,17 +19,20 @@ _SEARCHERS: Final = {
 }
 """Module below planner, and class."""
 
-_WITH_WORKSPACE: Final = {"offloading": "offloading.searcher:Offloading"}
-"""Searchers that plan only for a partition with a workspace; `best` uses them there."""
+_WITH_WORKSPACE: Final = {
+    "genetic": "papers.swapadvisor.serving:ServingGenetic",
+    "offloading": "offloading.searcher:Offloading",
+}
+"""For a partition with a workspace: another class of the same searcher, and one that plans nothing else."""
 
 SEARCHERS: Final = tuple(_SEARCHERS)
 
 
-def maker(searcher: str) -> Callable[[Problem, int], AnySearcher]:
-    """Return the searcher's class, which takes a problem and a seed. Raises UnknownSearcher."""
-    known = _SEARCHERS | _WITH_WORKSPACE
+def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
+    """Return a new search for a problem. Raises UnknownSearcher, and what the searcher raises."""
+    known = _SEARCHERS | _WITH_WORKSPACE if problem.workspace_bytes else _WITH_WORKSPACE | _SEARCHERS
     if searcher not in known:
         raise UnknownSearcher(searcher, SEARCHERS)
     module, _, name = known[searcher].partition(":")
-    made: Callable[[Problem, int], AnySearcher] = getattr(import_module(f"planner.{module}"), name)
+    made: AnySearcher = getattr(import_module(f"planner.{module}"), name)(problem, seed)
     return made

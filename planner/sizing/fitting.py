@@ -77,7 +77,7 @@ def least_bytes(model: ModelDemand) -> int:
 
 
 def plan_model(
-    model: ModelDemand, room: Room, library: Library | None = None, *, quick: bool = False
+    model: ModelDemand, room: Room, library: Library | None = None, searcher: str = "best", *, quick: bool = False
 ) -> dict[int, Plan]:
     """Plan every batch; the smallest chooses the residents of all. Raises InfeasibleBudget.
 
@@ -89,19 +89,19 @@ def plan_model(
         graph, profile = model.graphs[batch], model.profiles[batch]
         problem = Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents)
         if quick:
-            plans[batch] = search(problem, limit=Limit(evaluations=1))
+            plans[batch] = search(problem, searcher, limit=Limit(evaluations=1))
         else:
-            plans[batch] = known_or_searched(problem, library)
+            plans[batch] = known_or_searched(problem, library, searcher)
         residents = plans[batch].residents
     return plans
 
 
-def known_or_searched(problem: Problem, library: Library | None) -> Plan:
-    """Return the library's plan, or search for one and store it. Raises InfeasibleBudget."""
-    known = None if library is None else library.plan(problem)
+def known_or_searched(problem: Problem, library: Library | None, searcher: str = "best") -> Plan:
+    """Return the library's plan by this searcher, or search for one and store it. Raises InfeasibleBudget."""
+    known = None if library is None else library.plan(problem, searcher)
     if known is not None:
         return known
-    plan = search(problem)
+    plan = search(problem, searcher)
     if library is not None:
-        library.store(problem, plan)
+        library.store(problem, searcher, plan)
     return plan

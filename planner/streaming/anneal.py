@@ -6,6 +6,7 @@ import numpy as np
 
 from planner.arrays import Bools, Floats, Ints
 from planner.compiled import compiled
+from planner.simulate import NOTHING
 from planner.streaming.page_map import NO_MORE
 from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, evaluate, homes, play
 from planner.streaming.workload import Arrays
@@ -43,7 +44,7 @@ def anneal(
     best_cost = now_cost
     urgent = critical(work, home if fixed else homes(work, now.fate), now)
     for step in range(steps):
-        tried = _changed(work, now, fixed, most_pages, urgent)
+        tried = changed(work, now, fixed, most_pages, urgent)
         cost = _cost(work, tried, home, fixed)
         left = heat * (1 - step / steps)
         if cost <= now_cost or np.random.random() < np.exp((now_cost - cost) / (left * best_cost + 1e-30)):
@@ -61,13 +62,13 @@ def _cost(work: Arrays, decisions: Decisions, home: Ints, fixed: bool) -> float:
 
 
 @compiled
-def _changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, urgent: Ints) -> Decisions:
+def changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, urgent: Ints) -> Decisions:
     """Change one decision, or exchange some; often one of what is waited for."""
-    fate, hold, fit = decisions.fate.copy(), decisions.hold.copy(), decisions.fit
+    fate, hold, fit = decisions.fate.copy(), decisions.hold.copy(), decisions.fit.copy()
     count = len(fate)
     kind = np.random.random()
     if kind < 0.04:
-        fit = np.random.randint(FITS)
+        fit[:] = np.random.randint(FITS)
     elif kind < 0.25 and len(work.reused) > 0:
         j = work.reused[np.random.randint(len(work.reused))]
         hold[j] = not hold[j]
@@ -79,7 +80,7 @@ def _changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, u
             fate[p] = KEPT + RELEASED - fate[p]
         elif not fixed:
             _exchange(work, fate, p, most_pages)
-    return Decisions(fate, hold, fit)
+    return Decisions(fate, hold, fit, decisions.lead)
 
 
 @compiled
@@ -121,7 +122,7 @@ def _exchange(work: Arrays, fate: Ints, p: int, most_pages: int) -> None:
 
 @compiled
 def _copy(decisions: Decisions) -> Decisions:
-    return Decisions(decisions.fate.copy(), decisions.hold.copy(), decisions.fit)
+    return Decisions(decisions.fate.copy(), decisions.hold.copy(), decisions.fit.copy(), decisions.lead)
 
 
 @compiled
@@ -159,19 +160,21 @@ def critical(work: Arrays, home: Ints, decisions: Decisions) -> Ints:
 def _lateness(work: Arrays, swaps: Swaps) -> tuple[Floats, Floats, Bools]:
     """Start and end of each copy on an undisturbed link, and whether an op that was ready otherwise waits for it."""
     count, ops = swaps.length[0], len(work.op_s)
-    start_s, end_s, late = np.empty(count), np.empty(count), np.zeros(count, np.bool_)
+    start_s, end_s, late = np.full(count, np.inf), np.full(count, np.inf), np.zeros(count, np.bool_)
+    newest = np.full(len(work.size), NOTHING)  # each parameter's latest copy
     op_end_s = np.zeros(ops + 1)
     link_s, i = 0.0, 0
     for k in range(ops):
-        ready_s = op_end_s[k]
-        while i < count and swaps.op[i] <= k:
-            link_s = max(link_s, op_end_s[swaps.after_op[i] + 1])
-            start_s[i] = link_s
-            link_s += work.swap_s[swaps.parameter[i]]
+        while i < count and swaps.before[i] <= k:
+            start_s[i] = max(link_s, op_end_s[swaps.after_op[i] + 1])
+            link_s = start_s[i] + work.swap_s[swaps.parameter[i]]
             end_s[i] = link_s
-            late[i] = link_s > op_end_s[k]
-            ready_s = max(ready_s, link_s)
+            newest[swaps.parameter[i]] = i
             i += 1
+        ready_s = op_end_s[k]
+        for p in work.use_parameter[work.use_start[k] : work.use_start[k + 1]]:
+            if newest[p] >= 0 and end_s[newest[p]] > op_end_s[k]:
+                late[newest[p]] = True
+                ready_s = max(ready_s, end_s[newest[p]])
         op_end_s[k + 1] = ready_s + work.op_s[k]
-    start_s[i:], end_s[i:] = np.inf, np.inf
     return start_s, end_s, late

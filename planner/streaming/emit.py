@@ -4,11 +4,14 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 
 import numpy as np
+from msgspec.structs import replace
 
 from planner.arrays import Ints
 from planner.graph import Graph
-from planner.plan import Address, Placement, Plan
+from planner.plan import Address, Compute, Placement, Plan
+from planner.problem import Problem
 from planner.sequence.plan_writer import PlanWriter
+from planner.streaming.op_orders import OpOrder
 from planner.streaming.page_map import NOWHERE
 from planner.streaming.stream import Swaps
 from planner.streaming.workload import Workload
@@ -61,10 +64,22 @@ class ParameterCopies:
             self.writer.drop(t)
 
 
-def emit(
+def emit(problem: Problem, view: OpOrder, home: Ints, swaps: Swaps) -> Plan:
+    """Make a plan in which the ops run in some order and activations have fixed places."""
+    work, given = view.work, problem.residents
+    residents = placements(work, home) if given is None else given
+    plan = _emit(problem.partition_bytes, problem.workspace_bytes, work, residents, swaps)
+    return replace(
+        plan,
+        graph=problem.graph.fingerprint,
+        profile=problem.profile.fingerprint,
+        steps=tuple(replace(s, op=view.order[s.op]) if isinstance(s, Compute) else s for s in plan.steps),
+    )
+
+
+def _emit(
     partition_bytes: int, workspace_bytes: int, work: Workload, residents: tuple[Placement, ...], swaps: Swaps
 ) -> Plan:
-    """Make a plan in which the ops run in the graph's order and activations have fixed places."""
     graph, layout = work.footprint.graph, work.footprint.activations
     base = 0 if work.arrays.single else partition_bytes
     inputs = {i: base + layout.tensors[i] for i in graph.inputs}

@@ -51,15 +51,18 @@ def _in_zone(problem: Problem, zone_bytes: int) -> Iterator[OpOrder]:
     yield OpOrder(tuple(range(len(problem.graph.ops))), _workload(footprint, problem.profile, problem))
 
 
+def in_order(problem: Problem, order: tuple[int, ...]) -> OpOrder:
+    """The problem with its ops in this order. Raises InfeasibleBudget."""
+    changed, profile = reordered(problem.graph, problem.profile, order)
+    return OpOrder(order, _workload(Footprint.of(changed, problem.overlay), profile, problem))
+
+
 def _feasible_views(problem: Problem) -> Iterator[OpOrder]:
-    graph = problem.graph
     first: OpOrder | None = None
     refusals: list[InfeasibleBudget] = []
     for order, always in _orders(problem):
-        changed, profile = reordered(graph, problem.profile, order)
         try:
-            footprint = Footprint.of(changed, problem.overlay)
-            view = OpOrder(order, _workload(footprint, profile, problem))
+            view = in_order(problem, order)
         except InfeasibleBudget as refusal:
             refusals.append(refusal)
             continue

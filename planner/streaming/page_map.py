@@ -224,10 +224,11 @@ def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> in
 
 
 @compiled
-def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints) -> int:
+def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints, early: Ints) -> int:
     """First page of the range whose contents are needed last, then whose bytes are idle longest; or NOWHERE.
 
-    Ranges begin or end where an item does. Those that hold what this op reads are out of the question.
+    Ranges begin or end where an item does. Those that hold what this op reads are out of the question, and those
+    with a copy that went first (`early`) and that no op has read yet.
     """
     begin, items = memory.begin, memory.items[0]
     best, best_next, best_last = NOWHERE, op, op
@@ -235,22 +236,24 @@ def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints) -> int:
         for page in (begin[i], begin[i + 1] - pages):
             if page < 0 or page + pages > begin[items]:
                 continue
-            soonest, latest = _contents(memory, i, page, pages, op, upcoming)
+            soonest, latest = _contents(memory, i, page, pages, op, upcoming, early)
             if latest < op < soonest and (soonest > best_next or (soonest == best_next and latest < best_last)):
                 best, best_next, best_last = page, soonest, latest
     return best
 
 
 @compiled
-def _contents(memory: PageMap, item: int, page: int, pages: int, op: int, upcoming: Ints) -> tuple[int, int]:
-    """The soonest next use and the last use of a range; the former is -1 if the border is in it."""
+def _contents(
+    memory: PageMap, item: int, page: int, pages: int, op: int, upcoming: Ints, early: Ints
+) -> tuple[int, int]:
+    """The soonest next use and the last use of a range; the former is -1 if the range cannot be had."""
     begin, what, last = memory.begin, memory.what, memory.last
     while begin[item] > page:
         item -= 1
     soonest, latest = NO_MORE, FRESH
     while begin[item] < page + pages:
         p = what[item]
-        if p == _BORDER:
+        if p == _BORDER or (p >= 0 and early[p] > op):
             return -1, latest
         if p >= 0:
             soonest = min(soonest, upcoming[p])

@@ -9,13 +9,12 @@ from functools import cached_property
 from itertools import chain, repeat
 
 import numpy as np
-from msgspec.structs import replace
 
 from planner.arrays import Ints
 from planner.bounds.relaxation import relax
 from planner.errors import UnsupportedProblem
 from planner.layout.feasible import PAGE_BYTES, Footprint
-from planner.plan import Compute, Placement, Plan
+from planner.plan import Placement, Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
 from planner.streaming import stream
@@ -24,7 +23,7 @@ from planner.streaming.emit import emit, placements
 from planner.streaming.op_orders import OpOrders
 from planner.streaming.page_map import NOWHERE
 from planner.streaming.residents import by_share, capacities, guesses
-from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, uniform
 from planner.streaming.workload import Workload
 
 WIDENED = 6
@@ -53,8 +52,8 @@ class StreamingCandidate:
     seed: int = 0
 
     def decisions(self) -> Decisions:
-        fate = np.frombuffer(self.fate, np.int8).astype(np.int64)
-        return Decisions(fate, np.frombuffer(self.hold, np.bool_).copy(), self.fit)
+        fate, hold = np.frombuffer(self.fate, np.int8).astype(np.int64), np.frombuffer(self.hold, np.bool_).copy()
+        return uniform(fate, hold, self.fit)
 
     def residents(self) -> tuple[int, ...]:
         return tuple(np.flatnonzero(np.frombuffer(self.fate, np.int8) != STREAMED).tolist())
@@ -96,7 +95,7 @@ class Streaming:
         for candidate, cost in zip(candidates, costs, strict=False):
             busy_s = cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
             self._evaluated.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
-            if self._is_perfect(cost):
+            if is_perfect(self.problem, self.views[0].work.footprint, cost):
                 self._done = True
 
     def evaluate(self, candidate: StreamingCandidate, good_s: float) -> Cost:
@@ -105,14 +104,9 @@ class Streaming:
         return Cost(latency_s, period_s, pages * PAGE_BYTES)
 
     def write(self, candidate: StreamingCandidate) -> Plan:
-        problem, view = self.problem, self.views[candidate.order]
-        plan = emit(problem.partition_bytes, problem.workspace_bytes, *self.played(candidate))
-        return replace(
-            plan,
-            graph=problem.graph.fingerprint,
-            profile=problem.profile.fingerprint,
-            steps=tuple(replace(s, op=view.order[s.op]) if isinstance(s, Compute) else s for s in plan.steps),
-        )
+        view, decisions = self.views[candidate.order], self._decisions(candidate)
+        home = self._home(view.work, decisions)
+        return emit(self.problem, view, home, play(view.work.arrays, home, decisions)[0])
 
     def played(self, candidate: StreamingCandidate) -> tuple[Workload, tuple[Placement, ...], Swaps]:
         """Return a candidate's residents and the swap-ins of one inference."""
@@ -121,6 +115,10 @@ class Streaming:
         home = self._home(work, decisions)
         swaps, _ = play(work.arrays, home, decisions)
         return work, placements(work, home) if given is None else given, swaps
+
+    def leading(self) -> list[tuple[tuple[int, ...], Decisions]]:
+        """Return the best orders and decisions of the latest round."""
+        return [(self.views[c.order].order, self._decisions(c)) for c in self._best(CHAINS)]
 
     def first(self) -> StreamingCandidate:
         """Return a candidate quickly, without other orders of the ops."""
@@ -188,9 +186,8 @@ class Streaming:
         arrays, found = self.views[start.order].work.arrays, self._decisions(start)
         steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
         fate, hold = found.fate.astype(np.int8).tobytes(), found.hold.tobytes()
-        return StreamingCandidate(
-            start.order, fate, hold, int(found.fit), steps, heat, int(self._rng.integers(2**31))
-        )
+        fit = int(found.fit.max(initial=0))
+        return StreamingCandidate(start.order, fate, hold, fit, steps, heat, int(self._rng.integers(2**31)))
 
     def _decisions(self, candidate: StreamingCandidate) -> Decisions:
         start = candidate.decisions()
@@ -219,12 +216,12 @@ class Streaming:
         given = self.problem.residents
         return homes(work.arrays, decisions.fate) if given is None else work.homes(given)
 
-    def _is_perfect(self, cost: Cost) -> bool:
-        """Whether there is hardly anything to improve on: nothing ever waits, with hardly a needless copy."""
-        profile, graph, footprint = self.problem.profile, self.problem.graph, self.views[0].work.footprint
-        room = self.problem.memory_bytes - footprint.activation_bytes - max(footprint.op_pages) * PAGE_BYTES
-        necessary = max(graph.parameter_bytes - max(room, 0), 0)
-        return cost.period_s <= profile.compute_s * (1 + 1e-6) and cost.link_bytes <= necessary
+
+def is_perfect(problem: Problem, footprint: Footprint, cost: Cost) -> bool:
+    """Whether there is hardly anything to improve on: nothing ever waits, with hardly a needless copy."""
+    room = problem.memory_bytes - footprint.activation_bytes - max(footprint.op_pages) * PAGE_BYTES
+    necessary = max(problem.graph.parameter_bytes - max(room, 0), 0)
+    return cost.period_s <= problem.profile.compute_s * (1 + 1e-6) and cost.link_bytes <= necessary
 
 
 def first_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
@@ -236,7 +233,7 @@ def first_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int
         fate = np.full(len(work.parameters), STREAMED)
         fate[list(residents)] = RELEASED
         for fit in range(FITS):
-            decisions = Decisions(fate, hold, fit)
+            decisions = uniform(fate, hold, fit)
             latency_s, _, _ = stream.evaluate(work.arrays, homes(work.arrays, fate), decisions, 0.0)
             least_s = min(least_s, latency_s)
         if least_s <= profile.compute_s * (1 + 1e-6):

@@ -3,13 +3,16 @@
 Ops are scanned in order. A parameter that is not in memory when its op comes goes into a hole that is free by the time
 the link can begin, or else into the hole that is free first. Only if there is no hole does it displace a parameter
 that the decisions would keep: the one needed furthest in the future (Belady; SwapAdvisor, section 4.2). Parameters
-never change: displacing one costs nothing, except that a resident must be restored."""
+never change: displacing one costs nothing, except that a resident must be restored.
+
+The copies of an op come after those of the ops before it, unless the decisions let one go first: into a hole that is
+free while the link would wait for another."""
 
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Bools, Ints
+from planner.arrays import Bools, Floats, Ints
 from planner.compiled import compiled
 from planner.simulate import (
     COMPUTE,
@@ -50,8 +53,15 @@ class Decisions(NamedTuple):
     """One of the three above per parameter."""
     hold: Bools
     """Per use of a streamed parameter, whether it stays until its next use."""
-    fit: int
-    """Which hole to prefer: see `planner.streaming.page_map.find_hole`."""
+    fit: Ints
+    """Per use, which hole its copy prefers: see `planner.streaming.page_map.find_hole`."""
+    lead: Ints
+    """Per use, how many ops earlier than its own its copy may be issued, ahead of other copies."""
+
+
+def uniform(fate: Ints, hold: Bools, fit: int) -> Decisions:
+    """Decisions with one rule for all holes, in which all copies are in the order of their ops."""
+    return Decisions(fate, hold, np.full(len(hold), fit), np.zeros(len(hold), np.int64))
 
 
 class Swaps(NamedTuple):
@@ -63,6 +73,8 @@ class Swaps(NamedTuple):
     """The last op that used these bytes before, or NOTHING."""
     op: Ints
     """The op that reads it first; the number of ops for the epilogue."""
+    before: Ints
+    """The op before which it is issued at the latest, in ascending order; `op`, unless it went first."""
     length: Ints
     """How many elements of the arrays are in use, [1]."""
 
@@ -93,14 +105,17 @@ def homes(work: Arrays, fate: Ints) -> Ints:
 
 @compiled
 def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
-    """Return the swap-ins, and the latency were there no slow-down of ops by transfers or the other way round."""
+    """Return the swap-ins, and the latency were there no slow-down of ops by transfers or the other way round.
+
+    The latency is infinite if a copy that went first is in the way of an op: these decisions have no plan.
+    """
     ops, parameters = len(work.op_s), len(work.size)
     most = 2 * len(work.use_parameter) + parameters
     most_items = 2 * (most + parameters + len(work.busy)) + 4
     memory = empty_page_map(work.partition_pages, work.workspace_pages, parameters, most_items)
     swaps = Swaps(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64),
-        np.zeros(1, np.int64),
+        np.empty(most, np.int64), np.zeros(1, np.int64),
     )  # fmt: skip
     locked = np.full(parameters, NOTHING)  # each parameter stays in memory through this op
     upcoming = work.first_use.copy()
@@ -108,6 +123,8 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     arrival_s = np.zeros(parameters)
     op_end_s = np.zeros(ops + 1)  # of op k in [k + 1]
     link_s, cursor = 0.0, 0
+    longest_lead = decisions.lead.max() if len(decisions.lead) else 0
+    early = np.full(parameters, NOTHING)  # of each parameter whose copy went first, the op that it is for
     for p in range(parameters):
         if home[p] >= 0:
             memory.where[p] = home[p]
@@ -126,8 +143,11 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
             missing |= memory.where[p] < 0
         if missing:
             begun = swaps.length[0]
-            hole = Hole(k, op_end_s, link_s, decisions.fit, cursor)
-            if not _bring(work, memory, swaps, decisions, hole, locked, upcoming, touched):
+            if not _bring(
+                work, memory, swaps, decisions, k, op_end_s, link_s, cursor, locked, upcoming, touched, early
+            ):
+                if early.max() >= k:
+                    return swaps, np.inf
                 for i in range(begun, swaps.length[0]):  # what it displaced for nothing stays away
                     if work.size[swaps.parameter[i]] > 0:
                         remove(memory, swaps.parameter[i])
@@ -139,6 +159,21 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
                 link_s = max(link_s, op_end_s[swaps.after_op[i] + 1]) + work.swap_s[p]
                 arrival_s[p] = link_s
                 cursor = swaps.page[i] + work.size[p]
+        for j in range(last, work.use_start[min(k + 1 + longest_lead, ops)]):
+            op, p = work.use_op[j], work.use_parameter[j]
+            if op - decisions.lead[j] > k or memory.where[p] >= 0 or work.size[p] == 0 or upcoming[p] != op:
+                continue
+            hole = Hole(k, op_end_s, link_s, decisions.fit[j], cursor)
+            page = find_hole(memory, work.size[p], _zone(work, decisions, k, j), locked, hole)
+            if page < 0:
+                continue
+            after_op = max(touched[p], put(memory, p, page, work.size[p]))
+            _append(swaps, p, page, after_op, op, k + 1)
+            link_s = max(link_s, op_end_s[after_op + 1]) + work.swap_s[p]
+            arrival_s[p] = link_s
+            cursor = page + work.size[p]
+            early[p] = op
+            locked[p] = max(locked[p], op)
         ready_s = op_end_s[k]
         for j in range(first, last):
             p = work.use_parameter[j]
@@ -162,6 +197,8 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
 def evaluate(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> tuple[float, float, int]:
     """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
     swaps, latency_s = play(work, home, decisions)
+    if latency_s == np.inf:
+        return np.inf, np.inf, 0
     link_pages = work.size[swaps.parameter[: swaps.length[0]]].sum()
     is_exact = work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0
     if is_exact and latency_s > good_s:
@@ -180,7 +217,7 @@ def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> LaneArrays:
     newest = np.full(len(work.size), NOTHING)  # each parameter's latest swap-in
     i = 0
     for k in range(ops + 1):
-        while i < count and swaps.op[i] <= k:
+        while i < count and swaps.before[i] <= k:
             lanes.work_s[SWAP_IN, i] = work.swap_s[swaps.parameter[i]]
             lanes.wait[SWAP_IN, i, COMPUTE] = swaps.after_op[i]
             newest[swaps.parameter[i]] = i
@@ -201,32 +238,44 @@ def _bring(
     memory: PageMap,
     swaps: Swaps,
     decisions: Decisions,
-    hole: Hole,
+    op: int,
+    op_end_s: Floats,
+    link_s: float,
+    cursor: int,
     locked: Ints,
     upcoming: Ints,
     touched: Ints,
+    early: Ints,
 ) -> bool:
     """Find room for every parameter of an op that is not in memory; False if one of them finds none."""
-    for j in range(work.use_start[hole.op], work.use_start[hole.op + 1]):
+    for j in range(work.use_start[op], work.use_start[op + 1]):
         p = work.use_parameter[j]
         if memory.where[p] >= 0:
             continue
         page, after_op = 0, NOTHING
         if work.size[p] > 0:
-            zone = 0
-            if decisions.hold[j] and work.use_next[j] < NO_MORE:
-                zone = work.zone[hole.op : work.use_next[j] + 1].max()
+            hole = Hole(op, op_end_s, link_s, decisions.fit[j], cursor)
+            zone = _zone(work, decisions, op, j)
             page = find_hole(memory, work.size[p], zone, locked, hole)
             if page < 0 and zone > 0:
                 page = find_hole(memory, work.size[p], 0, locked, hole)
             if page < 0:
-                page = find_room(memory, work.size[p], hole.op, upcoming)
+                page = find_room(memory, work.size[p], op, upcoming, early)
             if page < 0:
                 return False
             after_op = max(touched[p], put(memory, p, page, work.size[p]))
         memory.where[p] = page
-        _append(swaps, p, page, after_op, hole.op)
+        _append(swaps, p, page, after_op, op, op)
     return True
+
+
+@compiled
+def _zone(work: Arrays, decisions: Decisions, op: int, use: int) -> int:
+    """Pages of the workspace that activations take while a parameter stays, from `op` on to the last use held."""
+    end = work.use_op[use]
+    if decisions.hold[use] and work.use_next[use] < NO_MORE:
+        end = work.use_next[use]
+    return int(work.zone[op : end + 1].max()) if end > op else 0
 
 
 @compiled
@@ -265,11 +314,12 @@ def _move(work: Arrays, memory: PageMap, swaps: Swaps, parameter: int, page: int
             remove(memory, parameter)
         after_op = max(touched, put(memory, parameter, page, work.size[parameter]))
     memory.where[parameter] = page
-    _append(swaps, parameter, page, after_op, op)
+    _append(swaps, parameter, page, after_op, op, op)
 
 
 @compiled
-def _append(swaps: Swaps, parameter: int, page: int, after_op: int, op: int) -> None:
+def _append(swaps: Swaps, parameter: int, page: int, after_op: int, op: int, before: int) -> None:
     i = swaps.length[0]
     swaps.parameter[i], swaps.page[i], swaps.after_op[i], swaps.op[i] = parameter, page, after_op, op
+    swaps.before[i] = before
     swaps.length[0] += 1

@@ -41,6 +41,7 @@ class Arrays(NamedTuple):
     use_start: Ints
     """Op k's uses are `use_start[k]` to `use_start[k + 1]`, [ops + 1]."""
     use_parameter: Ints
+    use_op: Ints
     use_next: Ints
     """For each use, the next op that reads the same parameter, or NO_MORE."""
     use_split: Ints
@@ -105,6 +106,7 @@ class Workload:
             op_start_s=np.concatenate([[0.0], np.cumsum(op_s)]),
             use_start=ints(np.cumsum([0, *map(len, uses)])),
             use_parameter=ints(p for op in uses for p in op),
+            use_op=ints(k for k, op in enumerate(uses) for _ in op),
             use_next=_next_uses(uses, len(parameters)),
             use_split=ints(page for op in split for page in op),
             compute_slowdown=profile.compute_slowdown,

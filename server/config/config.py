@@ -23,6 +23,7 @@ ClientShm = Literal["auto", "on", "off", "any-user"]
 ModelControl = Literal["none", "explicit", "poll"]
 PortAccess = Literal["open", "token"]
 EngineMode = Literal["process", "in-process"]
+Search = Literal["best", "genetic", "streaming"]
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _PARTITIONED: tuple[Layout, ...] = ("partitioned", "resident")
@@ -60,6 +61,12 @@ class ServeConfig:
         model_rate,
         "NAME=RATE",
         repeatable=True,
+    )
+    search: Search = setting(
+        "best",
+        "--search",
+        "how plans are searched for. genetic and streaming keep activations in memory, and refuse memory in which"
+        " that is impossible; best runs both, and offloads activations where it must",
     )
     device: str = setting(
         "cpu", "--device", "device that runs the models: cpu, cuda, or cuda:N", metavar="NAME", group="device"

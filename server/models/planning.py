@@ -20,11 +20,13 @@ def divide(
     return division.divide(models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes)
 
 
-def plan_model(model: ModelDemand, room: Room, library: Library | None, quick: bool = False) -> Plans:
+def plan_model(
+    model: ModelDemand, room: Room, library: Library | None, searcher: str, quick: bool = False
+) -> Plans:
     """See `planner.sizing.fitting.plan_model`."""
     from planner.sizing import fitting
 
-    return fitting.plan_model(model, room, library, quick=quick)
+    return fitting.plan_model(model, room, library, searcher, quick=quick)
 
 
 def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:

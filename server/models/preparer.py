@@ -68,7 +68,7 @@ class ModelPreparer:
             known = cached.get(room)
         if known is not None:
             return known
-        plans = self._library.plans(prepared.demand, room)
+        plans = self._library.plans(prepared.demand, room, self._config.search)
         if plans is not None:
             with self._lock:
                 cached[room] = plans
@@ -77,7 +77,7 @@ class ModelPreparer:
     def quick_plans(self, prepared: Prepared, room: Room) -> Plans:
         """Return plans to start with: the library's, or else the first feasible ones."""
         return self.known_plans(prepared, room) or self._planners.call(
-            planning.plan_model, prepared.demand, room, None, quick=True
+            planning.plan_model, prepared.demand, room, None, self._config.search, quick=True
         )
 
     def best_plans(self, prepared: Prepared, room: Room) -> Plans:
@@ -85,7 +85,9 @@ class ModelPreparer:
         plans = self.known_plans(prepared, room)
         if plans is None:
             with self._searching:
-                plans = self._planners.call(planning.plan_model, prepared.demand, room, self._library)
+                plans = self._planners.call(
+                    planning.plan_model, prepared.demand, room, self._library, self._config.search
+                )
             with self._lock:
                 prepared.known.plans[room] = plans  # the same objects that programs are made of
         return plans

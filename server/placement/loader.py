@@ -125,10 +125,10 @@ def _deployment(
     plans = []
     for done, (model, partition_bytes) in enumerate(zip(models, division.partition_bytes, strict=True)):
         room = Room(division.workspace_bytes, partition_bytes)
-        known: Plans | None = library.plans(model, room)
+        known: Plans | None = library.plans(model, room, config.search)
         if known is None:
             on_progress("planning", f"{done} of {len(models)}, {model.name}")
-            known = call(planning.plan_model, model, room, library)
+            known = call(planning.plan_model, model, room, library, config.search)
         plans.append(known)
     return laid_out(layout, models, division, plans, lanes)
 

@@ -20,8 +20,8 @@ _log = logging.getLogger("cohabit.plans")
 
 EXIT_FAILED = 1
 
-_Result = tuple[Plan, Provenance, float]
-"""A plan, how it came about, and the seconds that it took, the split of the memory included."""
+_Result = tuple[str, Plan, Provenance, float]
+"""A searcher, its plan, how that came about, and the seconds that it took, the split of the memory included."""
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             try:
                 plan = instance.search(name, options.memory, options, progress)
                 assert plan.provenance is not None
-                results.append((plan, plan.provenance, time.monotonic() - started_s))
+                results.append((name, plan, plan.provenance, time.monotonic() - started_s))
             except CohabitError as error:
                 reasons[name] = str(error)
             except Exception as error:
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     if options.output is not None:
         write_graph(options.output, instance.graph)
         write_profile(options.output, instance.graph, instance.profile)
-        for plan, made, _ in results:
-            write_plan(options.output, instance.graph, plan, options.memory.text, made.searcher)
+        for name, plan, *_ in results:
+            write_plan(options.output, instance.graph, plan, options.memory.text, name)
     table = _table(instance, instance.bytes_of(options.memory), results)
     for name in reasons:
         table.add_row(name, "no plan", *["-"] * 5, "")
@@ -80,7 +80,7 @@ def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Tab
         title=f"{graph.name} at batch {graph.batch} in {format_bytes(memory_bytes)}:"
         f" {milliseconds(profile.compute_s)} resident, lower bound {milliseconds(bound_s)}",
     )
-    for plan, made, seconds in sorted(results, key=lambda r: r[1].latency_s):
+    for _, plan, made, seconds in sorted(results, key=lambda r: r[2].latency_s):
         split = f"{format_bytes(plan.partition_bytes)} + {format_bytes(plan.workspace_bytes)}"
         table.add_row(
             made.searcher,

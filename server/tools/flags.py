@@ -39,8 +39,8 @@ _COMPARE_EXAMPLES = """examples:
   cohabit compare-plans models/resnet50 --memory 25% --searchers best,genetic,greedy --time-limit 30s
   cohabit compare-plans --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
 
-`best` and `streaming` split the memory into a partition and a workspace, as serving does. The papers' searchers plan
-it as one budget.
+`best`, `genetic` and `streaming` split the memory into a partition and a workspace, as serving does. The other
+searchers plan it as one budget.
 """
 
 
@@ -66,7 +66,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--search",
         default="best",
         choices=SEARCHERS,
-        help="how to search; best and streaming are those of serving, the others are published methods"
+        help="how to search; best, genetic and streaming plan for serving as well, the others for a single budget"
         " (default: %(default)s)",
     )
     _add_effort(parser, None)
@@ -135,8 +135,8 @@ def _add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None
     parser.add_argument(
         "--single",
         action="store_true",
-        help="plan the memory as one budget with every searcher; by default `best` and `streaming` split it into a"
-        " partition and a workspace, as serving does",
+        help="plan the memory as one budget with every searcher; by default `best`, `genetic` and `streaming` split"
+        " it into a partition and a workspace, as serving does",
     )
     group = parser.add_argument_group("search effort")
     default = "chosen by the searcher" if time_limit is None else f"{time_limit} for each searcher"

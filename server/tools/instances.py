@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from planner.graph import Graph
 from planner.plan import Plan
@@ -10,13 +11,14 @@ from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
 from planner.sizing.fitting import split_budget
+from server.config.config import Search
 from server.config.sources import config_of
 from server.errors import ConfigError
 from server.tools.files import read_pair
 from server.tools.flags import MEASURING, MemoryBudget
 from server.tools.progress import SearchProgress
 
-SPLITTING = ("best", "streaming")
+SPLITTING = get_args(Search)
 """The searchers of serving, which plan a partition and a workspace."""
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from planner.layout.feasible import Footprint
 from planner.streaming.anneal import critical
-from planner.streaming.stream import RELEASED, STREAMED, Decisions, homes
+from planner.streaming.stream import RELEASED, STREAMED, homes, uniform
 from planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of
 
@@ -17,7 +17,7 @@ def waited_for(copy_s: float, residents: tuple[int, ...], memory_pages: int = 20
     work = Workload.of(Footprint.of(graph, overlay=True), profile, memory_pages * PAGE, 0)
     fate = np.full(4, STREAMED)
     fate[list(residents)] = RELEASED
-    decisions = Decisions(fate, np.zeros(4, np.bool_), 0)
+    decisions = uniform(fate, np.zeros(4, np.bool_), 0)
     return sorted(critical(work.arrays, homes(work.arrays, fate), decisions).tolist())
 
 

@@ -31,7 +31,7 @@ class Shelf:
 
     def __init__(self, root: Path, log: pytest.LogCaptureFixture) -> None:
         self.library = Library(root)
-        self.path = self.library.plan_path(PROBLEM)
+        self.path = self.library.plan_path(PROBLEM, "best")
         self._log = log
 
     @property
@@ -106,13 +106,22 @@ def test_different_problems_have_different_files(shelf: Shelf) -> None:
         Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, residents),
         *(Problem(GRAPH, other, PAGE, 4 * PAGE) for other in others),
     ]
-    assert len({shelf.library.plan_path(p) for p in problems}) == len(problems)
+    paths = {shelf.library.plan_path(p, s) for p in problems for s in ("best", "genetic")}
+    assert len(paths) == 2 * len(problems)
+
+
+def test_plans_of_different_searchers_are_not_mixed_up(shelf: Shelf) -> None:
+    plans = {s: known_or_searched(PROBLEM, shelf.library, s) for s in ("best", "genetic", "streaming")}
+    for searcher, plan in plans.items():
+        assert shelf.library.plan(PROBLEM, searcher) == plan == search(PROBLEM, searcher)
+        assert plan.provenance is not None
+        assert plan.provenance.searcher.startswith(searcher)
 
 
 def test_stored_residents_must_be_those_asked_for(shelf: Shelf) -> None:
     fixed = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, (Placement(1, Address("partition", 0)),))
     other = known_or_searched(PROBLEM, shelf.library)
-    cache_file.write(shelf.library.plan_path(fixed), planner.plan.encode(other))
+    cache_file.write(shelf.library.plan_path(fixed, "best"), planner.plan.encode(other))
     assert known_or_searched(fixed, shelf.library).residents == fixed.residents
     assert "other residents" in shelf.complaints[0]
 

@@ -172,9 +172,9 @@ def test_one_more_model_takes_the_room_in_which_it_is_fastest() -> None:
 def test_plans_of_one_model_are_found_again_and_a_quick_one_is_not_remembered(tmp_path: Path) -> None:
     demand, room, library = MODELS[1], Room(10 * PAGE, 6 * PAGE), Library(tmp_path)
     quick = plan_model(demand, room, library, quick=True)
-    assert library.plans(demand, room) is None
+    assert library.plans(demand, room, "best") is None
     plans = plan_model(demand, room, library)
-    assert library.plans(demand, room) == plans
+    assert library.plans(demand, room, "best") == plans
     for batch in demand.graphs:
         check(demand.graphs[batch], demand.profiles[batch], quick[batch])
         best, first = plans[batch].provenance, quick[batch].provenance

@@ -6,7 +6,8 @@ import pytest
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
 from planner.papers.swapadvisor.allocations import Allocation, Space, average, extend, raised, shrink
-from planner.papers.swapadvisor.genetic import THRESHOLD, survival
+from planner.papers.swapadvisor.evolution import survival
+from planner.papers.swapadvisor.genetic import THRESHOLD
 from planner.papers.swapadvisor.pool_lanes import write
 from planner.papers.swapadvisor.pools import Sizes, object_bytes, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import cross_schedules

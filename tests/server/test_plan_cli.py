@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -327,12 +326,12 @@ def test_help_names_every_searcher(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_searcher_that_cannot_plan_such_a_problem_is_a_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def maker(searcher: str) -> Callable[[Problem, int], AnySearcher]:
+    def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
         if searcher == "interval":
             raise UnsupportedProblem("it plans chains of two")
-        return registry.maker(searcher)
+        return registry.make(searcher, problem, seed)
 
-    monkeypatch.setattr("planner.search.driver.maker", maker)
+    monkeypatch.setattr("planner.search.driver.make", make)
     searchers = ["--searchers", "interval,on_demand"]
     assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 0
     shown = capsys.readouterr()

@@ -1,0 +1,314 @@
+"""The genetic search where models are served: a partition with a workspace.
+
+A pool per size class (section 5.3) has no counterpart there: all batch sizes of a model share residents that keep their
+places, and activations are the runtime's. So a chromosome has, besides SCH, what `planner.streaming.stream` plays: per
+parameter whether it is a resident and is released; per use whether it stays until the next one, which hole its copy
+prefers, and how far its copy goes ahead of others. Schedules are crossed over and mutated as in section 5.2. Decisions
+are crossed over at one op, as CLS and CNT are at one size, then repaired until residents fit, and several of them
+mutate at once.
+
+The first candidate keeps the parameters that are used first; it is no part of the population.
+The first generation is random, but for the orders of `planner.streaming.op_orders`, unless decisions found elsewhere
+are adopted: then it consists of those and their mutants.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from planner.arrays import Bools, Ints
+from planner.compiled import compiled
+from planner.errors import InfeasibleBudget
+from planner.layout.feasible import PAGE_BYTES
+from planner.order import predecessors
+from planner.papers.swapadvisor.evolution import Evolution, Selection
+from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
+from planner.plan import Plan
+from planner.problem import UNFIT, Cost, Problem
+from planner.streaming import stream
+from planner.streaming.anneal import FITS, LINK_WEIGHT, changed, critical
+from planner.streaming.emit import emit
+from planner.streaming.op_orders import OpOrder, OpOrders, in_order
+from planner.streaming.page_map import NOWHERE
+from planner.streaming.searcher import is_perfect
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, homes, play, uniform
+from planner.streaming.workload import Arrays
+
+POPULATION: Final = 48
+GENERATIONS: Final = 60
+"""In a search without a limit."""
+MUTATED_ORDERS: Final = 1 / 128
+"""Share of the children whose schedule mutates: a new one takes as long as a hundred evaluations."""
+MUTATION: Final = 0.1
+"""As the paper's: the probability with which an op of such a schedule is any that is ready."""
+RANDOM_ORDERS: Final = 8
+"""Of so many in the first generation, one has a random order."""
+CHANGES: Final = 0.5
+"""A child's mutation goes on with this probability after each changed decision."""
+COPIES: Final = 0.2
+"""Share of the changes that are about one copy: its hole, or how far it goes ahead."""
+GUIDED: Final = 0.6
+"""Share of the mutations that mostly change what is waited for; to find that takes as long as an evaluation."""
+LONGEST_LEAD: Final = 8
+LEADING: Final = 4
+"""Members that another population may adopt."""
+ORDERS_KEPT: Final = 256
+"""Orders whose layouts are kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class ServingChromosome:
+    """An order of the ops, and decisions; these are numbered as in the first order, whatever the order is."""
+
+    order: tuple[int, ...]
+    decisions: Decisions
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """The problem in some order, and the numbers that its parameters and uses have in the first order."""
+
+    view: OpOrder
+    parameter: Ints
+    use: Ints
+    uses: int
+    """Uses in the first order."""
+    home: Ints | None
+    """Homes of given residents."""
+
+    def local(self, found: Decisions) -> Decisions:
+        use = self.use
+        return Decisions(found.fate[self.parameter], found.hold[use], found.fit[use], found.lead[use])
+
+    def numbered(self, local: Decisions) -> Decisions:
+        """The inverse of `local`."""
+        found = uniform(np.zeros_like(local.fate), np.zeros(self.uses, np.bool_), 0)
+        found.fate[self.parameter] = local.fate
+        for row, column in zip(found[1:], local[1:], strict=True):
+            row[self.use] = column
+        return found
+
+    def homes(self, local: Decisions) -> Ints:
+        return homes(self.view.work.arrays, local.fate) if self.home is None else self.home
+
+
+class ServingGenetic(Evolution[ServingChromosome]):
+    """Evolves orders and decisions. Raises InfeasibleBudget where activations do not fit."""
+
+    is_compiled = True
+
+    def __init__(
+        self, problem: Problem, seed: int, *, population: int = POPULATION, selection: Selection = "elitist"
+    ) -> None:
+        super().__init__(seed, population, selection, GENERATIONS)
+        self.problem = problem
+        self._orders = OpOrders(problem)
+        self._first = self._orders[0]
+        self._made: dict[tuple[int, ...], _Numbered | None] = {}
+        self._precedence = precedence(problem.graph)
+        self._adopted: list[ServingChromosome] = []
+        self._steps = self._evolve()
+
+    def leading(self) -> list[tuple[tuple[int, ...], Decisions]]:
+        """Return the best orders and decisions of the living, each numbered as in its own order."""
+        best = [
+            (member.order, self._numbered(member.order), member.decisions) for member, _ in self.living[:LEADING]
+        ]
+        return [(order, numbered.local(found)) for order, numbered, found in best if numbered is not None]
+
+    def adopt(self, found: Sequence[tuple[tuple[int, ...], Decisions]]) -> None:
+        """Take decisions that another search found into the next generation, each numbered as in its own order."""
+        for order, decisions in found:
+            numbered = self._numbered(order)
+            assert numbered is not None
+            self._adopted.append(ServingChromosome(order, numbered.numbered(decisions)))
+
+    def tell(self, candidates: Sequence[ServingChromosome], costs: Sequence[Cost]) -> None:
+        super().tell(candidates, costs)
+        if any(is_perfect(self.problem, self._first.work.footprint, cost) for cost in costs):
+            self._steps = iter(())
+
+    def evaluate(self, candidate: ServingChromosome, good_s: float) -> Cost:
+        numbered = self._numbered(candidate.order)
+        if numbered is None:
+            return UNFIT
+        local = numbered.local(candidate.decisions)
+        arrays = numbered.view.work.arrays
+        latency_s, period_s, pages = stream.evaluate(arrays, numbered.homes(local), local, good_s)
+        return Cost(latency_s, period_s, pages * PAGE_BYTES)
+
+    def write(self, candidate: ServingChromosome) -> Plan:
+        numbered = self._numbered(candidate.order)
+        assert numbered is not None
+        local = numbered.local(candidate.decisions)
+        home = numbered.homes(local)
+        swaps, _ = play(numbered.view.work.arrays, home, local)
+        return emit(self.problem, numbered.view, home, swaps)
+
+    def seconds(self, cost: Cost) -> float:
+        return cost.latency_s + LINK_WEIGHT * cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
+
+    def _evolve(self) -> Iterator[Sequence[ServingChromosome]]:
+        uses = len(self._first.work.arrays.use_op)
+        if not self._adopted:
+            fate = self._given
+            if fate is None:
+                fate = np.where(self._filled(np.arange(len(self._first.work.arrays.size))), RELEASED, STREAMED)
+            yield [ServingChromosome(self._first.order, uniform(fate, np.zeros(uses, np.bool_), 0))]
+        if uses:
+            yield from self._generations(self._first_generation())
+
+    def _first_generation(self) -> list[ServingChromosome]:
+        if self._adopted:
+            adopted, self._adopted = self._adopted, []
+            return [*adopted, *(self._mutated(adopted[i % len(adopted)]) for i in range(self._population))]
+        orders = [view.order for view in self._orders]
+        members = []
+        for i in range(self._population):
+            order = orders[i % len(orders)]
+            if self._is_free and i % RANDOM_ORDERS == RANDOM_ORDERS - 1:
+                order = tuple(random_schedule(self._precedence, self._rng).tolist())
+            members.append(ServingChromosome(order, self._random()))
+        return members
+
+    def _children(self, parents: Sequence[ServingChromosome]) -> list[ServingChromosome]:
+        adopted, self._adopted = self._adopted, []
+        return [*adopted, *super()._children(parents)]
+
+    def _random(self) -> Decisions:
+        """Random residents as long as they fit, all kept, all released or mixed; likewise for what is held.
+
+        Half of the time, residents are drawn so that they lie at about even distances in the order of use.
+        """
+        rng, arrays = self._rng, self._first.work.arrays
+        count, uses = len(arrays.size), len(arrays.use_op)
+        if self._given is None:
+            drawn = rng.permutation(count)
+            if rng.random() < 0.5:
+                drawn = np.argsort((np.arange(count) * rng.random() + rng.random()) % 1)
+            resident = self._filled(drawn)
+        else:
+            resident = self._given != STREAMED
+        chance = rng.choice((0.0, 0.5, 1.0))
+        fate = np.where(resident, np.where(rng.random(count) < chance, KEPT, RELEASED), STREAMED)
+        hold = rng.random(uses) < rng.choice((0.0, 0.5, 1.0))
+        return uniform(fate, hold, int(rng.integers(FITS)))
+
+    def _filled(self, drawn: Ints) -> Bools:
+        """The first of these parameters that fit in the partition together."""
+        resident = np.empty(len(drawn), np.bool_)
+        resident[drawn] = np.cumsum(self._first.work.arrays.size[drawn]) <= self._first.work.resident_pages
+        return resident
+
+    def _crossed(self, first: ServingChromosome, second: ServingChromosome) -> list[ServingChromosome]:
+        """Two sets of decisions, and two schedules if the parents' differ."""
+        arrays = self._first.work.arrays
+        cut = int(self._rng.integers(len(arrays.op_s) + 1))
+        at = int(np.searchsorted(arrays.first_use, cut)), int(arrays.use_start[cut])
+        decisions = [_joined(a.decisions, b.decisions, *at) for a, b in ((second, first), (first, second))]
+        orders = [first.order]
+        if first.order != second.order:
+            cut = int(self._rng.integers(len(first.order) + 1))
+            crossed = cross_schedules(np.array(first.order), np.array(second.order), cut)
+            orders = [tuple(order.tolist()) for order in crossed]
+        return [ServingChromosome(order, found) for order in orders for found in decisions]
+
+    def _mutated(self, child: ServingChromosome) -> ServingChromosome:
+        order, rng = child.order, self._rng
+        if self._is_free and rng.random() < MUTATED_ORDERS:
+            order = tuple(mutate_schedule(np.array(order), self._precedence, MUTATION, rng).tolist())
+        numbered = self._numbered(order)
+        if numbered is None:
+            return ServingChromosome(order, child.decisions)
+        work, local = numbered.view.work, numbered.local(child.decisions)
+        home = np.empty(0, np.int64) if numbered.home is None else numbered.home
+        changes, draw = int(rng.geometric(1 - CHANGES)), int(rng.integers(2**31))
+        found = mutated(work.arrays, local, home, work.resident_pages, changes, draw)
+        return ServingChromosome(order, numbered.numbered(found))
+
+    @cached_property
+    def _is_free(self) -> bool:
+        """Whether the ops can run in any other order."""
+        before = predecessors(self.problem.graph)
+        return any(k not in needed for k, needed in enumerate(before[1:]))
+
+    @cached_property
+    def _given(self) -> Ints | None:
+        """Fates of given residents; None if they are open."""
+        if self.problem.residents is None:
+            return None
+        home = self._first.work.homes(self.problem.residents)
+        return np.where(home != NOWHERE, RELEASED, STREAMED)
+
+    def _numbered(self, order: tuple[int, ...]) -> _Numbered | None:
+        """The problem in an order; None if activations do not fit."""
+        if order not in self._made:
+            if len(self._made) >= ORDERS_KEPT:
+                self._made.clear()
+            try:
+                view = self._first if order == self._first.order else in_order(self.problem, order)
+                self._made[order] = self._number(view)
+            except InfeasibleBudget:
+                self._made[order] = None
+        return self._made[order]
+
+    def _number(self, view: OpOrder) -> _Numbered:
+        given = self.problem.residents
+        parameter = {t: i for i, t in enumerate(self._first.work.parameters)}
+        use = {found: i for i, found in reversed(list(enumerate(_uses(self._first))))}
+        use |= {(None, t): i for (_, t), i in reversed(use.items())}  # a result that the last op does not read
+        return _Numbered(
+            view,
+            np.array([parameter[t] for t in view.work.parameters], np.int64),
+            np.array([use.get(found, use[None, found[1]]) for found in _uses(view)], np.int64),
+            len(self._first.work.arrays.use_op),
+            None if given is None else view.work.homes(given),
+        )
+
+
+def _uses(view: OpOrder) -> list[tuple[int | None, int]]:
+    """The graph's op and parameter of each use, in order."""
+    ops = view.order or (None,)  # without ops there is one that does nothing
+    return [(op, t) for op, use in zip(ops, view.work.footprint.uses, strict=True) for t in use]
+
+
+def _joined(head: Decisions, tail: Decisions, parameters: int, uses: int) -> Decisions:
+    """Decisions that begin like one parent's and go on like another's."""
+    cuts = parameters, uses, uses, uses
+    return Decisions(*(np.concatenate([a[:n], b[n:]]) for a, b, n in zip(head, tail, cuts, strict=True)))
+
+
+@compiled
+def mutated(work: Arrays, decisions: Decisions, home: Ints, most_pages: int, changes: int, seed: int) -> Decisions:
+    """Repair residents that do not fit, at random, then change some decisions. `home` is empty if they are open."""
+    np.random.seed(seed)
+    fixed = len(home) > 0
+    fate = decisions.fate.copy()
+    pages = work.size[fate != STREAMED].sum()
+    while not fixed and pages > most_pages:
+        p = np.random.randint(len(fate))
+        if fate[p] != STREAMED:
+            fate[p] = STREAMED
+            pages -= work.size[p]
+    found = Decisions(fate, decisions.hold.copy(), decisions.fit.copy(), decisions.lead.copy())
+    urgent = np.empty(0, np.int64)
+    if np.random.random() < GUIDED:
+        urgent = critical(work, home if fixed else homes(work, fate), found)
+    for _ in range(changes):
+        if np.random.random() < COPIES:
+            j = np.random.randint(len(found.fit))
+            if len(urgent) > 0:
+                p = urgent[np.random.randint(len(urgent))]
+                for i in range(work.use_start[work.first_use[p]], work.use_start[work.first_use[p] + 1]):
+                    if work.use_parameter[i] == p:
+                        j = i
+            if np.random.random() < 0.5:
+                found.fit[j] = np.random.randint(FITS)
+            else:
+                found.lead[j] = 0 if found.lead[j] > 0 else np.random.randint(1, LONGEST_LEAD + 1)
+        else:
+            found = changed(work, found, fixed, most_pages, urgent)
+    return found

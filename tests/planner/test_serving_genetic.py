@@ -1,0 +1,210 @@
+"""The genetic search where models are served: its plans are safe and as simulated, and optimal where that is known."""
+
+import random
+from itertools import combinations, permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.check import check
+from planner.errors import InfeasibleBudget
+from planner.graph import Graph
+from planner.layout.feasible import Footprint
+from planner.papers.swapadvisor.serving import LONGEST_LEAD, ServingChromosome, ServingGenetic
+from planner.plan import Compute, SwapIn
+from planner.problem import UNFIT, Limit, Problem
+from planner.profile import Profile
+from planner.search.driver import search
+from planner.simulate import simulate
+from planner.sizing.deployment import ModelDemand, Room
+from planner.sizing.fitting import plan_model
+from planner.streaming.anneal import FITS
+from planner.streaming.searcher import Streaming
+from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet
+
+seeds = st.integers(0, 10**6)
+
+
+def random_problem(rng: random.Random) -> Problem:
+    graph = random_graph(rng, 20)
+    profile, partition = random_profile(rng, graph), PAGE * rng.randint(0, 16)
+    workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((1, 1, 2, 3, 9))
+    problem = Problem(graph, profile, partition, workspace)
+    if rng.random() < 0.6:
+        return problem
+    residents = search(problem, "streaming", limit=Limit(evaluations=5)).residents
+    return Problem(graph, profile, partition, workspace, residents)
+
+
+def disturbed(found: ServingChromosome, rng: random.Random) -> ServingChromosome:
+    """The same with any holes, and many copies that go first."""
+    lead = np.array([rng.choice((0, 1, 3, LONGEST_LEAD)) for _ in found.decisions.lead], np.int64)
+    fit = np.array([rng.randrange(FITS) for _ in found.decisions.fit], np.int64)
+    return ServingChromosome(found.order, found.decisions._replace(lead=lead, fit=fit))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_every_chromosome_has_a_safe_plan_that_takes_no_longer_than_its_cost(seed: int) -> None:
+    """Unless it is unfit, which only other orders and copies that go first can be.
+
+    The plan waits for the bytes that it overwrites alone, and so may be a little faster. Where ops and copies slow
+    each other down, an earlier copy may also make it slower.
+    """
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    graph, profile = problem.graph, problem.profile
+    searcher = ServingGenetic(problem, seed, population=6)
+    for _ in range(4):
+        candidates = searcher.ask()
+        costs = [searcher.evaluate(c, np.inf) for c in candidates]
+        searcher.tell(candidates, costs)
+        for candidate in (*candidates, *(disturbed(c, rng) for c in candidates)):
+            cost = searcher.evaluate(candidate, np.inf)
+            if cost.latency_s == UNFIT.latency_s:
+                assert candidate.order != tuple(range(len(graph.ops))) or candidate.decisions.lead.any()
+                continue
+            plan = searcher.write(candidate)
+            check(graph, profile, plan)
+            timeline = simulate(graph, plan, profile)
+            if profile.compute_slowdown == profile.swap_slowdown == 1.0:
+                assert timeline.latency_s <= cost.latency_s * (1 + 1e-9)
+            assert tuple(s.op for s in plan.steps if isinstance(s, Compute)) == candidate.order
+            assert problem.residents in (None, plan.residents)
+
+
+def least_latency_s(op_s: list[float], copy_s: float, partition: int, window: int) -> float:
+    """Least latency of a chain of ops with a page of parameters each, by trying all plans.
+
+    Residents lie in the partition's slots. Copies are made one after the other, in any order and into any slot, each
+    once the op has ended that read what was there.
+    """
+    ops, slots, least_s = range(len(op_s)), range(partition + window), float("inf")
+    for count in range(min(partition, len(op_s)) + 1):
+        for residents in combinations(ops, count):
+            streamed = [k for k in ops if k not in residents]
+            for order, where in product(permutations(streamed), product(slots, repeat=len(streamed))):
+                content: dict[int, int] = dict(enumerate(residents))
+                after: dict[int, int | None] = {}  # of each copy, the op that it waits for
+                for k, slot in zip(order, where, strict=True):
+                    after[k], content[slot] = content.get(slot), k
+                least_s = min(least_s, latency_s(op_s, copy_s, order, after))
+    return least_s
+
+
+def latency_s(op_s: list[float], copy_s: float, order: tuple[int, ...], after: dict[int, int | None]) -> float:
+    """When the last op ends; infinite if an op and a copy wait for each other."""
+    arrived: dict[int, float] = {}
+    ended: list[float] = []
+    now, link_s, copies = 0.0, 0.0, list(order)
+    for k, seconds in enumerate(op_s):
+        while k in after and k not in arrived:
+            copy = copies.pop(0)
+            before = after[copy]
+            if before is not None and before >= k:
+                return float("inf")
+            link_s = max(link_s, 0.0 if before is None else ended[before]) + copy_s
+            arrived[copy] = link_s
+        now = max(now, arrived.get(k, 0.0)) + seconds
+        ended.append(now)
+    return now
+
+
+@pytest.mark.parametrize("searcher", ["genetic", "best"])
+@pytest.mark.parametrize(
+    ("op_s", "copy_s", "partition", "window"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], 1.0, 1, 1),
+        ([1.0, 3.0, 0.5, 1.0], 2.0, 1, 1),
+        ([3.0, 0.5, 0.5, 2.0], 1.5, 1, 2),
+        ([0.5, 0.5, 4.0, 0.5], 2.0, 2, 1),
+        ([2.0, 1.0, 0.5, 3.0], 3.0, 0, 2),
+    ],
+)
+def test_tiny_chains_are_as_fast_as_any_plan(
+    op_s: list[float], copy_s: float, partition: int, window: int, searcher: str
+) -> None:
+    graph = chain([PAGE] * len(op_s))
+    profile = profile_of(graph, op_s, bandwidth=PAGE / copy_s)
+    problem = Problem(graph, profile, partition * PAGE, (window + 2) * PAGE)
+    plan = search(problem, searcher, limit=Limit(evaluations=1000))
+    assert plan.provenance is not None
+    assert plan.provenance.latency_s == pytest.approx(least_latency_s(op_s, copy_s, partition, window))
+
+
+def mixed_chain() -> tuple[Graph, Profile]:
+    graph = chain([(7 * i % 5 + 1) * PAGE for i in range(24)])
+    return graph, random_profile(random.Random(1), graph)
+
+
+def test_a_copy_may_go_ahead_of_one_that_waits_for_its_place() -> None:
+    """W2 needs all of the window, where op1 reads W1; W3 has room in the partition while the link would wait.
+
+    compute | op0 (4 s)         | op1 (1 s) |          | op2 (0.5 s) | op3
+    swap_in | W1 (2 s) | W3     |           | W2 (3 s) |
+    """
+    graph = chain([PAGE, 2 * PAGE, 3 * PAGE, PAGE])
+    profile = profile_of(graph, [4.0, 1.0, 0.5, 1.0])
+    problem = Problem(graph, profile, 2 * PAGE, 5 * PAGE)
+    searcher = ServingGenetic(problem, 0)
+    (first,) = searcher.ask()
+    fate = np.array([2, 0, 0, 0])
+    latencies_s, orders = [], []
+    for lead in (0, 2):
+        decisions = first.decisions._replace(fate=fate, lead=np.array([0, 0, 0, lead]))
+        found = ServingChromosome(first.order, decisions)
+        latencies_s.append(searcher.evaluate(found, np.inf).latency_s)
+        plan = searcher.write(found)
+        check(graph, profile, plan)
+        orders.append([s.tensor for s in plan.steps if isinstance(s, SwapIn)])
+    assert orders == [[1, 2, 3], [1, 3, 2]]
+    assert latencies_s == [10.0, 9.5]
+
+
+def test_best_takes_up_what_streaming_found() -> None:
+    """Decisions are numbered by the graph's own order and come back in every order that streaming plans."""
+    rng = random.Random(3)
+    graph = random_graph(rng, 20)
+    profile = random_profile(rng, graph)
+    problem = Problem(graph, profile, 4 * PAGE, Footprint.of(graph).least_workspace_bytes(4 * PAGE) + 4 * PAGE)
+    streaming, genetic = Streaming(problem, 0), ServingGenetic(problem, 0)
+    for _ in range(5):
+        asked = streaming.ask()
+        streaming.tell(asked, [streaming.evaluate(c, 0.0) for c in asked])
+    genetic.adopt(streaming.leading())
+    adopted = genetic.ask()[: len(streaming.leading())]
+    for candidate, (order, decisions) in zip(adopted, streaming.leading(), strict=True):
+        assert candidate.order == order
+        view = next(v for v in streaming.views if v.order == order)
+        arrays = view.work.arrays
+        assert len(decisions.fate) == len(arrays.size)
+        assert genetic.write(candidate).steps
+    found = {round(genetic.evaluate(c, 0.0).latency_s, 12) for c in adopted}
+    assert min(found) <= min(cost for cost, _ in streaming._evaluated) + 1e-9
+
+
+def test_all_batch_sizes_share_the_residents_that_the_smallest_chose() -> None:
+    graphs = {b: chain([(7 * i % 5 + 1) * PAGE for i in range(12)], PAGE * b, b) for b in (1, 2)}
+    demand = ModelDemand("chain", graphs, {b: profile_of(g, float(b)) for b, g in graphs.items()})
+    plans = plan_model(demand, Room(14 * PAGE, 10 * PAGE), None, "genetic")
+    assert plans[1].residents == plans[2].residents != ()
+    for batch, plan in plans.items():
+        check(graphs[batch], demand.profiles[batch], plan)
+        assert plan.provenance is not None
+        assert plan.provenance.searcher == "genetic"
+
+
+def test_activations_that_do_not_fit_are_refused() -> None:
+    graph = unet()
+    with pytest.raises(InfeasibleBudget):
+        search(Problem(graph, profile_of(graph), 0, Footprint.of(graph).activation_bytes - PAGE), "genetic")
+
+
+def test_the_search_ends_where_nothing_is_left_to_improve() -> None:
+    graph = chain([PAGE] * 6)
+    plan = search(Problem(graph, profile_of(graph), 6 * PAGE, 4 * PAGE), "genetic")
+    assert plan.provenance is not None
+    assert plan.provenance.evaluations == 1
+    assert len(plan.residents) == 6
