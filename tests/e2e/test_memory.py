@@ -289,7 +289,7 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
     with deployed(repository, f"{share}%", archives.cache) as device:
         expected = [device.run(*run) for run in runs]
     with monkeypatch.context() as patch:
-        patch.setattr(runtime.cpu.backend, "open_store", lambda kind, path, manifest: LateStore(path, manifest))
+        patch.setattr(runtime.cpu.backend, "open_store", lambda kind, *args, **flags: LateStore(*args, **flags))
         with deployed(repository, f"{share}%", archives.cache) as device:
             for run, (answer,) in [*zip(runs, expected, strict=True)] * 3:
                 assert torch.equal(device.run(*run)[0], answer), run
