@@ -295,6 +295,17 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
                 assert torch.equal(device.run(*run)[0], answer), run
 
 
+@pytest.mark.parametrize("search", ["genetic", "streaming"])
+def test_the_plans_that_are_served_come_from_the_search_that_was_asked_for(archives: Archives, search: str) -> None:
+    repository = archives.repository("ranker")
+    with deployed(repository, "50%", archives.cache) as device:
+        expected = device.run("ranker", 4)
+    with deployed(repository, "50%", archives.cache, search=search) as device:
+        plans = device.entry("ranker").plans.values()
+        assert {plan.provenance.searcher for plan in plans if plan.provenance is not None} == {search}
+        assert device.run("ranker", 4)[0].equal(expected[0])
+
+
 @pytest.mark.slow
 def test_streaming_from_a_file_saves_the_memory_of_what_is_not_resident(archives: Archives) -> None:
     """ResNet-152 as a process: the second start, when nothing is lowered or measured any more, is compared."""
