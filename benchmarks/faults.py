@@ -23,6 +23,7 @@ import torch
 import tritonclient.http
 from rich.console import Console
 from rich.progress import track
+from tritonclient.grpc.service_pb2 import ModelInferRequest
 from tritonclient.http import InferenceServerClient
 
 from benchmarks.record import markdown_table, record
@@ -46,11 +47,12 @@ ANSWERED, DIFFERENT, NO_ANSWER = "answered", "different bits", "no answer"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request whose answer is known."""
+    """A request, as HTTP's body and as gRPC's message, whose answer is known."""
 
     path: str
     body: bytes
     headers: dict[str, str]
+    message: bytes
     answer: bytes
 
 
@@ -113,7 +115,12 @@ def questions(url: str, models: Sequence[str]) -> list[Question]:
                 arrays = [answer.as_numpy(output["name"]) for output in metadata["outputs"]]
                 headers = {} if length is None else {"Inference-Header-Content-Length": str(length)}
                 known = b"".join(array.tobytes() for array in arrays)
-                asked.append(Question(f"{url}/v2/models/{model}/infer", body, headers, known))
+                message = ModelInferRequest(model_name=model)
+                for tensor in inputs:
+                    message.inputs.add(name=tensor.name(), datatype=tensor.datatype(), shape=tensor.shape())
+                    message.raw_input_contents.append(tensor._get_binary_data())
+                path = f"{url}/v2/models/{model}/infer"
+                asked.append(Question(path, body, headers, message.SerializeToString(), known))
     return asked
 
 
@@ -175,7 +182,7 @@ async def inject(
         tensor.set_data_from_numpy(x)
         body, length = InferenceServerClient.generate_request_body([tensor])
         headers = {"Inference-Header-Content-Length": str(length)}
-        await ask(session, Question(f"{url}/v2/models/{HANGING}/infer", body, headers, b""), found)
+        await ask(session, Question(f"{url}/v2/models/{HANGING}/infer", body, headers, b"", b""), found)
     elif engine is not None:
         os.kill(engine, getattr(signal, kind))
     while restarts(metrics_url) == before:  # noqa: ASYNC110 - the other process says when

@@ -19,21 +19,17 @@ import aiohttp
 import grpc
 import numpy as np
 import psutil
-import tritonclient.http
 from rich.console import Console
-from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
-from tritonclient.http import InferenceServerClient
+from tritonclient.grpc.service_pb2 import ModelInferResponse
 
-from benchmarks.faults import engine_of, sample
+from benchmarks.faults import Question, engine_of, questions, sample
 from benchmarks.record import markdown_table, record
 from benchmarks.scrape import free_port
 from loadgen.client import address_of
-from loadgen.inputs import random_inputs
 from loadgen.repository import prepare_visibly, recipes
 from loadgen.server_process import running_server, server_command
 
 MODELS, MEMORY = 4, "50%"
-REQUESTS_PER_MODEL = 4
 TURN_S, WARM_UP_S = 15.0, 2.0
 MOST_SLOWER = 2.0
 MOST_GROWTH = 0.05
@@ -42,17 +38,6 @@ PATIENCE_S = 60.0
 HTTP, GRPC = "HTTP", "gRPC"
 RIGHT, WRONG, NO_ANSWER = "right bits", "other bits", "no answer"
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A request in both protocols, and its answer's tensors."""
-
-    path: str
-    body: bytes
-    headers: dict[str, str]
-    message: bytes
-    answer: bytes
 
 
 @dataclass(slots=True)
@@ -94,27 +79,6 @@ class Clients:
         except (aiohttp.ClientError, TimeoutError):
             return NO_ANSWER
         return RIGHT if answer == question.answer else WRONG
-
-
-def questions(url: str, models: Sequence[str]) -> list[Question]:
-    """Draw requests, and ask for their answers."""
-    rng, drawn = np.random.default_rng(0), []
-    with tritonclient.http.InferenceServerClient(address_of(url), network_timeout=PATIENCE_S) as client:
-        for model in models:
-            metadata = client.get_model_metadata(model)
-            for _ in range(REQUESTS_PER_MODEL):
-                inputs = random_inputs(metadata, 1, rng)
-                body, length = InferenceServerClient.generate_request_body(inputs)
-                answer = client.infer(model, inputs)
-                known = b"".join(answer.as_numpy(output["name"]).tobytes() for output in metadata["outputs"])
-                message = ModelInferRequest(model_name=model)
-                for tensor in inputs:
-                    message.inputs.add(name=tensor.name(), datatype=tensor.datatype(), shape=tensor.shape())
-                    message.raw_input_contents.append(tensor._get_binary_data())
-                headers = {"Inference-Header-Content-Length": str(length)}
-                path = f"{url}/v2/models/{model}/infer"
-                drawn.append(Question(path, body, headers, message.SerializeToString(), known))
-    return drawn
 
 
 async def turn(

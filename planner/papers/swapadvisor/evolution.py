@@ -1,6 +1,6 @@
 """Evolution of a population (SwapAdvisor, section 5.1), whatever its chromosomes are."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Final, Literal, TypeVar
 
 import numpy as np
@@ -20,7 +20,13 @@ C = TypeVar("C")
 
 
 class Evolution(PlanSearcher[C]):
-    """A searcher whose steps are the generations of a population. Subclasses make the first and breed the others."""
+    """A searcher whose steps are the generations of a population.
+
+    Subclasses make the first, and have `_crossed`, which returns two parents' children, and `_mutated`.
+    """
+
+    _crossed: Callable[[C, C], list[C]]
+    _mutated: Callable[[C], C]
 
     def __init__(self, seed: int, population: int, selection: Selection, generations: int = GENERATIONS) -> None:
         self.evaluations = 1 + population * (generations + 1)
@@ -58,13 +64,6 @@ class Evolution(PlanSearcher[C]):
             for i, j in pairs.tolist():
                 children += self._crossed(parents[i], parents[j])
         return [self._mutated(child) for child in children[: self._population]]
-
-    def _crossed(self, first: C, second: C) -> list[C]:
-        """Return two parents' children."""
-        raise NotImplementedError
-
-    def _mutated(self, child: C) -> C:
-        raise NotImplementedError
 
     def seconds(self, cost: Cost) -> float:
         """What selection goes by; infinite for what does not fit."""
