@@ -21,7 +21,7 @@ from runtime.lowering.trace import Trace, build_graph, trace_model
 from runtime.lowering.weights import Manifest
 from runtime.options import DEFAULTS, Options
 
-_LOWERING = "10"
+_LOWERING = "11"
 """Changes whenever lowering writes other bytes for the same archive."""
 
 

@@ -95,9 +95,15 @@ def processor(*fields: str) -> str:
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether this processor computes with packed weights of a type."""
+    """Whether this processor has instructions for a type, with which oneDNN's kernels compute.
+
+    On x86 without AVX512-BF16 and AMX, oneDNN would convert each operand of bfloat16 instead.
+    """
     if dtype is torch.bfloat16:
-        return bool(_onednn._is_mkldnn_bf16_supported())
+        emulated = platform.machine() in ("x86_64", "AMD64") and not (
+            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        )
+        return bool(_onednn._is_mkldnn_bf16_supported()) and not emulated
     if dtype is torch.float16:
         return bool(_onednn._is_mkldnn_fp16_supported())
     return dtype is torch.float32

@@ -2,6 +2,7 @@
 
 from functools import partial
 from operator import is_not
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,10 +22,10 @@ def apply_options(model: FxModel, options: Options) -> None:
 def _cast(model: FxModel, dtype: torch.dtype) -> None:
     for tensors in (model.weights, model.tables):
         tensors |= {name: t.to(dtype) for name, t in tensors.items() if t.dtype is torch.float32}
-    to_copy = torch.ops.aten._to_copy.default
     for node in model.graph.nodes:
-        if node.target is torch.ops.aten.zeros.default and node.kwargs.get("dtype", torch.float32) is torch.float32:
-            node.kwargs = {**node.kwargs, "dtype": dtype}  # the first state of a recurrent layer
+        if node.op == "call_function":
+            _compute_in(node, dtype)
+    to_copy = torch.ops.aten._to_copy.default
     first_op = next(n for n in model.graph.nodes if n.op != "placeholder")
     for node, port in zip(model.input_nodes, model.inputs, strict=True):
         if port.dtype is torch.float32:
@@ -40,6 +41,21 @@ def _cast(model: FxModel, dtype: torch.dtype) -> None:
         results.append(back if port.dtype is torch.float32 else node)
     output.args = (tuple(results),)
     model.graph.eliminate_dead_code()
+
+
+def _compute_in(node: fx.Node, dtype: torch.dtype) -> None:
+    """Let an op that names float32, or makes a tensor of it out of none, use the other type."""
+
+    def replaced(argument: Any) -> Any:
+        return dtype if argument is torch.float32 else argument
+
+    node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), replaced)
+    schema, value = getattr(node.target, "_schema", None), node.meta.get("val")
+    arguments = {} if schema is None else {a.name: a for a in schema.arguments}
+    makes_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+    takes_tensors = any("Tensor" in str(a.type) for a in arguments.values())
+    if makes_float32 and not takes_tensors and "dtype" in arguments and node.kwargs.get("dtype") is None:
+        node.kwargs = {**node.kwargs, "dtype": dtype}
 
 
 def _channels_last(model: FxModel) -> None:

@@ -1,5 +1,7 @@
 """Reads a model's kernel options from its ModelConfig, and refuses options that the device does not support."""
 
+import torch
+
 from runtime.lowering import packing
 from runtime.options import Dtype, Options
 from server.errors import RepositoryError
@@ -29,13 +31,19 @@ def options_of(source: ModelSource, device: str) -> Options:
         raise RepositoryError(
             f"config.pbtxt: parameter '{PRECISION}': tf32 is how CUDA rounds float32; on {device} it changes nothing"
         )
+    dtype = _DTYPES[precision]
+    if packed and not packing.supports(getattr(torch, dtype)):
+        raise RepositoryError(
+            f"config.pbtxt: parameter '{PRECISION}': this CPU ({packing.processor('model name')}) has no instructions"
+            f" for {dtype}, which would take longer than float32; leave it out, or use another CPU"
+        )
     layout = _choice(source.config, CHANNELS_LAST, "false", tuple(_TRUTHS))
     fused = _TRUTHS[_choice(source.config, FUSED, "false", tuple(_TRUTHS))]
     if fused and not device.startswith("cuda"):
         raise RepositoryError(
             f"config.pbtxt: parameter '{FUSED}': fused kernels are cuDNN's; on {device} there are none"
         )
-    return Options(_DTYPES[precision], _TRUTHS[layout], tf32=precision == "tf32", packed=packed, fused=fused)
+    return Options(dtype, _TRUTHS[layout], tf32=precision == "tf32", packed=packed, fused=fused)
 
 
 def _choice(config: ModelConfig, key: str, default: str, choices: tuple[str, ...]) -> str:

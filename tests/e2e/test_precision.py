@@ -1,7 +1,10 @@
 """A model in half precision, by its config.pbtxt: less memory, outputs of the same type, nearly the same values."""
 
 import numpy as np
+import pytest
+import torch
 
+from runtime.lowering import packing
 from runtime.options import TOLERANCES
 from tests.e2e.archives import Archives
 from tests.e2e.serving import ask, infer, metric, repository_index, serving
@@ -9,6 +12,7 @@ from tests.e2e.serving import ask, infer, metric, repository_index, serving
 NAME = "ranker"
 
 
+@pytest.mark.skipif(not packing.supports(torch.bfloat16), reason="needs a CPU with instructions for bfloat16")
 def test_a_model_in_bfloat16_answers_within_its_tolerance_in_half_of_the_memory(archives: Archives) -> None:
     plain, half = archives.repository(NAME), archives.repository(NAME)
     (half / NAME / "config.pbtxt").write_text("parameters { key: 'precision' value { string_value: 'bfloat16' } }")

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import structs
+from torch import nn
 
+from runtime.backend import Backend
 from runtime.binding.program import Bases
-from runtime.lowering.lower import lower
-from runtime.options import Options
+from runtime.lowering.lower import Lowered, lower
+from runtime.options import Dtype, Options
 from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, has_gpu, real_cuda
@@ -35,7 +37,13 @@ def test_outputs_are_within_the_option_s_tolerance(options: Options, make, tmp_p
     inputs = lowered.examples(2)
     with torch.no_grad():
         expected = model(*inputs)
-    backend = make()
+    output = _run(make(), lowered, inputs)
+    assert output.dtype is torch.float32
+    torch.testing.assert_close(output, expected, atol=options.tolerance * float(expected.abs().max()), rtol=0)
+
+
+def _run(backend: Backend, lowered: Lowered, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """Return the output of a model with all parameters resident, for a batch of 2. Closes the backend."""
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     plan = resident_plan(lowered.graphs[2])
     arena = backend.arena(plan.partition_bytes + (64 << 20))
@@ -43,9 +51,8 @@ def test_outputs_are_within_the_option_s_tolerance(options: Options, make, tmp_p
     program = backend.build(lowered, roomy, None, arena, Bases(0, plan.partition_bytes), store)
     backend.executor.load(program)
     (output,) = backend.executor.run(program, inputs).outputs
-    assert output.dtype is torch.float32
-    torch.testing.assert_close(output, expected, atol=options.tolerance * float(expected.abs().max()), rtol=0)
     backend.close()
+    return output
 
 
 def test_half_precision_halves_the_weights(tmp_path: Path) -> None:
@@ -64,3 +71,33 @@ def test_channels_last_weights_are_stored_so(tmp_path: Path) -> None:
     pieces = [p for s in lowered.manifest.segments for p in s.pieces if len(p.shape) == 4]
     assert pieces
     assert all(p.stride[1] == 1 for p in pieces)
+
+
+class _ExplicitTypes(nn.Module):
+    """Names float32 itself: an upcast norm, and a mask that is made for each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        wide = x.to(torch.float32)
+        x = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        mask = torch.zeros(kept.shape).masked_fill(kept == 0, -1.0)
+        return nn.functional.scaled_dot_product_attention(x, x, x, mask.unsqueeze(1)) @ self.linear.weight
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_types_that_a_model_names_itself_are_reduced_with_the_others(dtype: Dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = _ExplicitTypes().eval(), {"x": torch.randn(2, 4, 16), "kept": torch.ones(2, 4).int()}
+    inputs["kept"][:, 3] = 0
+    models.export(model, inputs, tmp_path / "model.pt2")
+    options = Options(dtype)
+    lowered = lower(tmp_path / "model.pt2", "typed", [2], tmp_path / "cache", options=options)
+    with torch.no_grad():
+        expected = model(**inputs)
+    output = _run(cpu(), lowered, list(inputs.values()))
+    assert output.dtype is torch.float32
+    torch.testing.assert_close(output, expected, atol=options.tolerance * float(expected.abs().max()), rtol=0)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from google.protobuf import text_format
 
 from runtime.lowering import packing
@@ -29,13 +30,25 @@ DEFAULT = ServeConfig(Path("models"), FixedSize(1 << 30))
 def test_parameters_choose_the_options() -> None:
     assert options_of(source(), "cuda") == Options()
     assert options_of(ModelSource("m", 1, Path("model.pt2")), "cpu") == PACKED
-    assert options_of(source(precision="Half"), "cpu") == replace(PACKED, dtype="float16")
-    given = options_of(source(precision="bfloat16", channels_last="true"), "cpu")
-    assert given == replace(PACKED, dtype="bfloat16", channels_last=True)
+    assert options_of(source(precision="Half"), "cuda") == Options("float16")
+    given = options_of(source(precision="bfloat16", channels_last="true"), "cuda")
+    assert given == Options("bfloat16", channels_last=True)
     assert options_of(source(precision="tf32"), "cuda:1") == Options(tf32=True)
     assert options_of(source(fused="true"), "cuda") == Options(fused=True)
     assert options_of(source(fused="false"), "cpu") == PACKED
     assert options_of(source(max_burst="3"), "cpu") == PACKED, "others' parameters are others' business"
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_reduced_precision_is_refused_on_a_cpu_without_its_instructions(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = getattr(torch, precision)
+    monkeypatch.setattr(packing, "supports", lambda dtype: dtype in (torch.float32, given))
+    assert options_of(source(precision=precision), "cpu") == replace(PACKED, dtype=precision)
+    monkeypatch.setattr(packing, "supports", lambda dtype: dtype is torch.float32)
+    with pytest.raises(RepositoryError, match=f"'precision': this CPU .* has no instructions for {precision}"):
+        options_of(source(precision=precision), "cpu")
 
 
 @pytest.mark.parametrize(
