@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from msgspec.structs import replace
 
 from planner.graph import Graph
+from planner.plan import Compute, Plan
 from planner.profile import Profile
 
 
@@ -37,8 +38,8 @@ def successors(before: Sequence[Collection[int]]) -> list[list[int]]:
 
 
 def has_reuse(graph: Graph) -> bool:
-    """Whether some parameter is read by more than one op."""
-    reads = [t for op in graph.ops for t in op.reads if graph.tensors[t].kind == "parameter"]
+    """Whether some parameter, or weight that is trained, is read by more than one op."""
+    reads = [t for read in _weights_read(graph) for t in read]
     return len(reads) > len(set(reads))
 
 
@@ -47,7 +48,7 @@ def by_parameters(graph: Graph) -> tuple[int, ...]:
 
     In an unrolled recurrent network all time steps of a layer come together, so that its weights are needed once.
     """
-    read = [frozenset(t for t in op.reads if graph.tensors[t].kind == "parameter") for op in graph.ops]
+    read = _weights_read(graph)
     seen: set[int] = set()
     return _greedily(graph, lambda k: not read[k] <= seen, lambda k: seen.update(read[k]))
 
@@ -85,8 +86,23 @@ def _greedily(graph: Graph, cost: Callable[[int], int], ran: Callable[[int], Non
     return tuple(order)
 
 
+def _weights_read(graph: Graph) -> list[frozenset[int]]:
+    """The parameters and the state that each op reads."""
+    return [frozenset(t for t in op.reads if graph.tensors[t].kind in ("parameter", "state")) for op in graph.ops]
+
+
 def reordered(graph: Graph, profile: Profile, order: Sequence[int]) -> tuple[Graph, Profile]:
     """The graph with its ops in another order, and its profile."""
     changed = replace(graph, ops=tuple(graph.ops[k] for k in order))
     seconds = tuple(profile.op_seconds[k] for k in order)
     return changed, replace(profile, graph=changed.fingerprint, op_seconds=seconds)
+
+
+def in_original_order(plan: Plan, order: Sequence[int], graph: Graph, profile: Profile) -> Plan:
+    """The plan of a reordered graph as a plan of the graph itself, whose ops it runs in that order."""
+    return replace(
+        plan,
+        graph=graph.fingerprint,
+        profile=profile.fingerprint,
+        steps=tuple(replace(s, op=order[s.op]) if isinstance(s, Compute) else s for s in plan.steps),
+    )

@@ -2,7 +2,8 @@
 
 For a single model's budget, each searcher first gets a small share of its own effort. Then each gets the rest, in
 order of the best latency so far, so that the portfolio is never worse than a member at that effort. The member with
-the best plan then continues.
+the best plan then continues. Where ops share weights, as the time steps of a recurrent network do, each member but
+`genetic`, which searches orders itself, also plans an order in which such ops come together.
 
 For a partition with a workspace, a population of `genetic` begins with the best decisions of `streaming`. `offloading`
 plans where activations do not fit, or where they leave parameters little room and the others are far from the bound.
@@ -17,11 +18,13 @@ from typing import Any, Final
 
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.layout.feasible import PAGE_BYTES, Footprint
+from planner.order import by_parameters, has_reuse, reordered
 from planner.plan import Plan
 from planner.problem import Cost, Problem
+from planner.search.other_order import OtherOrder
 from planner.search.registry import make
 from planner.sequence.gaps import Gaps
-from planner.sequence.serial import require_single_budget
+from planner.sequence.serial import least_bytes, require_single_budget
 
 OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "particle_swarm", "dynprog")
 """Quick ones first."""
@@ -29,6 +32,8 @@ STREAMING_EFFORT: Final = 3
 """Multiple of streaming's own effort before the others start."""
 SAMPLE: Final = 1 / 16
 """Share of its effort that each of the others gets before they are ranked."""
+BY_WEIGHTS: Final = " in the order of weights"
+"""Names members whose ops run in the order of `planner.order.by_parameters`: the time steps of a layer together."""
 SEEDED: Final = "genetic seeded by streaming"
 TURN: Final = 1 / 3
 """Share of its effort that a member gets when it is its turn again, and the seeded one always."""
@@ -56,6 +61,7 @@ class Best:
         self._seed = seed
         self._names = ["streaming"]
         self._members: dict[int, Any] = {}
+        self._order: tuple[int, ...] | None = None
         single = not problem.workspace_bytes
         try:
             self._member(0)
@@ -70,6 +76,9 @@ class Best:
                 self._names += [SEEDED, "genetic", *(["offloading"] if _is_narrow(problem) else [])]
         if single and problem.residents is None:
             self._names += OTHERS
+            self._order = self._weights_order() if "streaming" not in self._names else None
+            if self._order is not None:
+                self._names += [f"{name}{BY_WEIGHTS}" for name in OTHERS if name != "genetic"]
             require_single_budget(problem, "best")
         self._told: Sequence[Cost] = ()
         self._asking = 0
@@ -132,6 +141,15 @@ class Best:
                 yield from self._turn(i, TURN * self._member(i).evaluations)
             yield from self._turn_of_seeded([0, 2])
 
+    def _weights_order(self) -> tuple[int, ...] | None:
+        """Return an order in which ops of the same weights come together, if there is another one that fits."""
+        graph, profile = self.problem.graph, self.problem.profile
+        if not has_reuse(graph):
+            return None
+        order = by_parameters(graph)
+        fits = least_bytes(reordered(graph, profile, order)[0]) <= self.problem.memory_bytes
+        return order if fits and list(order) != sorted(order) else None
+
     def _turn_of_seeded(self, others: Sequence[int]) -> Iterator[Sequence[MemberCandidate]]:
         """Evolve the population that begins with what others found, and takes in what they find."""
         seeded = self._member(1)
@@ -185,7 +203,11 @@ class Best:
 
     def _member(self, i: int) -> Any:
         if i not in self._members:
-            self._members[i] = make(self._names[i].partition(" ")[0], self.problem, self._seed)
+            searcher = self._names[i].partition(" ")[0]
+            if self._order is not None and self._names[i].endswith(BY_WEIGHTS):
+                self._members[i] = OtherOrder(searcher, self.problem, self._seed, self._order)
+            else:
+                self._members[i] = make(searcher, self.problem, self._seed)
         return self._members[i]
 
 

@@ -4,11 +4,11 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 
 import numpy as np
-from msgspec.structs import replace
 
 from planner.arrays import Ints
 from planner.graph import Graph
-from planner.plan import Address, Compute, Placement, Plan
+from planner.order import in_original_order
+from planner.plan import Address, Placement, Plan
 from planner.problem import Problem
 from planner.sequence.plan_writer import PlanWriter
 from planner.streaming.op_orders import OpOrder
@@ -69,12 +69,7 @@ def emit(problem: Problem, view: OpOrder, home: Ints, swaps: Swaps) -> Plan:
     work, given = view.work, problem.residents
     residents = placements(work, home) if given is None else given
     plan = _emit(problem.partition_bytes, problem.workspace_bytes, work, residents, swaps)
-    return replace(
-        plan,
-        graph=problem.graph.fingerprint,
-        profile=problem.profile.fingerprint,
-        steps=tuple(replace(s, op=view.order[s.op]) if isinstance(s, Compute) else s for s in plan.steps),
-    )
+    return in_original_order(plan, view.order, problem.graph, problem.profile)
 
 
 def _emit(

@@ -158,3 +158,24 @@ def _graph(name: str, batch: int, tensors: Sequence[Tensor], ops: Sequence[Op], 
     graph = Graph(name, batch, "weights", tuple(tensors), tuple(ops), outputs)
     graph.validate()
     return graph
+
+
+def unrolled_training(layers: int, steps: int, weight_bytes: int) -> Graph:
+    """A recurrent network's step, time step by time step: each layer's weights are read in all of them."""
+    tensors = [Tensor(f"W{i}", weight_bytes, "state", PAGE) for i in range(layers)]
+    tensors += [Tensor(f"X{t}", 64, "input") for t in range(steps)]
+    ops: list[Op] = []
+
+    def run(name: str, *reads: int) -> int:
+        tensors.append(Tensor(name, 64, "activation"))
+        ops.append(Op(name, "any", reads, (len(tensors) - 1,)))
+        return len(tensors) - 1
+
+    hidden: dict[int, int] = {}
+    for t in range(steps):
+        below = layers + t
+        for i in range(layers):
+            before = [hidden[i]] if i in hidden else []
+            below = hidden[i] = run(f"h{i}.{t}", i, below, *before)
+    ops += [Op(f"update{i}", "any", (i, hidden[layers - 1]), (), 0, (i,)) for i in range(layers)]
+    return _graph("unrolled", 1, tensors, ops, (hidden[layers - 1],))

@@ -13,13 +13,22 @@ from hypothesis import strategies as st
 from planner.bounds.bound import latency_bound
 from planner.check import check
 from planner.errors import InfeasibleBudget, UnsupportedProblem
+from planner.plan import SwapIn
 from planner.problem import TIE, Limit, Problem
 from planner.search.driver import search
 from planner.search.evaluation import EvaluationPool
 from planner.search.registry import make
 from planner.sequence.serial import least_bytes
 from planner.simulate import MOST_INFERENCES, simulate
-from tests.planner.graphs import PAGE, chain, random_graph, random_profile, random_training_graph
+from tests.planner.graphs import (
+    PAGE,
+    chain,
+    profile_of,
+    random_graph,
+    random_profile,
+    random_training_graph,
+    unrolled_training,
+)
 from tests.planner.reference import simulate_exactly
 
 seeds = st.integers(0, 10**6)
@@ -138,3 +147,18 @@ def test_plans_with_swap_outs_and_recomputation_take_what_exact_arithmetic_says(
         gaps = [float(b - a) for a, b in pairwise(finished)]
         assert timeline.period_s is not None
         assert min(gaps) * (1 - 1e-9) <= timeline.period_s <= max(gaps) * (1 + 1e-9)
+
+
+def test_the_time_steps_of_a_layer_come_together_where_the_weights_do_not_fit() -> None:
+    layers = 6
+    graph = unrolled_training(layers, 8, 8 * PAGE)
+    profile = profile_of(graph, 0.25, bandwidth=8 * PAGE)
+    problem = Problem(graph, profile, 32 * PAGE, overlay=True)
+    plan, greedy = (search(problem, name, limit=Limit(evaluations=300)) for name in ("best", "greedy"))
+    check(graph, profile, plan)
+    copies = [s.tensor for s in plan.steps if isinstance(s, SwapIn) and s.tensor < layers]
+    assert len(copies) <= 2 * layers, "one for all time steps, and one for the update"
+    assert plan.provenance is not None
+    assert greedy.provenance is not None
+    assert plan.provenance.searcher.endswith("in the order of weights)")
+    assert plan.provenance.latency_s < greedy.provenance.latency_s / 2
