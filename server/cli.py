@@ -152,7 +152,7 @@ def _serve(config: ServeConfig, console: Console) -> int:
 
 def _announce(server: "Server") -> None:
     print(f"http: {server.http_url}")
-    print(f"metrics: {server.metrics_url}")
+    print(f"metrics: {server.metrics_url or 'off'}")
     print(f"grpc: {server.grpc_address or 'off'}", flush=True)
 
 

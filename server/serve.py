@@ -132,7 +132,7 @@ class Server:
             self.grpc_address = await self._grpc.start(
                 config.hosts, config.grpc_port, config.grpc_unix if is_first else None
             )
-        if is_first:
+        if is_first and config.metrics_port is not None:
             metrics = MetricsServer(self.plane, access, max_connections=most, keep_alive_s=idle_s, tls=tls)
             self._ports.append(metrics)
             url = await metrics.start(config.hosts, config.metrics_port, None, "--metrics-port")

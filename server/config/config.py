@@ -175,7 +175,9 @@ class ServeConfig:
     grpc_port: int | None = setting(
         8001, "--grpc-port", "0 takes any free port, off disables gRPC", port_or_off, "PORT"
     )
-    metrics_port: int = setting(8002, "--metrics-port", "0 takes any free port", port, "PORT")
+    metrics_port: int | None = setting(
+        8002, "--metrics-port", "0 takes any free port, off serves no metrics", port_or_off, "PORT"
+    )
     http_unix: Path | None = setting(None, "--http-unix", "Unix socket that also accepts HTTP", Path, "PATH")
     grpc_unix: Path | None = setting(None, "--grpc-unix", "Unix socket that also accepts gRPC", Path, "PATH")
     server_name: str = setting(

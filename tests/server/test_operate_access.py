@@ -237,3 +237,11 @@ async def test_ports_beyond_loopback_without_tokens_are_warned_about(
         await server.start()
         await server.stop()
         assert len([r for r in caplog.records if "every client that reaches the ports" in r.message]) == warnings
+
+
+async def test_ports_that_are_off_do_not_listen() -> None:
+    server = Server(config(grpc_port=None, metrics_port=None))
+    await server.start()
+    listening = (server.grpc_address, server.metrics_url)
+    await server.stop()
+    assert listening == (None, "")

@@ -162,6 +162,7 @@ def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_pat
         "--tls-cert": "cert.pem",
         "--tls-key": "key.pem",
         "--grpc-port": "off",
+        "--metrics-port": "off",
         "--http-unix": "http.sock",
         "--max-connection-age": "60",
         "--engine": "in-process",
