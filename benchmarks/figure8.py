@@ -2,7 +2,7 @@
 
 A server per layout is started. At each rate they are measured in turns, in several rounds, while the others are idle:
 other load on the machine affects all of them. In one round all get the same requests, drawn beforehand (open loop).
-`resident` has all of the memory; the others are compared with it round by round. Six servers take about 4 GiB of
+`resident` has all of the memory; the others are compared with it round by round. Seven servers take about 5 GiB of
 memory. Models and caches are those of `make demo`, in `.demo`.
 """
 
@@ -34,7 +34,14 @@ from loadgen.run import Load, run_load
 from loadgen.server_process import running_server, server_command
 from planner.sizing.deployment import ONE_REGION, LayoutName
 
-LAYOUTS: tuple[LayoutName, ...] = ("resident", "partitioned", *ONE_REGION)
+GENETIC = "partitioned, genetic planner"
+LAYOUTS: dict[str, tuple[LayoutName, Sequence[str]]] = {
+    "resident": ("resident", ()),
+    "partitioned": ("partitioned", ()),
+    GENETIC: ("partitioned", ("--search", "genetic")),
+    **{layout: (layout, ()) for layout in ONE_REGION},
+}
+"""By the name in the table: the layout, and further flags."""
 RATES = (100.0, 200.0, 300.0)
 WARM_UP_S = 1.0
 SLO_S = 0.1
@@ -46,7 +53,7 @@ GIVE_UP_S = 5.0
 class Point:
     """One layout at one rate: a report per round."""
 
-    layout: LayoutName
+    layout: str
     rate_per_s: float
     reports: Sequence[Report]
     swapped_bytes: float
@@ -96,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Running:
     """A layout's server."""
 
-    layout: LayoutName
+    layout: str
     url: str
     metrics_url: str
 
@@ -119,7 +126,7 @@ async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[
         for rate in sorted(options.rates):
             console.rule(f"{rate:g} requests/s")
             before = {server.layout: _swapped(server) for server in servers}
-            reports: dict[LayoutName, list[Report]] = {server.layout: [] for server in servers}
+            reports: dict[str, list[Report]] = {server.layout: [] for server in servers}
             for turn in track(range(options.rounds), f"{rate:g}/s", console=console, transient=True):
                 for server in servers[turn % len(servers) :] + servers[: turn % len(servers)]:
                     reports[server.layout].append(await run_load(server.url, _load(rate, turn, options)))
@@ -127,7 +134,7 @@ async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[
                 swapped = _swapped(server) - before[server.layout]
                 points.append(Point(server.layout, rate, reports[server.layout], swapped))
                 console.print(f"{server.layout}: p99 {_ms(points[-1].p99_s)} ms", soft_wrap=True)
-    return sorted(points, key=lambda point: LAYOUTS.index(point.layout)), notes, swappable_bytes
+    return sorted(points, key=lambda point: list(LAYOUTS).index(point.layout)), notes, swappable_bytes
 
 
 def _swapped(server: Running) -> float:
@@ -135,12 +142,13 @@ def _swapped(server: Running) -> float:
 
 
 @asynccontextmanager
-async def _serving(layout: LayoutName, memory: str, folder: Path) -> AsyncIterator[Running]:
+async def _serving(name: str, memory: str, folder: Path) -> AsyncIterator[Running]:
     metrics_port = free_port()
+    layout, flags = LAYOUTS[name]
     command = server_command("cohabit", folder / "repository", memory, layout)
-    command += ["--cache", str(folder / "cache"), "--metrics-port", str(metrics_port)]
+    command += ["--cache", str(folder / "cache"), "--metrics-port", str(metrics_port), *flags]
     async with running_server(command, patience_s=900) as url:
-        yield Running(layout, url, f"http://127.0.0.1:{metrics_port}/metrics")
+        yield Running(name, url, f"http://127.0.0.1:{metrics_port}/metrics")
 
 
 def _load(rate: float, seed: int, options: argparse.Namespace) -> Load:
@@ -213,7 +221,8 @@ def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: floa
         f"{options.models} models with {total:.1f} MiB of weights{skew}. Of these, {total - copied:.1f} MiB are"
         " embedding tables, which stay in the host store in every layout;"
         f" {copied:.1f} MiB are ever copied to the device. *Resident* has all of the memory, the others"
-        f" {options.memory} of the weights. Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
+        f" {options.memory} of the weights. *{GENETIC}* has the plans of SwapAdvisor's genetic search alone, the other"
+        f" layouts the default's. Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
         " rate, in turns. p50 and p99 are medians over the rounds. The ratio is the geometric mean of the rounds, with"
         f" its {LIKELY:.0%} bootstrap interval. Load generator and servers share the CPUs. Latency counts from the"
         " intended send time, over the answered requests.\n"
