@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from itertools import count
 
 from msgspec.structs import replace
 
@@ -44,13 +45,22 @@ def has_reuse(graph: Graph) -> bool:
 
 
 def by_parameters(graph: Graph) -> tuple[int, ...]:
-    """Ops whose parameters have been used before come as early as they can, others in the graph's order.
+    """Of the ops that can run, always the one whose parameters were used last; ops without any come first.
 
-    In an unrolled recurrent network all time steps of a layer come together, so that its weights are needed once.
+    In an unrolled recurrent network all time steps of a layer come together, forward and backward, so that its weights
+    are needed once in each direction.
     """
     read = _weights_read(graph)
-    seen: set[int] = set()
-    return _greedily(graph, lambda k: not read[k] <= seen, lambda k: seen.update(read[k]))
+    used: dict[int, int] = {}
+    clock = count(1)
+
+    def age(k: int) -> int:
+        return -min((used.get(t, -1) for t in read[k]), default=len(read) + 1)
+
+    def ran(k: int) -> None:
+        used.update(dict.fromkeys(read[k], next(clock)))
+
+    return _greedily(graph, age, ran)
 
 
 def by_memory(graph: Graph) -> tuple[int, ...]:

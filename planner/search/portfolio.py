@@ -2,8 +2,8 @@
 
 For a single model's budget, each searcher first gets a small share of its own effort. Then each gets the rest, in
 order of the best latency so far, so that the portfolio is never worse than a member at that effort. The member with
-the best plan then continues. Where ops share weights, as the time steps of a recurrent network do, each member but
-`genetic`, which searches orders itself, also plans an order in which such ops come together.
+the best plan then continues. Where ops share weights, as the time steps of a recurrent network do, each member first
+plans an order in which such ops come together.
 
 For a partition with a workspace, a population of `genetic` begins with the best decisions of `streaming`. `offloading`
 plans where activations do not fit, or where they leave parameters little room and the others are far from the bound.
@@ -75,10 +75,10 @@ class Best:
             if not single:
                 self._names += [SEEDED, "genetic", *(["offloading"] if _is_narrow(problem) else [])]
         if single and problem.residents is None:
-            self._names += OTHERS
             self._order = self._weights_order() if "streaming" not in self._names else None
             if self._order is not None:
-                self._names += [f"{name}{BY_WEIGHTS}" for name in OTHERS if name != "genetic"]
+                self._names += [f"{name}{BY_WEIGHTS}" for name in OTHERS]
+            self._names += OTHERS
             require_single_budget(problem, "best")
         self._told: Sequence[Cost] = ()
         self._asking = 0
