@@ -139,6 +139,7 @@ def _plain_rate(backend: CudaBackend, nbytes: int) -> float:
         driver.synchronize(end)
         times.append(driver.seconds(start, end))
     backend.pinned_memory.release(host)
+    driver.free(device)
     return nbytes / statistics.median(times)
 
 

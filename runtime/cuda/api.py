@@ -120,7 +120,17 @@ class Driver(Protocol):
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate device memory that is never released. Raises MemoryExceeded."""
+        """Allocate device memory outside of torch's allocator, until `free`. Raises MemoryExceeded.
+
+        Torch has one map of addresses for its own blocks and those of all pools, so a pool's bytes must not be its own.
+        """
+        ...
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Release memory of `allocate`. Nothing may use it, and no pool may have its bytes.
+
+        A lost device releases nothing before the process ends.
+        """
         ...
 
     def pin(self, host: HostBytes) -> None:

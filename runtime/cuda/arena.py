@@ -10,16 +10,18 @@ from runtime.errors import MemoryExceeded
 
 
 class CudaArena:
-    """Device memory that is taken once. Views keep it alive; `close` forgets it."""
+    """Device memory that is taken once, outside of torch's allocator."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.nbytes = nbytes
         self.device = driver.device
+        self._driver = driver
         self._bytes = driver.allocate(nbytes)
 
     def close(self) -> None:
-        """Release the memory once no view of it is left."""
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
+        """Release the memory. No view of it may be used any more, and no pool may have its bytes."""
+        memory, self._bytes = self._bytes, torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._driver.free(memory)
 
     def bytes(self, offset: int, nbytes: int) -> torch.Tensor:
         """The given bytes. Raises MemoryExceeded outside of the arena."""

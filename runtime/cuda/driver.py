@@ -1,21 +1,25 @@
 """The real CUDA, through torch: streams, events, copies, pinned memory, pools, graphs, and NVML for what is in use."""
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from planner.errors import format_bytes
 from runtime.cuda.api import DeviceMemory, HostBytes, Kernels
+from runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
 from runtime.cuda.pools import CarvedPool
 from runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 
 _cuda: Any = torch.cuda  # in large part without types
 _backends: Any = torch.backends
-_REGISTER_PORTABLE, _REGISTER_MAPPED = 1, 2
+_STREAMS = 32
+"""Torch has so many streams per device, and gives the first one out again after the last."""
 _CYCLES_PER_S = 2e9
 _NOT_CAPTURED = "kernels could not be captured"
 
@@ -28,8 +32,14 @@ class CudaDriver:
         libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {_backends.cudnn.version()}"
         self.name = f"{torch.cuda.get_device_name(index)}, {libraries}"
         self._index = index
-        self._adopted: set[tuple[int, int]] = set()
-        """Threads, each with the compute stream that it issues to."""
+        self._libcuda = LibCuda()
+        self._streams = 0
+        self._adopted: WeakKeyDictionary[threading.Thread, set[int]] = WeakKeyDictionary()
+        """The compute streams that each thread issues to. Linux uses the numbers of threads again."""
+        self._libraries: Any = _cuda.MemPool()
+        """Handles and workspaces of the libraries. Torch 2.12 releases a stream's cuBLAS workspaces whenever a graph of
+        that stream is released, although other graphs use them: in a pool of their own, nothing else gets their bytes,
+        and the next ones lie where they lay."""
 
     @staticmethod
     def open(index: int = 0) -> "CudaDriver":
@@ -45,21 +55,27 @@ class CudaDriver:
     # Streams and events
 
     def adopt_thread(self, compute: torch.cuda.Stream) -> None:
-        adopted = threading.get_ident(), compute.cuda_stream
-        if adopted in self._adopted:
-            return
+        adopted = self._adopted.setdefault(threading.current_thread(), set())
+        if compute.cuda_stream not in adopted:
+            self._make_workspaces(compute)
+            adopted.add(compute.cuda_stream)
+
+    def _make_workspaces(self, compute: torch.cuda.Stream) -> None:
+        """Let the libraries allocate what they keep per thread and stream, in a pool that no program has."""
         torch.cuda.set_device(self._index)
-        with torch.cuda.stream(compute), torch.inference_mode():
-            # Handles and workspaces of the libraries stay, per thread and stream, so they must not be in a pool.
+        pool = _cuda.use_mem_pool(self._libraries, self.device)
+        with torch.cuda.stream(compute), pool, torch.inference_mode():
             for dtype in (torch.float32, torch.float16):
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
                 torch.nn.functional.linear(square, square, square[0])
                 torch.bmm(square[None], square[None])
                 torch.nn.functional.conv2d(square[None, None], square[None, None, :3, :3])
         torch.cuda.synchronize(self._index)
-        self._adopted.add(adopted)
 
     def stream(self) -> torch.cuda.Stream:
+        if self._streams == _STREAMS:
+            raise DeviceError(f"torch has {_STREAMS} streams per device, and all are in use; lower --compute-lanes")
+        self._streams += 1
         stream: torch.cuda.Stream = _cuda.Stream(self.device)
         return stream
 
@@ -109,30 +125,47 @@ class CudaDriver:
     # Memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        self._enter()
+        torch.cuda.empty_cache()
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError as error:
+            address = self._libcuda.allocate(nbytes)
+        except OutOfDeviceMemory as error:
             memory = self.memory()
             raise MemoryExceeded(
                 f"the device has {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free, less"
                 f" than the {format_bytes(nbytes)} of the arena; lower --memory"
             ) from error
+        return torch.as_tensor(_AtAddress(address, nbytes), device=self.device)
+
+    def free(self, memory: torch.Tensor) -> None:
+        if memory.nbytes and self.well():
+            self._enter()
+            self._libcuda.free(memory.data_ptr())
+
+    def _enter(self) -> None:
+        """Make the device's context the calling thread's: the runtime API's first call does."""
+        torch.cuda.set_device(self._index)
+        torch.cuda.mem_get_info(self._index)
 
     def pin(self, host: HostBytes) -> None:
-        flags = _REGISTER_PORTABLE | _REGISTER_MAPPED
-        status = int(_cuda.cudart().cudaHostRegister(host.ctypes.data, host.nbytes, flags))
-        if status:
+        self._enter()
+        try:
+            self._libcuda.pin(host.ctypes.data, host.nbytes)
+        except LibCudaError as error:
             raise MemoryExceeded(
-                f"pinning {format_bytes(host.nbytes)} of host memory failed (CUDA error {status}); lower the cap on"
-                " pinned memory or raise the limit on locked memory (ulimit -l)"
-            )
+                f"pinning {format_bytes(host.nbytes)} of host memory failed ({error}); lower the cap on pinned memory"
+                " or raise the limit on locked memory (ulimit -l)"
+            ) from error
 
     def unpin(self, host: HostBytes) -> None:
-        _cuda.cudart().cudaHostUnregister(host.ctypes.data)
+        self._enter()
+        self._libcuda.unpin(host.ctypes.data)
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
         raw = host.reshape(-1).view(torch.uint8)
-        tensor = torch.as_tensor(_AtAddress(raw), device=self.device)
+        tensor = torch.as_tensor(_AtAddress(raw.data_ptr(), raw.numel(), raw), device=self.device)
         assert tensor.data_ptr() == raw.data_ptr(), "pinned memory has another address on the device"
         return tensor.view(host.dtype).reshape(host.shape)
 
@@ -158,22 +191,27 @@ class CudaDriver:
     def capture(self, pool: CarvedPool, issue: Callable[[], None]) -> "CudaGraph":
         graph: Any = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._index)
-        graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         error: Exception | None = None
-        try:
-            issue()
-        except Exception as raised:
-            error = raised
-        try:
-            graph.capture_end()
-        except RuntimeError as raised:
-            # The capture is over, but torch still sends this thread's allocations to the pool.
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._index, pool.id)
-            error = error or raised
+        with _without_garbage_collection():
+            try:
+                graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+                issue()
+            except Exception as raised:
+                error = raised
+            try:
+                graph.capture_end()
+            except RuntimeError as raised:
+                # The capture is over, but torch still sends this thread's allocations to the pool, and counts a user.
+                for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                    with suppress(RuntimeError):
+                        leave(self._index, pool.id)
+                error = error or raised
         if error is not None:
+            with suppress(RuntimeError):
+                graph.reset()
             raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
-        return CudaGraph(graph, pool)
+        compute = torch.cuda.current_stream(self._index)
+        return CudaGraph(graph, pool, lambda: self._make_workspaces(compute))
 
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:
@@ -189,29 +227,43 @@ class CudaDriver:
                 module.allow_tf32 = allowed_before
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no cycles: a CUDA object that is finalised during a capture ends it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CudaGraph:
     """A captured graph. It keeps its pool, whose bytes its kernels use."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CarvedPool) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CarvedPool, make_workspaces: Callable[[], None]) -> None:
         self._graph = graph
         self._pool = pool
+        self._make_workspaces = make_workspaces
 
     def replay(self) -> None:
         self._graph.replay()
 
     def close(self) -> None:
         self._graph.reset()
+        self._make_workspaces()
 
 
 class _AtAddress:
-    """Pinned host bytes in the form in which torch takes device memory of others over."""
+    """Bytes that the device can address, in the form in which torch takes memory of others over."""
 
-    def __init__(self, raw: torch.Tensor) -> None:
-        self._raw = raw
+    def __init__(self, address: int, nbytes: int, owner: object = None) -> None:
+        self._owner = owner
         self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (raw.numel(),),
+            "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (raw.data_ptr(), False),
+            "data": (address, False),
             "strides": None,
             "version": 2,
         }

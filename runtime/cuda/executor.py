@@ -27,7 +27,7 @@ from runtime.cuda.api import CapturedGraph, Event
 from runtime.cuda.capture import capture
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Streams
-from runtime.cuda.profiling.dry_run import fitting_pool
+from runtime.cuda.profiling.dry_run import fitting_pools
 from runtime.cuda.profiling.stopwatch import CudaStopwatch
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.schedule import Commands
@@ -56,7 +56,7 @@ class CudaExecutor:
     def __init__(self, streams: Streams, shared: SharedDevice) -> None:
         self._streams = streams
         self._shared = shared
-        self._thread: int | None = None
+        self._thread: threading.Thread | None = None
         """The thread that called this executor last."""
         self._driver = streams.driver
         self._feeder = Feeder()
@@ -84,10 +84,10 @@ class CudaExecutor:
         self._adopt()
 
     def _adopt(self) -> None:
-        if self._thread != threading.get_ident():
+        if self._thread is not threading.current_thread():
             with self._shared.exclusive:
                 self._driver.adopt_thread(self._streams.compute)
-            self._thread = threading.get_ident()
+            self._thread = threading.current_thread()
 
     def close(self) -> None:
         """Let the streams finish and end; programs that were admitted are released."""
@@ -250,15 +250,27 @@ class CudaExecutor:
             self._transfers.submit(program, program.schedule.epilogue, after)
 
     def _admit(self, program: CudaProgram) -> None:
-        """Run a new program once and capture it, so that requests allocate and compile nothing."""
-        pool = fitting_pool(self._streams, program.graph, program.plan.steps, program.pool_memory)
-        program.admission.pool = pool
-        try:
-            self._first_run(program)
-        except CohabitError:
-            program.admission.pool = None
-            pool.close()
-            raise
+        """Run a new program once and capture it, so that requests allocate and compile nothing.
+
+        An op's scratch may be several small tensors, which need more segments than a dry run shows: a refused pool is
+        followed by the next one that the dry run accepts.
+        """
+        refused: MemoryExceeded | None = None
+        pools = fitting_pools(self._streams, program.graph, program.plan.steps, program.pool_memory)
+        while program.admission.pool is None:
+            try:
+                pool = next(pools)
+            except MemoryExceeded as error:
+                raise refused or error from None
+            program.admission.pool = pool
+            try:
+                self._first_run(program)
+            except CohabitError as error:
+                program.admission.pool = None
+                pool.close()
+                if not isinstance(error, MemoryExceeded):
+                    raise
+                refused = refused or error
         self._admitted.append(program)
         capture(self._streams, program)
         if program.admission.whole is not None:

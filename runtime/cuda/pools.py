@@ -14,8 +14,27 @@ import torch
 
 from planner.free_list import FreeList
 
+_cuda: Any = torch.cuda  # in large part without types
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+
+class _Carver:
+    """Gives out segments of a range. Callbacks are made of it, and not of the pool, which would keep itself alive."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._free = FreeList(memory.data_ptr(), memory.nbytes)
+        self.refused_bytes: int | None = None
+
+    def take(self, nbytes: int, device: int, stream: int | None) -> int | None:
+        address = self._free.take(nbytes)
+        if address is None:
+            self.refused_bytes = nbytes
+        return address
+
+    def release(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
+        self._free.release(address, nbytes)
 
 
 class CarvedPool:
@@ -23,19 +42,23 @@ class CarvedPool:
 
     def __init__(self, memory: torch.Tensor, large_bytes: int) -> None:
         """Seed the pool with one large segment, which must fit, for tensors of the current stream."""
-        self._memory = memory
-        self._free = FreeList(memory.data_ptr(), memory.nbytes)
-        self.refused_bytes: int | None = None
-        """The size of the last segment that did not fit."""
+        self._device = memory.device
+        self._carver = carver = _Carver(memory)
         # Torch keeps the addresses, not the objects: they live as long as the pool.
-        self._callbacks = (_Allocate(self._take), _Free(self._release))
-        take, release = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
+        self._callbacks = (_Allocate(carver.take), _Free(carver.release))
+        # Their addresses are read without `ctypes.cast`, which makes a reference cycle.
+        take, release = (ctypes.c_void_p.from_buffer(callback).value or 0 for callback in self._callbacks)
         self._allocator = torch._C._cuda_customAllocator(take, release)
-        self._pool: Any = torch.cuda.MemPool(self._allocator)
+        self._pool: Any = _cuda.MemPool(self._allocator)
         if large_bytes:
             with self.allocating():
                 torch.empty(large_bytes, dtype=torch.uint8, device=memory.device)
         assert self.refused_bytes is None
+
+    @property
+    def refused_bytes(self) -> int | None:
+        """The size of the last segment that did not fit."""
+        return self._carver.refused_bytes
 
     @property
     def id(self) -> tuple[int, int]:
@@ -52,18 +75,9 @@ class CarvedPool:
     @contextmanager
     def allocating(self) -> Iterator[None]:
         assert self._pool is not None
-        with torch.cuda.use_mem_pool(self._pool):
+        with _cuda.use_mem_pool(self._pool, self._device):
             yield
 
     def close(self) -> None:
         """Release the segments. No tensor or graph of the pool may be left."""
         self._pool = None
-
-    def _take(self, nbytes: int, device: int, stream: int | None) -> int | None:
-        address = self._free.take(nbytes)
-        if address is None:
-            self.refused_bytes = nbytes
-        return address
-
-    def _release(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
-        self._free.release(address, nbytes)

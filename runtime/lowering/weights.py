@@ -22,7 +22,9 @@ from planner.graph import decode_as, fingerprint
 from runtime.lowering.packing import is_packed, layout_of, raw_bytes, stored_bytes
 
 BLOCK_BYTES = 4096
-PIECE_ALIGNMENT = 64
+PIECE_ALIGNMENT, PACKED_ALIGNMENT = 256, 64
+"""Of pieces in a segment: of those for any device, and of those for oneDNN. CUDA's libraries choose kernels by the
+alignment of what they read; from 256 bytes on they all agree."""
 COALESCE_BYTES = 256 << 10
 """Neighbouring segments are joined while they stay below this, because the time of small copies is all latency."""
 LARGE_BYTES = 8 << 20
@@ -150,9 +152,9 @@ def lay_out(
     for use in sorted(uses, key=lambda u: (u.readers or (last,), u.name)):
         groups.setdefault(use.readers, []).append(use)
     segments: list[Segment] = []
-    offset = 0
-    for group in _coalesce([part for same in groups.values() for part in _parted(same)]):
-        segment = _segment(offset, group)
+    offset, alignment = 0, PIECE_ALIGNMENT if machine is None else PACKED_ALIGNMENT
+    for group in _coalesce([part for same in groups.values() for part in _parted(same)], alignment):
+        segment = _segment(offset, group, alignment)
         segments.append(segment)
         offset += segment.nbytes
     placed: list[Table] = []
@@ -168,11 +170,11 @@ def _parted(group: list[WeightUse]) -> list[list[WeightUse]]:
     return [[use for use in group if use.name not in apart], *([use] for use in apart.values())]
 
 
-def _coalesce(groups: list[list[WeightUse]]) -> list[list[WeightUse]]:
+def _coalesce(groups: list[list[WeightUse]], alignment: int) -> list[list[WeightUse]]:
     joined: list[list[WeightUse]] = []
     size = COALESCE_BYTES
     for group in groups:
-        nbytes = sum(round_up(u.nbytes, PIECE_ALIGNMENT) for u in group)
+        nbytes = sum(round_up(u.nbytes, alignment) for u in group)
         if joined and size + nbytes <= COALESCE_BYTES:
             joined[-1] = joined[-1] + group
             size += nbytes
@@ -182,14 +184,14 @@ def _coalesce(groups: list[list[WeightUse]]) -> list[list[WeightUse]]:
     return joined
 
 
-def _segment(offset: int, group: Sequence[WeightUse]) -> Segment:
+def _segment(offset: int, group: Sequence[WeightUse], alignment: int) -> Segment:
     pieces: list[Piece] = []
     position = 0
     for use in group:
         t = use.tensor
         stride, layout = ((), layout_of(t)) if is_packed(t) else (tuple(t.stride()), None)
         pieces.append(Piece(use.name, dtype_name(t.dtype), tuple(t.shape), stride, position, use.nbytes, layout))
-        position += round_up(use.nbytes, PIECE_ALIGNMENT)
+        position += round_up(use.nbytes, alignment)
     return Segment(offset, round_up(position, BLOCK_BYTES), tuple(pieces))
 
 

@@ -27,6 +27,7 @@ from runtime.errors import CaptureFailed, MemoryExceeded
 _POISON = 0xA5
 _POISONED_BYTES = 16 << 20
 _TICK_S = 1e-3
+_STREAMS = 32
 
 
 @dataclass(eq=False)
@@ -82,10 +83,15 @@ class Capture:
 
 @dataclass(eq=False)
 class FakePool:
-    nbytes: int
+    memory: torch.Tensor
+    small_bytes: int
     held_bytes: int = 0
     refused_bytes: int | None = None
     closed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
 
     def close(self) -> None:
         self.closed = True
@@ -100,6 +106,8 @@ class FakeDriver:
         self.calls: list[str] = []
         self.kernel_bytes = 0
         """What any kernel needs at once: pools with less refuse it."""
+        self.small_tensors_bytes = 0
+        """What small tensors of any kernel need at once: pools with less in segments for them refuse it."""
         self.least_pool_bytes = 0
         """What torch's allocator needs: smaller pools refuse to serve."""
         self.broken: str | None = None
@@ -119,6 +127,7 @@ class FakeDriver:
         self._streams: list[FakeStream] = []
         self._default = self._new_stream()
         self._device_memory: list[torch.Tensor] = []
+        self._pools: list[FakePool] = []
         self._pinned: dict[int, int] = {}
         self._total_bytes = total_bytes
         self._capture: Capture | None = None
@@ -131,6 +140,7 @@ class FakeDriver:
         self._refuse_broken()
 
     def stream(self) -> FakeStream:
+        assert len(self._streams) <= _STREAMS, "torch gives a stream out for the second time"
         return self._new_stream()
 
     def _new_stream(self) -> FakeStream:
@@ -178,6 +188,8 @@ class FakeDriver:
             if pool is not None and self.kernel_bytes > pool.nbytes:
                 pool.refused_bytes = self.kernel_bytes
                 raise torch.OutOfMemoryError("out of the pool's memory")
+            if pool is not None and self.small_tensors_bytes > pool.small_bytes:
+                pool.refused_bytes = self.small_tensors_bytes
             kernels()
 
         self._put(Action(run))
@@ -305,6 +317,25 @@ class FakeDriver:
         self._device_memory.append(memory)
         return memory
 
+    def free(self, memory: torch.Tensor) -> None:
+        if not memory.nbytes or self.broken is not None:
+            return
+        (own,) = (m for m in self._device_memory if m.data_ptr() == memory.data_ptr())
+        assert own.nbytes == memory.nbytes, "what is released is not what was allocated"
+        assert all(p.closed or not _inside(p.memory, own.data_ptr(), own.nbytes) for p in self._pools), (
+            "a pool has bytes of memory that is released"
+        )
+        self._device_memory = [m for m in self._device_memory if m is not own]
+        own[:_POISONED_BYTES].fill_(_POISON)
+
+    @property
+    def open_pools(self) -> int:
+        return sum(not pool.closed for pool in self._pools)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(m.nbytes for m in self._device_memory)
+
     def pin(self, host: HostBytes) -> None:
         self._pinned[host.ctypes.data] = host.nbytes
 
@@ -327,7 +358,8 @@ class FakeDriver:
 
     def pool(self, memory: torch.Tensor, large_bytes: int) -> FakePool:
         assert self._is_device(memory) or not memory.nbytes
-        return FakePool(memory.nbytes)
+        self._pools.append(FakePool(memory, memory.nbytes - large_bytes))
+        return self._pools[-1]
 
     @contextmanager
     def allocating(self, pool: FakePool) -> Iterator[None]:
@@ -352,7 +384,7 @@ class FakeDriver:
         yield
 
     def memory(self) -> DeviceMemory:
-        used = sum(m.nbytes for m in self._device_memory) + self.graphs * self.graph_bytes
+        used = self.allocated_bytes + self.graphs * self.graph_bytes
         return DeviceMemory(self._total_bytes, self._total_bytes - used, used)
 
     # Graphs

@@ -194,7 +194,6 @@ def test_a_replay_and_streams_give_the_same_bits(backend: CudaBackend, convoluti
     inputs = convolutions.examples(8)
     replayed = backend.executor.run(program, inputs).outputs[0]
     assert torch.equal(backend.executor.run(program, inputs, traced=True).outputs[0], replayed)
-    assert torch.equal(backend.executor.run(program, inputs, serial=True).outputs[0], replayed)
 
 
 LOSING = """

@@ -41,8 +41,10 @@ def measured(
 
 
 def test_a_profile_has_every_batch_and_positive_figures(lowered: Lowered) -> None:
-    sized, profiles = measured(CudaBackend(FakeDriver()), lowered)
+    driver = FakeDriver()
+    sized, profiles = measured(CudaBackend(driver), lowered)
     assert sorted(profiles) == [1, 2]
+    assert driver.allocated_bytes == driver.open_pools == 0, "what was measured with is released"
     for batch, profile in profiles.items():
         assert profile.graph == sized.graphs[batch].fingerprint
         assert len(profile.op_seconds) == len(sized.graphs[batch].ops)

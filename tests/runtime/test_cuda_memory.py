@@ -143,6 +143,30 @@ def test_a_plan_whose_zone_is_too_small_is_refused_with_the_numbers(tied: Lowere
     assert driver.pinned_bytes == 0, "also what refused programs had pinned"
 
 
+def test_a_pool_with_too_few_segments_for_small_tensors_is_followed_by_the_next(tied: Lowered) -> None:
+    """An op's scratch counts as one tensor in the dry run; several small ones need more segments."""
+    driver = FakeDriver()
+    backend = CudaBackend(driver)
+    store = backend.open_store("ram", tied.weights_path, tied.manifest)
+    plan = resident_plan(tied.graphs[1])
+    roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 32 * MIB)
+    arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
+    program = backend.build(tied, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
+    driver.small_tensors_bytes = 7 * MIB
+    backend.executor.load(program)
+    assert driver.open_pools == 1
+    backend.executor.release(program)
+    program = backend.build(tied, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
+    driver.small_tensors_bytes = 64 * MIB
+    with pytest.raises(MemoryExceeded, match=r"wanted 64\.0 MiB more than the"):
+        backend.executor.load(program)
+    assert driver.open_pools == 0
+    backend.close()
+    store.close()
+    arena.close()
+    assert driver.allocated_bytes == 0
+
+
 def test_two_pools_of_a_program_are_never_in_use_at_once(tied: Lowered, tmp_path: Path) -> None:
     """The fake refuses a pool inside of a pool; a model at two batch sizes shares the bytes one after the other."""
     torch.manual_seed(0)

@@ -24,16 +24,20 @@ LEAST_LARGE_BYTES = 10 << 20
 MOST_SMALL_SEGMENTS = 64
 
 
-def fitting_pool(streams: Streams, graph: Graph, steps: Sequence[Step], memory: torch.Tensor) -> AllocatorPool:
-    """Return a pool of the given bytes in which a graph's tensors fit in the course of these steps.
+def fitting_pools(
+    streams: Streams, graph: Graph, steps: Sequence[Step], memory: torch.Tensor
+) -> Iterator[AllocatorPool]:
+    """Yield pools of the given bytes in which a graph's tensors fit in the course of these steps.
 
-    Raises MemoryExceeded if there is none.
+    They differ in the number of segments for small tensors. The caller closes each before it asks for the next one.
+    Raises MemoryExceeded if there is none, or no further one.
     """
     for small_segments in _divisions(memory.nbytes):
         pool = make_pool(streams, memory, small_segments)
         if fits(streams, graph, steps, pool):
-            return pool
-        pool.close()
+            yield pool
+        else:
+            pool.close()
     raise MemoryExceeded(
         f"{graph.name}, batch {graph.batch}: torch's allocator cannot place its activations and scratch in the"
         f" {format_bytes(memory.nbytes)} that the plan has for them; measure the model on this device, or give it a"

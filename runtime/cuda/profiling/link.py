@@ -41,15 +41,15 @@ class LinkBench:
         self._pinned = pinned
         self._host = pinned.take(2 * _COPY_BYTES, "measuring the link")
         self._device = streams.driver.allocate(2 * _COPY_BYTES)
-        self._out = streams.driver.stream()
 
     def close(self) -> None:
         self._streams.driver.drain()
+        self._streams.driver.free(self._device)
         self._pinned.release(self._host)
 
     def figures(self) -> LinkFigures:
         swap_in = self._link(self._streams.swap_in, self.copy_in)
-        swap_out = self._link(self._out, self._copy_out)
+        swap_out = self._link(self._streams.swap_out, self._copy_out)
         both = [self._both() for _ in range(_ROUNDS)]
         nbytes = _COPIES * _COPY_BYTES
         return LinkFigures(
@@ -110,7 +110,10 @@ class LinkBench:
     def _both(self) -> tuple[float, float]:
         driver = self._streams.driver
         events = [driver.event(timed=True) for _ in range(4)]
-        streams = ((self._streams.swap_in, self.copy_in, events[:2]), (self._out, self._copy_out, events[2:]))
+        streams = (
+            (self._streams.swap_in, self.copy_in, events[:2]),
+            (self._streams.swap_out, self._copy_out, events[2:]),
+        )
         for stream, copy, (start, end) in streams:
             with driver.on(stream):
                 driver.hold(_QUEUE_S)

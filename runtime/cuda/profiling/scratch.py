@@ -17,7 +17,7 @@ from runtime.cuda.arena import CudaArena
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Streams
 from runtime.cuda.pool_range import ALIGNMENT_BYTES
-from runtime.cuda.profiling.dry_run import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pool
+from runtime.cuda.profiling.dry_run import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pools
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.schedule import Kernels, Work
 from runtime.errors import MemoryExceeded
@@ -88,7 +88,7 @@ def live_peak_bytes(graph: Graph) -> int:
 
 def _fits(streams: Streams, graph: Graph, memory: torch.Tensor) -> bool:
     try:
-        fitting_pool(streams, graph, [Compute(n) for n in range(len(graph.ops))], memory).close()
+        next(fitting_pools(streams, graph, [Compute(n) for n in range(len(graph.ops))], memory)).close()
     except MemoryExceeded:
         return False
     return True

@@ -1,0 +1,245 @@
+"""The real driver's bookkeeping, with stubs for CUDA: what it asks for, and what it leaves behind after a failure."""
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.cuda import driver as driver_module
+from runtime.cuda import pools
+from runtime.cuda.api import DeviceMemory
+from runtime.cuda.driver import CudaDriver
+from runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
+from runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
+
+
+class Library:
+    """The driver API's functions, which take and give out host memory."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.held: dict[int, Any] = {}
+        self.pinned: dict[int, int] = {}
+
+    def cuMemAlloc_v2(self, address: Any, nbytes: Any) -> int:  # noqa: N802
+        if not self.status:
+            memory = (ctypes.c_uint8 * nbytes.value)()
+            address._obj.value = ctypes.addressof(memory)
+            self.held[address._obj.value] = memory
+        return self.status
+
+    def cuMemFree_v2(self, address: Any) -> int:  # noqa: N802
+        del self.held[address.value]
+        return self.status
+
+    def cuMemHostRegister_v2(self, address: Any, nbytes: Any, flags: Any) -> int:  # noqa: N802
+        if not self.status:
+            self.pinned[address.value] = flags.value
+        return self.status
+
+    def cuMemHostUnregister(self, address: Any) -> int:  # noqa: N802
+        del self.pinned[address.value]
+        return self.status
+
+    def cuGetErrorName(self, status: Any, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"CUDA_ERROR_OF_THE_TEST"
+        return 0
+
+
+class Graph:
+    """A `torch.cuda.CUDAGraph` that fails where it is told to."""
+
+    fails_at: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        graphs.append(self)
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails_at:
+            raise RuntimeError(f"{name} failed")
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self._call("begin")
+
+    def capture_end(self) -> None:
+        self._call("end")
+
+    def reset(self) -> None:
+        self._call("reset")
+
+
+graphs: list[Graph] = []
+
+
+@pytest.fixture
+def library() -> Library:
+    return Library()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
+    graphs.clear()
+    left: list[tuple[object, ...]] = []
+
+    @contextmanager
+    def use_mem_pool(pool: object, device: object) -> Iterator[None]:
+        left.append(("pool", pool))
+        yield
+
+    cuda = {
+        "get_device_name": lambda index: "a stub",
+        "MemPool": lambda *allocator: SimpleNamespace(id=(0, 1)),
+        "use_mem_pool": use_mem_pool,
+        "Stream": lambda device: SimpleNamespace(cuda_stream=7),
+        "CUDAGraph": Graph,
+        "current_stream": lambda index: SimpleNamespace(cuda_stream=7),
+        "stream": lambda stream: nullcontext(),
+        "set_device": lambda index: None,
+        "mem_get_info": lambda index: (0, 0),
+        "empty_cache": lambda: left.append(("empty_cache",)),
+        "synchronize": lambda index: None,
+    }
+    for name, stub in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *a, name=name: left.append((name, *a)), raising=False)
+    monkeypatch.setattr(driver_module, "LibCuda", lambda: LibCuda(library))  # type: ignore[arg-type]
+    made = CudaDriver(0)
+    made.device = torch.device("cpu")  # where its tensors then lie
+    made.left = left  # type: ignore[attr-defined]
+    return made
+
+
+def at_address(interface: Any, device: torch.device) -> torch.Tensor:
+    address, _ = interface.__cuda_array_interface__["data"]
+    (nbytes,) = interface.__cuda_array_interface__["shape"]
+    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)))
+
+
+def test_an_arena_is_the_driver_s_and_never_torch_s(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has one map for its blocks and for those of pools: an arena of torch's would be erased from it."""
+    monkeypatch.setattr(torch, "as_tensor", at_address)
+    memory = driver.allocate(4096)
+    assert list(library.held) == [memory.data_ptr()]
+    assert memory.nbytes == 4096
+    assert ("empty_cache",) in driver.left  # type: ignore[attr-defined]
+    driver.free(memory)
+    assert not library.held
+    driver.free(driver.allocate(0))
+
+
+def test_too_large_an_arena_is_refused_with_the_numbers(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "memory", lambda: DeviceMemory(8 << 30, 1 << 30, None))
+    library.status = 2
+    with pytest.raises(MemoryExceeded, match=r"has 1\.00 GiB of 8\.00 GiB free, less than the 2\.00 GiB"):
+        driver.allocate(2 << 30)
+
+
+def test_host_memory_that_cannot_be_pinned_is_refused_by_name(driver: CudaDriver, library: Library) -> None:
+    host = np.zeros(4096, np.uint8)
+    library.status = 1
+    with pytest.raises(MemoryExceeded, match=r"pinning 4\.0 KiB .*CUDA_ERROR_OF_THE_TEST \(1\)"):
+        driver.pin(host)
+    library.status = 0
+    driver.pin(host)
+    assert library.pinned == {host.ctypes.data: 3}
+    driver.unpin(host)
+    assert not library.pinned
+
+
+@pytest.mark.parametrize(("status", "error"), [(2, OutOfDeviceMemory), (999, LibCudaError)])
+def test_an_error_of_the_library_has_its_name(library: Library, status: int, error: type[Exception]) -> None:
+    library.status = status
+    with pytest.raises(error, match=rf"cuMemAlloc_v2: CUDA_ERROR_OF_THE_TEST \({status}\)"):
+        LibCuda(library).allocate(64)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fails_at", [("begin", "end"), ("end",), ("issue",), ("issue", "end")])
+def test_a_failed_capture_leaves_nothing_behind(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, fails_at: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(Graph, "fails_at", fails_at)
+    collects: list[bool] = []
+
+    def issue() -> None:
+        collects.append(gc.isenabled())
+        if "issue" in fails_at:
+            raise ValueError("issue failed")
+
+    pool: Any = SimpleNamespace(id=(0, 1))
+    with pytest.raises(CaptureFailed, match=f"could not be captured: {fails_at[0]} failed"):
+        driver.capture(pool, issue)
+    assert collects == ([] if "begin" in fails_at else [False]), "no garbage is collected in a capture"
+    assert gc.isenabled()
+    left = [entry[0] for entry in driver.left]  # type: ignore[attr-defined]
+    torch_s = ["_cuda_endAllocateToPool", "_cuda_releasePool"]
+    assert [name for name in left if name in torch_s] == (torch_s if "end" in fails_at else [])
+    assert graphs[0].calls[-1] == "reset"
+
+
+def test_workspaces_are_made_anew_after_a_graph_was_released(driver: CudaDriver) -> None:
+    """Torch 2.12 releases those of the graph's stream, although other graphs use them."""
+    pool: Any = SimpleNamespace(id=(0, 1))
+    graph = driver.capture(pool, lambda: None)
+    entries = driver.left  # type: ignore[attr-defined]
+    assert not [entry for entry in entries if entry[0] == "pool"]
+    graph.close()
+    assert graphs[0].calls == ["begin", "end", "reset"]
+    assert ("pool", driver._libraries) in entries
+
+
+def test_a_thread_is_adopted_even_if_an_earlier_one_had_its_number(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "get_ident", lambda: 1)
+    adopted: list[str] = []
+    monkeypatch.setattr(driver, "_make_workspaces", lambda stream: adopted.append(threading.current_thread().name))
+    compute = driver.stream()
+    for name in ("first", "second"):
+
+        def adopt() -> None:
+            driver.adopt_thread(compute)
+            driver.adopt_thread(compute)
+
+        thread = threading.Thread(target=adopt, name=name)
+        thread.start()
+        thread.join()
+    assert adopted == ["first", "second"]
+
+
+def test_streams_are_refused_before_torch_gives_the_first_one_out_again(driver: CudaDriver) -> None:
+    for _ in range(32):
+        driver.stream()
+    with pytest.raises(DeviceError, match="32 streams per device"):
+        driver.stream()
+
+
+def test_a_pool_that_was_closed_dies_without_a_garbage_collection(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda take, release: object(), raising=False)
+    memory = torch.zeros(64 << 20, dtype=torch.uint8)
+    gc.disable()
+    try:
+        pool = pools.CarvedPool(memory, 32 << 20)
+        dead, bytes_gone = weakref.ref(pool), weakref.ref(memory)
+        pool.close()
+        del pool, memory
+        assert dead() is None
+        assert bytes_gone() is None
+    finally:
+        gc.enable()
