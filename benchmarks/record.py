@@ -13,12 +13,13 @@ from pathlib import Path
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
-def record(name: str, title: str, module: str, sections: Sequence[str]) -> Path:
-    """Write `docs/results/NAME.md`. `module` is what `python -m` was given; sections are Markdown.
+def record(name: str, title: str, module: str, sections: Sequence[str], folder: Path | None = None) -> Path:
+    """Write `NAME.md` to a folder, by default `docs/results`. `module` is what `python -m` was given.
 
+    Sections are Markdown.
     Absolute paths, which are one machine's, are shown by their last part.
     """
-    path = RESULTS / f"{name}.md"
+    path = (RESULTS if folder is None else folder) / f"{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join(
         ["python", "-m", module, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]
@@ -69,7 +70,10 @@ def _date() -> str:
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
+    except OSError:  # a machine without git
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

@@ -7,76 +7,80 @@ with everything resident (the ideal), layers streamed through two buffers by han
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from benchmarks.gpu.common import (
-    RUNS,
-    Clock,
-    Measured,
-    OutOfTime,
-    latencies_s,
-    loaded,
-    open_gpu,
-    planned,
-    resident,
-    resnet,
-)
+from benchmarks.gpu import steps
+from benchmarks.gpu.common import RUNS, Measured, latencies_s, loaded, open_gpu, planned, resident, resnet
 from benchmarks.gpu.resnet import INPUT, resnet152
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.profiling.scratch import live_peak_bytes
 
 Run = Callable[[], torch.Tensor]
+OURS = "ours"
 
 
-def main(argv: Sequence[str] | None = None, seconds: float = 60.0) -> int:
-    clock, backend = Clock.of(seconds), open_gpu()
-    rows: list[tuple[str, float]] = []
-    notes: list[str] = []
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    seconds: float
+
+
+def cells() -> list[str]:
+    return [OURS, *_peers()]
+
+
+def _peers() -> dict[str, Callable[[], float]]:
+    return {
+        "eager PyTorch, resident": _eager,
+        "CUDA graph of eager PyTorch, resident": _graphed,
+        "layers through two buffers, by hand": _two_buffers,
+        "accelerate cpu_offload": _accelerate,
+    }
+
+
+def measure(cell: str) -> Iterator[Row | str]:
+    if cell == OURS:
+        backend = open_gpu()
+        for name, seconds in _ours(backend, resnet(backend, [1])):
+            yield Row(name, seconds)
+        return
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # as ours has it
     try:
-        model = resnet(backend, [1])
-        rows += _ours(backend, model)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # as ours has it
-        for name, measure in (
-            ("eager PyTorch, resident", _eager),
-            ("CUDA graph of eager PyTorch, resident", _graphed),
-            ("layers through two buffers, by hand", _two_buffers),
-            ("accelerate cpu_offload", _accelerate),
-        ):
-            clock.check(10.0)
-            try:
-                rows.append((name, measure()))
-            except ImportError:
-                notes.append(f"{name}: the package is not installed here.")
-    except OutOfTime:
-        notes.append("The time ran out: rows that are not here were not measured.")
-    ready_s = rows[0][1] if rows else 1.0
-    table = markdown_table(("ResNet-152, batch 1, float32", "ms", "over ready"), [
-        [name, f"{seconds * 1e3:.2f}", f"{seconds / ready_s:.2f}x"] for name, seconds in rows
-    ])  # fmt: skip
-    head = f"{torch.cuda.get_device_name()}. Medians of {RUNS} inferences, each on an idle device, TF32 off.\n"
-    path = record("gpu-cold", "A cold model's first answer", "benchmarks.gpu.cold", [head, table, *notes])
-    print(path.read_text())
-    return 0 if rows else 1
+        yield Row(cell, _peers()[cell]())
+    except ImportError:
+        yield f"{cell}: the package is not installed here."
 
 
-def _ours(backend: CudaBackend, model: Measured) -> list[tuple[str, float]]:
+def _sections(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
+    ready_s = rows[0].seconds if rows else 1.0
+    table = [[r.name, f"{r.seconds * 1e3:.2f}", f"{r.seconds / ready_s:.2f}x"] for r in rows]
+    about = f"Medians of {RUNS} inferences, each on an idle device, TF32 off.\n"
+    return [
+        about,
+        markdown_table(("ResNet-152, batch 1, float32", "ms", "over ready"), table),
+        *(f"{note}\n" for note in notes),
+    ]
+
+
+def _ours(backend: CudaBackend, model: Measured) -> Iterator[tuple[str, float]]:
     graph = model.graph(1)
     with resident(backend, model, 1) as program:
         ready_s = statistics.median(latencies_s(backend, program))
         run = backend.executor.run
         serial = [backend.executor.load(program) + run(program, program.examples()).latency_s for _ in range(RUNS)]
-    rows = [("ready: everything resident, one graph", ready_s), ("cold: load, then run", statistics.median(serial))]
+    yield "ready: everything resident, one graph", ready_s
+    yield "cold: load, then run", statistics.median(serial)
     room = -(-(graph.parameter_bytes + live_peak_bytes(graph)) // 4096) * 4096
     with loaded(backend, model, planned(model, 1, 0, room), 1) as program:
-        rows.append(("cold: streamed while it runs", statistics.median(latencies_s(backend, program))))
+        yield "cold: streamed while it runs", statistics.median(latencies_s(backend, program))
     half = graph.parameter_bytes // 2 // 4096 * 4096
     with loaded(backend, model, planned(model, 1, half, room - half), 1) as program:
-        rows.append(("half of the weights resident", statistics.median(latencies_s(backend, program))))
-    return rows
+        yield "half of the weights resident", statistics.median(latencies_s(backend, program))
 
 
 def _eager() -> float:
@@ -174,5 +178,9 @@ def _seconds(run: Callable[[torch.Tensor], torch.Tensor], runs: int = RUNS) -> f
     return statistics.median(times)
 
 
+STEP = steps.Step(
+    "benchmarks.gpu.cold", "A cold model's first answer", Row, cells, measure, _sections, cell_s=110.0
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(steps.main(STEP))

@@ -1,7 +1,6 @@
 """What the GPU benchmarks share: the device, a lowered ResNet-152, a clock, and timing of programs."""
 
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,30 +24,6 @@ from runtime.options import DEFAULTS, Options
 FOLDER = Path(".gpu")
 PLAN_S = 3.0
 RUNS, WARM_UP = 30, 5
-
-
-class OutOfTime(Exception):
-    """The benchmark's share of the time is spent; what was measured so far is recorded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Ends at `end_s` of `time.monotonic`."""
-
-    end_s: float
-
-    @staticmethod
-    def of(seconds: float) -> "Clock":
-        return Clock(time.monotonic() + seconds)
-
-    @property
-    def left_s(self) -> float:
-        return self.end_s - time.monotonic()
-
-    def check(self, needed_s: float = 0.0) -> None:
-        """Raise OutOfTime unless so much is left."""
-        if self.left_s < needed_s:
-            raise OutOfTime
 
 
 @dataclass(frozen=True, slots=True)

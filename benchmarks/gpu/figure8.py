@@ -18,8 +18,9 @@ from typing import get_args
 
 import torch
 
-from benchmarks.gpu.common import Clock, Measured, OutOfTime, open_gpu, resnet
-from benchmarks.record import markdown_table, record
+from benchmarks.gpu import steps
+from benchmarks.gpu.common import Measured, open_gpu, resnet
+from benchmarks.record import markdown_table
 from planner.errors import InfeasibleBudget
 from planner.library import Library
 from planner.sizing.deployment import Deployment, LayoutName, ModelDemand
@@ -40,8 +41,7 @@ SATURATION = 100_000
 POINT_S = 1.5
 WARM_UP_ROUNDS = 3
 """Every model in turn, in orders that differ: places in a shared region are prepared when they are first used."""
-PREPARE_S = 15.0
-"""What it may take to place sixteen models."""
+_MEMORY = ", memory "
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +64,23 @@ class Point:
     p99_s: float
 
 
-def main(argv: Sequence[str] | None = None, seconds: float = 330.0) -> int:
-    clock, backend = Clock.of(seconds), open_gpu()
-    points: list[Point] = []
-    notes: list[str] = []
-    try:
-        model = resnet(backend, [1])
-        for name, share in _cells():
-            clock.check(PREPARE_S)
-            memory = int(share * MODELS * model.graph(1).parameter_bytes)
-            try:
-                _measure(backend, model, name, share, memory, clock, points)
-            except (InfeasibleBudget, MemoryExceeded) as error:
-                notes.append(f"{name}, {share:.0%}: {error}")
-    except OutOfTime:
-        notes.append("The time ran out: points that are not here were not measured.")
-    path = record(
-        "gpu-figure8", "SwapAdvisor's Figure 8 on a GPU", "benchmarks.gpu.figure8", _sections(points, notes)
-    )
-    print(path.read_text())
-    return 0 if points else 1
-
-
-def _cells() -> Iterator[tuple[LayoutName, float]]:
+def cells() -> list[str]:
     """What there is to measure, least memory first: that is where layouts differ most."""
-    yield "resident", 1.0
-    for share in SHARES:
-        for name in LAYOUTS:
-            if name != "resident":
-                yield name, share
+    others = [f"{name}{_MEMORY}{share:.0%}" for share in SHARES for name in LAYOUTS if name != "resident"]
+    return [f"resident{_MEMORY}100%", *others]
+
+
+def measure(cell: str) -> Iterator[Point | str]:
+    text, _, percent = cell.partition(_MEMORY)
+    name = next(name for name in LAYOUTS if name == text)
+    share = int(percent.removesuffix("%")) / 100
+    backend = open_gpu()
+    model = resnet(backend, [1])
+    memory = int(share * MODELS * model.graph(1).parameter_bytes)
+    try:
+        yield from _measure(backend, model, name, share, memory)
+    except (InfeasibleBudget, MemoryExceeded) as error:
+        yield f"{cell}: {error}"
 
 
 def _measure(
@@ -101,16 +89,12 @@ def _measure(
     name: LayoutName,
     share: float,
     memory_bytes: int,
-    clock: Clock,
-    points: list[Point],
-) -> None:
+) -> Iterator[Point]:
     # Resident needs the activations beside the weights: it is what the others are compared with, in enough memory.
     room = memory_bytes if name != "resident" else memory_bytes + model.graph(1).parameter_bytes
     with _placed(backend, model, name, room) as layout:
         for rate in (*RATES, SATURATION):
-            clock.check(2 * POINT_S)
-            points.append(_serve(backend, layout, name, share, rate))
-            print(points[-1], flush=True)
+            yield _serve(backend, layout, name, share, rate)
 
 
 @contextmanager
@@ -223,7 +207,7 @@ def _sections(points: Sequence[Point], notes: Sequence[str]) -> list[str]:
         for p in points
     ]
     return [
-        f"{torch.cuda.get_device_name()}. Float32, batch 1, {POINT_S:.0f} s per point. Memory is a share of the sixteen"
+        f"Float32, batch 1, {POINT_S:.0f} s per point. Memory is a share of the sixteen"
         " models' weights; *resident* has a workspace on top. What the layouts with one region do is said in"
         " docs/architecture.md; *on_demand* is issued kernel by kernel, because its parameters move.\n",
         markdown_table(header, cells),
@@ -231,5 +215,8 @@ def _sections(points: Sequence[Point], notes: Sequence[str]) -> list[str]:
     ]
 
 
+TITLE = "SwapAdvisor's Figure 8 on a GPU"
+STEP = steps.Step("benchmarks.gpu.figure8", TITLE, Point, cells, measure, _sections, cell_s=60.0)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(steps.main(STEP))

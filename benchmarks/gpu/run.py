@@ -1,64 +1,65 @@
-"""`make gpu-check`: the tests marked `gpu`, then every GPU benchmark, in one go of at most ten minutes.
+"""`make gpu-check`: the tests marked `gpu`, then every GPU benchmark, or those steps that are named.
 
-Exit status: 0 when everything ran and held, 1 when something did not, 77 (as build tools say "skipped") where torch
-sees no CUDA device.
+Each step takes less than nine minutes, so that a machine that is lent for ten minutes at a time gets through one per
+call. Results are written as they come. Exit status: 0 when everything ran and held, 1 when something did not, 77 (as
+build tools say "skipped") where torch sees no CUDA device.
 """
 
+import argparse
 import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.steps import STEP_S
+from benchmarks.record import RESULTS
+
 NO_GPU = 77
-WHOLE_S = 570.0
-TESTS_S = 150.0
+TESTS = "tests"
+STEPS = (TESTS, "table2", "copies", "figure8", "memory", "cold")
+"""In the order of what is most wanted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    end_s = time.monotonic() + WHOLE_S
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__)
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)} (default: all)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
+    options = parser.parse_args(argv)
+    if unknown := set(options.steps) - set(STEPS):
+        parser.error(f"no steps: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
     if not torch.cuda.is_available():
         print(
             f"no GPU: torch {torch.__version__} sees no CUDA device; nothing was tested or measured",
             file=sys.stderr,
         )
         return NO_GPU
-    failed = [] if _tests() else ["tests"]
-    for name, share in (("table2", 0.45), ("memory", 0.1), ("cold", 0.15), ("figure8", 1.0)):
-        left_s = end_s - time.monotonic()
-        print(f"== {name}: {share * left_s:.0f} of {left_s:.0f} s", flush=True)
-        if not _benchmark(name, share * left_s):
-            failed.append(name)
-        torch.cuda.empty_cache()
+    failed = [step for step in options.steps or STEPS if _run(step, options.output) != 0]
     print(f"did not hold: {', '.join(failed)}" if failed else "everything held", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _tests() -> bool:
-    """Run the marked tests in a process of their own: some lose the device."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/runtime", "-q", "--durations=10"]
+def _run(step: str, output: Path) -> int:
+    """Run a step in a process of its own, and return its exit status. Whatever happens to it, the next ones run."""
+    print(f"== {step}", flush=True)
+    if step != TESTS:
+        command = ["-m", f"benchmarks.gpu.{step}", "--output", str(output)]
+        return subprocess.run([sys.executable, *command], check=False).returncode
+    command = ["-X", "faulthandler", "-m", "pytest", "-m", "gpu", "tests/runtime", "-q", "--durations=10"]
     # A machine that was lent may lack plugins that the project's settings name, and its libraries may warn.
     command += ["-o", "addopts=-ra", "-W", "default", "-p", "no:cacheprovider"]
-    try:
-        return subprocess.run(command, timeout=TESTS_S, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
-        print(f"the tests took longer than {TESTS_S:.0f} s", file=sys.stderr)
-        return False
-
-
-def _benchmark(name: str, seconds: float) -> bool:
-    """Run one benchmark; whatever happens to it, the next ones run."""
-    from importlib import import_module
-
-    run: Callable[..., int] = import_module(f"benchmarks.gpu.{name}").main
-    sys.argv[1:] = []
-    try:
-        return run([], seconds=seconds) == 0
-    except Exception:
-        traceback.print_exc()
-        return False
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "gpu-tests.log").open("wb") as log:
+        try:
+            return subprocess.run(
+                [sys.executable, *command], timeout=STEP_S, check=False, stdout=log, stderr=log
+            ).returncode
+        except subprocess.TimeoutExpired:
+            print(f"the tests took longer than {STEP_S:.0f} s", file=sys.stderr)
+            return 1
+        finally:
+            print((output / "gpu-tests.log").read_text(errors="replace")[-4000:])
 
 
 if __name__ == "__main__":

@@ -1,33 +1,25 @@
 """SwapAdvisor's Table 2 on this GPU: ResNet-152 in the paper's budgets, measured beside predicted, resident and bound.
 
-Also: the rate of a program's copies beside that of one plain pinned copy of the same bytes, and the time that a
-launch takes the host.
+Also: the rate of a program's copies, in a graph of them alone, beside that of one plain pinned copy of the same bytes,
+and the time that a launch takes the host.
 """
 
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.common import (
-    Clock,
-    Measured,
-    OutOfTime,
-    latencies_s,
-    loaded,
-    open_gpu,
-    planned,
-    resident,
-    resnet,
-)
-from benchmarks.record import markdown_table, record
+from benchmarks.gpu import steps
+from benchmarks.gpu.common import Measured, latencies_s, loaded, open_gpu, planned, resident, resnet
+from benchmarks.record import markdown_table
 from planner.errors import InfeasibleBudget
 from planner.sizing.fitting import split_budget
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
+from runtime.cuda.schedule import Copy
 from runtime.errors import MemoryExceeded
 from runtime.options import DEFAULTS, Options
 
@@ -38,8 +30,7 @@ PRECISIONS = (
     ("float16, channels last", Options("float16", channels_last=True), (1, 16)),
     ("float16, channels last, fused", Options("float16", channels_last=True, fused=True), (1, 16)),
 )
-CELL_S = 8.0
-"""What a cell may take, planning included: without it, no cell is begun."""
+_BATCH = ", batch "
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,44 +43,29 @@ class Row:
     link_bytes: int
     copy_bytes_per_s: float
     plain_bytes_per_s: float
-    launch_s: float
+    launch_s: float | None
 
 
-def main(argv: Sequence[str] | None = None, seconds: float = 240.0) -> int:
-    clock, backend = Clock.of(seconds), open_gpu()
-    rows: list[Row] = []
-    notes: list[str] = []
-    try:
-        for precision, options, batches in PRECISIONS:
-            clock.check(4 * CELL_S)
-            model = resnet(backend, list(batches), options)
-            for batch in batches:
-                rows += _batch(backend, model, precision, batch, clock, notes)
-    except OutOfTime:
-        notes.append("The time ran out: cells that are not here were not measured.")
-    print(
-        record(
-            "gpu-table2", "SwapAdvisor's Table 2 on a GPU", "benchmarks.gpu.table2", _sections(rows, notes)
-        ).read_text()
-    )
-    return 0 if rows else 1
+def cells() -> list[str]:
+    """A precision and a batch size each; the plain ones first."""
+    return [f"{name}{_BATCH}{batch}" for name, _, batches in PRECISIONS for batch in batches]
 
 
-def _batch(
-    backend: CudaBackend, model: Measured, precision: str, batch: int, clock: Clock, notes: list[str]
-) -> list[Row]:
-    rows = []
+def measure(cell: str) -> Iterator[Row | str]:
+    """Yield a row for each of the paper's budgets."""
+    precision, _, text = cell.rpartition(_BATCH)
+    batch = int(text)
+    options = next(options for name, options, _ in PRECISIONS if name == precision)
+    backend = open_gpu()
+    model = resnet(backend, [batch], options)
     with resident(backend, model, batch) as program:
         resident_s = statistics.median(latencies_s(backend, program))
     for megabytes in BUDGETS_MB[batch]:
-        clock.check(CELL_S)
-        name = f"{precision}, batch {batch}, {megabytes} MB"
+        name = f"{cell}, {megabytes} MB"
         try:
-            rows.append(_cell(backend, model, name, batch, megabytes * 10**6, resident_s))
+            yield _cell(backend, model, name, batch, megabytes * 10**6, resident_s)
         except (InfeasibleBudget, MemoryExceeded) as error:
-            notes.append(f"{name}: {error}")
-        print(rows[-1] if rows else notes[-1], flush=True)
-    return rows
+            yield f"{name}: {error}"
 
 
 def _cell(
@@ -114,14 +90,32 @@ def _cell(
 
 
 def _copy_rate(backend: CudaBackend, program: CudaProgram) -> float:
-    """Bytes per second of a program's copies while they run, beside its kernels."""
-    rates = []
-    for _ in range(5):
-        timeline = backend.executor.run(program, program.examples(), traced=True).timeline
-        assert timeline is not None
-        copying_s = sum(s.end_s - s.start_s for s in timeline.spans if s.lane == "swap_in")
-        rates.append(program.link_bytes / copying_s if copying_s else 0.0)
-    return statistics.median(rates)
+    """Bytes per second of a program's copies by themselves, one behind the other in a graph.
+
+    Issued from Python, there would be gaps between them.
+    """
+    driver, times = backend.driver, []
+    issues = program.schedule.whole.issues
+    copies = [program.copies[i.command] for i in issues if isinstance(i.command, Copy)]
+    if not copies or program.staged:
+        return 0.0
+    nbytes = sum(i.command.nbytes for i in issues if isinstance(i.command, Copy))
+
+    def issue() -> None:
+        for copy in copies:
+            copy()
+
+    with driver.on(backend.streams.swap_in):
+        graph = driver.capture(program.pool, issue)
+        for _ in range(5):
+            start, end = driver.event(timed=True), driver.event(timed=True)
+            driver.record(start)
+            graph.replay()
+            driver.record(end)
+            driver.synchronize(end)
+            times.append(driver.seconds(start, end))
+    graph.close()
+    return nbytes / statistics.median(times)
 
 
 def _plain_rate(backend: CudaBackend, nbytes: int) -> float:
@@ -143,11 +137,11 @@ def _plain_rate(backend: CudaBackend, nbytes: int) -> float:
     return nbytes / statistics.median(times)
 
 
-def _launch_s(backend: CudaBackend, program: CudaProgram) -> float:
-    """Host time of one replay."""
+def _launch_s(backend: CudaBackend, program: CudaProgram) -> float | None:
+    """Host time of one replay; None for a program that is not a graph."""
     graph, times = program.admission.whole, []
     if graph is None:
-        return float("nan")
+        return None
     for _ in range(20):
         backend.driver.drain()
         with backend.driver.on(backend.streams.compute):
@@ -176,18 +170,20 @@ def _sections(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
             f"{r.link_bytes / 1e6:.0f}",
             f"{r.copy_bytes_per_s / 1e9:.1f}",
             f"{r.plain_bytes_per_s / 1e9:.1f}",
-            f"{r.launch_s * 1e6:.0f}",
+            "" if r.launch_s is None else f"{r.launch_s * 1e6:.0f}",
         ]
         for r in rows
     ]
     return [
-        f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}. Medians; every inference starts on an idle device"
-        " and ends with its outputs in host memory. *Resident* is the same program with everything in memory, as one"
-        " captured graph.\n",
+        "Medians; every inference starts on an idle device and ends with its outputs in host memory. *Resident* is the"
+        " same program with everything in memory, as one captured graph.\n",
         markdown_table(header, cells),
         *(f"{note}\n" for note in notes),
     ]
 
 
+TITLE = "SwapAdvisor's Table 2 on a GPU"
+STEP = steps.Step("benchmarks.gpu.table2", TITLE, Row, cells, measure, _sections, cell_s=110.0)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(steps.main(STEP))

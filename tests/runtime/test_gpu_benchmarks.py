@@ -1,13 +1,19 @@
 """The GPU benchmarks run from end to end on the fake device, so that a lent GPU's minutes go into measuring."""
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import msgspec
 import pytest
 import torch
 
-from benchmarks import record
-from benchmarks.gpu import cold, common, figure8, memory, resnet, run, table2
+from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2
+from benchmarks.gpu.steps import Step
 from planner.sizing.deployment import LayoutName
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.profiling import link, measure
@@ -15,6 +21,7 @@ from runtime.options import DEFAULTS
 from tests.runtime.cuda_fake import FakeDriver
 
 MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
 slow = pytest.mark.slow
 
 
@@ -32,22 +39,26 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(common, "RUNS", 2)
     monkeypatch.setattr(common, "WARM_UP", 1)
     monkeypatch.setattr(cold, "RUNS", 2)
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a fake")
-    for module in (table2, memory, figure8, cold):
+    for module in (table2, copies, memory, figure8, cold):
         monkeypatch.setattr(module, "open_gpu", lambda: CudaBackend(FakeDriver(total_bytes=8 << 30)))
 
 
-def results(tmp_path: Path, name: str) -> str:
-    return (tmp_path / "results" / f"{name}.md").read_text()
+def measured(step: Step[Any], cell: str, output: Path) -> str:
+    """Measure a cell in this process, and return the Markdown of all rows so far."""
+    assert steps.main(step, ["--here", "--output", str(output), "--cells", cell]) == 0
+    lines = [json.loads(line) for line in steps.rows_path(step, output).read_bytes().splitlines()]
+    rows = [msgspec.convert(line["row"], step.row) for line in lines if "row" in line]
+    assert lines[0]["device"].startswith("a fake, CUDA")
+    return "\n".join(step.sections(rows, [line["note"] for line in lines if "note" in line]))
 
 
 @slow
 def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(table2, "BUDGETS_MB", {1: (0, 3, 4)})
     monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1,)),))
-    assert table2.main([], seconds=900.0) == 0
-    written = results(tmp_path, "gpu-table2")
+    (cell,) = table2.cells()
+    written = measured(table2.STEP, cell, tmp_path)
     assert "float32, batch 1, 3 MB |" in written
     assert "float32, batch 1, 4 MB |" in written
     assert "float32, batch 1, 0 MB: resnet152" in written, "a budget that is too small is a note"
@@ -59,8 +70,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "SHARES", (0.9,))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (8 << 30, 8 << 30))
-    assert memory.main([], seconds=900.0) == 0
-    assert "| 90% |" in results(tmp_path, "gpu-memory")
+    assert "| 90% |" in measured(memory.STEP, "90%", tmp_path)
 
 
 @slow
@@ -70,10 +80,10 @@ def test_figure_8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(figure8, "RATES", (20,))
     monkeypatch.setattr(figure8, "POINT_S", 0.1)
     monkeypatch.setattr(figure8, "WARM_UP_ROUNDS", 1)
-    assert figure8.main([], seconds=900.0) == 0
-    written = results(tmp_path, "gpu-figure8")
-    cells = (f"{layout}, {'100' if layout == 'resident' else '90'}%" for layout in get_args(LayoutName))
-    for layout in cells:
+    for cell in figure8.cells():
+        written = measured(figure8.STEP, cell, tmp_path)
+    shown = (f"{layout}, {'100' if layout == 'resident' else '90'}%" for layout in get_args(LayoutName))
+    for layout in shown:
         assert f"| {layout}, 20 |" in written
         assert f"| {layout}, saturation |" in written
 
@@ -87,18 +97,82 @@ def test_a_cold_model_beside_its_peers(monkeypatch: pytest.MonkeyPatch, tmp_path
         raise ImportError
 
     monkeypatch.setattr(cold, "_accelerate", absent)
-    assert cold.main([], seconds=900.0) == 0
-    written = results(tmp_path, "gpu-cold")
+    for cell in cold.cells():
+        written = measured(cold.STEP, cell, tmp_path)
     assert "| cold: streamed while it runs |" in written
+    assert "| eager PyTorch, resident | 250.00 |" in written
     assert "accelerate cpu_offload: the package is not installed here." in written
 
 
-def test_what_was_measured_before_the_time_ran_out_is_recorded(tmp_path: Path) -> None:
-    assert table2.main([], seconds=0.0) == 1
-    assert "The time ran out" in results(tmp_path, "gpu-table2")
+def test_copies_by_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(copies, "WHOLE_BYTES", MIB)
+    monkeypatch.setattr(copies, "SIZES", (256 << 10, MIB))
+    for cell in copies.cells():
+        written = measured(copies.STEP, cell, tmp_path)
+    assert "| to the device, 256 KiB | 4 |" in written
+    assert "| to the host, 1024 KiB | 1 |" in written
+
+
+FAKE_STEP = """
+import ctypes, sys
+from benchmarks.gpu import steps
+import torch
+torch.cuda.get_device_name = lambda: "a fake"
+
+class Row(steps.msgspec.Struct):
+    cell: str
+
+def measure(cell):
+    yield Row(cell)
+    if cell == "crashes":
+        ctypes.string_at(0)
+    yield f"{cell} is through"
+
+def sections(rows, notes):
+    return ["rows: " + ", ".join(r.cell for r in rows), *notes]
+
+STEP = steps.Step(__spec__.name, "A step", Row, lambda: ["crashes", "works"], measure, sections, cell_s=500.0)
+if __name__ == "__main__":
+    sys.exit(steps.main(STEP))
+"""
+
+
+def test_a_cell_that_crashes_costs_itself_only(tmp_path: Path) -> None:
+    (tmp_path / "fake_step.py").write_text(FAKE_STEP)
+    command = [sys.executable, "-m", "fake_step", "--output", str(tmp_path / "results")]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    written = (tmp_path / "results" / "gpu-fake_step.md").read_text()
+    assert "a fake, CUDA" in written
+    assert "rows: crashes, works" in written
+    assert "works is through" in written
+    assert "crashes: ended with status -11: " in written
+    assert "Segmentation fault" in (tmp_path / "results" / "gpu-fake_step.log").read_text()
+
+
+def test_cells_that_hang_or_come_too_late_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def hang(command: Sequence[str], *, timeout: float | None = None, **_: object) -> None:
+        if timeout is None:
+            raise FileNotFoundError("this machine has no git")
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(steps.subprocess, "run", hang)
+    assert steps.main(cold.STEP, ["--output", str(tmp_path), "--cells", "ours"]) == 1
+    written = (tmp_path / "gpu-cold.md").read_text()
+    assert "commit unknown" in written
+    assert "ours: ended after 110 s" in written
+    assert steps.main(cold.STEP, ["--output", str(tmp_path), "--cells", "ours", "--seconds", "0"]) == 1
+    assert "The time ran out: not measured are ours." in (tmp_path / "gpu-cold.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main([]) == run.NO_GPU
+    assert run.main(["table2"]) == run.NO_GPU
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_an_unknown_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["tabel2"])
+    assert "no steps: tabel2; there are tests, table2, copies, figure8, memory, cold" in capsys.readouterr().err
