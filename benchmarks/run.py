@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks import demo, figure8, memory, overload, parity, peers, precision, streaming
+from benchmarks import demo, figure8, first_start, memory, overload, parity, peers, precision, streaming
 from benchmarks.frontend import __main__ as frontend
 from benchmarks.planner import speed
 
@@ -20,11 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("precision", precision),
         ("frontend", frontend),
         ("overload", overload),
+        ("first-start", first_start),
         ("demo", demo),
         ("figure8", figure8),
     ):
         sys.argv[1:] = []
-        arguments = ["--record"] if run in (demo, figure8, frontend, overload, peers, precision) else []
+        arguments = (
+            ["--record"] if run in (demo, figure8, first_start, frontend, overload, peers, precision) else []
+        )
         if run.main(arguments):
             failed.append(name)
     if failed:

@@ -26,12 +26,12 @@ _LOG_LINES = 20
 
 
 def server_command(program: str, repository: Path, memory: str, layout: str | None) -> list[str]:
-    """Return the command line that serves `repository` on ports of the system's choice."""
+    """Return the command line that serves `repository` on ports of the system's choice, once it is fully planned."""
     return [
         *_locate(program),
         *("serve", str(repository), "--memory", memory),
         *(("--layout", layout) if layout else ()),
-        *("--http-port", "0", "--grpc-port", "off", "--metrics-port", "0"),
+        *("--http-port", "0", "--grpc-port", "off", "--metrics-port", "0", "--no-quick-start"),
     ]
 
 

@@ -34,6 +34,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     """Factor (>= 1) by which an op takes longer while a transfer is in flight."""
     swap_slowdown: float = 1.0
     """Factor (>= 1) by which a transfer takes longer while an op runs."""
+    provisional: bool = False
+    """From a single run, without slowdowns, to be replaced by a full measurement."""
     format_version: int = FORMAT_VERSION
 
     @cached_property

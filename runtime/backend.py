@@ -154,11 +154,17 @@ class DeviceBackend(Protocol[P]):
         ...
 
     def measure(
-        self, lowered: Lowered, store: HostStore[Any], cache: Path | None, on_progress: OnProgress
+        self,
+        lowered: Lowered,
+        store: HostStore[Any],
+        cache: Path | None,
+        on_progress: OnProgress,
+        *,
+        quick: bool = False,
     ) -> tuple[Lowered, dict[int, Profile]]:
         """Return the model with the scratch that kernels take on this device, and its profiles by batch size.
 
-        Both are read from the cache if they were measured before.
+        Both are read from the cache if they were measured before. With `quick`, profiles may be provisional.
         """
         ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
-from server.config.config import ServeConfig
+from server.config.config import ServeConfig, cache_of
 from server.engine.compute_lanes import ComputeLanes
 from server.engine.execution import Servable
 from server.errors import ConfigError, RequestError, StartFailed
@@ -20,6 +20,7 @@ from server.ipc.model import DeviceUse, ModelFootprint
 from server.ipc.statistics import EngineReport, ModelCounters
 from server.models.registry import Registry
 from server.models.repository import ModelSource, Unloadable, scan, source_of
+from server.models.worker_process import MOST_AT_START, PREPARING, preparing_workers
 from server.placement.lifecycle import Lifecycle
 from server.placement.polling import Poller
 from server.protocol.model_config import ModelConfig
@@ -75,15 +76,27 @@ def load_repository(
 ) -> LoadedRepository:
     """Load models. Torch is imported here, because that takes seconds and would delay the start.
 
+    If models will have to be prepared, the processes for that import it at the same time.
+
     Objects that exist after loading are frozen: a garbage collection of torch's objects would stop every thread for
     a third of a second.
     """
+    workers = None
+    if config.engine == "process" and (missing := _not_prepared(sources, config)):
+        workers = preparing_workers(config)
+        workers.start(PREPARING, min(missing, MOST_AT_START))
     from server.placement.loader import load
 
-    loaded = load(sources, config, on_progress)
+    loaded = load(sources, config, on_progress, workers)
     gc.collect()
     gc.freeze()
     return loaded
+
+
+def _not_prepared(sources: Sequence[ModelSource], config: ServeConfig) -> int:
+    """Return how many models the cache lacks at least: a model that was prepared has left one file or more."""
+    prepared = cache_of(config) / "prepared"
+    return max(0, len(sources) - len(list(prepared.iterdir()) if prepared.is_dir() else []))
 
 
 class Engine:

@@ -49,7 +49,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "server.engine": ({"server", "runtime"}, {"msgspec", "numpy", "torch"}),
     "server.models": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
-    "server.placement": ({"server", "runtime"} | WORDS | PREPARING, {"rich"}),
+    "server.placement": ({"server", "runtime"} | WORDS | PREPARING, set()),
     "server.tools": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "loadgen": (
         {"loadgen"},

@@ -17,7 +17,7 @@ from runtime.host.store import LimitedStore, Links, open_store
 from runtime.lowering.lower import Lowered
 from runtime.lowering.weights import Manifest
 from runtime.memory import DeviceArena, HostStore, StoreKind
-from runtime.profiling.profile import cached_profiles, device_name, measure
+from runtime.profiling.profile import cached_profiles, device_name, measure, traced_profiles
 from runtime.shared_region.relocatable import RelocatableModel
 
 
@@ -56,7 +56,13 @@ class CpuBackend:
         return self._executors[:count]
 
     def measure(
-        self, lowered: Lowered, store: HostStore[Bytes], cache: Path | None, on_progress: OnProgress
+        self,
+        lowered: Lowered,
+        store: HostStore[Bytes],
+        cache: Path | None,
+        on_progress: OnProgress,
+        *,
+        quick: bool = False,
     ) -> tuple[Lowered, dict[int, Profile]]:
         limit = "" if self._bandwidth is None else f" at {self._bandwidth:.0f} B/s"
         if self._verify_reads and store.kind == "file":
@@ -65,9 +71,11 @@ class CpuBackend:
 
         def measured() -> dict[int, Profile]:
             with CpuArena(2 * lowered.manifest.segment_bytes) as arena, CpuExecutor() as executor:
+                if quick and (traced := traced_profiles(lowered, device, arena, store)) is not None:
+                    return traced
                 return measure(lowered, device, self.build, arena, store, executor, on_progress)
 
-        return lowered, cached_profiles(lowered, device, cache, measured)
+        return lowered, cached_profiles(lowered, device, cache, measured, quick=quick)
 
     def build(
         self,

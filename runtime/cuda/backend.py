@@ -88,8 +88,15 @@ class CudaBackend:
         return StagedStore(source, manifest, self.driver, self._ring, self.pinned_memory)
 
     def measure(
-        self, lowered: Lowered, store: HostStore[torch.Tensor], cache: Path | None, on_progress: OnProgress
+        self,
+        lowered: Lowered,
+        store: HostStore[torch.Tensor],
+        cache: Path | None,
+        on_progress: OnProgress,
+        *,
+        quick: bool = False,
     ) -> tuple[Lowered, dict[int, Profile]]:
+        """Measure everything: the kernels' scratch, which plans depend on, takes as long as the rest."""
         return measured(self, self.streams, self.pinned_memory, lowered, store, cache, on_progress)
 
     def build(

@@ -5,7 +5,7 @@ library computes. The fused op stands where the last op of the pattern stood, so
 its operands: a pattern with an op in between that changes anything in place is left alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -116,7 +116,7 @@ def fuse(model: FxModel, kernels: LayerKernels) -> None:
         pattern = kernels.best(_pattern(layer))
         if pattern is None:
             continue
-        target, arguments = kernels.call(model, pattern)
+        weight, (target, arguments) = layer.args[1], kernels.call(model, pattern)
         end = pattern.nodes[-1]
         with model.graph.inserting_before(end):
             fused = model.graph.call_function(target, arguments)
@@ -124,6 +124,7 @@ def fuse(model: FxModel, kernels: LayerKernels) -> None:
         end.replace_all_uses_with(fused)
         for node in reversed(pattern.nodes):
             model.graph.erase_node(node)
+        model.drop_unused_weight(weight)
 
 
 def _pattern(layer: fx.Node) -> LayerPattern:
@@ -214,9 +215,15 @@ class OneDnnKernels:
     Convolutions compute channels last, whatever comes in.
     """
 
-    def __init__(self, batches: Sequence[int]) -> None:
-        """Weights are packed for these batch sizes."""
+    def __init__(self, weights: Mapping[str, torch.Tensor], batches: Sequence[int]) -> None:
+        """Weights of a model are packed for these batch sizes."""
         self._batches = batches
+        self._tied: dict[str, tuple[Any, ...]] = {
+            name: (plain.data_ptr(), plain.shape, plain.stride(), plain.dtype)
+            for name, plain in weights.items()
+            if not packing.is_packed(plain)
+        }
+        """What tied weights have in common, by name: plain weights are released as they are packed."""
         self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
         """By what identifies a plain weight and its use: tied weights stay tied."""
 
@@ -269,7 +276,7 @@ class OneDnnKernels:
         assert isinstance(node, fx.Node)
         plain = model.weights[node.name]
         window = None if layer.target is aten.linear.default else _window(layer)
-        key = (plain.data_ptr(), plain.shape, plain.stride(), str(window), plain.dtype)
+        key = (*self._tied[node.name], str(window))
         if key not in self._packed:
             sizes = self._sizes(layer)
             if window is None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from runtime.lowering.model import FxModel, Port
-from runtime.lowering.trace import run_model
 
 TOLERANCE = 1e-4
 """Largest difference that counts as rounding, as a share of the output's largest element: that of outputs from eager
@@ -25,30 +24,39 @@ _RANDOM: tuple[tuple[int, Callable[..., torch.Tensor]], ...] = (
 """Bounds of random integers, and distributions of floats, in the order in which they are tried: a model's indices must
 be valid, and its results finite. It was traced with the last ones."""
 
+_LEAST_COMPANY = 3
+"""Rows of a batch in which one is among others on both sides."""
+
 _Tensors = list[torch.Tensor]
+Run = Callable[[int, _Tensors], _Tensors]
+"""Runs a model on inputs of a batch size, which it may change."""
 
 
-def find_interaction(model: FxModel, weights: dict[str, torch.Tensor], batches: Sequence[int]) -> str | None:
+def find_interaction(model: FxModel, batches: Sequence[int], run: Run) -> str | None:
     """Say how rows influence one another in batches of these sizes, or return None if no trial shows it.
 
-    Random operators count as influence. Runs the lowered model three or four times at the largest size, and once at
-    each smaller one. Not found are influences that only special values cause.
+    Random operators count as influence. Runs the model two or three times at the largest size, once at smaller ones,
+    and once at a small one. Not found are influences that only special values cause.
     """
     most = max(batches)
     if model.max_batch is None or most == 1:
         return None
-    rows, expected = _reference(model, weights, most)
+    reference = _reference(model, run, most)
+    if reference is None:
+        return "the program takes no random rows"
+    rows, expected = reference
     tolerance = _tolerance(model)
     for where, order in _trials(batches):
-        results = _try(model, weights, [t[order] for t in rows])
+        results = _try(model, run, [t[order] for t in rows])
         if results is None:
             return f"the program fails for a row {where}"
         wanted = [t[order] for t in expected]
         if (different := _difference(model.outputs, results, wanted, expected, tolerance)) is not None:
             return f"{different} {where}"
-    place = most // 2
-    company = [_without_numbers(t, place) for t in rows]
-    results = _try(model, weights, company) if any(t.is_floating_point() for t in rows) else None
+    few = min([b for b in batches if b >= _LEAST_COMPANY], default=most)
+    place = few // 2
+    company = [_without_numbers(t[:few], place) for t in rows]
+    results = _try(model, run, company) if any(t.is_floating_point() for t in rows) else None
     if results is None:  # such a batch fails in the server, too, and its requests are then executed one by one
         return None
     own, wanted = ([t[place : place + 1] for t in tensors] for tensors in (results, expected))
@@ -76,20 +84,23 @@ def _without_numbers(rows: torch.Tensor, place: int) -> torch.Tensor:
     return company
 
 
-def _reference(model: FxModel, weights: dict[str, torch.Tensor], batch: int) -> tuple[_Tensors, _Tensors]:
-    """Return random rows that the model takes, and its results: those with the most finite elements."""
+def _reference(model: FxModel, run: Run, batch: int) -> tuple[_Tensors, _Tensors] | None:
+    """Return random rows that the model takes, and its results: those with the most finite elements.
+
+    None if it takes none.
+    """
     generator = torch.Generator().manual_seed(0)
     found: list[tuple[float, _Tensors, _Tensors]] = []
     for bound, floats in _RANDOM:
         rows = [_random_rows(port, batch, bound, floats, generator) for port in model.inputs]
-        results = _try(model, weights, rows)
+        results = _try(model, run, rows)
         if results is not None:
             finite = sum(float(t.isfinite().double().mean()) for t in results if t.numel())
             found.append((finite, rows, results))
             if all(bool(t.isfinite().all()) for t in results):
                 break
     if not found:
-        return rows, _run(model, weights, rows)
+        return None
     _, rows, results = max(found, key=lambda item: item[0])
     return rows, results
 
@@ -111,18 +122,18 @@ def _random_rows(
     return rows
 
 
-def _try(model: FxModel, weights: dict[str, torch.Tensor], rows: _Tensors) -> _Tensors | None:
+def _try(model: FxModel, run: Run, rows: _Tensors) -> _Tensors | None:
     """Return the results, or None if the model does not take the rows."""
     try:
-        return _run(model, weights, rows)
+        return _run(model, run, rows)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
         return None
 
 
-def _run(model: FxModel, weights: dict[str, torch.Tensor], rows: _Tensors) -> _Tensors:
+def _run(model: FxModel, run: Run, rows: _Tensors) -> _Tensors:
     """Return the results as float64 or int64, in which rows can be selected and compared."""
     inputs = [t.to(port.dtype, copy=True) for port, t in zip(model.inputs, rows, strict=True)]
-    return [_comparable(t) for t in run_model(model, weights, inputs)]
+    return [_comparable(t) for t in run(len(rows[0]), inputs)]
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

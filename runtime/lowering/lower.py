@@ -17,7 +17,7 @@ from runtime.lowering.archive_file import fingerprint
 from runtime.lowering.interaction import find_interaction
 from runtime.lowering.model import FxModel, Port
 from runtime.lowering.rewrite import rewrite
-from runtime.lowering.trace import Trace, build_graph, trace_model
+from runtime.lowering.trace import Trace, build_graph, run_model, trace_model
 from runtime.lowering.weights import Manifest
 from runtime.options import DEFAULTS, Options
 
@@ -99,12 +99,10 @@ def lower(
     usable = _usable(model, wanted)
     rewrite(model, options, usable)
     own = own_storages(model.weights)
-    traces: dict[int, Trace] = {}
-    for batch in usable:
-        on_progress(f"{name}: tracing batch {batch}")
-        traces[batch] = _trace(model, own, batch)
-    on_progress(f"{name}: comparing rows in different batches")
-    interaction = find_interaction(model, own, usable)
+    on_progress(f"{name}: tracing batches of {', '.join(map(str, usable))}, and comparing their rows")
+    runs = _Runs(model, own)
+    interaction = find_interaction(model, usable, runs.outputs)
+    traces = {batch: runs.trace(batch) for batch in usable}
     first = traces[min(traces)]
     readers = first.readers()
     uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
@@ -167,13 +165,28 @@ def _usable(model: FxModel, batches: Iterable[int]) -> list[int]:
     return usable
 
 
-def _trace(model: FxModel, own: dict[str, torch.Tensor], batch: int) -> Trace:
-    try:
-        return trace_model(model, own, batch, example_inputs(model.inputs, batch))
-    except UnsupportedModel:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        raise UnsupportedModel(f"{model.name}: does not run at batch {batch}: {error}") from error
+class _Runs:
+    """Runs a model, and traces its first run at each batch size."""
+
+    def __init__(self, model: FxModel, own: dict[str, torch.Tensor]) -> None:
+        self._model, self._own = model, own
+        self._traces: dict[int, Trace] = {}
+
+    def outputs(self, batch: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a model's outputs. Its own in-place operators may change the inputs."""
+        if batch in self._traces:
+            return run_model(self._model, self._own, inputs)
+        self._traces[batch], outputs = trace_model(self._model, self._own, batch, inputs)
+        return outputs
+
+    def trace(self, batch: int) -> Trace:
+        """Return the trace at a batch size. Raises UnsupportedModel."""
+        if batch not in self._traces:
+            try:
+                self.outputs(batch, example_inputs(self._model.inputs, batch))
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+                raise UnsupportedModel(f"{self._model.name}: does not run at batch {batch}: {error}") from error
+        return self._traces[batch]
 
 
 def own_storages(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -50,6 +50,12 @@ class FxModel:
         """The weight that a node stands for, or None for anything else."""
         return self.weights.get(node.name) if isinstance(node, fx.Node) and node.op == "placeholder" else None
 
+    def drop_unused_weight(self, node: Any) -> None:
+        """Release a weight that nothing reads any more; any other node stays."""
+        if self.weight_of(node) is not None and not node.users:
+            del self.weights[node.name]
+            self.graph.erase_node(node)
+
 
 def same_form(first: fx.Node, second: fx.Node) -> bool:
     """Whether two values have one shape and dtype, by what export wrote."""

@@ -57,7 +57,10 @@ def pack_lstms(model: FxModel) -> None:
     """Issue each direction of a float32 LSTM layer as one kernel of oneDNN's, with packed weights."""
     for node in list(model.graph.nodes):
         if node.op == "call_function" and node.target is aten.lstm.input and _can_be_packed(model, node):
+            weights = cast(Any, node.args)[2]
             _pack_lstm(model, node)
+            for weight in weights:
+                model.drop_unused_weight(weight)
 
 
 def _can_be_packed(model: FxModel, node: fx.Node) -> bool:

@@ -92,7 +92,7 @@ def rewrite(model: FxModel, options: Options, batches: Sequence[int]) -> None:
     apply_options(model, options)
     if options.packed:
         pack_lstms(model)
-        fuse(model, OneDnnKernels(batches))
+        fuse(model, OneDnnKernels(model.weights, batches))
     elif options.fused:
         fuse(model, CudnnKernels())
     work_in_place(model)
@@ -390,6 +390,4 @@ def drop_unused(model: FxModel) -> None:
     """Remove ops and weights that nothing uses any more."""
     model.graph.eliminate_dead_code()
     for node in list(model.graph.nodes):
-        if node.op == "placeholder" and node.name in model.weights and not node.users:
-            del model.weights[node.name]
-            model.graph.erase_node(node)
+        model.drop_unused_weight(node)

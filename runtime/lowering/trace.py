@@ -5,6 +5,7 @@ sizes the shape arithmetic yields. Only ops that make new bytes are ops of the p
 is an instruction without cost there.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -61,6 +62,8 @@ class Trace:
     input_bytes: tuple[int, ...]
     slots: int
     """Size of the frame that holds every value."""
+    op_seconds: tuple[float, ...] = field(default=(), compare=False)
+    """What each op took in this one run; empty for a trace from the cache."""
 
     def readers(self) -> dict[str, tuple[int, ...]]:
         """Indices of the ops that read each weight."""
@@ -97,9 +100,10 @@ class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def trace_model(
     model: FxModel, weights: dict[str, torch.Tensor], batch: int, examples: Sequence[torch.Tensor]
-) -> Trace:
-    """Run the model at one batch size. `weights` have a storage each, shared only by tied ones.
+) -> tuple[Trace, list[torch.Tensor]]:
+    """Run the model at one batch size; return the trace and the outputs.
 
+    `weights` have a storage each, shared only by tied ones. The model's own in-place operators may change the examples.
     Raises UnsupportedModel where sizes depend on values, weights are changed, or an operator is not allowed.
     """
     tracer = _Tracer(model, weights, batch, examples)
@@ -111,7 +115,7 @@ def trace_model(
         )
         for n, op in enumerate(trace.ops)
     )
-    return replace(trace, ops=ops)
+    return replace(trace, ops=ops), tracer.results
 
 
 def run_model(
@@ -138,6 +142,7 @@ class _Tracer:
         self.holders: dict[int, set[fx.Node]] = {}
         self.instructions: list[Instruction] = []
         self.ops: list[TracedOp] = []
+        self.op_seconds: list[float] = []
         self.activations = 0
         self.weights = weights
         self.examples = dict(zip((n.name for n in model.input_nodes), examples, strict=True))
@@ -170,6 +175,7 @@ class _Tracer:
             output_storages=tuple(self.storages[storage_key(t)] for t in self.results),
             input_bytes=tuple(t.untyped_storage().nbytes() for t in self.examples.values()),
             slots=len(self.nodes),
+            op_seconds=tuple(self.op_seconds),
         )
 
     def _weight_name(self, node: fx.Node) -> str | None:
@@ -194,13 +200,17 @@ class _Tracer:
         _check_target(self.model.name, node.target)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.frame[n])
         target = self._bound(node.target)
-        with torch.profiler.record_function(f"{_OP}{len(self.ops)}"):
+        ops = len(self.ops)
+        with torch.profiler.record_function(f"{_OP}{ops}"):
+            start_s = time.perf_counter()
             result = target(*args, **kwargs)
+            seconds = time.perf_counter() - start_s
         self.frame[node] = result
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
             self._scalar(node, (args, kwargs))
         else:
             self._tensors(node, (args, kwargs), result)
+        self.op_seconds += [seconds] * (len(self.ops) - ops)
         self._release(node)
 
     def _bound(self, target: Any) -> Callable[..., Any]:

@@ -15,7 +15,8 @@ from runtime.lowering.weights import BLOCK_BYTES, Manifest
 from runtime.memory import Copy, DeviceArena, HostStore
 from runtime.profiling.stopwatch import ColdCaches, followed, repeat, repeating
 
-_ROUNDS = 5
+ROUNDS = 5
+"""Copies of all segments that a link is measured with."""
 _ACTIVATION_BYTES = (4 << 20, BLOCK_BYTES)
 _LEAST_SHARE = 0.05
 """The least share of a large copy's time that counts as transfer rather than latency."""
@@ -33,7 +34,9 @@ def segment_copies(
     return copies
 
 
-def measure_swap_in(manifest: Manifest, store: HostStore[Any], arena: DeviceArena[Any], cold: ColdCaches) -> Link:
+def measure_swap_in(
+    manifest: Manifest, store: HostStore[Any], arena: DeviceArena[Any], cold: ColdCaches, rounds: int = ROUNDS
+) -> Link:
     """Copy every segment whole, then the first block of each: the difference is bandwidth, the rest latency."""
     whole = segment_copies(manifest, store, arena)
     blocks = segment_copies(manifest, store, arena, BLOCK_BYTES)
@@ -41,10 +44,10 @@ def measure_swap_in(manifest: Manifest, store: HostStore[Any], arena: DeviceAren
         return Link(1e-5, 1e10)
     _seconds(whole)
     times_s = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         cold()
         times_s.append(_seconds(whole))
-    latency_s = statistics.median(_seconds(blocks) for _ in range(_ROUNDS)) / len(blocks)
+    latency_s = statistics.median(_seconds(blocks) for _ in range(rounds)) / len(blocks)
     return _link(latency_s, manifest.segment_bytes, statistics.median(times_s), len(whole))
 
 
@@ -54,7 +57,7 @@ def measure_swap_out(store: HostStore[Any]) -> Link:
     for buffer, nbytes in zip(store.spill_buffers(_ACTIVATION_BYTES), _ACTIVATION_BYTES, strict=True):
         save = partial(buffer.save, torch.zeros(nbytes, dtype=torch.uint8))
         save()  # the buffer's pages are taken now
-        times_s.append(statistics.median(_seconds([save]) for _ in range(_ROUNDS)))
+        times_s.append(statistics.median(_seconds([save]) for _ in range(ROUNDS)))
         buffer.close()
     whole_s, latency_s = times_s
     return _link(latency_s, _ACTIVATION_BYTES[0], whole_s, 1)

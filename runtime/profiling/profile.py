@@ -36,19 +36,28 @@ def device_name(threads: int, store: HostStore[Any], limit: str = "") -> str:
 
 
 def cached_profiles(
-    lowered: Lowered, device: str, cache: Path | None, measured: Callable[[], dict[int, Profile]]
+    lowered: Lowered, device: str, cache: Path | None, measured: Callable[[], dict[int, Profile]], *, quick: bool
 ) -> dict[int, Profile]:
-    """Return profiles by batch size, from the cache if all these graphs were measured on this device before."""
-    paths = {
-        batch: cache / f"{fingerprint([graph.fingerprint, device, _METHOD])[:32]}.json"
-        for batch, graph in lowered.graphs.items()
-        if cache is not None
-    }
-    known = {batch: p for batch, path in paths.items() if (p := _cached(path, lowered.graphs[batch])) is not None}
-    if len(known) == len(lowered.graphs):
-        return known
+    """Return profiles by batch size, from the cache if all these graphs were measured on this device before.
+
+    `measured` makes them. With `quick`, those from the cache may be provisional.
+    """
+
+    def paths(*, provisional: bool) -> dict[int, Path]:
+        return {
+            batch: cache / f"{fingerprint([graph.fingerprint, device, _METHOD, provisional])[:32]}.json"
+            for batch, graph in lowered.graphs.items()
+            if cache is not None
+        }
+
+    for kind in (False, True) if quick else (False,):
+        found = {batch: _cached(path, lowered.graphs[batch]) for batch, path in paths(provisional=kind).items()}
+        known = {batch: profile for batch, profile in found.items() if profile is not None}
+        if len(known) == len(lowered.graphs):
+            return known
     profiles = measured()
-    for batch, path in paths.items():
+    provisional = any(profile.provisional for profile in profiles.values())
+    for batch, path in paths(provisional=provisional).items():
         try:
             cache_file.write(path, profile_format.encode(profiles[batch]))
         except OSError as error:
@@ -96,6 +105,23 @@ def measure(
             slowdowns = measure_contention(program, examples, executor, copies, cold, alone_s)
         profiles[batch] = Profile(graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns)
     return profiles
+
+
+def traced_profiles(
+    lowered: Lowered, device: str, arena: DeviceArena[Any], store: HostStore[Any]
+) -> dict[int, Profile] | None:
+    """Return provisional profiles with the times of the runs that traced a model; None for a model from the cache.
+
+    `arena` holds the model's segments twice. The link is measured once, alone.
+    """
+    seconds = {batch: trace.op_seconds for batch, trace in lowered.traces.items()}
+    if not all(seconds.values()):
+        return None
+    link = measure_swap_in(lowered.manifest, store, arena, ColdCaches(0), rounds=1), measure_swap_out(store)
+    return {
+        batch: Profile(graph.fingerprint, device, seconds[batch], *link, provisional=True)
+        for batch, graph in lowered.graphs.items()
+    }
 
 
 def resident_plan(graph: Graph) -> Plan:

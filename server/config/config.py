@@ -4,6 +4,7 @@
 """
 
 # ruff: noqa: RUF009 - setting() returns a dataclass field
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,12 @@ class ServeConfig:
     )
     exit_on_error: bool = setting(
         False, "--exit-on-error", "exit if a model cannot be loaded at start; otherwise skip it"
+    )
+    quick_start: bool = setting(
+        True,
+        "--quick-start",
+        "serve models that the cache lacks on plans from a quick measurement, and measure and plan them while they are"
+        " served; otherwise all of that is done before. --engine in-process and layouts without partitions always wait",
     )
 
     prepare_timeout_s: float = setting(
@@ -293,10 +300,25 @@ class ServeConfig:
         return LOOPBACK.issuperset(self.hosts)
 
     @property
+    def has_partitions(self) -> bool:
+        """Whether each model has memory of its own."""
+        return self.layout in _PARTITIONED
+
+    @property
+    def plans_later(self) -> bool:
+        """Whether models are served before they are fully measured and planned."""
+        return self.quick_start and self.engine == "process" and self.has_partitions
+
+    @property
     def takes_client_shm(self) -> bool:
         """Whether clients may register shared memory; several front ends do not share registrations."""
         allowed = self.is_loopback if self.client_shm == "auto" else self.client_shm != "off"
         return self.frontends == 1 and allowed
+
+
+def cache_of(config: ServeConfig) -> Path:
+    """Return the folder of lowered models, profiles and plans."""
+    return config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit"
 
 
 SETTINGS: tuple[Setting, ...] = tuple(declared(ServeConfig))
@@ -305,7 +327,7 @@ BY_KEY: Mapping[str, Setting] = {setting.key: setting for setting in SETTINGS}
 
 def check_consistent(config: ServeConfig) -> None:
     """Raise ConfigError for settings that contradict each other; the message names them."""
-    partitioned = config.layout in _PARTITIONED
+    partitioned = config.has_partitions
     if config.load_models and config.model_control != "explicit":
         raise ConfigError("--load-model needs --model-control explicit")
     if config.model_control != "none" and not partitioned:

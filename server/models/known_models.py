@@ -94,6 +94,11 @@ class KnownModel:
         return self.weights is not None and self.weights == FileState.of(self.lowered.weights_path)
 
     @property
+    def is_provisional(self) -> bool:
+        """Whether it still has to be measured."""
+        return any(profile.provisional for profile in self.profiles.values())
+
+    @property
     def nbytes(self) -> int:
         """An estimate of its own memory."""
         return _BYTES_PER_INSTRUCTION * sum(len(trace.instructions) for trace in self.lowered.traces.values())

@@ -20,7 +20,7 @@ from runtime.lowering import packing
 from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, NotCached, lower
 from runtime.memory import HostStore
-from server.config.config import ServeConfig
+from server.config.config import ServeConfig, cache_of
 from server.engine.servable import describe
 from server.models.known_models import FileState, KnownModel
 from server.models.options import options_of
@@ -94,7 +94,8 @@ def open_backend(config: ServeConfig) -> Backend:
     torch.set_num_threads(threads_of(config))
     if config.device == "cpu":
         # Or else several threads add to the elements of an `index_put` in any order, which changes their last bits.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # `torch.use_deterministic_algorithms` would import torch's compiler for this: a second, and 60 MiB.
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return open_device(config.device, config.link_bandwidth_bytes_per_s, verify_reads=config.verify_reads)
 
@@ -107,10 +108,6 @@ def threads_of(config: ServeConfig) -> int:
     return config.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // config.compute_lanes)
 
 
-def cache_of(config: ServeConfig) -> Path:
-    return config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit"
-
-
 def prepare(
     source: ModelSource,
     config: ServeConfig,
@@ -118,10 +115,12 @@ def prepare(
     on_progress: OnProgress,
     *,
     cached_only: bool = False,
+    quick: bool = False,
 ) -> Prepared:
     """Lower and measure one model, unless the cache has the results. Raises CohabitError.
 
-    With `cached_only`, a model that the cache lacks is not lowered; raises NotCached.
+    With `cached_only`, a model that the cache lacks is not lowered; raises NotCached. With `quick`, its profiles may be
+    provisional.
     """
 
     def progress(text: str) -> None:
@@ -138,7 +137,7 @@ def prepare(
     _refuse_mismatch(source, lowered)
     store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
     try:
-        lowered, profiles = backend.measure(lowered, store, cache / "profiles", progress)
+        lowered, profiles = backend.measure(lowered, store, cache / "profiles", progress, quick=quick)
     except BaseException:
         store.close()
         raise
@@ -166,35 +165,51 @@ def prepare_in_worker(
 ) -> Prepared:
     """Lower and measure a model in a worker process, unless the cache has it, and open it from the cache.
 
-    Archives come from clients, so nothing else reads them. A damaged cache is made anew. Raises CohabitError.
+    Archives come from clients, so nothing else reads them. A damaged cache is made anew. Its profiles may be
+    provisional, if the configuration allows that. Raises CohabitError.
     """
-    if is_prepared(source, config):
+    quick = config.plans_later
+    if _marker(source, config).exists() or (quick and _marker(source, config, "provisional").exists()):
         try:
-            return prepare(source, config, backend, lambda *_: None, cached_only=True)
+            return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)
         except NotCached as error:
             _log.warning("cache not usable, preparing again", extra={"fields": {"reason": str(error)}})
+    _call_worker(source, config, workers, quick=quick)
+    return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)
+
+
+def measure_in_worker(prepared: Prepared, config: ServeConfig, workers: WorkerProcesses) -> Prepared:
+    """Measure a model whose profiles are provisional, in a worker process. Raises CohabitError."""
+    profiles = _call_worker(prepared.source, config, workers, quick=False)
+    if any(profiles[batch].graph != graph.fingerprint for batch, graph in prepared.lowered.graphs.items()):
+        raise UnsupportedModel(f"{prepared.source.name}: its archive has changed since it was loaded")
+    return replace(prepared, known=KnownModel(prepared.lowered, profiles, prepared.known.weights))
+
+
+def _call_worker(
+    source: ModelSource, config: ServeConfig, workers: WorkerProcesses, *, quick: bool
+) -> dict[int, Profile]:
     model_config = None if source.config is None else source.config.SerializeToString()
-    workers.call(_fill_cache, replace(source, config=None), model_config, config)
-    return prepare(source, config, backend, lambda *_: None, cached_only=True)
+    return workers.call(_fill_cache, replace(source, config=None), model_config, config, quick)
 
 
-def is_prepared(source: ModelSource, config: ServeConfig) -> bool:
-    """Whether a worker has prepared this model for this configuration."""
-    return _marker(source, config).exists()
-
-
-def _fill_cache(source: ModelSource, model_config: bytes | None, config: ServeConfig) -> None:
+def _fill_cache(
+    source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool
+) -> dict[int, Profile]:
+    """Prepare a model, and return its profiles. Worker's process."""
     if model_config is not None:
         source = replace(source, config=ModelConfig.FromString(model_config))
     backend = open_backend(config)
     try:
-        prepare(source, config, backend, lambda *_: None).store.close()
+        prepared = prepare(source, config, backend, lambda *_: None, quick=quick)
+        prepared.store.close()
     finally:
         backend.close()
-    marker = _marker(source, config)
+    marker = _marker(source, config, *(["provisional"] if prepared.known.is_provisional else []))
     with suppress(OSError):  # without it, the next start looks at the cache in a worker again
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
+    return prepared.profiles
 
 
 def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
@@ -206,7 +221,8 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
     return sorted({b for b in (*config.batch_sizes, *preferred) if b < most} | {most})
 
 
-def _marker(source: ModelSource, config: ServeConfig) -> Path:
+def _marker(source: ModelSource, config: ServeConfig, *more: str) -> Path:
+    """Return the file that exists once a worker has prepared this model for this configuration."""
     threads = threads_of(config)
     options = asdict(options_of(source, config.device))
     made = (
@@ -219,7 +235,7 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
     link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     if config.verify_reads:
         link += ("verified",)
-    return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
+    return cache_of(config) / "prepared" / fingerprint((*made, *link, *more))[:32]
 
 
 def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:

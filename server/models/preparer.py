@@ -9,36 +9,34 @@ from planner.library import Library
 from planner.sizing.deployment import Division, Room
 from runtime.backend import Backend
 from runtime.errors import StoreChanged
-from server.config.config import ServeConfig
+from server.config.config import ServeConfig, cache_of
 from server.models import planning
 from server.models.known_models import Plans, new_cache
 from server.models.prepared import (
     Prepared,
-    cache_of,
     key_of,
+    measure_in_worker,
     prepare_in_worker,
     prepare_known,
 )
 from server.models.repository import ModelSource
-from server.models.worker_process import MOST_PREPARING, WorkerProcesses
+from server.models.worker_process import WorkerProcesses, preparing_workers
 
 _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
 """After opening a cached model, the load pauses for this multiple of the time taken: a client that loads small
 models in a loop uses at most a third of the interpreter's time."""
 
 
-def workers_of(config: ServeConfig, most: int) -> WorkerProcesses:
-    return WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, most)
-
-
 class ModelPreparer:
     """All methods block. Any thread may call them except the event loop's and the compute lanes'."""
 
-    def __init__(self, config: ServeConfig, backend: Backend) -> None:
+    def __init__(self, config: ServeConfig, backend: Backend, workers: WorkerProcesses | None = None) -> None:
+        """`workers` are perhaps started already."""
         self._config = config
         self._backend = backend
         self._library = Library(cache_of(config))
-        self._workers, self._planners = workers_of(config, MOST_PREPARING), workers_of(config, 2)
+        self.workers = workers or preparing_workers(config)
+        self.planners = WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, most=2)
         self._searching = threading.Lock()
         """One full search at a time, so that quick ones need not wait."""
         self._cache = new_cache()
@@ -50,16 +48,22 @@ class ModelPreparer:
         key = key_of(source, self._config)
         with self._lock:
             known = self._cache.get(key)
-        if known is not None and known.is_unchanged:
+        if known is not None and known.is_unchanged and not known.is_provisional:
             start_s = time.perf_counter()
             with suppress(StoreChanged):  # it is prepared anew
                 prepared = prepare_known(source, known, self._config, self._backend)
                 time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
                 return prepared
-        prepared = prepare_in_worker(source, self._config, self._backend, self._workers)
+        prepared = prepare_in_worker(source, self._config, self._backend, self.workers)
         with self._lock:
             self._cache[key] = prepared.known
         return prepared
+
+    def measured(self, prepared: Prepared) -> Prepared:
+        """Return the model with measured profiles instead of provisional ones. Raises CohabitError."""
+        if not prepared.known.is_provisional:
+            return prepared
+        return measure_in_worker(prepared, self._config, self.workers)
 
     def known_plans(self, prepared: Prepared, room: Room) -> Plans | None:
         """Return the best plans for a room, if they are cached."""
@@ -74,9 +78,16 @@ class ModelPreparer:
                 cached[room] = plans
         return plans
 
+    def is_best(self, prepared: Prepared, plans: Plans) -> bool:
+        """Whether these plans are the result of a full search, for a measured model."""
+        plan = plans[min(plans)]
+        with self._lock:
+            best = prepared.known.plans.get(Room(plan.workspace_bytes, plan.partition_bytes))
+        return best is not None and best[min(plans)] is plan and not prepared.known.is_provisional
+
     def quick_plans(self, prepared: Prepared, room: Room) -> Plans:
         """Return plans to start with: the library's, or else the first feasible ones."""
-        return self.known_plans(prepared, room) or self._planners.call(
+        return self.known_plans(prepared, room) or self.planners.call(
             planning.plan_model, prepared.demand, room, None, self._config.search, quick=True
         )
 
@@ -85,7 +96,7 @@ class ModelPreparer:
         plans = self.known_plans(prepared, room)
         if plans is None:
             with self._searching:
-                plans = self._planners.call(
+                plans = self.planners.call(
                     planning.plan_model, prepared.demand, room, self._library, self._config.search
                 )
             with self._lock:
@@ -97,22 +108,38 @@ class ModelPreparer:
     ) -> Division:
         """Return the sizes of workspace and partitions. Raises WorkerFailed for too little memory."""
         demands = [model.demand for model in models]
-        return self._planners.call(
+        return self.planners.call(
             planning.divide, demands, memory_bytes, "partitioned", lanes, least_workspace_bytes
         )
 
     def workspaces(self, prepared: Prepared, memory_bytes: int) -> list[int]:
         """Return the sizes of a workspace that are worth trying for a model."""
-        return self._planners.call(planning.workspaces_for, prepared.demand, memory_bytes)
+        return self.planners.call(planning.workspaces_for, prepared.demand, memory_bytes)
 
     def fit(self, prepared: Prepared, rooms: Sequence[Room]) -> Room | None:
         """Return the part of one of these rooms in which a model is fastest; None if it fits in none."""
-        return self._planners.call(planning.fit, prepared.demand, rooms)
+        return self.planners.call(planning.fit, prepared.demand, rooms)
+
+    def plan_next_start(self, models: Sequence[Prepared]) -> None:
+        """Store how memory is divided among these models at the next start, and their plans. Raises WorkerFailed."""
+        layout, lanes = self._config.layout, self._config.compute_lanes
+        memory_bytes = self._config.memory.of(sum(model.weight_bytes for model in models))
+        demands = [model.demand for model in models]
+        if self._library.division(demands, memory_bytes, layout, lanes) is None:
+            division = self.planners.call(planning.divide, demands, memory_bytes, layout, lanes)
+            self._library.store_division(demands, memory_bytes, layout, lanes, division)
+            for model, partition_bytes in zip(models, division.partition_bytes, strict=True):
+                self.best_plans(model, Room(division.workspace_bytes, partition_bytes))
+
+    def release(self) -> None:
+        """End the worker processes that have nothing to do."""
+        self.workers.release()
+        self.planners.release()
 
     def close(self) -> None:
         """End the worker processes."""
-        self._workers.close()
-        self._planners.close()
+        self.workers.close()
+        self.planners.close()
 
 
 def is_better(plans: Plans, than: Plans) -> bool:

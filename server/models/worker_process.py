@@ -4,12 +4,14 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 from planner.errors import CohabitError, format_bytes
+from server.config.config import ServeConfig
 from server.process_rights import no_new_privileges, yield_memory
 
 _P = ParamSpec("_P")
@@ -17,6 +19,11 @@ _T = TypeVar("_T")
 
 MOST_PREPARING = 4
 """Models that are prepared at a time: one that never ends delays no other."""
+MOST_AT_START = min(2, os.cpu_count() or 1)
+"""The same at the start, when nothing is served: each takes a core, and memory for its weights."""
+PREPARING = ("runtime.lowering.archive", "server.models.prepared")
+PLANNING = ("planner.sizing.division", "planner.sizing.fitting")
+"""Modules that preparing and planning need, and take seconds to import."""
 _NICENESS = 10
 """The kernel schedules the engine's threads first."""
 
@@ -34,7 +41,7 @@ class WorkerProcesses:
         self._memory_bytes = memory_bytes
         self._room = threading.Semaphore(most)
         self._lock = threading.Lock()
-        self._idle: ProcessPoolExecutor | None = None
+        self._idle: list[ProcessPoolExecutor] = []
         self._busy: set[ProcessPoolExecutor] = set()
         self._closed = False
 
@@ -60,14 +67,30 @@ class WorkerProcesses:
         answer: _T = result
         return answer
 
+    def start(self, modules: Sequence[str], count: int = 1) -> None:
+        """Start processes before they are needed, and have them import these modules. Does not wait."""
+        processes = [self._take() for _ in range(count)]
+        for process in processes:
+            process.submit(_import, modules)
+        with self._lock:
+            self._busy.difference_update(processes)
+            self._idle += processes
+
+    def release(self) -> None:
+        """End the idle processes."""
+        with self._lock:
+            processes, self._idle = self._idle, []
+        for process in processes:
+            self._end(process)
+
     def close(self) -> None:
         """End the processes, even during a call."""
         with self._lock:
             self._closed = True
-            processes = [*self._busy, *([] if self._idle is None else [self._idle])]
-            self._idle = None
+            processes = [*self._busy]
         for process in processes:
             self._end(process)
+        self.release()
 
     @property
     def _limit(self) -> str:
@@ -78,8 +101,9 @@ class WorkerProcesses:
         with self._lock:
             if self._closed:
                 raise WorkerFailed("the server is stopping")
-            process, self._idle = self._idle, None
-            if process is None:
+            if self._idle:
+                process = self._idle.pop()
+            else:
                 context = multiprocessing.get_context("spawn")
                 process = ProcessPoolExecutor(1, context, _begin, (self._memory_bytes,))
             self._busy.add(process)
@@ -89,8 +113,8 @@ class WorkerProcesses:
         """Keep one idle process, because starting one takes seconds."""
         with self._lock:
             self._busy.discard(process)
-            if self._idle is None and not self._closed:
-                self._idle = process
+            if not self._idle and not self._closed:
+                self._idle.append(process)
                 return
         self._end(process)
 
@@ -101,6 +125,15 @@ class WorkerProcesses:
         process.shutdown(wait=False, cancel_futures=True)
         for child in children:
             child.kill()
+
+
+def preparing_workers(config: ServeConfig) -> WorkerProcesses:
+    return WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, MOST_PREPARING)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        import_module(module)
 
 
 def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:

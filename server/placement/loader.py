@@ -1,33 +1,34 @@
 """Loads a repository at start: lowers, profiles and plans every model, and places the programs in one arena."""
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from planner.errors import CohabitError
 from planner.library import Library
-from planner.sizing.deployment import Deployment, ModelDemand, Room, laid_out
+from planner.sizing.deployment import Deployment, Room, laid_out
+from runtime.backend import Backend
 from runtime.shared_region.sharing import SHARINGS
-from server.config.config import ServeConfig
+from server.config.config import ServeConfig, cache_of
 from server.engine.servable import ProgramServable
 from server.errors import load_reason
 from server.ipc.model import DeviceUse, ModelFootprint
 from server.models import planning
-from server.models.known_models import Plans
+from server.models.known_models import FileState, Plans
 from server.models.prepared import (
     OnProgress,
     Prepared,
-    cache_of,
     open_backend,
     prepare,
-    prepare_in_worker,
     warn_of_ignored_config,
     warn_without_packing,
 )
-from server.models.preparer import ModelPreparer, workers_of
+from server.models.preparer import ModelPreparer
 from server.models.repository import ModelSource
-from server.models.worker_process import WorkerProcesses, call_here
+from server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
 from server.placement.memory_map import draw
@@ -71,66 +72,138 @@ class Loaded:
         self.memory.close()
 
 
-def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> Loaded:
+def load(
+    sources: Sequence[ModelSource],
+    config: ServeConfig,
+    on_progress: OnProgress,
+    workers: WorkerProcesses | None = None,
+) -> Loaded:
     """Load every model; those that fail are in `failures`, with the reason.
 
-    Raises InfeasibleBudget, which names the least sufficient memory, if the memory is too small.
+    `workers` have been started if models will have to be prepared. Raises InfeasibleBudget, which names the least
+    sufficient memory, if the memory is too small.
     """
     backend = open_backend(config)
     warn_without_packing(config)
-    failures: dict[str, str] = {}
-    prepared: list[Prepared] = []
-    with closing(workers_of(config, 1)) as workers:
-        for source in sources:
-            try:
-                if config.engine == "process":
-                    on_progress(source.name, "lowering and measuring")
-                    prepared.append(prepare_in_worker(source, config, backend, workers))
-                else:
-                    prepared.append(prepare(source, config, backend, on_progress))
-                warn_of_ignored_config(source, config.device)
-            except CohabitError as error:
-                failures[source.name] = load_reason(source.name, error)
-            except Exception as error:
-                _log.exception("model failed to load", extra={"fields": {"model": source.name}})
-                failures[source.name] = f"unexpected {type(error).__name__}: {error}"
+    preparer = ModelPreparer(config, backend, workers)
+    if workers is not None:
+        preparer.planners.start(PLANNING)
+    try:
+        prepared, failures = _prepared(sources, config, backend, preparer, on_progress)
         memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
-        deployment = _deployment([p.demand for p in prepared], memory_bytes, config, workers, on_progress)
-    # If no model can be loaded later, free memory is not allocated.
-    arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
-    memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
-    placement = None
-    if config.model_control != "none":
-        placement = ModelPlacement(memory, ModelPreparer(config, backend), all_resident=config.layout == "resident")
-    loaded = Loaded(memory, deployment, placement, failures)
-    _place(loaded, prepared, on_progress)
+        deployment = _deployment(prepared, memory_bytes, config, preparer, on_progress)
+        # If no model can be loaded later, free memory is not allocated.
+        arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
+        memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
+        placement = None
+        if config.has_partitions:
+            placement = ModelPlacement(memory, preparer, all_resident=config.layout == "resident")
+        loaded = Loaded(memory, deployment, placement, failures)
+        _place(loaded, prepared, on_progress)
+    except BaseException:
+        preparer.close()
+        raise
+    if loaded.placement is None:
+        preparer.close()
     return loaded
 
 
+def _prepared(
+    sources: Sequence[ModelSource],
+    config: ServeConfig,
+    backend: Backend,
+    preparer: ModelPreparer,
+    on_progress: OnProgress,
+) -> tuple[list[Prepared], dict[str, str]]:
+    """Return the models that could be prepared, in order, and why the others could not, by name."""
+    progress = _TimeLeft(sources)
+
+    def one(source: ModelSource) -> Prepared | str:
+        try:
+            if config.engine == "process":
+                on_progress(source.name, f"lowering and measuring{progress.left}")
+                prepared = preparer.prepare(source)
+            else:
+                prepared = prepare(source, config, backend, on_progress)
+            warn_of_ignored_config(source, config.device)
+        except CohabitError as error:
+            return load_reason(source.name, error)
+        except Exception as error:
+            _log.exception("model failed to load", extra={"fields": {"model": source.name}})
+            return f"unexpected {type(error).__name__}: {error}"
+        finally:
+            progress.done(source)
+        return prepared
+
+    if config.engine == "process":
+        with ThreadPoolExecutor(MOST_AT_START, thread_name_prefix="preparing") as pool:
+            results = list(pool.map(one, sources))
+    else:
+        results = [one(source) for source in sources]
+    prepared = [result for result in results if isinstance(result, Prepared)]
+    failures = {s.name: result for s, result in zip(sources, results, strict=True) if isinstance(result, str)}
+    return prepared, failures
+
+
+class _TimeLeft:
+    """Estimates when the models of the start are prepared, from the sizes of their archives. Any thread."""
+
+    def __init__(self, sources: Sequence[ModelSource]) -> None:
+        self._start_s = time.monotonic()
+        self._all_bytes = {source.name: _file_bytes(source.path) for source in sources}
+        self._left_bytes = dict(self._all_bytes)
+
+    def done(self, source: ModelSource) -> None:
+        del self._left_bytes[source.name]
+
+    @property
+    def left(self) -> str:
+        """How many models are done, and the time that the others will take, as text; empty while none is."""
+        done = len(self._all_bytes) - len(self._left_bytes)
+        if not done:
+            return ""
+        left_bytes, all_bytes = sum(self._left_bytes.values()), sum(self._all_bytes.values())
+        left_s = (time.monotonic() - self._start_s) * left_bytes / max(1, all_bytes - left_bytes)
+        return f", {done} of {len(self._all_bytes)} done, about {left_s:.0f} s left"
+
+
+def _file_bytes(path: Path) -> int:
+    """Return a file's size; 0 if it is there no more."""
+    state = FileState.of(path)
+    return 0 if state is None else state.nbytes
+
+
 def _deployment(
-    models: Sequence[ModelDemand],
+    models: Sequence[Prepared],
     memory_bytes: int,
     config: ServeConfig,
-    workers: WorkerProcesses,
+    preparer: ModelPreparer,
     on_progress: OnProgress,
 ) -> Deployment:
-    """Read how memory is divided, and the plans, or have both made. Raises CohabitError if memory is too small."""
-    call = workers.call if config.engine == "process" else call_here
+    """Read how memory is divided, and the plans, or have both made. Raises CohabitError if memory is too small.
+
+    Plans that are made may be quick ones, if the configuration allows that; all others are noted as known.
+    """
+    call = preparer.planners.call if config.engine == "process" else call_here
     library, layout, lanes = Library(cache_of(config)), config.layout, config.compute_lanes
-    division = library.division(models, memory_bytes, layout, lanes)
+    demands = [model.demand for model in models]
+    division = library.division(demands, memory_bytes, layout, lanes)
     if division is None:
         on_progress("planning", "dividing the memory")
-        division = call(planning.divide, models, memory_bytes, layout, lanes)
-        library.store_division(models, memory_bytes, layout, lanes, division)
+        division = call(planning.divide, demands, memory_bytes, layout, lanes)
+        library.store_division(demands, memory_bytes, layout, lanes, division)
     plans = []
     for done, (model, partition_bytes) in enumerate(zip(models, division.partition_bytes, strict=True)):
         room = Room(division.workspace_bytes, partition_bytes)
-        known: Plans | None = library.plans(model, room, config.search)
-        if known is None:
-            on_progress("planning", f"{done} of {len(models)}, {model.name}")
-            known = call(planning.plan_model, model, room, library, config.search)
-        plans.append(known)
-    return laid_out(layout, models, division, plans, lanes)
+        found: Plans | None = library.plans(model.demand, room, config.search)
+        quick = found is None and config.plans_later
+        if found is None:
+            on_progress("planning", f"{done} of {len(models)}, {model.source.name}")
+            found = call(planning.plan_model, model.demand, room, library, config.search, quick=quick)
+        if not quick:
+            model.known.plans[room] = found
+        plans.append(found)
+    return laid_out(layout, demands, division, plans, lanes)
 
 
 def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress) -> None:

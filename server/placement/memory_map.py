@@ -1,33 +1,42 @@
 """Draws a deployment as a table: each model's bytes, its resident share, and its predicted times."""
 
-import io
 from collections.abc import Mapping, Sequence
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from planner.errors import format_bytes
 from planner.sizing.deployment import ONE_REGION, Deployment, DeploymentEntry
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
+_TEXTS = ("model", "")
+"""Columns that are aligned to the left."""
 
 
 def draw(deployment: Deployment, weight_bytes: Mapping[str, int], lanes: Mapping[str, int]) -> str:
     """Return the memory map as text. By model, `weight_bytes` includes host-side tables, `lanes` the lane."""
-    table = Table(box=SIMPLE_HEAD, title=_title(deployment), title_justify="left", title_style="bold")
-    for name in (*_COLUMNS, *(["lane"] if deployment.lanes > 1 else [])):
-        table.add_column(name, justify="left" if name in ("model", "") else "right")
-    for entry in deployment.entries:
-        row = _row(entry, weight_bytes[entry.name], shared=deployment.layout in ONE_REGION)
-        table.add_row(*row, *([str(lanes[entry.name])] if deployment.lanes > 1 else []))
-    table.add_section()
-    for workspace in _workspaces(deployment):
-        table.add_row(*workspace)
-    text = io.StringIO()
-    Console(file=text, width=120, highlight=False).print(table)
-    return text.getvalue().rstrip()
+    several = deployment.lanes > 1
+    columns = (*_COLUMNS, "lane") if several else _COLUMNS
+    rows = [
+        [
+            *_row(entry, weight_bytes[entry.name], shared=deployment.layout in ONE_REGION),
+            *([str(lanes[entry.name])] if several else []),
+        ]
+        for entry in deployment.entries
+    ]
+    workspaces = [[*row, *[""] * (len(columns) - len(row))] for row in _workspaces(deployment)]
+    widths = [max(len(row[n]) for row in (columns, *rows, *workspaces)) for n in range(len(columns))]
+    rule = "─" * (sum(widths) + 2 * len(widths))
+    lines = [_title(deployment), _line(columns, columns, widths), rule]
+    lines += [_line(row, columns, widths) for row in rows]
+    lines += [rule, *(_line(row, columns, widths) for row in workspaces)]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str], columns: Sequence[str], widths: Sequence[int]) -> str:
+    aligned = (
+        cell.ljust(width) if column in _TEXTS else cell.rjust(width)
+        for cell, column, width in zip(cells, columns, widths, strict=True)
+    )
+    return f" {'  '.join(aligned)}".rstrip()
 
 
 def _workspaces(deployment: Deployment) -> Sequence[Sequence[str]]:

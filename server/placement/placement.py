@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -50,8 +50,16 @@ class ModelPlacement:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, lanes: ComputeLanes, listener: PlacementListener) -> None:
+        """Begin, and improve the plans of the models that are placed, where they are quick ones."""
         self._lanes = lanes
         self._listener = listener
+        placed_models = list(self.memory.placed_models.values())
+        quick = [
+            placed.name for placed in placed_models if not self.preparer.is_best(placed.prepared, placed.plans)
+        ]
+        if quick:
+            _log.info("quick plans are in use until better ones are found", extra={"fields": {"models": quick}})
+            self._start(self._improve_all(placed_models))
 
     async def close(self) -> None:
         """Cancel pending searches; models stay as they are."""
@@ -285,31 +293,50 @@ class ModelPlacement:
         self._lanes.replan(placed.servable)
         self._listener.changed(placed)
 
-    def _improve_later(self, placed: PlacedModel) -> None:
-        async def improve() -> None:
-            try:
-                await self._improve(placed)
-            except CohabitError as error:
-                fields = {"model": placed.name, "reason": str(error)}
-                _log.warning("no better plan was found", extra={"fields": fields})
-
-        task = asyncio.create_task(improve())
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _improve_later(self, placed: PlacedModel) -> None:
+        self._start(self._improve(placed))
+
+    async def _improve_all(self, placed_models: Sequence[PlacedModel]) -> None:
+        """Improve the plans of the start's models one after the other, then plan what they begin with next time."""
+        for placed in placed_models:
+            await self._improve(placed)
+        models = [placed.prepared for placed in placed_models]
+        if not any(model.known.is_provisional for model in models):
+            try:
+                await asyncio.to_thread(self.preparer.plan_next_start, models)
+            except CohabitError as error:
+                _log.warning("the next start is not planned", extra={"fields": {"reason": str(error)}})
+            _log.info("every model has been measured and planned")
+        await asyncio.to_thread(self.preparer.release)
+
     async def _improve(self, placed: PlacedModel) -> None:
-        """Search better plans for a model's present partition, and switch to them between two executions."""
+        try:
+            await self._improve_plans(placed)
+        except CohabitError as error:
+            fields = {"model": placed.name, "reason": str(error)}
+            _log.warning("no better plan was found", extra={"fields": fields})
+
+    async def _improve_plans(self, placed: PlacedModel) -> None:
+        """Search better plans for a model's present partition, and switch to them between two executions.
+
+        A model that was measured quickly is measured first, and keeps no plan from before that. Raises CohabitError.
+        """
         begun = placed.plans
         plan = begun[min(begun)]
         room = Room(plan.workspace_bytes, plan.partition_bytes)
-        plans = await asyncio.to_thread(self.preparer.best_plans, placed.prepared, room)
+        measured = await asyncio.to_thread(self.preparer.measured, placed.prepared)
+        plans = await asyncio.to_thread(self.preparer.best_plans, measured, room)
         async with self._places:
-            if (
-                placed.plans is not begun
-                or placed.owner not in self.memory.placed_models
-                or not is_better(plans, begun)
-            ):
+            if placed.plans is not begun or placed.owner not in self.memory.placed_models:
                 return
+            if measured is placed.prepared and not is_better(plans, begun):
+                return
+            placed.prepared = measured
             extent = self.memory.partitions.held[placed.owner]
             programs = await asyncio.to_thread(
                 self.memory.bind, placed.prepared, plans, extent, placed.lane, yields=True

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from server.errors import RepositoryError
+from server.protocol.config_messages import ModelConfig, ModelInstanceGroup
 
 Treatment = Literal["honoured", "refused", "warned"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 
 from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
+from server.protocol.config_messages import DataType, ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 from server.protocol.datatypes import config_type
 
 __all__ = [

@@ -1,10 +1,8 @@
 """Reads a model's queueing policy from its ModelConfig."""
 
-from tritonclient.grpc.model_config_pb2 import ModelDynamicBatching, ModelQueuePolicy
-
 from server.config.values import integer, positive
 from server.errors import RepositoryError
-from server.protocol.model_config import ModelConfig
+from server.protocol.config_messages import ModelConfig, ModelDynamicBatching, ModelQueuePolicy
 from server.scheduling.policy import LevelPolicy, Policy
 
 CONCURRENCY, RATE, BURST = "max_concurrency", "max_requests_per_second", "max_burst"

@@ -118,8 +118,7 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
         metrics_port=0,
         cache=cache,
         exit_timeout_s=10.0,
-        engine="in-process",
-        **changes,
+        **{"engine": "in-process"} | changes,
     )
     stages: list[tuple[str, str]] = []
     loop = uvloop.new_event_loop()

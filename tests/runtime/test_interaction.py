@@ -9,6 +9,7 @@ from torch import nn
 
 from runtime.lowering import interaction
 from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.model import FxModel
 from runtime.options import Options
 from tests.runtime import models
 from tests.runtime.mixing import Computed, Experts, Lookup
@@ -99,13 +100,13 @@ def test_rounding_is_no_influence(name: str, tmp_path: Path) -> None:
 
 def test_the_finding_is_kept_with_the_lowered_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    run_model = interaction.run_model
+    run = interaction._run
 
-    def counted(model: object, weights: object, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        runs.append(len(inputs[0]))
-        return run_model(model, weights, inputs)  # type: ignore[arg-type]
+    def counted(model: FxModel, own_run: interaction.Run, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        runs.append(len(rows[0]))
+        return run(model, own_run, rows)
 
-    monkeypatch.setattr(interaction, "run_model", counted)
+    monkeypatch.setattr(interaction, "_run", counted)
     (first,) = lowered_model(*INTERACTING["less_than_rounding"], tmp_path, [1, 2, 4], options=Options())
     assert runs == [4, 4, 1, 2, 4], "a reference, and every trial until the last one showed it"
     again = lower(tmp_path / "model.pt2", "m", [1, 2, 4], tmp_path / "cache")

@@ -1,0 +1,47 @@
+"""Triton's ModelConfig messages, without gRPC's library.
+
+They are a generated module of tritonclient's package for gRPC, and that package imports the library. The module itself
+needs protocol buffers only. It is loaded from its file, under its own name, so that the package finds it later.
+"""
+
+# ruff: noqa: E402 - the import below finds what was loaded before it
+import sys
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+_PACKAGE, _MODULE = "tritonclient.grpc", "model_config_pb2"
+
+
+def _load() -> None:
+    name = f"{_PACKAGE}.{_MODULE}"
+    package = find_spec(_PACKAGE)
+    if name in sys.modules or package is None or package.submodule_search_locations is None:
+        return
+    spec = spec_from_file_location(name, Path(package.submodule_search_locations[0]) / f"{_MODULE}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+_load()
+
+from tritonclient.grpc.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelDynamicBatching,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+    ModelQueuePolicy,
+)
+
+__all__ = [
+    "DataType",
+    "ModelConfig",
+    "ModelDynamicBatching",
+    "ModelInput",
+    "ModelInstanceGroup",
+    "ModelOutput",
+    "ModelQueuePolicy",
+]
