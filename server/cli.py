@@ -1,4 +1,4 @@
-"""The command line: `cohabit serve`, the commands that plan, and those that query a running server."""
+"""The command line: `cohabit serve`, the commands for models and plans, and those that query a running server."""
 
 import argparse
 import asyncio
@@ -19,7 +19,14 @@ from server.config.config import ServeConfig
 from server.config.sources import add_flags, as_toml, read_settings
 from server.errors import ConfigError, RepositoryError
 from server.process_rights import allow_connections, no_new_privileges
-from server.tools.flags import add_compare_flags, add_plan_flags, add_profile_flags, add_show_flags
+from server.tools.flags import (
+    add_check_flags,
+    add_compare_flags,
+    add_import_flags,
+    add_plan_flags,
+    add_profile_flags,
+    add_show_flags,
+)
 from server.tools.remote.commands import COMMANDS, RemoteCommand
 
 if TYPE_CHECKING:
@@ -199,6 +206,20 @@ def _add_remote(commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
 
 _TOOLS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str, str]] = {
     # command: module, flags, summary, description
+    "import": (
+        "import_model",
+        add_import_flags,
+        "make a repository entry of a model of Hugging Face, a torch.nn.Module or a checkpoint",
+        "Export a model with a dynamic batch, compare it with eager PyTorch, and write it to a model repository with\n"
+        "its configuration. Importing a model runs its code.",
+    ),
+    "check": (
+        "check",
+        add_check_flags,
+        "say whether a model can be served, in how much memory, and why not",
+        "Say whether a model can be served and in how much memory: its inputs and outputs, the least memory, and what\n"
+        "each memory size is predicted to cost in latency.",
+    ),
     "plan": (
         "plan",
         add_plan_flags,

@@ -5,6 +5,7 @@ CohabitError
 ├── RepositoryError          the model repository cannot be read; the server does not start
 ├── RemoteError              another server does not answer, or refuses
 ├── StartFailed              no model, or a required one, could be loaded at start
+├── ImportFailed             a model cannot become a repository entry
 └── RequestError             this request gets no answer; others do
     ├── Unauthenticated      no token, or an unknown one
     ├── PermissionMissing    the token does not permit this call
@@ -56,6 +57,10 @@ class RemoteError(CohabitError):
 
 class StartFailed(CohabitError):
     """No model, or a required one, could be loaded at start."""
+
+
+class ImportFailed(CohabitError):
+    """A model cannot become an entry of the repository; the message has the reason and the way out."""
 
 
 class RequestError(CohabitError):

@@ -50,6 +50,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.engine": ({"server", "runtime"}, {"msgspec", "numpy", "torch"}),
     "server.models": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.placement": ({"server", "runtime"} | WORDS | PREPARING, set()),
+    "server.importing": ({"server", "runtime"}, {"numpy", "safetensors", "torch", "transformers"}),
     "server.tools": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "loadgen": (
         {"loadgen"},
@@ -73,7 +74,8 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "frontend": {"config", "ipc", "observe", "protocol"},
         "http": {"frontend", "ipc", "observe", "protocol"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
-        "tools": {"config", "models"},
+        "importing": {"config", "engine", "ipc", "models", "placement", "protocol"},
+        "tools": {"config", "importing", "ipc", "models"},
     },
     "planner": {
         "bounds": set(),

@@ -103,7 +103,10 @@ class Catalog:
 
 def _version(name: str, text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise InvalidRequest(f"version '{text[:40]}' of model '{name}' is not a number")
+        raise InvalidRequest(
+            f"failed to get model version from specified version string '{text[:40]}': versions of model '{name}' are"
+            " numbers"
+        )
     if len(text) > 19 or int(text) > _LARGEST_VERSION:
         raise InvalidRequest(
             f"version {text[:40]} of model '{name}' is over the largest version, {_LARGEST_VERSION}"

@@ -174,3 +174,7 @@ def _confine(path: Path, root: Path) -> Path:
     if not actual.is_relative_to(root):
         raise RepositoryError(f"{path.relative_to(root)} is a link that leads out of the repository, to {actual}")
     return actual
+
+
+def is_model_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None

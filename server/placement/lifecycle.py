@@ -61,16 +61,15 @@ class Lifecycle:
         """Load a model's newest version; returns once it is served. The present version is served until then.
 
         `config` is a ModelConfig in JSON that replaces the model's config.pbtxt. Raises ControlOff unless the mode
-        is explicit, NotInRepository if the repository has nothing to load, or LoadFailed; both have the reason, and
-        the present version is still served.
+        is explicit, NotInRepository if the repository has nothing to load or a configuration cannot be read, or
+        LoadFailed; both have the reason, and the present version is still served.
         """
         self._require_explicit()
         try:
             override = None if config is None else await asyncio.to_thread(parse_config, config)
             source = await asyncio.to_thread(source_of, self._config.repository, model, override)
         except RepositoryError as error:
-            kind = NotInRepository if config is None else LoadFailed
-            raise kind(model, load_reason(model, error)) from error
+            raise NotInRepository(model, load_reason(model, error)) from error
         if source is None:
             raise NotInRepository(model)
         await self.load_source(source)

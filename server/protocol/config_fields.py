@@ -8,7 +8,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from server.errors import RepositoryError
-from server.protocol.config_messages import ModelConfig, ModelInstanceGroup
+from server.protocol.config_messages import ModelConfig, ModelInput, ModelInstanceGroup
 
 Treatment = Literal["honoured", "refused", "warned"]
 
@@ -104,7 +104,11 @@ _FIELDS = (
     _honoured("input.name", "compared with the program"),
     _honoured("input.data_type", "compared with the program"),
     _honoured("input.dims", "compared with the program"),
-    _warned("input.format", "the program says how its inputs are laid out"),
+    _warned(
+        "input.format",
+        "FORMAT_NCHW is returned in the configuration; the program says how its inputs are laid out",
+        lambda value, device: value == ModelInput.FORMAT_NHWC,
+    ),
     _refused("input.reshape", _RESHAPE),
     _refused("input.is_shape_tensor", _SHAPE_TENSOR),
     _refused("input.allow_ragged_batch", _RAGGED),
@@ -173,9 +177,17 @@ FIELDS: Mapping[str, ConfigField] = {field.path: field for field in _FIELDS}
 
 def refuse_fields(config: ModelConfig) -> None:
     """Raise RepositoryError, naming the field, for a configuration that cannot be served as it says."""
-    for field, value in _present(config, ""):
-        if field.concerns("refused", value, ""):
-            raise RepositoryError(f"config.pbtxt: {field.path}{_shown(value)} is not supported: {field.note}")
+    for field, note in refused_fields(config).items():
+        raise RepositoryError(f"config.pbtxt: {field} is not supported: {note}")
+
+
+def refused_fields(config: ModelConfig) -> dict[str, str]:
+    """Return the fields, with short values, with which a model is not loaded, and the reasons."""
+    return {
+        f"{field.path}{_shown(value)}": field.note
+        for field, value in _present(config, "")
+        if field.concerns("refused", value, "")
+    }
 
 
 def ignored_fields(config: ModelConfig, device: str) -> dict[str, str]:

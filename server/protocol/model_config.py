@@ -1,7 +1,7 @@
 """Triton's ModelConfig: read from config.pbtxt, made from a model, written as JSON, compared with a model."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "config_mismatch",
     "config_names",
     "config_of",
+    "config_text",
     "parse_config",
     "read_config",
 ]
@@ -85,6 +86,17 @@ def config_of(
         parameter = config.parameters[f"cohabit.execution.batch_{batch}"]
         parameter.string_value = execution_of(capture)
     return config
+
+
+def config_text(info: ModelInfo, label_files: Mapping[str, str], images: Container[str]) -> str:
+    """Write a config.pbtxt for a model: its tensors, with the label files of outputs, and inputs that are images."""
+    config = ModelConfig(name=info.name, backend="pytorch", max_batch_size=info.max_batch_size)
+    for tensor in info.inputs:
+        layout = ModelInput.FORMAT_NCHW if tensor.name in images else ModelInput.FORMAT_NONE
+        config.input.append(ModelInput(**_fields(tensor), format=layout))
+    for tensor in info.outputs:
+        config.output.append(ModelOutput(**_fields(tensor), label_filename=label_files.get(tensor.name, "")))
+    return str(text_format.MessageToString(config))
 
 
 def execution_of(capture: GraphCapture) -> str:

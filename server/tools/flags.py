@@ -1,4 +1,4 @@
-"""The flags of `cohabit plan`, `show`, `compare-plans` and `profile`. Importing this does not import the planner."""
+"""The flags of the commands in `server.tools`. Importing this imports neither the planner nor torch."""
 
 import argparse
 import os
@@ -11,11 +11,15 @@ from server.config.config import BY_KEY
 from server.config.sizes import MemorySize, parse_memory
 from server.config.sources import add_flag
 from server.config.values import LARGEST_BATCH, batches, integer, positive
+from server.importing.declared_input import parse_input
 
 SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads")
 """Settings of `serve` that say how a model is measured."""
+IMPORTING = ("cache", "threads")
+"""Those of an import."""
 
+_MODEL_HELP = "a model's folder in a repository, or a .pt2 file"
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 _PLAN_EXAMPLES = """examples:
@@ -41,6 +45,23 @@ _COMPARE_EXAMPLES = """examples:
 
 `best`, `genetic` and `streaming` split the memory into a partition and a workspace, as serving does. The other
 searchers plan it as one budget.
+"""
+_CHECK_EXAMPLES = """examples:
+  cohabit check models/resnet50
+  cohabit check models/resnet50 --memory 64MiB,25%
+  cohabit check model.pt2 --json
+
+The model is lowered and measured as `cohabit serve` does it at its first start, which finds the results in the
+cache. Exit status: 0 if the model can be served, and in every memory size of --memory; 1 if not.
+"""
+_IMPORT_EXAMPLES = """examples:
+  cohabit import ~/bert-base-uncased --sequence-length 128
+  cohabit import ~/vit-base --repository models --name classifier
+  cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
+  cohabit import ranker.safetensors --factory mypackage.models:make_ranker
+
+Importing runs code: that of MODULE and of what it imports, or of the installed transformers. Code in a folder of
+Hugging Face is never run, and pickles may hold tensors only. Import what you would run.
 """
 
 
@@ -116,19 +137,81 @@ def add_profile_flags(parser: argparse.ArgumentParser) -> None:
     _add_subject(parser, "N,N,...", _type(batches), "batch sizes to measure (default: 1)")
 
 
+def add_check_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _CHECK_EXAMPLES
+    parser.add_argument("model", type=Path, metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument(
+        "--memory",
+        type=_type(_budgets),
+        default=(),
+        metavar="SIZE,...",
+        help="device memory to check: 64MiB, 82MB, or 25%% of its weights (default: the least, and some shares)",
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    _add_measuring(parser, "batch_sizes")
+
+
+def add_import_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _IMPORT_EXAMPLES
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="a folder of Hugging Face (config.json and safetensors), MODULE:FUNCTION that returns a torch.nn.Module,"
+        " or a checkpoint of --factory",
+    )
+    parser.add_argument(
+        "--factory",
+        metavar="MODULE:FUNCTION",
+        help="function that returns the module into which a checkpoint is loaded: safetensors, or a state_dict of"
+        " torch.save",
+    )
+    parser.add_argument(
+        "--input",
+        dest="inputs",
+        type=_type(parse_input),
+        action="append",
+        default=[],
+        metavar="NAME:TYPE:DIMS",
+        help="input of the module, such as image:FP32:-1,3,224,224, where -1 is the batch; repeatable (default: the"
+        " module's `example_inputs`, or what the model of Hugging Face takes)",
+    )
+    parser.add_argument(
+        "--sequence-length", type=_type(integer(1, 1 << 20)), metavar="N", help="tokens of a text model's inputs"
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=_type(integer(1, LARGEST_BATCH)),
+        default=8,
+        metavar="N",
+        help="largest batch size; 1 exports a fixed batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repository",
+        type=Path,
+        default=Path("models"),
+        metavar="DIR",
+        help="the model repository (default: ./%(default)s)",
+    )
+    parser.add_argument("--name", metavar="NAME", help="the entry's name (default: from PATH)")
+    for key in IMPORTING:
+        add_flag(parser, BY_KEY[key])
+
+
 def _add_subject(
     parser: argparse.ArgumentParser, batch_metavar: str, batch_type: Callable[[str], Any], batch_help: str
 ) -> None:
-    parser.add_argument(
-        "model", nargs="?", type=Path, metavar="MODEL", help="a model's folder in a repository, or a .pt2 file"
-    )
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument("--batch", type=batch_type, metavar=batch_metavar, help=batch_help)
     measured = parser.add_argument_group("instead of MODEL")
     measured.add_argument("--graph", type=Path, metavar="FILE", help="graph that `cohabit plan` wrote")
     measured.add_argument("--profile", type=Path, metavar="FILE", help="profile of that graph")
-    device = parser.add_argument_group("measuring")
-    for key in MEASURING:
-        add_flag(device, BY_KEY[key])
+    _add_measuring(parser)
+
+
+def _add_measuring(parser: argparse.ArgumentParser, *more: str) -> None:
+    group = parser.add_argument_group("measuring")
+    for key in (*MEASURING, *more):
+        add_flag(group, BY_KEY[key])
 
 
 def _add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None:

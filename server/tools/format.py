@@ -1,10 +1,13 @@
 """Numbers, names and tables as every command writes them."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from server.ipc.model import ModelInfo
 
 
 def milliseconds(seconds: float) -> str:
@@ -56,4 +59,13 @@ def make_table(*columns: str, left: Collection[str] = (), **options: Any) -> Tab
             no_wrap=not is_text or name == "model",
             overflow="fold" if is_text else "ellipsis",
         )
+    return table
+
+
+def tensor_table(info: "ModelInfo") -> Table:
+    """List a model's inputs and outputs, in the shapes that clients send and receive."""
+    table = make_table("", "tensor", "datatype", "shape", left=("", "tensor", "datatype", "shape"))
+    for kind, tensors in (("input", info.inputs), ("output", info.outputs)):
+        for tensor in tensors:
+            table.add_row(kind, tensor.name, tensor.datatype, str(list(info.wire_shape(tensor))))
     return table

@@ -81,7 +81,7 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
                 "failed to load 'twisted', failed to poll from model repository: version_policy asks",
             ),
             ("broken", None, "load failed for model 'broken': version 1 is at UNAVAILABLE state: "),
-            ("b", '{"max_batch_size": "many"}', "load failed for model 'b': .*not a ModelConfig in JSON"),
+            ("b", '{"max_batch_size": "many"}', "failed to load 'b', failed to poll .*not a ModelConfig in JSON"),
             ("b", '{"max_batch_size": 9}', "load failed for model 'b': .*max_batch_size 9"),
         ):
             with pytest.raises(InferenceServerException, match=reason) as caught:

@@ -1,0 +1,170 @@
+"""Makes a repository entry of a subject: exported, lowered, compared with eager PyTorch, and moved into place."""
+
+import math
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE
+from server.config.config import ServeConfig
+from server.config.sizes import FixedSize
+from server.engine.servable import ProgramServable
+from server.errors import ImportFailed
+from server.importing.exporting import export, save
+from server.importing.subject import Subject
+from server.ipc.model import Array, ModelInfo
+from server.models.repository import find, is_model_name
+from server.placement.loader import load
+from server.protocol.datatypes import BF16, float32_of_bf16
+from server.protocol.model_config import config_text
+
+_LABELS = "labels.txt"
+_LOGITS = "logits"
+_ROWS = (1, 2, 3)
+"""Rows to compare, besides the largest batch; 3 is padded."""
+_UNLIMITED = FixedSize(1 << 50)
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedEntry:
+    """A new entry. `errors` are the largest differences from eager PyTorch by rows, relative to the largest value."""
+
+    folder: Path
+    info: ModelInfo
+    archive_bytes: int
+    weight_bytes: int
+    memory_bytes: int
+    """Device memory in which all of it is resident."""
+    errors: dict[int, float]
+    notes: tuple[str, ...]
+
+
+def refuse_name(repository: Path, name: str) -> None:
+    """Raise ImportFailed for a name that is not usable, or that a repository has already."""
+    if not is_model_name(name):
+        raise ImportFailed(
+            f"model name {name!r} is not usable; take letters, digits, '_', '-' and '.', 255 at most, for --name"
+        )
+    if (repository / name).exists():
+        raise ImportFailed(f"{repository / name} exists; give another --name, or remove it")
+
+
+def write_entry(
+    subject: Subject,
+    repository: Path,
+    name: str,
+    max_batch: int,
+    config: ServeConfig,
+    on_progress: Callable[[str], None],
+) -> ImportedEntry:
+    """Write an entry, whole or not at all. `config` has the cache and the number of threads. Raises CohabitError.
+
+    The entry is loaded as `cohabit serve` loads it, so that its first start finds everything in the cache.
+    """
+    refuse_name(repository, name)
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=repository, prefix=".import-") as staging:
+            folder = Path(staging) / name
+            on_progress("exporting")
+            program = export(subject, max_batch)
+            on_progress("writing the archive")
+            save(program, folder / "1" / "model.pt2")
+            del program  # its weights are the module's, but not what export has added
+            entry = _compared(subject, folder, _loading(config, Path(staging), max_batch), on_progress)
+            labels = _write_labels(subject, entry.info, folder)
+            (folder / "config.pbtxt").write_text(config_text(entry.info, labels, subject.images))
+            find(folder)  # raises if what was written cannot be read
+            refuse_name(repository, name)
+            return replace(entry, folder=folder.rename(repository / name))
+    except OSError as error:
+        raise ImportFailed(f"{repository / name} cannot be written: {error.strerror or error}") from error
+
+
+def _loading(config: ServeConfig, repository: Path, max_batch: int) -> ServeConfig:
+    """Return settings that hold all of the model, and plan the batch sizes that its config.pbtxt leads to."""
+    planned = tuple(sorted({b for b in config.batch_sizes if b < max_batch} | {max_batch}))
+    return replace(
+        config,
+        repository=repository,
+        memory=_UNLIMITED,
+        layout="resident",
+        engine="in-process",
+        batch_sizes=planned if max_batch > 1 else config.batch_sizes,
+    )
+
+
+def _compared(
+    subject: Subject, folder: Path, config: ServeConfig, on_progress: Callable[[str], None]
+) -> ImportedEntry:
+    """Load the archive and compare its answers with eager PyTorch's. Raises CohabitError."""
+    with closing(load([find(folder)], config, lambda model, stage: on_progress(stage))) as loaded:
+        for reason in loaded.failures.values():
+            raise ImportFailed(reason)
+        (placed,) = loaded.placed_models.values()
+        info = placed.servable.info
+        on_progress("comparing with eager PyTorch")
+        most = info.max_batch_size
+        rows = info.only_batches or sorted({b for b in _ROWS if b < most} | {max(most, 1)})
+        errors = {count: _largest_error(subject, placed.servable, count) for count in rows}
+        return ImportedEntry(
+            folder,
+            info,
+            (folder / "1" / "model.pt2").stat().st_size,
+            placed.prepared.weight_bytes,
+            loaded.deployment.taken_bytes,
+            errors,
+            subject.notes,
+        )
+
+
+def _largest_error(subject: Subject, servable: ProgramServable, rows: int) -> float:
+    """Return the largest difference from eager PyTorch, relative to the output's largest value.
+
+    Raises ImportFailed if it is over the tolerance.
+    """
+    inputs = subject.examples(rows, rows)
+    answered = servable.execute([{port.name: _array(inputs[port.name]) for port in servable.inputs}], rows).outputs
+    dtypes = {tensor.dtype for tensor in subject.module.state_dict().values()}
+    tolerance = max((REDUCED_TOLERANCES.get(dtype, TOLERANCE) for dtype in dtypes), default=TOLERANCE)
+    largest = 0.0
+    for spec, tensor in zip(servable.info.outputs, subject.answer(inputs), strict=True):
+        array = answered[spec.name]
+        error = _difference(float32_of_bf16(array) if spec.datatype == BF16 else array, tensor)
+        if not error <= tolerance:
+            raise ImportFailed(
+                f"output {spec.name} differs from eager PyTorch's by {error:.2g} of its largest value at batch {rows};"
+                f" the limit is {tolerance:.0e}. Nothing was written"
+            )
+        largest = max(largest, error)
+    return largest
+
+
+def _difference(found: Array, wanted: torch.Tensor) -> float:
+    own, other = found.astype(np.float64), wanted.double().numpy()
+    if own.shape != other.shape:
+        return math.inf
+    different = (own != other) & ~(np.isnan(own) & np.isnan(other))
+    if not different.any():
+        return 0.0
+    scale = float(np.abs(other[np.isfinite(other)]).max(initial=0.0))
+    return float(np.abs(own - other)[different].max()) / scale if scale else math.inf
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    """Return a tensor as the protocols hand it over: bfloat16 as its bits."""
+    array: Array = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def _write_labels(subject: Subject, info: ModelInfo, folder: Path) -> dict[str, str]:
+    """Write the names of the classes, if there is an output with an element for each. Returns the file by output."""
+    outputs = [spec.name for spec in info.outputs if spec.name == _LOGITS and spec.shape == (len(subject.classes),)]
+    if outputs:
+        (folder / _LABELS).write_text("".join(f"{name}\n" for name in subject.classes))
+    return dict.fromkeys(outputs, _LABELS)

@@ -1,0 +1,61 @@
+"""Exports a subject as a `.pt2` archive with a dynamic batch."""
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from server.errors import ImportFailed
+from server.importing.subject import Subject, reason_of
+
+_EXAMPLE_BATCH = 2
+"""Above 1, because export would take 1 for a constant."""
+_LEAST_TOKENS = 2
+
+
+def export(subject: Subject, max_batch: int) -> ExportedProgram:
+    """Export for batches of 1 to `max_batch`; 1 makes a fixed batch. Raises ImportFailed with torch's reason."""
+    examples = subject.examples(min(_EXAMPLE_BATCH, max_batch), 0)
+    try:
+        inspect.signature(subject.module.forward).bind(**examples)
+    except TypeError as error:
+        names = ", ".join(inspect.signature(subject.module.forward).parameters)
+        raise ImportFailed(f"the module takes ({names}), the inputs are {', '.join(examples)}: {error}") from error
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return torch.export.export(
+                subject.module, (), examples, dynamic_shapes=_dynamic_dims(subject, max_batch)
+            )
+    except Exception as error:
+        raise ImportFailed(
+            f"torch.export does not take the module: {reason_of(error)}. If it takes one batch size only, declare its"
+            " inputs with it (--input NAME:TYPE:1,...); otherwise change the module, or export it in your own code"
+        ) from error
+
+
+def save(program: ExportedProgram, path: Path) -> None:
+    """Write an archive. Raises ImportFailed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.export.save(program, path)
+    except Exception as error:
+        raise ImportFailed(f"the archive cannot be written: {reason_of(error)}") from error
+
+
+def _dynamic_dims(subject: Subject, max_batch: int) -> dict[str, dict[int, Any]]:
+    """Return the dynamic dimensions of each input by position."""
+    dims = {}
+    if max_batch > 1:
+        dims[0] = Dim("batch", min=1, max=max_batch)
+    if subject.most_tokens:
+        dims[1] = Dim("sequence", min=_LEAST_TOKENS, max=subject.most_tokens)
+    return {
+        given.name: {p: dims[p] for p, dim in enumerate(given.dims) if dim < 0 and p in dims}
+        for given in subject.inputs
+    }

@@ -1,0 +1,111 @@
+"""Modules that a function of the user's makes, with the weights of a checkpoint if one is given."""
+
+import importlib
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from server.errors import ImportFailed
+from server.importing.declared_input import DeclaredInput
+from server.importing.subject import Subject, declared, reason_of, with_examples
+
+_MOST_KEYS = 3
+
+
+def from_factory(factory: str, inputs: Sequence[DeclaredInput], checkpoint: Path | None = None) -> Subject:
+    """Call `module:function`, load a checkpoint into the module that it returns, and find its inputs.
+
+    Inputs are those declared, or else the module's attribute `example_inputs`: tensors by name. Raises ImportFailed.
+    """
+    module = _made_by(factory)
+    if checkpoint is not None:
+        _load(module, checkpoint)
+    if inputs:
+        return declared(module, inputs)
+    examples = getattr(module, "example_inputs", None)
+    if not isinstance(examples, Mapping) or not examples:
+        raise ImportFailed(
+            f"{factory}: its inputs are not known; declare each with --input NAME:TYPE:DIMS, such as"
+            " image:FP32:-1,3,224,224, or let the function set `example_inputs` of the module: a dictionary of tensors"
+        )
+    return with_examples(module, examples)
+
+
+def _made_by(factory: str) -> nn.Module:
+    name, _, function = factory.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        made = _attribute(importlib.import_module(name), function)()
+    except Exception as error:
+        raise ImportFailed(f"{factory}: {type(error).__name__}: {reason_of(error)}") from error
+    if not isinstance(made, nn.Module):
+        raise ImportFailed(f"{factory} returns a {type(made).__name__}; let it return a torch.nn.Module")
+    return made
+
+
+def _attribute(value: Any, path: str) -> Any:
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _load(module: nn.Module, path: Path) -> None:
+    """Load a state_dict, from safetensors or from a pickle that holds nothing but tensors."""
+    state = _safetensors(path) if path.suffix == ".safetensors" else _unpickled(path)
+    wrong = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
+    if wrong and isinstance(state.get("state_dict"), Mapping):
+        state = state["state_dict"]
+    elif wrong:
+        raise ImportFailed(
+            f"{path.name} is no state_dict: its key {wrong[0]} is a {type(state[wrong[0]]).__name__}, not a tensor;"
+            " save module.state_dict()"
+        )
+    own = module.state_dict()
+    problems = [f"{key} is missing" for key in own if key not in state]
+    problems += [f"the module has no {key}" for key in state if key not in own]
+    problems += [
+        f"{key} has shape {list(state[key].shape)}, the module's {list(own[key].shape)}"
+        for key in own
+        if key in state and state[key].shape != own[key].shape
+    ]
+    if problems:
+        more = f", and {len(problems) - _MOST_KEYS} more" if len(problems) > _MOST_KEYS else ""
+        raise ImportFailed(f"{path.name} does not fit the module: {'; '.join(problems[:_MOST_KEYS])}{more}")
+    module.load_state_dict(state)
+
+
+def _safetensors(path: Path) -> Mapping[str, Any]:
+    try:
+        from safetensors.torch import load_file
+
+        loaded: Mapping[str, Any] = load_file(path)
+    except ModuleNotFoundError as error:
+        raise ImportFailed(f"{path.name}: needs the package safetensors; pip install safetensors") from error
+    except Exception as error:
+        raise ImportFailed(f"{path.name} is no safetensors file: {reason_of(error)}") from error
+    return loaded
+
+
+def _unpickled(path: Path) -> Mapping[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ImportFailed(
+            f"{path.name} is a pickle with more than tensors in it, and would run code: {reason_of(error)};"
+            " save module.state_dict(), or convert it to safetensors where you trust it"
+        ) from error
+    except Exception as error:
+        raise ImportFailed(f"{path.name} cannot be read: {reason_of(error)}") from error
+    if not isinstance(loaded, Mapping):
+        raise ImportFailed(f"{path.name} holds a {type(loaded).__name__}; save module.state_dict()")
+    return loaded

@@ -1,0 +1,204 @@
+"""Models of Hugging Face: a folder with config.json and safetensors becomes a module with known inputs."""
+
+import inspect
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from server.errors import ImportFailed
+from server.importing.declared_input import DYNAMIC_SEQUENCE, DeclaredInput
+from server.importing.subject import Subject, Tensors, declared, reason_of
+
+_CONFIG = "config.json"
+_IMAGES, _TOKENS, _MASK = "pixel_values", "input_ids", "attention_mask"
+_MOST_KEYS = 3
+
+
+class NamedOutputs(nn.Module):
+    """A model of transformers that takes the named inputs, and returns its tensors by name and nothing else."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        # torch.export reads the names of inputs from the signature.
+        inputs = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        answer: Any = partial(_named_tensors, model)
+        answer.__signature__ = inspect.Signature(inputs)
+        self.forward = answer
+
+
+def _named_tensors(model: nn.Module, **inputs: torch.Tensor) -> Tensors:
+    outputs = model(**inputs, return_dict=True)
+    return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+
+
+def is_folder(path: Path) -> bool:
+    return (path / _CONFIG).is_file()
+
+
+def from_folder(folder: Path, inputs: Sequence[DeclaredInput], sequence_length: int | None) -> Subject:
+    """Load a model in float32, without code of the folder's own. Raises ImportFailed."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ImportFailed(
+            f"{folder}: models of Hugging Face need the package {error.name}; pip install 'transformers>=5'"
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    written = _json(folder / _CONFIG)
+    config, model = _load(transformers, folder, written)
+    most = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if not inputs:
+        inputs = _inputs(folder, config, model, sequence_length, most)
+    subject = declared(
+        NamedOutputs(model, [given.name for given in inputs]), inputs, 0 if sequence_length else most
+    )
+    if _MASK in {given.name for given in inputs}:
+        subject = _with_padding(subject)
+    images = tuple(given.name for given in inputs if given.name == _IMAGES and len(given.dims) == 4)
+    return replace(subject, classes=_classes(config, written), images=images, notes=_notes(folder, written))
+
+
+def _load(transformers: Any, folder: Path, written: dict[str, Any]) -> tuple[Any, nn.Module]:
+    if written.get("quantization_config"):
+        raise ImportFailed(f"{folder}: its weights are quantized, which is not supported; take the original ones")
+    names = written.get("architectures") or []
+    architecture: Any = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
+    if names and not (inspect.isclass(architecture) and issubclass(architecture, nn.Module)):
+        own = "; its own code is never run" if "auto_map" in written else ""
+        raise ImportFailed(
+            f"{folder}: transformers {transformers.__version__} has no architecture {names[0]}{own}. Write a function"
+            " that makes the module, and import it as module:function"
+        )
+    safe = any(folder.glob("*.safetensors"))
+    if not safe and not any(folder.glob("*.bin")):
+        raise ImportFailed(f"{folder} has no weights: there is no *.safetensors in it")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ImportFailed(
+                f"{folder}: {names[0] if names else config.model_type} is an encoder with a decoder, which generates in"
+                " a loop; write a function that returns its encoder, and import it as module:function"
+            )
+        config.use_cache = False
+        model, info = architecture.from_pretrained(
+            folder,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=safe,
+            weights_only=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except ImportFailed:
+        raise
+    except Exception as error:
+        what = "" if safe else " (a pickle, of which tensors only are read)"
+        raise ImportFailed(f"{folder}{what}: {reason_of(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - _MOST_KEYS} more" if len(missing) > _MOST_KEYS else ""
+        raise ImportFailed(
+            f"{folder}: its weights lack {', '.join(missing[:_MOST_KEYS])}{more} of {architecture.__name__}, and random"
+            " ones would answer nonsense; set `architectures` of config.json to the class that was trained"
+        )
+    return config, model
+
+
+def _inputs(
+    folder: Path, config: Any, model: Any, sequence_length: int | None, most: int
+) -> tuple[DeclaredInput, ...]:
+    """Return the inputs of a text or image model. Raises ImportFailed for others."""
+    main = str(model.main_input_name)
+    if main == _IMAGES:
+        height, width = _image_size(folder, config)
+        channels = int(getattr(config, "num_channels", None) or 3)
+        return (DeclaredInput(main, "FP32", (-1, channels, height, width)),)
+    if main != _TOKENS:
+        raise ImportFailed(
+            f"{folder}: the sizes of its input {main} are not known; declare it with --input {main}:FP32:-1,DIM,..."
+        )
+    if sequence_length is None and not (DYNAMIC_SEQUENCE and most):
+        limit = f", at most {most}" if most else ""
+        raise ImportFailed(
+            f"{folder}: the length of its sequences is fixed when it is exported, and clients pad to it; choose it with"
+            f" --sequence-length N{limit}"
+        )
+    if sequence_length is not None and most and sequence_length > most:
+        raise ImportFailed(f"{folder}: --sequence-length is {sequence_length}, the model has {most} positions")
+    dims = (-1, -1 if sequence_length is None else sequence_length)
+    taken = inspect.signature(model.forward).parameters
+    types = int(getattr(config, "type_vocab_size", 0) or 0)
+    bounds = {main: int(config.vocab_size), _MASK: 2, **({"token_type_ids": types} if types > 1 else {})}
+    return tuple(DeclaredInput(name, "INT64", dims, bound) for name, bound in bounds.items() if name in taken)
+
+
+def _image_size(folder: Path, config: Any) -> tuple[int, int]:
+    """Return the height and width of images: the model's, or else those that its preprocessor makes."""
+    size = getattr(config, "image_size", None)
+    if size is None:
+        preprocessor = folder / "preprocessor_config.json"
+        made = _json(preprocessor) if preprocessor.is_file() else {}
+        size = made.get("crop_size") or made.get("size")
+    if isinstance(size, dict):
+        size = [size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))]
+    height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
+    if not isinstance(height, int) or not isinstance(width, int):
+        raise ImportFailed(
+            f"{folder}: the size of its images is not known; declare it with"
+            " --input pixel_values:FP32:-1,3,HEIGHT,WIDTH"
+        )
+    return height, width
+
+
+def _with_padding(subject: Subject) -> Subject:
+    """Let the examples' rows end in padding, of which each row has another length."""
+
+    def examples(batch: int, seed: int) -> Tensors:
+        inputs = subject.examples(batch, seed)
+        count, length = inputs[_MASK].shape
+        padding = torch.arange(count) % (length // 2 + 1)
+        inputs[_MASK] = (torch.arange(length) < (length - padding)[:, None]).to(inputs[_MASK].dtype)
+        return inputs
+
+    return replace(subject, examples=examples)
+
+
+def _classes(config: Any, written: dict[str, Any]) -> tuple[str, ...]:
+    names = getattr(config, "id2label", None)
+    if "id2label" not in written or not isinstance(names, dict):
+        return ()
+    return tuple(" ".join(str(names.get(index, "")).split()) for index in range(max(names, default=-1) + 1))
+
+
+def _notes(folder: Path, written: dict[str, Any]) -> tuple[str, ...]:
+    notes = []
+    if (folder / "modules.json").is_file():
+        notes.append("the folder's pooling and normalisation (modules.json) are not part of the entry")
+    stored = written.get("dtype") or written.get("torch_dtype")
+    if stored in ("float16", "bfloat16"):
+        notes.append(
+            f"weights are stored as {stored} and computed in float32; the parameter `precision` of config.pbtxt chooses"
+        )
+    return tuple(notes)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ImportFailed(f"{path} cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ImportFailed(f"{path} is not a JSON object")
+    return read

@@ -1,0 +1,117 @@
+"""A module to import, with its inputs and examples of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from server.errors import ImportFailed
+from server.importing.declared_input import DeclaredInput
+from server.protocol.datatypes import BF16, DTYPES
+
+Tensors = dict[str, torch.Tensor]
+Examples = Callable[[int, int], Tensors]
+"""Makes inputs by name from a number of rows and a seed. Those of a fixed batch ignore the number."""
+
+_BOUNDS = (1000, 100, 10, 2, 1)
+"""Bounds of random integers, in the order in which they are tried: a model's indices must be valid."""
+_MOST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A module in eval mode that takes its inputs by name and returns tensors."""
+
+    module: nn.Module
+    inputs: tuple[DeclaredInput, ...]
+    examples: Examples
+    most_tokens: int = 0
+    """Largest dynamic sequence length; 0 where there is none."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes of the output `logits`."""
+    images: tuple[str, ...] = ()
+    """Inputs that are images, channels first."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the entry."""
+
+    def answer(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the module's own outputs in order."""
+        with torch.no_grad():
+            outputs = self.module(**inputs)
+        return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def declared(module: nn.Module, inputs: Sequence[DeclaredInput], most_tokens: int = 0) -> Subject:
+    """Make a subject of a module and its declared inputs, with random examples.
+
+    Raises ImportFailed if it takes none of them.
+    """
+    module = module.eval()
+    failure: Exception | None = None
+    for bound in _BOUNDS:
+        bounded = tuple(replace(given, bound=given.bound or bound) for given in inputs)
+        subject = Subject(module, bounded, partial(_random_inputs, bounded, most_tokens), most_tokens)
+        try:
+            subject.answer(subject.examples(2, 0))
+            return subject
+        except Exception as error:
+            failure = error
+    assert failure is not None
+    shapes = ", ".join(f"{given.name} {given.datatype} {list(given.dims)}" for given in inputs)
+    raise ImportFailed(f"the module does not run with inputs {shapes}: {reason_of(failure)}") from failure
+
+
+def with_examples(module: nn.Module, examples: Mapping[str, torch.Tensor]) -> Subject:
+    """Make a subject of a module and inputs that it brings. Rows are taken from them in turn, all with a batch."""
+    inputs = []
+    for name, tensor in examples.items():
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+            raise ImportFailed(f"example_inputs: {name} is not a tensor with the batch as first dimension")
+        inputs.append(DeclaredInput(name, datatype_of(tensor.dtype), (-1, *tensor.shape[1:])))
+
+    def rows(batch: int, seed: int) -> Tensors:
+        return {name: tensor[(torch.arange(batch) + seed) % len(tensor)] for name, tensor in examples.items()}
+
+    return Subject(module.eval(), tuple(inputs), rows)
+
+
+def dtype_of(datatype: str) -> torch.dtype:
+    """Return torch's type of a KServe datatype. Raises ImportFailed."""
+    if datatype == BF16:
+        return torch.bfloat16
+    if datatype not in DTYPES:
+        raise ImportFailed(f"no datatype is called {datatype}; there are {', '.join(DTYPES)}")
+    return torch.from_numpy(np.empty(0, DTYPES[datatype])).dtype
+
+
+def datatype_of(dtype: torch.dtype) -> str:
+    """Return KServe's name of a type. Raises ImportFailed."""
+    for datatype in DTYPES:
+        if dtype_of(datatype) is dtype:
+            return datatype
+    raise ImportFailed(f"KServe v2 has no datatype for {dtype}; let the module take another one")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first lines of an error, which may be pages long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) or type(error).__name__
+    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
+
+
+def _random_inputs(inputs: Sequence[DeclaredInput], most_tokens: int, batch: int, seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    length = min(16 + seed, most_tokens)
+    return {given.name: _random(given, batch, length, generator) for given in inputs}
+
+
+def _random(given: DeclaredInput, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    dtype, shape = dtype_of(given.datatype), given.shape(batch, length)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    most = 2 if dtype is torch.bool else torch.iinfo(dtype).max
+    return torch.randint(0, min(given.bound or most, most), shape, generator=generator).to(dtype)

@@ -1,0 +1,131 @@
+"""Whether a model can be served, in how much memory, and why not: it is lowered and measured, but not loaded."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from planner.errors import CohabitError, InfeasibleBudget
+from planner.sizing.demand import Demand
+from planner.sizing.deployment import ModelDemand, Room
+from planner.sizing.fitting import plan_model, split_budget
+from server.config.config import ServeConfig
+from server.config.sizes import FixedSize, MemorySize, ShareOfWeights
+from server.engine.servable import describe
+from server.errors import load_reason
+from server.ipc.model import ModelInfo
+from server.models.prepared import Prepared, open_backend, prepare
+from server.models.repository import find
+from server.protocol.config_fields import ignored_fields, refused_fields
+from server.protocol.model_config import read_config
+
+_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
+
+
+class BudgetReport(msgspec.Struct, frozen=True):
+    """What a model does in some memory. Latencies are those of quick plans; a search finds at least as good ones."""
+
+    memory_bytes: int
+    reason: str | None = None
+    """Why the model does not fit."""
+    partition_bytes: int | None = None
+    workspace_bytes: int | None = None
+    latency_s: dict[int, float] = {}
+    """By batch size."""
+
+
+class MemoryReport(msgspec.Struct, frozen=True):
+    """What a model needs of memory."""
+
+    weight_bytes: int
+    """Of all parameters."""
+    swappable_bytes: int
+    table_bytes: int
+    """Embedding tables that stay in host memory."""
+    least_bytes: int
+    """Partition and workspace together."""
+    least_without_offloading_bytes: int
+    """The same with activations that stay in device memory."""
+    resident_s: dict[int, float]
+    """Measured latency with everything resident, by batch size."""
+    budgets: tuple[BudgetReport, ...]
+
+
+class ServabilityReport(msgspec.Struct, frozen=True):
+    """All about a model before it is served. Fields of config.pbtxt have reasons."""
+
+    name: str
+    servable: bool
+    reason: str | None = None
+    refused_fields: dict[str, str] = {}
+    ignored_fields: dict[str, str] = {}
+    info: ModelInfo | None = None
+    batch_sizes: tuple[int, ...] = ()
+    interaction: str | None = None
+    """How rows influence one another, in which case requests are neither padded nor batched."""
+    memory: MemoryReport | None = None
+
+
+def report(
+    path: Path, config: ServeConfig, budgets: Sequence[MemorySize], on_progress: Callable[[str], None]
+) -> ServabilityReport:
+    """Check a model's folder or archive. Without `budgets`, the least memory and shares of the weights are tried.
+
+    Raises RepositoryError if there is no such path, and DeviceError.
+    """
+    if not path.exists():
+        find(path)  # raises
+    name = find(path).name if path.is_file() else path.resolve().name
+    refused: dict[str, str] = {}
+    ignored: dict[str, str] = {}
+    backend = open_backend(config)
+    try:
+        if (path / "config.pbtxt").is_file():
+            written = read_config(path / "config.pbtxt")
+            refused, ignored = refused_fields(written), ignored_fields(written, config.device)
+        prepared = prepare(find(path), config, backend, lambda model, stage: on_progress(stage))
+    except CohabitError as error:
+        return ServabilityReport(name, False, load_reason(name, error), refused, ignored)
+    finally:
+        backend.close()
+    prepared.store.close()
+    on_progress("predicting latencies")
+    lowered = prepared.lowered
+    memory = _memory(prepared, budgets, config)
+    return ServabilityReport(
+        name,
+        all(budget.reason is None for budget in memory.budgets) if budgets else True,
+        None,
+        refused,
+        ignored,
+        describe(lowered, prepared.source.version, max(lowered.batches)),
+        lowered.batches,
+        lowered.interaction,
+        memory,
+    )
+
+
+def _memory(prepared: Prepared, budgets: Sequence[MemorySize], config: ServeConfig) -> MemoryReport:
+    demand, manifest = prepared.demand, prepared.lowered.manifest
+    kept = Demand.of(demand)
+    least = kept.leaner().least_bytes
+    tried = budgets or (FixedSize(least), *map(ShareOfWeights, _SHARES))
+    return MemoryReport(
+        prepared.weight_bytes,
+        manifest.segment_bytes,
+        manifest.table_bytes,
+        least,
+        kept.least_bytes,
+        {batch: profile.compute_s for batch, profile in demand.profiles.items()},
+        tuple(_budget(demand, size.of(prepared.weight_bytes), config.search) for size in tried),
+    )
+
+
+def _budget(demand: ModelDemand, memory_bytes: int, searcher: str) -> BudgetReport:
+    try:
+        partition, workspace = split_budget(demand.graphs, demand.profiles, memory_bytes)
+        plans = plan_model(demand, Room(workspace, partition), None, searcher, quick=True)
+    except InfeasibleBudget as error:
+        return BudgetReport(memory_bytes, load_reason(demand.name, error))
+    latencies = {batch: plan.provenance.latency_s for batch, plan in plans.items() if plan.provenance is not None}
+    return BudgetReport(memory_bytes, None, partition, workspace, latencies)

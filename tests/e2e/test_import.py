@@ -1,0 +1,151 @@
+"""`cohabit import`: what it makes of models is served, and answers as eager PyTorch does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.http as triton
+from google.protobuf import text_format
+from torch import nn
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertModel,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from server.cli import main
+from server.protocol.model_config import ModelConfig
+from tests.e2e.serving import Process, ask, infer, process
+
+TOKENS, CLASSES = 12, {0: "cat", 1: "striped\ncat", 2: "dog"}
+TOLERANCE = 1e-4
+"""Of the largest value that eager torch answers."""
+
+
+class Ranker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 4)
+        self.score = nn.Linear(12, 1)
+
+    def forward(self, features: torch.Tensor, categories: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"score": self.score(torch.cat([features, self.embedding(categories).flatten(1)], 1))}
+
+
+def make_ranker() -> Ranker:
+    """Other weights every time, as a factory for checkpoints may have."""
+    return Ranker()
+
+
+def make_with_examples() -> Ranker:
+    ranker = Ranker()
+    ranker.example_inputs = {"features": torch.rand(1, 4), "categories": torch.tensor([[29, 3]])}  # type: ignore[assignment]
+    return ranker
+
+
+FACTORY = f"{__name__}:make_ranker"
+INPUTS = ("--input", "features:FP32:-1,4", "--input", "categories:INT64:-1,2")
+
+
+def bert(folder: Path) -> None:
+    config = BertConfig(
+        vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+
+
+def vit(folder: Path) -> None:
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8,
+        id2label=CLASSES, label2id={name: index for index, name in CLASSES.items()},
+    )  # fmt: skip
+    ViTForImageClassification(config).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("import")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Process]:
+    """A server of the entries that `cohabit import` made, in less memory than their weights."""
+    torch.manual_seed(0)
+    bert(folder / "bert")
+    vit(folder / "vit")
+    torch.save(make_ranker().state_dict(), folder / "ranker.pt")
+    flags = ("--repository", str(folder / "models"), "--cache", str(folder / "cache"))
+    assert main(["import", str(folder / "bert"), "--sequence-length", str(TOKENS), *flags]) == 0
+    assert main(["import", str(folder / "vit"), "--max-batch", "4", *flags]) == 0
+    assert main(["import", str(folder / "ranker.pt"), "--factory", FACTORY, *INPUTS, *flags]) == 0
+    with process(folder / "models", "1MiB", folder / "cache") as running:
+        running.until_ready()
+        yield running
+
+
+def close(found: np.ndarray, expected: torch.Tensor) -> bool:
+    return bool(np.abs(found - expected.numpy()).max() <= TOLERANCE * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_text_model_answers_as_transformers_does(server: Process, folder: Path, rows: int) -> None:
+    draws = torch.Generator().manual_seed(rows)
+    inputs = {
+        "input_ids": torch.randint(0, 90, (rows, TOKENS), generator=draws),
+        "attention_mask": (torch.arange(TOKENS) < torch.arange(5, 5 + rows)[:, None]).long(),
+        "token_type_ids": torch.randint(0, 2, (rows, TOKENS), generator=draws),
+    }
+    model: PreTrainedModel = AutoModel.from_pretrained(folder / "bert").eval()
+    with torch.no_grad():
+        expected = model(**inputs)
+    answers = infer(server.address, "bert", {name: tensor.numpy() for name, tensor in inputs.items()})
+    assert sorted(answers) == ["last_hidden_state", "pooler_output"]
+    assert close(answers["last_hidden_state"], expected.last_hidden_state)
+    assert close(answers["pooler_output"], expected.pooler_output)
+
+
+def test_an_image_model_answers_with_the_names_of_its_classes(server: Process, folder: Path) -> None:
+    image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = ViTForImageClassification.from_pretrained(folder / "vit").eval()(pixel_values=image).logits
+    assert close(infer(server.address, "vit", {"pixel_values": image.numpy()})["logits"], expected)
+    given = triton.InferInput("pixel_values", [2, 3, 32, 32], "FP32")
+    given.set_data_from_numpy(image.numpy())
+    with triton.InferenceServerClient(server.address) as client:
+        result = client.infer("vit", [given], outputs=[triton.InferRequestedOutput("logits", class_count=1)])
+    best = [row[0].decode().split(":")[1:] for row in result.as_numpy("logits")]
+    assert best == [[str(int(index)), " ".join(CLASSES[int(index)].split())] for index in expected.argmax(1)]
+
+
+def test_a_checkpoint_gives_the_module_its_weights(server: Process, folder: Path) -> None:
+    ranker = Ranker().eval()
+    ranker.load_state_dict(torch.load(folder / "ranker.pt", weights_only=True))
+    features, categories = torch.rand(3, 4), torch.randint(0, 30, (3, 2))
+    answers = infer(server.address, "ranker", {"features": features.numpy(), "categories": categories.numpy()})
+    with torch.no_grad():
+        assert close(answers["score"], ranker(features, categories)["score"])
+
+
+def test_the_configuration_says_what_the_program_takes(server: Process, folder: Path) -> None:
+    config = text_format.Parse((folder / "models" / "vit" / "config.pbtxt").read_text(), ModelConfig())
+    assert (config.name, config.max_batch_size, config.output[0].label_filename) == ("vit", 4, "labels.txt")
+    status, metadata = ask(server.address, "GET", "/v2/models/bert")
+    assert status == 200
+    assert {tensor["name"]: (tensor["datatype"], tensor["shape"]) for tensor in metadata["inputs"]} == {
+        name: ("INT64", [-1, TOKENS]) for name in ("input_ids", "attention_mask", "token_type_ids")
+    }
+    assert "have no effect" not in server.log_text()
+
+
+def test_the_first_start_finds_everything_in_the_cache(server: Process, folder: Path) -> None:
+    """A model is lowered once: the server's start has added no weights file."""
+    weights = list((folder / "cache" / "weights").glob("*/weights.bin"))
+    assert len(weights) == 3
+    programs = [len(list(path.parent.glob("program-*.json"))) for path in weights]
+    assert programs == [1, 1, 1]

@@ -1,0 +1,110 @@
+"""`cohabit check` as a user meets it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim
+
+from loadgen.zoo.exporting import save_model
+from server.cli import main
+from tests.runtime import models
+
+CONFIG = """
+max_batch_size: 4
+response_cache { enable: true }
+parameters { key: "tuned" value { string_value: "yes" } }
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers with 68 KiB each."""
+    folder = tmp_path_factory.mktemp("check")
+    models.export(models.Wide(4, 132), {"x": torch.zeros(3, 132)}, folder / "wide" / "1" / "model.pt2")
+    (folder / "wide" / "config.pbtxt").write_text(CONFIG)
+    return folder
+
+
+def check(folder: Path, *flags: str) -> list[str]:
+    return ["check", str(folder / "wide"), "--threads", "1", "--cache", str(folder / "cache"), *flags]
+
+
+def reported(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, Any]:
+    status = main(check(folder, *flags, "--json"))
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_model_that_can_be_served(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(check(folder)) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "[-1, 132]",
+        "batch sizes   1, 2, 4",
+        "rows          independent",
+        "least memory",
+        "can be served",
+    ):
+        assert text in shown
+    for field in ("response_cache.enable", "parameters[tuned]"):
+        assert f"config.pbtxt: {field} is ignored: " in shown
+    status, report = reported(folder, capsys)
+    assert (status, report["servable"], report["batch_sizes"]) == (0, True, [1, 2, 4])
+    memory = report["memory"]
+    assert memory["weight_bytes"] == memory["swappable_bytes"] + memory["table_bytes"]
+    budgets = {budget["memory_bytes"]: budget for budget in memory["budgets"]}
+    latencies = [b["latency_s"]["1"] for _, b in sorted(budgets.items()) if b["reason"] is None]
+    assert latencies == sorted(latencies, reverse=True)
+    assert latencies[0] >= memory["resident_s"]["1"]
+    for nbytes, budget in budgets.items():
+        if budget["reason"] is None:
+            assert budget["partition_bytes"] + budget["workspace_bytes"] <= nbytes
+
+
+def test_the_least_memory_is_enough_and_a_page_less_is_not(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report = reported(folder, capsys)
+    least = report["memory"]["least_bytes"]
+    assert reported(folder, capsys, "--memory", str(least))[0] == 0
+    status, report = reported(folder, capsys, "--memory", f"{least - 4096},100%")
+    assert (status, report["servable"]) == (1, False)
+    assert "the budget is" in report["memory"]["budgets"][0]["reason"]
+
+
+def test_a_program_that_cannot_be_served_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Running(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total.add_(x.sum(0))
+            return x + self.total
+
+    program = torch.export.export(Running(), (torch.ones(2, 4),), dynamic_shapes=({0: Dim("batch", max=8)},))
+    save_model(program, tmp_path / "running" / "1" / "model.pt2", {})
+    assert main(["check", str(tmp_path / "running"), "--cache", str(tmp_path / "cache")]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("running cannot be served: op add_ changes the weight b_total")
+    assert "return it as an output instead" in shown
+
+
+def test_every_refused_field_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder / "refused"
+    (model / "1").mkdir(parents=True)
+    (model / "1" / "model.pt2").write_bytes((folder / "wide" / "1" / "model.pt2").read_bytes())
+    (model / "config.pbtxt").write_text("sequence_batching { } batch_input { } backend: 'python'")
+    assert main(["check", str(model), "--cache", str(folder / "cache"), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert sorted(report["refused_fields"]) == ["backend 'python'", "batch_input", "sequence_batching"]
+    assert "is not supported" in report["reason"]
+
+
+def test_a_path_that_does_not_exist_is_a_wrong_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(tmp_path / "nowhere")]) == 2
+    assert "does not exist" in capsys.readouterr().err

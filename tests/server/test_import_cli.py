@@ -1,0 +1,179 @@
+"""What `cohabit import` refuses, with the reason and the way out. A refused import leaves nothing in the repository."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, BertModel, T5Config, T5Model
+
+from server.cli import main
+
+
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class Branching(nn.Module):
+    """What it does depends on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5, training=True)
+
+
+class TwoRows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(2, 4)
+
+
+class Code:
+    """A pickle of it calls something when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("loaded",)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+def number() -> int:
+    return 4
+
+
+def failing() -> nn.Module:
+    raise RuntimeError("no weights today\nand a second line\nand a third")
+
+
+HERE = __name__
+X = ("--input", "x:FP32:-1,4")
+LINEAR = ("--factory", f"{HERE}:linear", "--input", "input:FP32:-1,4")
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that runs an import which must fail; returns what it says."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, status: int = 1) -> str:
+        assert main(["import", *arguments, "--cache", str(tmp_path / "cache")]) == status
+        assert list(Path("models").rglob("*")) == []
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert len(said) < 700
+        return said.removeprefix("cohabit: ")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nowhere"], "nowhere does not exist; give a folder, a checkpoint, or MODULE:FUNCTION"),
+        (["empty"], "empty is no folder of Hugging Face: it has no config.json"),
+        (["file.pt"], "file.pt is a checkpoint; name the function that makes its module with --factory"),
+        (["file.pt", "--factory", "linear"], "--factory: 'linear' is not MODULE:FUNCTION"),
+        ([f"{HERE}:linear", "--sequence-length", "4"], "--sequence-length is for folders of Hugging Face"),
+    ],
+)
+def test_a_path_that_is_nothing_to_import_is_named(refused: Any, arguments: list[str], reason: str) -> None:
+    Path("empty").mkdir()
+    Path("file.pt").touch()
+    assert refused(*arguments, status=2).startswith(reason)
+
+
+@pytest.mark.parametrize("text", ["x", "x:FP32", "x:FP32:1,-1", "x:FP32:a", ":FP32:1"])
+def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["import", f"{HERE}:linear", "--input", text])
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([f"{HERE}:linear"], "its inputs are not known; declare each with --input NAME:TYPE:DIMS"),
+        ([f"{HERE}:Doubling", "--input", "y:FP32:-1,4"], "does not run with inputs y FP32 [-1, 4]"),
+        ([f"{HERE}:linear", "--input", "input:FP32:-1,5"], "mat1 and mat2 shapes cannot be multiplied"),
+        ([f"{HERE}:Doubling", "--input", "x:FP31:-1,4"], "no datatype is called FP31; there are BOOL"),
+        ([f"{HERE}:number"], "returns a int; let it return a torch.nn.Module"),
+        ([f"{HERE}:failing"], "RuntimeError: no weights today and a second line"),
+        (["no_such_package:linear"], "No module named 'no_such_package'"),
+        ([f"{HERE}:Branching", *X], "torch.export does not take the module"),
+        ([f"{HERE}:TwoRows", *X], "declare its inputs with it (--input NAME:TYPE:1,...)"),
+        ([f"{HERE}:Noisy", *X], "differs from eager PyTorch's by"),
+        ([f"{HERE}:Doubling", *X, "--name", "a/b"], "model name 'a/b' is not usable"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_why(refused: Any, arguments: list[str], reason: str) -> None:
+    assert reason in refused(*arguments)
+
+
+def test_a_checkpoint_that_does_not_fit_says_where(refused: Any) -> None:
+    torch.save({"weight": torch.zeros(3, 4), "scale": torch.ones(1)}, "other.pt")
+    said = refused("other.pt", *LINEAR)
+    for part in ("bias is missing", "the module has no scale", "weight has shape [3, 4], the module's [2, 4]"):
+        assert part in said
+    save_file({"weight": torch.zeros(3, 4), "bias": torch.zeros(2)}, "other.safetensors")
+    assert "weight has shape [3, 4]" in refused("other.safetensors", *LINEAR)
+    torch.save({"epoch": 3, "model": linear().state_dict()}, "wrapped.pt")
+    assert "its key epoch is a int, not a tensor; save module.state_dict()" in refused("wrapped.pt", *LINEAR)
+
+
+def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(refused: Any) -> None:
+    Path("code.pt").write_bytes(pickle.dumps({"weight": Code()}))
+    torch.save({"weight": Code()}, "zipped.pt")
+    for name in ("code.pt", "zipped.pt"):
+        assert "is a pickle with more than tensors in it, and would run code" in refused(name, *LINEAR)
+    Path("text.safetensors").write_text("nothing")
+    assert "text.safetensors is no safetensors file" in refused("text.safetensors", *LINEAR)
+
+
+def tiny(folder: str, model: type = BertModel, **changes: Any) -> None:
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    config = BertConfig(**sizes, num_hidden_layers=1, max_position_embeddings=16)
+    model(config).save_pretrained(folder)
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_folder_that_cannot_be_imported_says_why(refused: Any) -> None:
+    tiny("bert")
+    assert refused("bert").endswith("choose it with --sequence-length N, at most 16")
+    assert "--sequence-length is 17, the model has 16 positions" in refused("bert", "--sequence-length", "17")
+    tiny("own", architectures=["MyModel"], auto_map={"AutoModel": "code.MyModel"})
+    assert "has no architecture MyModel; its own code is never run" in refused("own")
+    tiny("headless", architectures=[BertForSequenceClassification.__name__])
+    assert "its weights lack classifier.bias, classifier.weight" in refused("headless")
+    tiny("quantized", quantization_config={"quant_method": "gptq"})
+    assert "its weights are quantized" in refused("quantized")
+    (Path("bert") / "model.safetensors").unlink()
+    assert "bert has no weights: there is no *.safetensors in it" in refused("bert")
+    torch.save({"embeddings": Code()}, "bert/pytorch_model.bin")
+    assert "(a pickle, of which tensors only are read)" in refused("bert", "--sequence-length", "4")
+    T5Model(T5Config(vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=1)).save_pretrained("t5")
+    assert "is an encoder with a decoder, which generates in a loop" in refused("t5")
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("bert")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert refused("bert").endswith("need the package transformers; pip install 'transformers>=5'")
+
+
+def test_an_entry_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "models" / "linear").mkdir(parents=True)
+    assert main(["import", f"{HERE}:linear", *X, "--repository", str(tmp_path / "models")]) == 1
+    assert "exists; give another --name, or remove it" in capsys.readouterr().err
