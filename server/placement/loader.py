@@ -12,7 +12,7 @@ from runtime.shared_region.sharing import SHARINGS
 from server.config.config import ServeConfig
 from server.engine.servable import ProgramServable
 from server.errors import load_reason
-from server.ipc.model import DeviceUse, ModelFootprint
+from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
 from server.models import planning
 from server.models.known_models import Plans
 from server.models.prepared import (
@@ -30,7 +30,7 @@ from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcesses, call_here
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
-from server.placement.memory_map import draw
+from server.placement.memory_map import PlacedRow, draw
 from server.placement.partitions import Extent
 from server.placement.placement import ModelPlacement
 
@@ -44,25 +44,26 @@ class Loaded:
     memory: PartitionedMemory
     deployment: Deployment
     placement: ModelPlacement | None = None
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[ModelKey, str] = field(default_factory=dict)
 
     @property
-    def placed_models(self) -> dict[str, PlacedModel]:
-        return {placed.name: placed for placed in self.memory.placed_models.values()}
+    def placed_models(self) -> dict[ModelKey, PlacedModel]:
+        """In the order of the deployment's entries."""
+        return {placed.key: placed for placed in self.memory.placed_models.values()}
 
     @property
-    def servables(self) -> dict[str, ProgramServable]:
-        return {name: placed.servable for name, placed in self.placed_models.items()}
+    def servables(self) -> dict[ModelKey, ProgramServable]:
+        return {key: placed.servable for key, placed in self.placed_models.items()}
 
     @property
-    def footprints(self) -> Mapping[str, ModelFootprint]:
-        return {name: placed.footprint for name, placed in self.placed_models.items()}
+    def footprints(self) -> Mapping[ModelKey, ModelFootprint]:
+        return {key: placed.footprint for key, placed in self.placed_models.items()}
 
     @property
     def memory_map(self) -> str:
-        weights = {name: placed.prepared.weight_bytes for name, placed in self.placed_models.items()}
-        lanes = {name: placed.lane for name, placed in self.placed_models.items()}
-        return draw(self.deployment, weights, lanes) if weights else ""
+        placed_models = self.placed_models.values()
+        rows = [PlacedRow(placed.key, placed.prepared.weight_bytes, placed.lane) for placed in placed_models]
+        return draw(self.deployment, rows) if rows else ""
 
     def use(self) -> DeviceUse:
         return self.memory.use()
@@ -78,7 +79,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     """
     backend = open_backend(config)
     warn_without_packing(config)
-    failures: dict[str, str] = {}
+    failures: dict[ModelKey, str] = {}
     prepared: list[Prepared] = []
     with closing(workers_of(config, 1)) as workers:
         for source in sources:
@@ -90,10 +91,10 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
                     prepared.append(prepare(source, config, backend, on_progress))
                 warn_of_ignored_config(source, config.device)
             except CohabitError as error:
-                failures[source.name] = load_reason(source.name, error)
+                failures[source.key] = load_reason(source.name, error)
             except Exception as error:
-                _log.exception("model failed to load", extra={"fields": {"model": source.name}})
-                failures[source.name] = f"unexpected {type(error).__name__}: {error}"
+                _log.exception("model failed to load", extra={"fields": source.key.fields})
+                failures[source.key] = f"unexpected {type(error).__name__}: {error}"
         memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
         deployment = _deployment([p.demand for p in prepared], memory_bytes, config, workers, on_progress)
     # If no model can be loaded later, free memory is not allocated.
@@ -145,7 +146,7 @@ def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress
     for entry, model, lane in zip(deployment.entries, prepared, lanes, strict=True):
         on_progress(entry.name, "bringing residents in")
         extent = Extent(entry.partition_offset - unused, entry.partition_bytes)
-        owner = memory.new_owner(entry.name)
+        owner = memory.new_owner(model.source.key)
         if memory.shared is not None:
             memory.add(owner, model, entry.plans, memory.bind_shared(model, entry.plans))
             continue

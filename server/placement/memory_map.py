@@ -1,7 +1,9 @@
 """Draws a deployment as a table: each model's bytes, its resident share, and its predicted times."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -9,19 +11,31 @@ from rich.table import Table
 
 from planner.errors import format_bytes
 from planner.sizing.deployment import ONE_REGION, Deployment, DeploymentEntry
+from server.ipc.model import ModelKey
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
 
 
-def draw(deployment: Deployment, weight_bytes: Mapping[str, int], lanes: Mapping[str, int]) -> str:
-    """Return the memory map as text. By model, `weight_bytes` includes host-side tables, `lanes` the lane."""
+@dataclass(frozen=True, slots=True)
+class PlacedRow:
+    """What the map shows of a model besides its deployment entry. `weight_bytes` includes host-side tables."""
+
+    model: ModelKey
+    weight_bytes: int
+    lane: int
+
+
+def draw(deployment: Deployment, rows: Sequence[PlacedRow]) -> str:
+    """Return the memory map as text; `rows` are in the order of the entries. One of several versions has its number."""
     table = Table(box=SIMPLE_HEAD, title=_title(deployment), title_justify="left", title_style="bold")
     for name in (*_COLUMNS, *(["lane"] if deployment.lanes > 1 else [])):
         table.add_column(name, justify="left" if name in ("model", "") else "right")
-    for entry in deployment.entries:
-        row = _row(entry, weight_bytes[entry.name], shared=deployment.layout in ONE_REGION)
-        table.add_row(*row, *([str(lanes[entry.name])] if deployment.lanes > 1 else []))
+    versions = Counter(row.model.name for row in rows)
+    for entry, row in zip(deployment.entries, rows, strict=True):
+        name = row.model.name if versions[row.model.name] == 1 else f"{row.model.name} version {row.model.version}"
+        cells = _cells(entry, row.weight_bytes, shared=deployment.layout in ONE_REGION)
+        table.add_row(name, *cells, *([str(row.lane)] if deployment.lanes > 1 else []))
     table.add_section()
     for workspace in _workspaces(deployment):
         table.add_row(*workspace)
@@ -42,13 +56,12 @@ def _title(deployment: Deployment) -> str:
     return f"{deployment.layout} layout: {taken} of {memory} for {len(deployment.entries)} models"
 
 
-def _row(entry: DeploymentEntry, weight_bytes: int, shared: bool) -> list[str]:
+def _cells(entry: DeploymentEntry, weight_bytes: int, shared: bool) -> list[str]:
     share = entry.resident_bytes / entry.parameter_bytes if entry.parameter_bytes else 1.0
     filled = round(share * _BAR_CELLS)
     plan = entry.plans[min(entry.plans)].provenance
     times = ["", "", ""] if plan is None else [_ms(plan.latency_s), _ms(plan.bound_s), _ms(plan.resident_s)]
     return [
-        entry.name,
         format_bytes(entry.partition_offset),
         format_bytes(entry.partition_bytes),
         format_bytes(weight_bytes),
