@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
@@ -12,14 +12,14 @@ import msgspec
 from server.config.config import ServeConfig, cache_of
 from server.engine.compute_lanes import ComputeLanes
 from server.engine.execution import Servable
-from server.errors import ConfigError, RequestError, StartFailed
+from server.errors import ConfigError, RepositoryError, RequestError, StartFailed
 from server.ipc.catalog import ModelEntry, ModelState
 from server.ipc.execution import InferResult
 from server.ipc.messages import RestoredModel
-from server.ipc.model import DeviceUse, ModelFootprint
+from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
 from server.ipc.statistics import EngineReport, ModelCounters
 from server.models.registry import Registry
-from server.models.repository import ModelSource, Unloadable, scan, source_of
+from server.models.repository import Found, ModelSource, Unloadable, by_name, scan, versions_of
 from server.models.worker_process import MOST_AT_START, PREPARING, preparing_workers
 from server.placement.lifecycle import Lifecycle
 from server.placement.polling import Poller
@@ -43,11 +43,11 @@ class LoadedRepository(Protocol):
     """The result of a loader."""
 
     @property
-    def servables(self) -> Mapping[str, Servable]: ...
+    def servables(self) -> Mapping[ModelKey, Servable]: ...
     @property
-    def failures(self) -> Mapping[str, str]: ...
+    def failures(self) -> Mapping[ModelKey, str]: ...
     @property
-    def footprints(self) -> Mapping[str, ModelFootprint]: ...
+    def footprints(self) -> Mapping[ModelKey, ModelFootprint]: ...
     @property
     def memory_map(self) -> str: ...
     @property
@@ -56,7 +56,7 @@ class LoadedRepository(Protocol):
         ...
 
     @property
-    def placed_models(self) -> "Mapping[str, PlacedModel]": ...
+    def placed_models(self) -> "Mapping[ModelKey, PlacedModel]": ...
     def use(self) -> DeviceUse:
         """Return the use of the device's memory, and the busy time of its copy lanes. Any thread."""
         ...
@@ -137,8 +137,10 @@ class Engine:
         """
         self._lanes.start()
         config = self._config
-        found = scan(config.repository, may_be_empty=config.model_control != "none")
-        sources = self._register(found, restored)
+        found = by_name(scan(config.repository, may_be_empty=config.model_control != "none"))
+        self._refuse_unknown(found.keys())
+        chosen = self._wanted(found) if restored is None else self._restored(restored)
+        sources = self._register(found.keys(), [entry for versions in chosen.values() for entry in versions])
 
         def progress(model: str, stage: str) -> None:
             if self._stopping:
@@ -148,12 +150,12 @@ class Engine:
         loaded = await _in_daemon_thread(lambda: self._load(sources, config, progress))
         self._adopt(loaded, sources)
         if config.model_control == "poll":
-            poller = Poller(config.repository, self._lifecycle, self.registry, found)
+            poller = Poller(config.repository, self._lifecycle, self.registry, found | chosen)
             self._poller = asyncio.create_task(poller.run(config.poll_interval_s))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
         nothing = bool(sources) and not loaded.servables and config.model_control == "none"
         if nothing or (failed and config.exit_on_error):
-            reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in failed)
+            reasons = "; ".join(f"{_shown(entry)}: {entry.reason}" for entry in failed)
             which = "no model" if nothing else "not every model"
             raise StartFailed(f"{which} of {config.repository} could be loaded: {reasons}")
         self.started = True
@@ -173,7 +175,7 @@ class Engine:
     async def unload(self, model: str) -> None:
         await self._lifecycle.unload(model)
 
-    def count_rejection(self, model: str, reason: str, count: int = 1) -> None:
+    def count_rejection(self, model: ModelKey, reason: str, count: int = 1) -> None:
         """Count requests that the front end refused."""
         self.registry.count_rejection(model, reason, count)
 
@@ -184,13 +186,10 @@ class Engine:
 
     def report(self) -> EngineReport:
         models = {
-            entry.name: ModelCounters(
-                statistics,
-                self._lanes.pending(entry.name),
-                self._lanes.correction(entry.name),
-                dict(servable.captures),
+            key: ModelCounters(
+                statistics, self._lanes.pending(key), self._lanes.correction(key), dict(servable.captures)
             )
-            for entry, servable, statistics in self.registry.ready()
+            for key, servable, statistics in self.registry.ready()
         }
         use = DeviceUse() if self._loaded is None else self._loaded.use()
         busy_s = {**self._lanes.computed_s, **use.lane_busy_s}
@@ -212,46 +211,51 @@ class Engine:
             self._loaded = None
         return ended
 
-    def _register(
-        self, found: Sequence[ModelSource | Unloadable], restored: Sequence[RestoredModel] | None
-    ) -> list[ModelSource]:
-        """Publish the repository's models, and return those to load."""
-        self._refuse_unknown({model.name for model in found})
-        overrides = {} if restored is None else {model.name: model.config for model in restored}
-        sources = []
-        for model in found:
-            self.registry.absent(model.name)
-            if not (self._is_wanted(model.name) if restored is None else model.name in overrides):
-                continue
-            if isinstance(model, ModelSource):
-                source = self._overridden(model, overrides.get(model.name))
-                self.registry.loading(source.name, source.version, source.config, source.override)
-                sources.append(source)
-            else:
-                self.registry.failed(model.name, model.reason)
-        for name in overrides.keys() - {model.name for model in found}:
-            self.registry.failed(name, "it is in the repository no more")
-        return sources
+    def _wanted(self, found: Mapping[str, list[Found]]) -> dict[str, list[Found]]:
+        """Return the models to load at the first start."""
+        return {name: versions for name, versions in found.items() if self._is_wanted(name)}
 
-    def _overridden(self, source: ModelSource, override: bytes | None) -> ModelSource:
-        if override is None:
-            return source
-        return source_of(self._config.repository, source.name, ModelConfig.FromString(override)) or source
+    def _restored(self, restored: Sequence[RestoredModel]) -> dict[str, list[Found]]:
+        """Find the versions again that were served before, with the configurations that clients had sent."""
+        groups: dict[tuple[str, bytes | None], list[int]] = {}
+        for old in restored:
+            groups.setdefault((old.model.name, old.config), []).append(old.model.version)
+        found: list[Found] = []
+        for (name, config), numbers in groups.items():
+            override = None if config is None else ModelConfig.FromString(config)
+            try:
+                versions = versions_of(self._config.repository, name, override, numbers)
+                reason = "it is in the repository no more"
+            except RepositoryError as error:
+                versions, reason = [], str(error)
+            found += versions or [Unloadable(name, reason, number) for number in numbers]
+        return by_name(found)
+
+    def _register(self, names: Collection[str], chosen: Sequence[Found]) -> list[ModelSource]:
+        """Publish the repository's models, and return those to load."""
+        for name in names:
+            self.registry.absent(name)
+        sources = [entry for entry in chosen if isinstance(entry, ModelSource)]
+        for source in sources:
+            self.registry.loading(source)
+        for entry in chosen:
+            if isinstance(entry, Unloadable):
+                self.registry.failed(entry.name, entry.version, entry.reason)
+        return sources
 
     def _adopt(self, loaded: LoadedRepository, sources: Sequence[ModelSource]) -> None:
         self._loaded = loaded
         for source in sources:
-            name = source.name
-            if name in loaded.servables:
-                servable, footprint = loaded.servables[name], loaded.footprints.get(name)
-                statistics = self.registry.loaded(servable, footprint, override=source.override)
-                lane = 0 if footprint is None else footprint.lane
-                self._lanes.add(servable, statistics, source.policy, lane)
+            key = source.key
+            if key in loaded.servables:
+                servable, footprint = loaded.servables[key], loaded.footprints.get(key, ModelFootprint())
+                statistics = self.registry.loaded(servable, source, footprint)
+                self._lanes.add(servable, statistics, source.policy, footprint.lane)
             else:
-                self.registry.failed(name, loaded.failures.get(name, "the loader left it out"))
+                self.registry.failed(*key, loaded.failures.get(key, "the loader left it out"))
         for entry in self.registry:
             if entry.state is ModelState.UNAVAILABLE:
-                _log.warning("model not served", extra={"fields": {"model": entry.name, "reason": entry.reason}})
+                _log.warning("model not served", extra={"fields": {"model": _shown(entry), "reason": entry.reason}})
         if loaded.placement is not None:
             self._lifecycle.open(loaded.placement, loaded.placed_models)
 
@@ -260,11 +264,15 @@ class Engine:
         wanted = self._config.load_models
         return self._config.model_control != "explicit" or "*" in wanted or model in wanted
 
-    def _refuse_unknown(self, known: set[str]) -> None:
+    def _refuse_unknown(self, known: Collection[str]) -> None:
         for flag, names in (("--model-rate", self._config.model_rates), ("--load-model", self._config.load_models)):
             for name in names:
                 if name not in known and name != "*":
                     raise ConfigError(f"{flag}: there is no model '{name}' in {self._config.repository}")
+
+
+def _shown(entry: ModelEntry) -> str:
+    return entry.name if entry.version is None else f"{entry.name} version {entry.version}"
 
 
 async def _in_daemon_thread(function: Callable[[], _T]) -> _T:

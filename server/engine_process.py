@@ -123,16 +123,15 @@ class FrontendConnection:
         """Answer a request that was cancelled or has crashed: the front end keeps its memory until then."""
         del self._requests[message.id]
         if task.cancelled():
-            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model, "it was cancelled"))))
+            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model.name, "it was cancelled"))))
         elif (error := task.exception()) is not None:
             _log.error("a request has failed", exc_info=error)
-            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model, str(error)))))
+            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model.name, str(error)))))
 
     def _request(self, message: Infer) -> InferRequest:
         shared = self._shared
         return InferRequest(
             message.model,
-            message.version,
             {t.name: np.ndarray(t.shape, t.dtype, shared, t.offset) for t in message.inputs},
             message.batch,
             (),
@@ -161,7 +160,9 @@ class FrontendConnection:
             if array is None:
                 continue  # the front end reports missing outputs
             if offset + array.nbytes > end:
-                raise ExecutionFailed(message.model, f"output '{name}' is larger than the model's description says")
+                raise ExecutionFailed(
+                    message.model.name, f"output '{name}' is larger than the model's description says"
+                )
             np.ndarray(array.shape, array.dtype, self._shared, offset)[...] = array
             written.append(SharedTensor(name, array.dtype.str, array.shape, offset))
             offset += round_up(array.nbytes)
@@ -193,7 +194,6 @@ class EngineService:
         self._engine: Engine | None = None
         self._frontends: set[FrontendConnection] = set()
         self._supervisor: FrontendConnection | None = None
-        self._entries: dict[str, ModelEntry] = {}
         self._memory_map: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
@@ -252,7 +252,7 @@ class EngineService:
         self._frontends.add(frontend)
         frontend.beat()
         await asyncio.get_running_loop().connect_accepted_socket(lambda: frontend.channel, connection)
-        for entry in self._entries.values():
+        for entry in () if self._engine is None else self._engine.registry:
             frontend.channel.send(EntryChanged(entry))
         if self._memory_map is not None:
             frontend.channel.send(Started(self._memory_map))
@@ -285,7 +285,6 @@ class EngineService:
             self._send_all(Started(self._memory_map))
 
     def _publish(self, entry: ModelEntry) -> None:
-        self._entries[entry.name] = entry
         self._send_all(EntryChanged(entry))
 
     def _send_all(self, message: object) -> None:

@@ -117,7 +117,10 @@ class ModelNotFound(RequestError):
 
     def __init__(self, model: str, version: int | None = None, reason: str | None = None) -> None:
         which = f"'{model}'" if version is None else f"'{model}' version {version}"
-        what = "is not found" if reason is None else f"has no available versions: {reason}"
+        what = "is not found"
+        if reason is not None:
+            state = "has no available versions" if version is None else "is not at ready state"
+            what = f"{state}: {reason}"
         super().__init__(f"Request for unknown model: {which} {what}")
 
 
@@ -242,7 +245,7 @@ class ControlOff(RequestError):
 
 
 class LoadFailed(RequestError):
-    """A model cannot be loaded; a version that was served before is still served."""
+    """A model cannot be loaded, or versions of it; what was served before is still served."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"load failed for model '{model}': {reason}")

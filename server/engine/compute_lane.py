@@ -17,6 +17,7 @@ from server.errors import (
     ShuttingDown,
 )
 from server.ipc.execution import InferResult
+from server.ipc.model import ModelKey
 from server.ipc.statistics import FailureReason, ModelStatistics
 from server.protocol.request import InferRequest
 from server.scheduling.policy import Policy
@@ -42,7 +43,7 @@ class ComputeLane:
         self._clock = clock
         self._device = DeviceThread(scheduler, self, clock, prefetch, lane)
         self._on_lost = on_lost
-        self._current: dict[str, int] = {}
+        self._current: dict[ModelKey, int] = {}
         """The generation of each model that new requests are for."""
         self._lost: str | None = None
         self._waiting: dict[Ticket, asyncio.Future[tuple[InferResult, float]]] = {}
@@ -71,30 +72,31 @@ class ComputeLane:
         """See `DeviceThread.executing`."""
         return self._device.executing
 
-    def pending(self, model: str) -> int:
+    def pending(self, model: ModelKey) -> int:
         """Return how many requests wait in this model's queue."""
         return self._scheduler.pending(model)
 
-    def correction(self, model: str) -> float:
+    def correction(self, model: ModelKey) -> float:
         """Return measured over predicted time of this model's executions; 1 if it is not loaded."""
         return self._scheduler.correction(model) if model in self._current else 1.0
 
     def add(self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None) -> None:
         """Serve a model, or replace the servable of its future requests."""
         info, seconds_by_batch = servable.info, servable.seconds_by_batch
+        model = info.key
         # No batching without predictions, nor where it changes answers.
         max_rows = info.max_batch_size if seconds_by_batch and not info.only_batches else 0
         with self._device.changed:
-            generation = self._scheduler.add(info.name, seconds_by_batch, policy, max_rows, servable.swap_timing)
-            self._current[info.name] = generation
-            self._device.models[info.name, generation] = LoadedModel(servable, statistics)
+            generation = self._scheduler.add(model, seconds_by_batch, policy, max_rows, servable.swap_timing)
+            self._current[model] = generation
+            self._device.models[model, generation] = LoadedModel(servable, statistics)
 
     def replan(self, servable: Servable) -> None:
         """Replace the predictions after a servable's plans have changed."""
         with self._device.changed:
-            self._scheduler.replan(servable.info.name, servable.seconds_by_batch, servable.swap_timing)
+            self._scheduler.replan(servable.info.key, servable.seconds_by_batch, servable.swap_timing)
 
-    def remove(self, model: str) -> None:
+    def remove(self, model: ModelKey) -> None:
         """Remove a model and refuse its waiting requests."""
         with self._device.changed:
             forgotten = self._scheduler.remove(model)
@@ -102,9 +104,9 @@ class ComputeLane:
         for key in [key for key in self._device.models if key[0] == model]:
             del self._device.models[key]
         for ticket in forgotten:
-            self._settle(ticket, ModelNotFound(model, reason="unloaded"))
+            self._settle(ticket, ModelNotFound(*model, reason="unloaded"))
 
-    def hold(self, model: str, held: bool) -> None:
+    def hold(self, model: ModelKey, held: bool) -> None:
         """Pause a model's dispatch while its memory changes, or resume it."""
         with self._device.changed:
             self._scheduler.hold(model, held)
@@ -170,7 +172,7 @@ class ComputeLane:
             self._device.changed.notify()
         await future
 
-    async def finish(self, model: str, timeout_s: float, older_only: bool = False) -> bool:
+    async def finish(self, model: ModelKey, timeout_s: float, older_only: bool = False) -> bool:
         """Wait until a model's requests are answered; False after a timeout.
 
         With `older_only`, only the requests for replaced servables; after a timeout the rest of these are refused.
@@ -188,11 +190,11 @@ class ComputeLane:
             del self._device.models[key]
         return True
 
-    def _drop_older(self, model: str) -> None:
+    def _drop_older(self, model: ModelKey) -> None:
         with self._device.changed:
             older = self._scheduler.drop_older(model)
         for ticket in older:
-            self.refused(ticket, ModelNotFound(model, ticket.request.version, "replaced"), "OTHER")
+            self.refused(ticket, ModelNotFound(*model, reason="replaced"), "OTHER")
 
     def refuse(self) -> None:
         """Refuse new requests from now on."""
@@ -274,7 +276,7 @@ class ComputeLane:
         self._count_failure(ticket.request.model, ticket.generation, reason, waited_s)
         self._settle(ticket, error)
 
-    def _count_failure(self, model: str, generation: int, reason: FailureReason, seconds: float) -> None:
+    def _count_failure(self, model: ModelKey, generation: int, reason: FailureReason, seconds: float) -> None:
         known = self._device.models.get((model, generation))
         if known is not None:
             known.statistics.failed(reason, seconds)
@@ -299,7 +301,7 @@ class ComputeLane:
 
     def refuse_late(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
-            self.refused(ticket, RequestTimedOut(ticket.request.model, ticket.timeout_s or 0.0), "REJECTED")
+            self.refused(ticket, RequestTimedOut(ticket.request.model.name, ticket.timeout_s or 0.0), "REJECTED")
 
     def device_lost(self, reason: str) -> None:
         """Refuse all requests and background work from now on."""

@@ -8,7 +8,7 @@ from typing import Any
 from server.engine.compute_lane import ComputeLane
 from server.engine.execution import Servable
 from server.ipc.execution import InferResult
-from server.ipc.model import lane_name
+from server.ipc.model import ModelKey, lane_name
 from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
 from server.scheduling.policy import Policy
@@ -31,7 +31,7 @@ class ComputeLanes:
             ComputeLane(Scheduler(queue_limit), clock, prefetch, lane, self._all_lost) for lane in range(count)
         ]
         self._on_lost = on_lost
-        self._lane_of: dict[str, ComputeLane] = {}
+        self._lane_of: dict[ModelKey, ComputeLane] = {}
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -59,32 +59,32 @@ class ComputeLanes:
         """When the oldest execution under way began and its prediction, in seconds; zeros if there is none."""
         return min((lane.executing for lane in self._lanes if lane.executing[0]), default=(0.0, 0.0))
 
-    def pending(self, model: str) -> int:
+    def pending(self, model: ModelKey) -> int:
         """Return how many requests wait in this model's queue."""
         return self._of(model).pending(model)
 
-    def correction(self, model: str) -> float:
+    def correction(self, model: ModelKey) -> float:
         """Return measured over predicted time of this model's executions; 1 if it is not loaded."""
         return self._of(model).correction(model)
 
     def add(
         self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None, lane: int = 0
     ) -> None:
-        """Serve a model on a lane, or replace the servable of its future requests. The lane of a model is fixed."""
+        """Serve a model on a lane, or replace the servable of its future requests. Its lane is fixed."""
         own = self._lanes[lane]
-        assert self._lane_of.setdefault(servable.info.name, own) is own
+        assert self._lane_of.setdefault(servable.info.key, own) is own
         own.add(servable, statistics, policy)
 
     def replan(self, servable: Servable) -> None:
         """Replace the predictions after a servable's plans have changed."""
-        self._of(servable.info.name).replan(servable)
+        self._of(servable.info.key).replan(servable)
 
-    def remove(self, model: str) -> None:
+    def remove(self, model: ModelKey) -> None:
         """Remove a model and refuse its waiting requests."""
         self._of(model).remove(model)
         self._lane_of.pop(model, None)
 
-    def hold(self, model: str, held: bool) -> None:
+    def hold(self, model: ModelKey, held: bool) -> None:
         """Pause a model's dispatch while its memory changes, or resume it."""
         self._of(model).hold(model, held)
 
@@ -96,7 +96,7 @@ class ComputeLanes:
         """Execute a request on its model's lane. See `ComputeLane.infer`."""
         return self._of(request.model).infer(request)
 
-    def finish(self, model: str, timeout_s: float, older_only: bool = False) -> Coroutine[Any, Any, bool]:
+    def finish(self, model: ModelKey, timeout_s: float, older_only: bool = False) -> Coroutine[Any, Any, bool]:
         """Wait until a model's requests are answered. See `ComputeLane.finish`."""
         return self._of(model).finish(model, timeout_s, older_only)
 
@@ -110,7 +110,7 @@ class ComputeLanes:
         """Refuse unanswered requests and end the threads; False if one is still busy after `timeout_s`."""
         return all(await asyncio.gather(*(lane.stop(timeout_s) for lane in self._lanes)))
 
-    def _of(self, model: str) -> ComputeLane:
+    def _of(self, model: ModelKey) -> ComputeLane:
         """Return a model's lane; for an unknown model the first lane, which raises ModelNotFound."""
         return self._lane_of.get(model, self._lanes[0])
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from server.engine.execution import Execution, Servable
 from server.errors import ExecutionFailed, InvalidRequest, RequestError
 from server.ipc.execution import DeviceSpan, ExecutionTiming, InferResult, OnSpans
-from server.ipc.model import Inputs
+from server.ipc.model import Inputs, ModelKey
 from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
 from server.scheduling.queues import Ticket
@@ -86,8 +86,8 @@ class DeviceThread:
         self.scheduler = scheduler
         self.background: deque[PendingWork] = deque()
         self.stopped = False
-        self.models: dict[tuple[str, int], LoadedModel] = {}
-        """By name and generation."""
+        self.models: dict[tuple[ModelKey, int], LoadedModel] = {}
+        """By key and generation."""
         self.prefetch = prefetch
         """Whether the next model's copies may begin during the execution before; read before each execution."""
         self.computed_s = 0.0
@@ -308,7 +308,8 @@ def _clock_shift_s() -> float:
 
 def _error_of(request: InferRequest, error: Exception) -> RequestError:
     """Return the client's error for one that is being handled, and log it unless it is the client's fault."""
+    name = request.model.name
     if isinstance(error.__cause__, IndexError) or _OUT_OF_RANGE.search(str(error)):
-        return InvalidRequest(f"an input of model '{request.model}' has an index that is out of range: {error}")
-    _log.exception("execution failed", extra={"fields": {"model": request.model, "request": request.id}})
-    return ExecutionFailed(request.model, f"{type(error).__name__}: {error}")
+        return InvalidRequest(f"an input of model '{name}' has an index that is out of range: {error}")
+    _log.exception("execution failed", extra={"fields": {**request.model.fields, "request": request.id}})
+    return ExecutionFailed(name, f"{type(error).__name__}: {error}")

@@ -1,6 +1,7 @@
 """The data plane: the protocol-independent operations of the server, which all ports share."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,8 +23,9 @@ from server.errors import (
 from server.frontend.engine_client import EngineClient
 from server.frontend.memory import Lease, RequestMemory
 from server.frontend.threads import call
-from server.ipc.catalog import ModelEntry, ModelState
-from server.ipc.model import Array, ModelInfo
+from server.ipc.catalog import ModelEntry
+from server.ipc.execution import InferResult
+from server.ipc.model import Array, ModelInfo, ModelKey
 from server.observe.machine import Machine
 from server.observe.metrics_page import metrics_page
 from server.observe.settings import LogSettings, TraceControl, log_changes
@@ -66,9 +68,9 @@ class DataPlane:
         self._shares_ports = config.frontends > 1
         self._client = client
         self._machine = machine
-        self._under_way: dict[str, int] = {}
+        self._under_way: dict[ModelKey, int] = {}
         """Unanswered requests by model."""
-        self._full: dict[str, float] = {}
+        self._full: dict[ModelKey, float] = {}
         """Models whose queue was full at the last answer, and the seconds after which to retry."""
         self._draining = False
         self._answered = asyncio.Event()
@@ -94,15 +96,20 @@ class DataPlane:
         if self._draining or self._client.unavailable:
             return False
         try:
-            return self._client.catalog.find(model, version).state is ModelState.READY
+            return self._client.catalog.find(model, version).is_ready
         except ModelNotFound:
             return False
 
     def describe(self, model: str, version: str | None = None) -> ModelInfo:
-        """Return a model's description. Raises ModelNotFound or ModelNotReady."""
-        if self._client.catalog.get(model) is None and (reason := self._client.unavailable) is not None:
+        """Return the description of a version, or of the highest READY one. Raises ModelNotFound or ModelNotReady."""
+        if not self._client.catalog.versions(model) and (reason := self._client.unavailable) is not None:
             raise ModelNotReady(model, reason)  # the engine has not read the repository yet
-        return self._client.catalog.find(model, version).require()
+        return self._client.catalog.require(model, version)
+
+    def metadata(self, model: str, version: str | None) -> dict[str, Any]:
+        """Return a model's metadata, with all versions that are READY. Raises as `describe` does."""
+        info = self.describe(model, version)
+        return descriptions.model_metadata(info, [entry.key.version for entry in self._client.catalog.ready(model)])
 
     def require_ready(self, model: str, version: str | None = None, request_id: str | None = None) -> ModelInfo:
         """Return a request's model, before its tensors are read.
@@ -113,27 +120,27 @@ class DataPlane:
         if self._draining:
             raise ShuttingDown
         info = self.describe(model, version)
-        most = 1 if model in self._full else self._queue_limit + max(info.max_batch_size, 1)
-        if self._under_way.get(model, 0) >= most:
-            self._client.count_rejection(model, "queue_full")
-            error = QueueFull.of_model(model, self._queue_limit, self._full.get(model, _RETRY_S))
+        most = 1 if info.key in self._full else self._queue_limit + max(info.max_batch_size, 1)
+        if self._under_way.get(info.key, 0) >= most:
+            self._client.count_rejection(info.key, "queue_full")
+            error = QueueFull.of_model(model, self._queue_limit, self._full.get(info.key, _RETRY_S))
             error.of_request(request_id)
             raise error
         return info
 
     def index(self, only_ready: bool) -> list[ModelEntry]:
-        return [entry for entry in self._client.catalog if entry.state is ModelState.READY or not only_ready]
+        return [entry for entry in self._client.catalog if entry.is_ready or not only_ready]
 
     async def config(self, model: str, version: str | None) -> ModelConfig:
+        info = self._client.catalog.require(model, version)
         entry = self._client.catalog.find(model, version)
-        info = entry.require()
-        report = (await self._client.report()).models.get(entry.name)
+        report = (await self._client.report()).models.get(info.key)
         given = None if entry.config is None else ModelConfig.FromString(entry.config)
         return config_of(info, given, None if report is None else report.captures, self._device)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
-        """Return the counters of one model or of all, as Triton's JSON. Raises ModelNotListed."""
-        entries = self._client.catalog.listed(model, version)
+        """Return the counters of all models, of one, or of one version, as Triton's JSON. Raises ModelNotListed."""
+        entries = self._client.catalog.ready(model, version)
         return descriptions.statistics(entries, (await self._client.report()).models)
 
     async def metrics(self) -> bytes:
@@ -151,17 +158,20 @@ class DataPlane:
         async with self._decoding:
             return await call(True, function, *args, **kwargs)
 
-    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResponse:
-        """Execute a request. Input arrays that are not in leased memory are copied there first.
+    async def infer(
+        self, request: InferRequest, info: ModelInfo, lease: Lease, version: str | None = None
+    ) -> InferResponse:
+        """Execute a request, for which the client named a `version` or none.
 
-        The response's arrays are valid until the lease is left. Raises RequestError, prefixed with the client's id.
+        Input arrays that are not in leased memory are copied there first. The response's arrays are valid until the
+        lease is left. Raises RequestError, prefixed with the client's id.
         """
         request = self.tracer.attach(request)
         model, full_s = request.model, None
         self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
             request = replace(request, inputs={n: _shared(a, lease) for n, a in request.inputs.items()})
-            result = await self._client.infer(request, info, lease)
+            result, info = await self._execute(request, info, lease, version)
             self.tracer.executed(result.timing)
             outputs = result.outputs
             classified = sum(outputs[o.tensor.name].nbytes for o in request.outputs if o.classes)
@@ -181,6 +191,26 @@ class DataPlane:
                 self._full.pop(model, None)
             else:
                 self._full[model] = full_s
+
+    async def _execute(
+        self, request: InferRequest, info: ModelInfo, lease: Lease, version: str | None
+    ) -> tuple[InferResult, ModelInfo]:
+        """Return a request's result, and the model that has executed it.
+
+        If the version was replaced after the request had come, one without a version goes to the present one.
+        """
+        arrived_s = time.monotonic()
+        try:
+            return await self._client.infer(request, info, lease), info
+        except ModelNotFound:
+            entry = self._client.catalog.get(*info.key)
+            if version is not None or entry is None or entry.wanted:
+                raise
+            present = self.describe(info.name)
+            if replace(present, version=info.version) != info:
+                raise
+        request = replace(request, model=present.key, arrived_s=arrived_s)
+        return await self._client.infer(request, present, lease), present
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
         """Load a model. Raises ControlOff, NotInRepository, LoadFailed, and Unsupported for files."""

@@ -5,7 +5,7 @@ from typing import Protocol
 from server.frontend.memory import Lease
 from server.ipc.catalog import Catalog
 from server.ipc.execution import InferResult
-from server.ipc.model import ModelInfo
+from server.ipc.model import ModelInfo, ModelKey
 from server.ipc.statistics import EngineReport
 from server.observe.settings import LogSettings
 from server.protocol.request import InferRequest
@@ -37,18 +37,18 @@ class EngineClient(Protocol):
         ...
 
     async def load(self, model: str, config: str | None) -> None:
-        """Load a model; `config`, a ModelConfig in JSON, replaces its config.pbtxt. See `Lifecycle.load`."""
+        """Load a model's versions; `config`, a ModelConfig in JSON, replaces its config.pbtxt. See `Lifecycle.load`."""
         ...
 
     async def unload(self, model: str) -> None:
-        """Unload a model. See `Lifecycle.unload`."""
+        """Unload all versions of a model. See `Lifecycle.unload`."""
         ...
 
     async def report(self) -> EngineReport:
         """Return the engine's counters; the last ones known while the engine is unavailable."""
         ...
 
-    def count_rejection(self, model: str, reason: str) -> None:
+    def count_rejection(self, model: ModelKey, reason: str) -> None:
         """Count a request that the front end refused."""
         ...
 

@@ -51,7 +51,7 @@ from server.ipc.messages import (
     UnloadModel,
     decode_to_frontend,
 )
-from server.ipc.model import ModelInfo
+from server.ipc.model import ModelInfo, ModelKey
 from server.ipc.shared_layout import MARK, round_up
 from server.ipc.statistics import EngineReport
 from server.observe.settings import LogSettings
@@ -125,13 +125,13 @@ class EngineConnection:
         self._gave_up: str | None = None
         """Why requests are refused instead of waiting for the next process."""
         self._closing = False
-        self._failed_models: set[str] = set()
+        self._failed_models: set[ModelKey] = set()
         """Models that hung twice, and were not loaded again."""
         self._next_id = 0
         self._pending: dict[int, _Pending] = {}
         self._operations: dict[int, asyncio.Future[EngineReport | None]] = {}
         self._traced: dict[int, OnSpans] = {}
-        self._rejections: Counter[tuple[str, str]] = Counter()
+        self._rejections: Counter[tuple[ModelKey, str]] = Counter()
         """Not sent yet, by model and reason: the engine has other things to do under overload."""
         self._last_report = EngineReport()
         self._reporting = asyncio.Lock()
@@ -204,7 +204,7 @@ class EngineConnection:
             pending.sent = False
             pending.mark[0] = (0.0, 0.0)
             if pending.deaths >= DEATHS_PER_REQUEST:
-                self._fail(id_, EngineFailed(pending.message.model, reason))
+                self._fail(id_, EngineFailed(pending.message.model.name, reason))
             if pending.hangs >= DEATHS_PER_REQUEST:
                 self._fail_model(pending.message.model, reason)
 
@@ -219,7 +219,7 @@ class EngineConnection:
         now_s = self._clock()
         for id_, pending in list(self._pending.items()):
             if not pending.sent and now_s > pending.deadline_s:
-                self._fail(id_, RequestTimedOut(pending.message.model, pending.message.timeout_s or 0.0))
+                self._fail(id_, RequestTimedOut(pending.message.model.name, pending.message.timeout_s or 0.0))
 
     def stuck(self, watchdog_s: float) -> str | None:
         """Return why the engine must be considered hung, or None.
@@ -235,7 +235,7 @@ class EngineConnection:
             limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * pending.predicted_s)
             if started_s > 0 and now_s - started_s > limit_s:
                 pending.is_hung = not stalled  # a process that does nothing at all may have been stopped
-                return f"an execution of model '{pending.message.model}' takes longer than {limit_s:.3g} s"
+                return f"an execution of model '{pending.message.model.name}' takes longer than {limit_s:.3g} s"
         limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * predicted_s)
         if oldest_s > 0 and now_s - oldest_s > limit_s:
             return f"an execution takes longer than {limit_s:.3g} s"
@@ -296,7 +296,7 @@ class EngineConnection:
                 _log.debug("the engine did not report")
         return self._last_report
 
-    def count_rejection(self, model: str, reason: str) -> None:
+    def count_rejection(self, model: ModelKey, reason: str) -> None:
         if not self._started:
             return  # the counters of a process that is not there yet begin at zero
         if not self._rejections:
@@ -336,7 +336,6 @@ class EngineConnection:
         return Infer(
             id_,
             request.model,
-            request.version,
             inputs,
             request.batch,
             [tensor.name for tensor in wanted],
@@ -400,27 +399,24 @@ class EngineConnection:
 
     def _update(self, entry: ModelEntry) -> None:
         """Update a model's state. While a new process loads, models served before stay READY for clients."""
-        if entry.name in self._failed_models:
-            if entry.state is ModelState.ABSENT:
-                return
-            self._failed_models.discard(entry.name)
-        old = self.catalog.get(entry.name)
-        was_ready = old is not None and old.state is ModelState.READY
+        old = self.catalog.get(entry.name, entry.version)
         reloading = self._was_started and not self._started
-        if not (reloading and was_ready and entry.state in (ModelState.LOADING, ModelState.ABSENT)):
+        if not (reloading and old is not None and old.is_ready and entry.state is ModelState.LOADING):
             self.catalog.update(entry)
+        if entry.version is not None:
+            self._failed_models.discard(entry.key)
 
-    def _fail_model(self, model: str, reason: str) -> None:
-        """Serve a model no more, until a client loads it again."""
+    def _fail_model(self, model: ModelKey, reason: str) -> None:
+        """Serve a version of a model no more, until a client loads it again."""
         why = f"a request of it hung twice: {reason}; load the model again"
-        entry = self.catalog.get(model)
+        entry = self.catalog.get(*model)
         if entry is not None:
             failed = msgspec.structs.replace(entry, state=ModelState.UNAVAILABLE, reason=why, info=None)
             self.catalog.update(failed)
             self._failed_models.add(model)
         for id_, pending in list(self._pending.items()):
             if pending.message.model == model:
-                self._fail(id_, ModelNotFound(model, reason=why))
+                self._fail(id_, ModelNotFound(*model, reason=why))
 
     def _has_started(self, memory_map: str) -> None:
         self._started = self._was_started = True
@@ -449,10 +445,10 @@ class EngineConnection:
         self._pending.pop(id_).lease.release()
 
     def _restored(self) -> list[RestoredModel]:
-        """Return the models that a new process has to load."""
-        served: Iterable[ModelEntry] = (e for e in self.catalog if e.wanted and e.version is not None)
+        """Return the versions that a new process has to load."""
+        wanted: Iterable[ModelEntry] = (e for e in self.catalog if e.wanted and e.version is not None)
         return [
-            RestoredModel(entry.name, entry.config_override)
-            for entry in served
-            if entry.name not in self._failed_models
+            RestoredModel(entry.key, entry.config_override)
+            for entry in wanted
+            if entry.key not in self._failed_models
         ]

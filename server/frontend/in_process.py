@@ -5,7 +5,7 @@ from typing import Protocol
 from server.frontend.memory import Lease
 from server.ipc.catalog import Catalog
 from server.ipc.execution import InferResult
-from server.ipc.model import ModelInfo
+from server.ipc.model import ModelInfo, ModelKey
 from server.ipc.statistics import EngineReport
 from server.observe.settings import LogSettings
 from server.protocol.request import InferRequest
@@ -23,7 +23,7 @@ class LocalEngine(Protocol):
     async def load(self, model: str, config: str | None) -> None: ...
     async def unload(self, model: str) -> None: ...
     def report(self) -> EngineReport: ...
-    def count_rejection(self, model: str, reason: str) -> None: ...
+    def count_rejection(self, model: ModelKey, reason: str) -> None: ...
     async def stop(self) -> bool: ...
 
 
@@ -59,7 +59,7 @@ class InProcessEngine:
     async def report(self) -> EngineReport:
         return self._engine.report()
 
-    def count_rejection(self, model: str, reason: str) -> None:
+    def count_rejection(self, model: ModelKey, reason: str) -> None:
         self._engine.count_rejection(model, reason)
 
     def change_log(self, settings: LogSettings) -> None:

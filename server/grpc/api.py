@@ -51,8 +51,7 @@ class InferenceCalls:
         return _message(self._plane.server_metadata(), pb.ServerMetadataResponse())
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
-        info = self._plane.describe(*_which(request))
-        return _message(descriptions.model_metadata(info), pb.ModelMetadataResponse())
+        return _message(self._plane.metadata(*_which(request)), pb.ModelMetadataResponse())
 
     async def model_config(self, request: Any, context: Any) -> Any:
         return pb.ModelConfigResponse(config=await self._plane.config(*_which(request)))
@@ -190,13 +189,14 @@ class InferenceCalls:
             raise PayloadTooLarge(what, self._plane.max_json_bytes, SEND_LESS_JSON)
         typed = described > _QUICK_BYTES
         message = await self._plane.decode(typed or len(data) > _QUICK_TENSOR_BYTES, parse_request, data)
-        info = self._plane.require_ready(message.model_name, message.model_version or None, message.id)
+        version = message.model_version or None
+        info = self._plane.require_ready(message.model_name, version, message.id)
         with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
             slow = typed or self._plane.regions.slow
             request = await self._plane.decode(slow, decode_request, message, info, regions)
             if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
                 request = replace(request, timeout_s=left_s)
-            response = await self._plane.infer(request, info, lease)
+            response = await self._plane.infer(request, info, lease, version)
             large = sum(output.array.nbytes for output in response.outputs) > _QUICK_TENSOR_BYTES
             with errors_of(response.id):
                 message = await call(large, encode_response, response)

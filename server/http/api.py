@@ -12,7 +12,6 @@ from server.http.body import read_body
 from server.http.codec import EncodedResponse, decode_request, encode_response, parse_header_length
 from server.http.compression import chosen_encoding, compress
 from server.http.errors import error_response
-from server.protocol import descriptions
 from server.protocol.matching import errors_of
 from server.protocol.model_config import config_as_json
 from server.protocol.request import InferResponse
@@ -56,7 +55,7 @@ class InferenceApi:
         return json_response({"name": name, "ready": True})
 
     async def model_metadata(self, request: web.Request) -> web.Response:
-        return json_response(descriptions.model_metadata(self._plane.describe(*model_of(request))))
+        return json_response(self._plane.metadata(*model_of(request)))
 
     async def model_config(self, request: web.Request) -> web.Response:
         return json_response(config_as_json(await self._plane.config(*model_of(request))))
@@ -67,7 +66,8 @@ class InferenceApi:
 
     async def infer(self, request: web.Request) -> web.Response:
         """Check the head before reading the body; then read, decode, infer and encode."""
-        info = self._plane.require_ready(*model_of(request))
+        name, version = model_of(request)
+        info = self._plane.require_ready(name, version)
         header_length = parse_header_length(request.headers.get(HEADER_LENGTH))
         with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
             most_json, way_out = self._json_limit
@@ -78,7 +78,7 @@ class InferenceApi:
                 raise PayloadTooLarge(f"the request JSON of {json_bytes} bytes", most_json, way_out)
             slow = json_bytes > _QUICK_JSON_BYTES or self._plane.regions.slow
             decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
-            encoded = await _encode(await self._plane.infer(decoded, info, lease))
+            encoded = await _encode(await self._plane.infer(decoded, info, lease, version))
             return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -91,12 +91,13 @@ class InferenceApi:
         return web.Response(body=event, headers={hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8"})
 
     async def _generate(self, request: web.Request) -> bytes:
-        info = self._plane.require_ready(*model_of(request))
+        name, version = model_of(request)
+        info = self._plane.require_ready(name, version)
         with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
             body = await read_body(request, lease, *self._json_limit)
             slow = len(body) > _QUICK_JSON_BYTES
             decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
-            response = await self._plane.infer(decoded, info, lease)
+            response = await self._plane.infer(decoded, info, lease, version)
             return await call(_json_bytes(response) > _QUICK_JSON_BYTES, generate.encode_response, response)
 
 

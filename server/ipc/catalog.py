@@ -6,7 +6,7 @@ from enum import Enum
 import msgspec
 
 from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
-from server.ipc.model import ModelFootprint, ModelInfo
+from server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 
 _LARGEST_VERSION = 2**63 - 1
 
@@ -23,11 +23,11 @@ class ModelState(Enum):
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """One model. `info` is set while it is READY, `reason` otherwise."""
+    """A version of a model. `info` is set while it is READY, `reason` otherwise."""
 
     name: str
     version: int | None
-    """None if the repository has no version that can be loaded."""
+    """None for a model none of whose versions was requested or could be found."""
     state: ModelState
     reason: str = ""
     info: ModelInfo | None = None
@@ -39,64 +39,95 @@ class ModelEntry(msgspec.Struct, frozen=True):
     wanted: bool = True
     """Whether serving it was requested."""
 
-    def require(self) -> ModelInfo:
-        """Return the model's description. Raises ModelNotReady or ModelNotFound unless it is READY."""
-        if self.state is ModelState.LOADING:
-            raise ModelNotReady(self.name, self.reason or "it is still loading")
-        if self.info is None:
-            raise ModelNotFound(self.name, reason=self.reason or "it is not loaded")
-        return self.info
+    @property
+    def key(self) -> ModelKey:
+        """The version's key. The entry must have a version."""
+        assert self.version is not None
+        return ModelKey(self.name, self.version)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is ModelState.READY
 
 
 class Catalog:
-    """Entries by name. Belongs to one thread."""
+    """Entries by name and version. Belongs to one thread."""
 
     def __init__(self, strict_readiness: bool = True) -> None:
-        self._entries: dict[str, ModelEntry] = {}
+        self._models: dict[str, dict[int | None, ModelEntry]] = {}
         self._strict = strict_readiness
 
     def __iter__(self) -> Iterator[ModelEntry]:
-        return iter(self._entries.values())
+        for name in self._models:
+            yield from self.versions(name)
 
     def update(self, entry: ModelEntry) -> None:
-        self._entries[entry.name] = entry
+        """Add or replace an entry. One with a version takes the place of its model's entry without."""
+        versions = self._models.setdefault(entry.name, {})
+        if entry.state is ModelState.ABSENT and versions:
+            return
+        if entry.version is not None:
+            versions.pop(None, None)
+        versions[entry.version] = entry
 
-    def get(self, name: str) -> ModelEntry | None:
-        return self._entries.get(name)
+    def get(self, name: str, version: int | None) -> ModelEntry | None:
+        return self._models.get(name, {}).get(version)
+
+    def versions(self, name: str) -> list[ModelEntry]:
+        """Return a model's entries in any state, in the order of their versions."""
+        return sorted(self._models.get(name, {}).values(), key=lambda entry: entry.version or 0)
 
     def find(self, name: str, version: str | None = None) -> ModelEntry:
-        """Look up a model in any state. `version` None means the version that is served.
+        """Look up a version of a model in any state; without `version`, the highest one that is READY.
 
         Raises ModelNotFound, or InvalidRequest for a version that is no number.
         """
         number = None if version is None else _version(name, version)
-        entry = self._entries.get(name)
-        if entry is None or (number is not None and number != entry.version):
+        entries = [entry for entry in self.versions(name) if number is None or entry.version == number]
+        if not entries:
             raise ModelNotFound(name, number)
-        return entry
+        return max(
+            entries, key=lambda entry: (entry.is_ready, entry.state is ModelState.LOADING, entry.version or 0)
+        )
 
-    def listed(self, name: str | None = None, version: str | None = None) -> list[ModelEntry]:
-        """Return all READY entries, or the named one. Raises ModelNotListed if it is not READY."""
+    def require(self, name: str, version: str | None = None) -> ModelInfo:
+        """Return a model's description. Raises ModelNotReady, ModelNotFound or InvalidRequest: see `find`."""
+        entry = self.find(name, version)
+        if entry.state is ModelState.LOADING:
+            raise ModelNotReady(name, entry.reason or "it is still loading")
+        if entry.info is None:
+            raise ModelNotFound(
+                name, None if version is None else entry.version, entry.reason or "it is not loaded"
+            )
+        return entry.info
+
+    def ready(self, name: str | None = None, version: str | None = None) -> list[ModelEntry]:
+        """Return the READY entries, of all models or of one, or of one version. Raises ModelNotListed for none."""
         if name is None:
-            return [entry for entry in self if entry.state is ModelState.READY]
+            return [entry for entry in self if entry.is_ready]
         try:
-            entry = self.find(name, version)
+            entries = self.versions(name) if version is None else [self.find(name, version)]
         except ModelNotFound as error:
             raise ModelNotListed(name) from error
-        if entry.state is not ModelState.READY:
+        if not (found := [entry for entry in entries if entry.is_ready]):
             raise ModelNotListed(name)
-        return [entry]
+        return found
 
     def not_ready(self) -> str | None:
         """Return why the server is not ready, or None.
 
-        Every requested model must be READY; without strict readiness, one is enough once all have been tried.
+        Every requested model must have a READY version; without strict readiness, one model is enough once all have
+        been tried.
         """
-        loading = [entry.name for entry in self if entry.wanted and entry.state is ModelState.LOADING]
+        loading: list[str] = []
+        failed: list[str] = []
+        for name in self._models:
+            states = {entry.state for entry in self.versions(name) if entry.wanted}
+            if states and ModelState.READY not in states:
+                (loading if ModelState.LOADING in states else failed).append(name)
         if loading:
             return f"still loading: {', '.join(loading)}"
-        failed = [entry.name for entry in self if entry.wanted and entry.state is not ModelState.READY]
-        if failed and (self._strict or not any(entry.state is ModelState.READY for entry in self)):
+        if failed and (self._strict or not any(entry.is_ready for entry in self)):
             return f"not loaded: {', '.join(failed)}"
         return None
 

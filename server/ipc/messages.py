@@ -11,6 +11,7 @@ import msgspec
 from server.errors import WireError
 from server.ipc.catalog import ModelEntry
 from server.ipc.execution import DeviceSpan, ExecutionTiming
+from server.ipc.model import ModelKey
 from server.ipc.statistics import EngineReport
 
 
@@ -24,9 +25,9 @@ class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RestoredModel(msgspec.Struct, frozen=True):
-    """A model that was served when the engine died, with the configuration that a client had sent for it."""
+    """A version that was served when the engine died, with the configuration that a client had sent for it."""
 
-    name: str
+    model: ModelKey
     config: bytes | None
 
 
@@ -43,8 +44,7 @@ class Infer(msgspec.Struct, frozen=True, tag="infer"):
     """Execute a request. It is answered by `Inferred` or `Failed`, even after `Cancel`."""
 
     id: int
-    model: str
-    version: int
+    model: ModelKey
     inputs: list[SharedTensor]
     batch: int
     outputs: list[str]
@@ -82,7 +82,7 @@ class AskReport(msgspec.Struct, frozen=True, tag="report"):
 class CountRejection(msgspec.Struct, frozen=True, tag="rejected"):
     """A front end refused requests before the engine saw them."""
 
-    model: str
+    model: ModelKey
     reason: str
     count: int
 

@@ -1,7 +1,7 @@
 """The description of a model for the front end: tensors, footprint, captured graphs. Plain data for IPC."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -9,6 +9,18 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 Inputs = Mapping[str, Array]
 """A request's tensors by name."""
+
+
+class ModelKey(NamedTuple):
+    """A version of a model. Each has its own partition, programs, queue and statistics."""
+
+    name: str
+    version: int
+
+    @property
+    def fields(self) -> dict[str, str | int]:
+        """The fields of log lines."""
+        return {"model": self.name, "version": self.version}
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -35,6 +47,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     platform: str = "pytorch_pt2"
     only_batches: tuple[int, ...] = ()
     """The batch sizes that requests may have, if rows influence one another. Empty: all up to the largest."""
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.name, self.version)
 
     def wire_shape(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Return the shape that clients send and receive, with -1 for the batch dimension if there is one."""

@@ -12,7 +12,7 @@ import msgspec
 
 from server import errors
 from server.ipc.histogram import SECONDS, Histogram
-from server.ipc.model import DeviceUse, GraphCapture
+from server.ipc.model import DeviceUse, GraphCapture, ModelKey
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
 
@@ -76,7 +76,7 @@ def _seconds() -> Histogram:
 
 
 class ModelStatistics(msgspec.Struct):
-    """The counters of one model, since it was loaded into this engine."""
+    """The counters of one version of a model, since it was loaded into this engine."""
 
     answered: StageTimes = msgspec.field(default_factory=StageTimes)
     """Stage times of answered requests."""
@@ -173,7 +173,7 @@ class ModelCounters(msgspec.Struct):
 class EngineReport(msgspec.Struct):
     """The engine's counters at one moment."""
 
-    models: dict[str, ModelCounters] = {}
+    models: dict[ModelKey, ModelCounters] = {}
     device: DeviceUse = DeviceUse()
 
 

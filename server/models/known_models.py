@@ -1,16 +1,15 @@
 """A cache of recently opened models without their parameters, so that a model can be opened again at once."""
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from planner.plan import Plan
 from planner.profile import Profile
 from planner.sizing.deployment import Room
 from runtime.lowering.lower import Lowered
+from server.models.repository import FileState
 
 Plans = Mapping[int, Plan]
 
@@ -55,24 +54,6 @@ class LeastRecentlyUsed(Generic[K, V]):
 
     def _is_large(self) -> bool:
         return self._most_bytes is not None and sum(map(self._nbytes, self._values.values())) > self._most_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """Changes when a file is written or replaced."""
-
-    inode: int
-    nbytes: int
-    changed_ns: int
-
-    @staticmethod
-    def of(path: Path) -> "FileState | None":
-        """Read a file's state; None if there is no such file."""
-        try:
-            stat = os.stat(path)
-        except OSError:
-            return None
-        return FileState(stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from runtime.lowering.lower import Lowered, NotCached, lower
 from runtime.memory import HostStore
 from server.config.config import ServeConfig, cache_of
 from server.engine.servable import describe
-from server.models.known_models import FileState, KnownModel
+from server.models.known_models import KnownModel
 from server.models.options import options_of
-from server.models.repository import ModelSource
+from server.models.repository import FileState, ModelSource
 from server.models.worker_process import WorkerProcesses
 from server.protocol.config_fields import ignored_fields
 from server.protocol.model_config import ModelConfig, config_mismatch, config_names
@@ -69,7 +69,7 @@ def warn_of_ignored_config(source: ModelSource, device: str) -> None:
     """Log the fields of a model's configuration that have no effect, with the reasons."""
     ignored = {} if source.config is None else ignored_fields(source.config, device)
     if ignored:
-        _log.warning("fields of config.pbtxt have no effect", extra={"fields": {"model": source.name, **ignored}})
+        _log.warning("fields of config.pbtxt have no effect", extra={"fields": {**source.key.fields, **ignored}})
 
 
 def warn_of_interaction(lowered: Lowered) -> None:
@@ -141,7 +141,7 @@ def prepare(
     except BaseException:
         store.close()
         raise
-    return Prepared(source, KnownModel(lowered, profiles, weights), store, _rate(source.name, config))
+    return Prepared(source, KnownModel(lowered, profiles, weights), store, _rate(source, config))
 
 
 def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, backend: Backend) -> Prepared:
@@ -149,7 +149,7 @@ def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, b
     lowered = known.lowered
     _refuse_mismatch(source, lowered)
     store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
-    return Prepared(source, known, store, _rate(source.name, config))
+    return Prepared(source, known, store, _rate(source, config))
 
 
 def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
@@ -256,7 +256,8 @@ def _refuse_mismatch(source: ModelSource, lowered: Lowered) -> None:
         raise UnsupportedModel(reason)
 
 
-def _rate(name: str, config: ServeConfig) -> float:
-    """Return the expected requests per second; a model without a rate gets the mean of the others."""
+def _rate(source: ModelSource, config: ServeConfig) -> float:
+    """Return a version's expected requests per second; a model without a rate gets the mean of the others."""
     given = config.model_rates
-    return given.get(name, sum(given.values()) / len(given) if given else 1.0)
+    mean = sum(given.values()) / len(given) if given else 1.0
+    return given.get(source.name, mean) * source.rate_share

@@ -1,12 +1,16 @@
-"""A model repository in Triton's layout: `NAME/VERSION/model.pt2`, and an optional `NAME/config.pbtxt`."""
+"""A model repository in Triton's layout: `NAME/VERSION/model.pt2`, and an optional `NAME/config.pbtxt`.
+
+The `version_policy` of a configuration chooses the versions to serve: the latest ones, all, or the named ones.
+"""
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.errors import RepositoryError
+from server.ipc.model import ModelKey
 from server.protocol.config_fields import refuse_fields
 from server.protocol.model_config import ModelConfig, read_config
 from server.scheduling.policy import Policy
@@ -19,8 +23,26 @@ _MOST_LABEL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class FileState:
+    """Changes when a file is written or replaced."""
+
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @staticmethod
+    def of(path: Path) -> "FileState | None":
+        """Read a file's state; None if there is no such file."""
+        try:
+            stat = os.stat(path)
+        except OSError:
+            return None
+        return FileState(stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that may be loaded: its file, and its config.pbtxt if it has one."""
+    """A version of a model that may be loaded: its file, and the model's config.pbtxt if it has one."""
 
     name: str
     version: int
@@ -31,18 +53,38 @@ class ModelSource:
     """The serialized `config`, if a client sent it to replace config.pbtxt."""
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of classes by output."""
+    state: FileState | None = None
+    """The file's state when it was found."""
+    rate_share: float = field(default=1.0, compare=False)
+    """This version's part of the model's request rate, which its versions share equally."""
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.name, self.version)
+
+    def loads_as(self, other: "ModelSource") -> bool:
+        """Whether to load the other one instead would change nothing: file and configuration are the same."""
+        ours, theirs = ((s.path, s.state, s.labels, _without_version_policy(s.config)) for s in (self, other))
+        return ours == theirs
 
 
 @dataclass(frozen=True, slots=True)
 class Unloadable:
-    """A folder that is no valid model, and the reason."""
+    """A version that cannot be loaded, or with None a folder that is no valid model, and the reason."""
 
     name: str
     reason: str
+    version: int | None = None
 
 
-def scan(repository: Path, may_be_empty: bool = False) -> list[ModelSource | Unloadable]:
-    """Find the models in a repository, sorted by name. Raises RepositoryError if there are none."""
+Found = ModelSource | Unloadable
+
+
+def scan(repository: Path, may_be_empty: bool = False) -> list[Found]:
+    """Find the versions to serve in a repository, sorted by name and version.
+
+    Raises RepositoryError if there are no models.
+    """
     try:
         root = repository.resolve(strict=True)
         folders = sorted(entry for entry in root.iterdir() if not entry.name.startswith("."))
@@ -56,8 +98,19 @@ def scan(repository: Path, may_be_empty: bool = False) -> list[ModelSource | Unl
     return models
 
 
+def by_name(found: Iterable[Found]) -> dict[str, list[Found]]:
+    """Group versions by their model."""
+    models: dict[str, list[Found]] = {}
+    for entry in found:
+        models.setdefault(entry.name, []).append(entry)
+    return models
+
+
 def find(path: Path) -> ModelSource:
-    """Find the one model at a path: its folder, or the program itself. Raises RepositoryError."""
+    """Find the one model at a path: its folder, of which the highest version is taken, or the program itself.
+
+    Raises RepositoryError.
+    """
     if path.is_file():
         in_repository = _VERSION.fullmatch(path.parent.name) is not None
         name = path.resolve().parent.parent.name if in_repository else path.stem
@@ -66,7 +119,10 @@ def find(path: Path) -> ModelSource:
         raise RepositoryError(f"model {path} does not exist; give its folder or a .pt2 file")
     folder = path.resolve()
     try:
-        return _source(folder, folder.parent)
+        latest = _versions(folder, folder.parent)[-1]
+        if isinstance(latest, Unloadable):
+            raise RepositoryError(f"version {latest.version}: {latest.reason}")
+        return latest
     except RepositoryError as error:
         models = sorted(child.name for child in folder.iterdir() if any(child.glob(f"*/{_PROGRAM}")))
         if not models:
@@ -76,31 +132,35 @@ def find(path: Path) -> ModelSource:
         ) from error
 
 
-def source_of(repository: Path, name: str, override: ModelConfig | None = None) -> ModelSource | None:
-    """Find one model; None if there is no such folder. `override` replaces its config.pbtxt.
+def versions_of(
+    repository: Path, name: str, override: ModelConfig | None = None, exactly: Collection[int] | None = None
+) -> list[Found]:
+    """Find the versions of a model to serve; none if there is no such folder.
 
-    Raises RepositoryError.
+    `override` replaces its config.pbtxt, `exactly` the choice of its version policy. Raises RepositoryError.
     """
     if not _NAME.fullmatch(name):
-        return None
+        return []
     try:
         root = repository.resolve(strict=True)
         folder = root / name
-        return _source(folder, root, override) if folder.is_dir() else None
+        return _versions(folder, root, override, exactly) if folder.is_dir() else []
     except OSError as error:
         raise RepositoryError(f"model '{name}' of {repository} cannot be read: {error}") from error
 
 
-def _models(folders: Sequence[Path], root: Path) -> Iterator[ModelSource | Unloadable]:
+def _models(folders: Sequence[Path], root: Path) -> Iterator[Found]:
     for folder in folders:
         try:
             if folder.is_dir() or folder.is_symlink():
-                yield _source(folder, root)
+                yield from _versions(folder, root)
         except (RepositoryError, OSError) as error:
             yield Unloadable(os.fsencode(folder.name).decode(errors="backslashreplace"), str(error))
 
 
-def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> ModelSource:
+def _versions(
+    folder: Path, root: Path, override: ModelConfig | None = None, exactly: Collection[int] | None = None
+) -> list[Found]:
     if not _NAME.fullmatch(folder.name):
         raise RepositoryError(
             f"model name {folder.name!r} is not usable; take letters, digits, '_', '-' and '.', 255 at most"
@@ -115,14 +175,28 @@ def _source(folder: Path, root: Path, override: ModelConfig | None = None) -> Mo
         raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
     if config is not None:
         refuse_fields(config)
-    version = _served_version(versions, config)
-    path = folder / str(version) / ((config and config.default_model_filename) or _PROGRAM)
-    if path.parent.parent != folder or not (path.exists() or path.is_symlink()):
-        raise RepositoryError(f"version {version} has no file {path.name}")
+    wanted = _wanted(versions, config) if exactly is None else sorted(exactly)
     policy = policy_of(config) if config is not None else Policy()
     sent = None if override is None else bytes(override.SerializeToString())
     labels = {} if config is None else _labels(folder, root, config)
-    return ModelSource(folder.name, version, _regular(_confine(path, root)), config, policy, sent, labels)
+    found: list[Found] = []
+    for version in wanted:
+        try:
+            path = _program(folder / str(version), root, config)
+        except (RepositoryError, OSError) as error:
+            found.append(Unloadable(folder.name, str(error), version))
+        else:
+            state, share = FileState.of(path), 1 / len(wanted)
+            found.append(ModelSource(folder.name, version, path, config, policy, sent, labels, state, share))
+    return found
+
+
+def _program(folder: Path, root: Path, config: ModelConfig | None) -> Path:
+    """Return the program's file in a version's folder. Raises RepositoryError."""
+    path = folder / ((config and config.default_model_filename) or _PROGRAM)
+    if path.parent != folder or not (path.exists() or path.is_symlink()):
+        raise RepositoryError(f"it has no file {path.name}")
+    return _regular(_confine(path, root))
 
 
 def _labels(folder: Path, root: Path, config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -145,17 +219,28 @@ def _labels(folder: Path, root: Path, config: ModelConfig) -> dict[str, tuple[st
     return labels
 
 
-def _served_version(versions: Sequence[int], config: ModelConfig | None) -> int:
-    """Return the highest allowed version; one version of a model is served at a time."""
+def _wanted(versions: Sequence[int], config: ModelConfig | None) -> Sequence[int]:
+    """Return the versions that the version policy asks for. Raises RepositoryError if there is none."""
     if not versions:
         raise RepositoryError("it has no version folder; put the program at NAME/1/" + _PROGRAM)
-    if config is None or not config.version_policy.specific.versions:
-        return versions[-1]
-    wanted = sorted(set(config.version_policy.specific.versions))
-    allowed = [version for version in versions if version in wanted]
-    if not allowed:
-        raise RepositoryError(f"version_policy asks for {wanted}, the versions are {list(versions)}")
-    return allowed[-1]
+    choice = "latest" if config is None else config.version_policy.WhichOneof("policy_choice")
+    if config is None or choice in (None, "latest"):
+        return versions[-max(1, 0 if config is None else config.version_policy.latest.num_versions) :]
+    if choice == "all":
+        return versions
+    named = sorted(set(config.version_policy.specific.versions))
+    if not (wanted := [version for version in versions if version in named]):
+        raise RepositoryError(f"version_policy asks for {named}, the versions are {list(versions)}")
+    return wanted
+
+
+def _without_version_policy(config: ModelConfig | None) -> ModelConfig:
+    """Return what of a configuration concerns each version; an empty one is as good as none."""
+    own = ModelConfig()
+    if config is not None:
+        own.CopyFrom(config)
+        own.ClearField("version_policy")
+    return own
 
 
 def _regular(path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from server.ipc.catalog import ModelEntry, ModelState
+from server.ipc.catalog import ModelEntry
 from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from server.observe.machine import Machine
 from server.observe.model_metrics import View, families_of
@@ -13,9 +13,9 @@ def metrics_page(
     entries: Sequence[ModelEntry], report: EngineReport, machine: Machine | None, restarts: int, request_bytes: int
 ) -> bytes:
     """Write all metrics in Prometheus' text format. Any thread."""
-    ready = [entry for entry in entries if entry.state is ModelState.READY]
-    views = [View(e, report.models.get(e.name) or ModelCounters(ModelStatistics())) for e in ready]
-    states = {entry.name: entry.state is ModelState.READY for entry in entries if entry.wanted}
+    ready = [entry for entry in entries if entry.is_ready]
+    views = [View(e, report.models.get(e.key) or ModelCounters(ModelStatistics())) for e in ready]
+    wanted = [entry for entry in entries if entry.wanted]
     engine = Family(
         "cohabit_engine_restarts", "counter", "Times that the engine's process was started again", [({}, restarts)]
     )
@@ -26,4 +26,4 @@ def metrics_page(
         [({}, request_bytes)],
     )
     rest = () if machine is None else machine.families(report.device)
-    return written((*families_of(views, states), engine, requests, *rest))
+    return written((*families_of(views, wanted), engine, requests, *rest))

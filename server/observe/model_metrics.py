@@ -27,13 +27,13 @@ class _Metric:
     read: Read
 
 
-def families_of(views: Sequence[View], ready: Mapping[str, bool]) -> Iterator[Family]:
-    """Read every metric of these models, and the readiness of each requested model."""
+def families_of(views: Sequence[View], requested: Sequence[ModelEntry]) -> Iterator[Family]:
+    """Read every metric of these models, and the readiness of each requested one."""
     yield Family(
         "cohabit_model_ready",
         "gauge",
         "Whether a model that was asked for can be served",
-        [({"model": name}, float(is_ready)) for name, is_ready in ready.items()],
+        [(_identity(entry), float(entry.is_ready)) for entry in requested],
     )
     for metric in _METRICS:
         yield Family(metric.name, metric.kind, metric.help, _samples(metric, views))
@@ -41,9 +41,13 @@ def families_of(views: Sequence[View], ready: Mapping[str, bool]) -> Iterator[Fa
 
 def _samples(metric: _Metric, views: Iterable[View]) -> Iterator[Sample]:
     for view in views:
-        identity = {"model": view.entry.name, "version": str(view.entry.version)}
+        identity = _identity(view.entry)
         for labels, value in metric.read(view):
             yield {**identity, **labels}, value
+
+
+def _identity(entry: ModelEntry) -> dict[str, str]:
+    return {"model": entry.name, "version": "" if entry.version is None else str(entry.version)}
 
 
 def _one(name: str, kind: Kind, text: str, value: Callable[[View], Value]) -> _Metric:

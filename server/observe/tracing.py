@@ -45,10 +45,11 @@ class Tracer:
         trace = CURRENT.get()
         if trace is None:
             return request
-        trace.model, trace.request_id = request.model, request.id
-        if self._file is None or not self.control.wanted(request.model):
+        trace.model, trace.request_id = request.model.name, request.id
+        trace.fields["version"] = str(request.model.version)
+        if self._file is None or not self.control.wanted(trace.model):
             return request
-        file, frequency = self._file, self.control.settings(request.model).log_frequency
+        file, frequency = self._file, self.control.settings(trace.model).log_frequency
         trace.wanted = True
 
         def write(spans: Sequence[DeviceSpan]) -> None:

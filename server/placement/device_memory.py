@@ -11,7 +11,7 @@ from runtime.binding.program import Bases, Program
 from runtime.memory import DeviceArena
 from runtime.shared_region.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
-from server.ipc.model import DeviceUse, ModelFootprint, lane_name
+from server.ipc.model import DeviceUse, ModelFootprint, ModelKey, lane_name
 from server.models.known_models import Plans
 from server.models.prepared import Prepared, warn_of_interaction
 from server.placement.lane_choice import least_busy
@@ -26,7 +26,7 @@ class PlacedModel:
     """A model in its partition."""
 
     owner: str
-    """Its key in `Partitions`. Unique per version, because two versions of a model may be loaded at once."""
+    """Its key in `Partitions`. Unique per load, because a version may be loaded again while it is served."""
     prepared: Prepared
     plans: Plans
     servable: ProgramServable
@@ -36,8 +36,8 @@ class PlacedModel:
     """Whether all models share one region, and it has no partition."""
 
     @property
-    def name(self) -> str:
-        return self.prepared.source.name
+    def key(self) -> ModelKey:
+        return self.prepared.source.key
 
     @property
     def load(self) -> float:
@@ -95,10 +95,10 @@ class PartitionedMemory:
             sums[placed.lane] += placed.load
         return least_busy(sums)
 
-    def new_owner(self, name: str) -> str:
-        """Return a unique owner name for one version of a model."""
+    def new_owner(self, model: ModelKey) -> str:
+        """Return a unique owner name for one load of a version."""
         self._admitted += 1
-        return f"{name}#{self._admitted}"
+        return f"{model.name}:{model.version}#{self._admitted}"
 
     def rooms(self, workspaces: Sequence[int], without: str | None = None) -> list[Room]:
         """Return the largest free partition next to each of these workspaces that fits.

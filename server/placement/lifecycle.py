@@ -2,17 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from planner.errors import CohabitError
 from server.config.config import ServeConfig
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown, load_reason
+from server.ipc.model import ModelKey
 from server.models.prepared import warn_of_ignored_config
 from server.models.registry import Registry
-from server.models.repository import ModelSource, source_of
+from server.models.repository import Found, ModelSource, Unloadable, versions_of
 from server.models.worker_process import MOST_PREPARING
 from server.protocol.model_config import parse_config
 
@@ -32,13 +35,13 @@ class Lifecycle:
         self._lanes = lanes
         self._placement: ModelPlacement | None = None
         self._opened = asyncio.Event()
-        self._serving: dict[str, PlacedModel] = {}
+        self._serving: dict[ModelKey, PlacedModel] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._operations: set[asyncio.Task[None]] = set()
         self._preparing = ThreadPoolExecutor(MOST_PREPARING, thread_name_prefix="preparing")
         """Threads that wait for models to be prepared; loads that take long must not take those of others."""
 
-    def open(self, placement: "ModelPlacement", placed_models: Mapping[str, "PlacedModel"]) -> None:
+    def open(self, placement: "ModelPlacement", placed_models: Mapping[ModelKey, "PlacedModel"]) -> None:
         """Begin, with the models that were loaded at the start."""
         placement.open(self._lanes, self)
         self._placement = placement
@@ -46,7 +49,8 @@ class Lifecycle:
         self._opened.set()
 
     def is_serving(self, model: str) -> bool:
-        return model in self._serving
+        """Whether any version of a model is served."""
+        return any(key.name == model for key in self._serving)
 
     async def close(self) -> None:
         """Cancel pending operations; models stay as they are."""
@@ -58,21 +62,22 @@ class Lifecycle:
         await asyncio.gather(*self._operations, return_exceptions=True)
 
     async def load(self, model: str, config: str | None = None) -> None:
-        """Load a model's newest version; returns once it is served. The present version is served until then.
+        """Serve the versions of a model that its version policy asks for; returns once they are served.
 
-        `config` is a ModelConfig in JSON that replaces the model's config.pbtxt. Raises ControlOff unless the mode
-        is explicit, NotInRepository if the repository has nothing to load or a configuration cannot be read, or
-        LoadFailed; both have the reason, and the present version is still served.
+        Versions that are served and have not changed stay as they are; others are unloaded in the end. `config` is
+        a ModelConfig in JSON that replaces the model's config.pbtxt. Raises ControlOff unless the mode is explicit,
+        NotInRepository if the repository has nothing to load, or LoadFailed; both have the reason, and what was
+        served before is still served.
         """
         self._require_explicit()
         try:
             override = None if config is None else await asyncio.to_thread(parse_config, config)
-            source = await asyncio.to_thread(source_of, self._config.repository, model, override)
+            found = await asyncio.to_thread(versions_of, self._config.repository, model, override)
         except RepositoryError as error:
             raise NotInRepository(model, load_reason(model, error)) from error
-        if source is None:
+        if not found:
             raise NotInRepository(model)
-        await self.load_source(source)
+        await self.serve(model, found)
 
     async def unload(self, model: str) -> None:
         """Refuse new requests for a model, answer the present ones, and release its memory.
@@ -80,19 +85,16 @@ class Lifecycle:
         Does nothing for a model that is not loaded. Raises ControlOff unless the mode is explicit.
         """
         self._require_explicit()
-        await self.unload_model(model)
+        await self.serve(model, ())
 
-    async def load_source(self, source: ModelSource) -> None:
-        """Load a version of a model, which replaces the present one. Raises LoadFailed."""
-        await self._run_shielded(self._load_source(source))
+    async def serve(self, model: str, found: Sequence[Found]) -> None:
+        """Serve exactly these versions of a model, each of which has a number.
 
-    async def unload_model(self, model: str) -> None:
-        """Answer a model's requests, and release its memory."""
-        await self._run_shielded(self._unload_model(model))
-
-    async def _run_shielded(self, operation: Coroutine[None, None, None]) -> None:
-        """Run an operation to its end even if the client disconnects: models would be left half moved."""
-        task = asyncio.create_task(operation)
+        Raises LoadFailed, which names the versions that cannot be loaded; then no version is unloaded, unless its
+        memory was needed.
+        """
+        task = asyncio.create_task(self._serve(model, found))
+        # It ends even if the client disconnects: models would be left half moved.
         self._operations.add(task)
         task.add_done_callback(self._ended)
         await asyncio.shield(task)
@@ -102,75 +104,107 @@ class Lifecycle:
         if not operation.cancelled():
             operation.exception()  # retrieved, because it was logged and the client may have disconnected
 
-    async def _load_source(self, source: ModelSource) -> None:
+    async def _serve(self, model: str, found: Sequence[Found]) -> None:
         placement = await self._opened_placement()
-        async with self._lock(source.name):
-            if source.name not in self._serving:
-                self._registry.loading(source.name, source.version, source.config, source.override)
-            try:
-                await self._load(placement, source)
-            except (CohabitError, OSError) as error:
-                _log.warning("model not loaded", extra={"fields": {"model": source.name, "reason": str(error)}})
-                raise self._failed(source, load_reason(source.name, error)) from error
-            except Exception as error:
-                _log.exception("model not loaded", extra={"fields": {"model": source.name}})
-                raise self._failed(source, f"unexpected {type(error).__name__}: {error}") from error
-            except asyncio.CancelledError:
-                self._failed(source, "loading was cancelled")
-                raise
-
-    async def _unload_model(self, model: str) -> None:
-        placement = await self._opened_placement()
+        versions = {entry.version for entry in found if entry.version is not None}
         async with self._lock(model):
-            placed = self._serving.pop(model, None)
-            if placed is None:
-                self._registry.unwanted(model)
-                return
-            self._registry.unloading(model)
-            await placement.retire(placed, self._config.exit_timeout_s)
-            self._registry.unloaded(model)
-            _log.info("model unloaded", extra={"fields": {"model": model}})
+            surplus = [t for key, t in self._serving.items() if key.name == model and key.version not in versions]
+            sources = [entry for entry in found if isinstance(entry, ModelSource) and not self._keep(entry)]
+            for source in sources:
+                if source.key not in self._serving:
+                    self._registry.loading(source)
+            failures = [self._failed(entry, entry.reason) for entry in found if isinstance(entry, Unloadable)]
+            for source in reversed(sources):
+                reason = await self._try_load(placement, source, surplus)
+                if reason is not None:
+                    failures.append(self._failed(source, reason))
+            if failures:
+                raise LoadFailed(model, "; ".join(failures))
+            for placed in surplus:
+                if self._serving.get(placed.key) is placed:
+                    await self._retire(placement, placed)
+            self._registry.request_only(model, versions)
 
-    async def _load(self, placement: "ModelPlacement", source: ModelSource) -> None:
+    def _keep(self, source: ModelSource) -> bool:
+        """Leave a version as it is if its file and configuration have not changed; False if it must be loaded."""
+        present = self._serving.get(source.key)
+        if present is None or not present.prepared.source.loads_as(source):
+            return False
+        present.prepared = replace(present.prepared, source=source)
+        self._registry.configured(source)
+        return True
+
+    async def _try_load(
+        self, placement: "ModelPlacement", source: ModelSource, surplus: Sequence["PlacedModel"]
+    ) -> str | None:
+        """Load a version; returns why it cannot be loaded, or None. Its memory may be that of a surplus version."""
+        present = self._serving.get(source.key)
+        old = present or next((t for t in surplus if self._serving.get(t.key) is t), None)
+        try:
+            await self._load(placement, source, old)
+        except (CohabitError, OSError) as error:
+            return load_reason(source.name, error)
+        except Exception as error:
+            _log.exception("unexpected error of a load", extra={"fields": source.key.fields})
+            return f"unexpected {type(error).__name__}: {error}"
+        except asyncio.CancelledError:
+            self._failed(source, "loading was cancelled")
+            raise
+        return None
+
+    async def _load(self, placement: "ModelPlacement", source: ModelSource, old: "PlacedModel | None") -> None:
         loop = asyncio.get_running_loop()
         prepared = await loop.run_in_executor(self._preparing, placement.preparer.prepare, source)
-        old = self._serving.get(source.name)
         placed: PlacedModel | None = None
         try:
-            placed = await placement.place(prepared, old, self._stop_old)
+            placed = await placement.place(prepared, old, partial(self._make_way, source))
         finally:
             if placed is None:
                 prepared.store.close()
+            if old is not None and old.key != source.key and self._serving.get(old.key) is not old:
+                self._registry.unloaded(old.key)
         warn_of_ignored_config(source, self._config.device)
-        statistics = self._registry.loaded(placed.servable, placed.footprint, source.config, source.override)
+        statistics = self._registry.loaded(placed.servable, source, placed.footprint)
         self._lanes.add(placed.servable, statistics, source.policy, placed.lane)
-        self._serving[source.name] = placed
-        if old is not None and old.owner in placement.memory.placed_models:
-            await self._lanes.finish(source.name, self._config.exit_timeout_s, older_only=True)
+        self._serving[source.key] = placed
+        if old is not None and old.key == source.key and old.owner in placement.memory.placed_models:
+            await self._lanes.finish(source.key, self._config.exit_timeout_s, older_only=True)
             await placement.release(old)
-        _log.info("model loaded", extra={"fields": {"model": source.name, "version": source.version}})
+        _log.info("model loaded", extra={"fields": source.key.fields})
 
-    def _failed(self, source: ModelSource, reason: str) -> LoadFailed:
-        """Record a failed load, unless another version is still served; returns the error."""
-        if source.name not in self._serving:
-            self._registry.failed(source.name, reason, source.version)
-        return LoadFailed(source.name, f"version {source.version} is at UNAVAILABLE state: {reason}")
+    async def _retire(self, placement: "ModelPlacement", placed: "PlacedModel") -> None:
+        """Refuse new requests for a version, answer the present ones, and release its memory."""
+        del self._serving[placed.key]
+        self._registry.unloading(placed.key)
+        await placement.retire(placed, self._config.exit_timeout_s)
+        self._registry.unloaded(placed.key)
+        _log.info("model unloaded", extra={"fields": placed.key.fields})
 
-    async def _stop_old(self, old: "PlacedModel") -> None:
-        """Stop serving a version before its replacement is loaded, because memory has no room for both."""
-        source = old.prepared.source
-        self._registry.loading(source.name, source.version, source.config, source.override)
-        self._serving.pop(old.name, None)
-        await self._lanes.finish(old.name, self._config.exit_timeout_s)
+    def _failed(self, version: Found, reason: str) -> str:
+        """Record a failed load, unless the version is still served as it was; returns the error for clients."""
+        fields = {"model": version.name, "version": version.version, "reason": reason}
+        _log.warning("model not loaded", extra={"fields": fields})
+        if (version.name, version.version) not in self._serving:
+            self._registry.failed(version.name, version.version, reason)
+        return f"version {version.version} is at UNAVAILABLE state: {reason}"
+
+    async def _make_way(self, source: ModelSource, old: "PlacedModel") -> None:
+        """Stop serving what a version replaces before it is loaded, because memory has no room for both."""
+        if old.key == source.key:
+            self._registry.loading(source)
+        else:
+            self._registry.unloading(old.key)
+        self._serving.pop(old.key, None)
+        await self._lanes.finish(old.key, self._config.exit_timeout_s)
 
     def changed(self, placed: "PlacedModel") -> None:
-        if self._serving.get(placed.name) is placed:
-            self._registry.moved(placed.name, placed.footprint)
+        if self._serving.get(placed.key) is placed:
+            self._registry.moved(placed.key, placed.footprint)
 
     def lost(self, placed: "PlacedModel", reason: str) -> None:
-        if self._serving.get(placed.name) is placed:
-            del self._serving[placed.name]
-            self._registry.failed(placed.name, f"it could not be moved: {reason}")
+        if self._serving.get(placed.key) is placed:
+            del self._serving[placed.key]
+            self._registry.failed(*placed.key, f"it could not be moved: {reason}")
 
     async def _opened_placement(self) -> "ModelPlacement":
         if self._lanes.draining:

@@ -15,9 +15,9 @@ from runtime.shared_region.sharing import SHARINGS
 from server.config.config import ServeConfig, cache_of
 from server.engine.servable import ProgramServable
 from server.errors import load_reason
-from server.ipc.model import DeviceUse, ModelFootprint
+from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
 from server.models import planning
-from server.models.known_models import FileState, Plans
+from server.models.known_models import Plans
 from server.models.prepared import (
     OnProgress,
     Prepared,
@@ -27,11 +27,11 @@ from server.models.prepared import (
     warn_without_packing,
 )
 from server.models.preparer import ModelPreparer
-from server.models.repository import ModelSource
+from server.models.repository import FileState, ModelSource
 from server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
-from server.placement.memory_map import draw
+from server.placement.memory_map import PlacedRow, draw
 from server.placement.partitions import Extent
 from server.placement.placement import ModelPlacement
 
@@ -45,25 +45,26 @@ class Loaded:
     memory: PartitionedMemory
     deployment: Deployment
     placement: ModelPlacement | None = None
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[ModelKey, str] = field(default_factory=dict)
 
     @property
-    def placed_models(self) -> dict[str, PlacedModel]:
-        return {placed.name: placed for placed in self.memory.placed_models.values()}
+    def placed_models(self) -> dict[ModelKey, PlacedModel]:
+        """In the order of the deployment's entries."""
+        return {placed.key: placed for placed in self.memory.placed_models.values()}
 
     @property
-    def servables(self) -> dict[str, ProgramServable]:
-        return {name: placed.servable for name, placed in self.placed_models.items()}
+    def servables(self) -> dict[ModelKey, ProgramServable]:
+        return {key: placed.servable for key, placed in self.placed_models.items()}
 
     @property
-    def footprints(self) -> Mapping[str, ModelFootprint]:
-        return {name: placed.footprint for name, placed in self.placed_models.items()}
+    def footprints(self) -> Mapping[ModelKey, ModelFootprint]:
+        return {key: placed.footprint for key, placed in self.placed_models.items()}
 
     @property
     def memory_map(self) -> str:
-        weights = {name: placed.prepared.weight_bytes for name, placed in self.placed_models.items()}
-        lanes = {name: placed.lane for name, placed in self.placed_models.items()}
-        return draw(self.deployment, weights, lanes) if weights else ""
+        placed_models = self.placed_models.values()
+        rows = [PlacedRow(placed.key, placed.prepared.weight_bytes, placed.lane) for placed in placed_models]
+        return draw(self.deployment, rows) if rows else ""
 
     def use(self) -> DeviceUse:
         return self.memory.use()
@@ -114,8 +115,8 @@ def _prepared(
     backend: Backend,
     preparer: ModelPreparer,
     on_progress: OnProgress,
-) -> tuple[list[Prepared], dict[str, str]]:
-    """Return the models that could be prepared, in order, and why the others could not, by name."""
+) -> tuple[list[Prepared], dict[ModelKey, str]]:
+    """Return the models that could be prepared, in order, and why the others could not."""
     progress = _TimeLeft(sources)
 
     def one(source: ModelSource) -> Prepared | str:
@@ -129,7 +130,7 @@ def _prepared(
         except CohabitError as error:
             return load_reason(source.name, error)
         except Exception as error:
-            _log.exception("model failed to load", extra={"fields": {"model": source.name}})
+            _log.exception("model failed to load", extra={"fields": source.key.fields})
             return f"unexpected {type(error).__name__}: {error}"
         finally:
             progress.done(source)
@@ -141,7 +142,7 @@ def _prepared(
     else:
         results = [one(source) for source in sources]
     prepared = [result for result in results if isinstance(result, Prepared)]
-    failures = {s.name: result for s, result in zip(sources, results, strict=True) if isinstance(result, str)}
+    failures = {s.key: result for s, result in zip(sources, results, strict=True) if isinstance(result, str)}
     return prepared, failures
 
 
@@ -150,11 +151,11 @@ class _TimeLeft:
 
     def __init__(self, sources: Sequence[ModelSource]) -> None:
         self._start_s = time.monotonic()
-        self._all_bytes = {source.name: _file_bytes(source.path) for source in sources}
+        self._all_bytes = {source.key: _file_bytes(source.path) for source in sources}
         self._left_bytes = dict(self._all_bytes)
 
     def done(self, source: ModelSource) -> None:
-        del self._left_bytes[source.name]
+        del self._left_bytes[source.key]
 
     @property
     def left(self) -> str:
@@ -218,7 +219,7 @@ def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress
     for entry, model, lane in zip(deployment.entries, prepared, lanes, strict=True):
         on_progress(entry.name, "bringing residents in")
         extent = Extent(entry.partition_offset - unused, entry.partition_bytes)
-        owner = memory.new_owner(entry.name)
+        owner = memory.new_owner(model.source.key)
         if memory.shared is not None:
             memory.add(owner, model, entry.plans, memory.bind_shared(model, entry.plans))
             continue

@@ -1,9 +1,12 @@
 """Draws a deployment as a table: each model's bytes, its resident share, and its predicted times."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from planner.errors import format_bytes
 from planner.sizing.deployment import ONE_REGION, Deployment, DeploymentEntry
+from server.ipc.model import ModelKey
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
@@ -11,16 +14,27 @@ _TEXTS = ("model", "")
 """Columns that are aligned to the left."""
 
 
-def draw(deployment: Deployment, weight_bytes: Mapping[str, int], lanes: Mapping[str, int]) -> str:
-    """Return the memory map as text. By model, `weight_bytes` includes host-side tables, `lanes` the lane."""
+@dataclass(frozen=True, slots=True)
+class PlacedRow:
+    """What the map shows of a model besides its deployment entry. `weight_bytes` includes host-side tables."""
+
+    model: ModelKey
+    weight_bytes: int
+    lane: int
+
+
+def draw(deployment: Deployment, placed: Sequence[PlacedRow]) -> str:
+    """Return the memory map as text; `placed` is in the order of the entries. Several versions have their numbers."""
     several = deployment.lanes > 1
     columns = (*_COLUMNS, "lane") if several else _COLUMNS
+    versions = Counter(row.model.name for row in placed)
     rows = [
         [
-            *_row(entry, weight_bytes[entry.name], shared=deployment.layout in ONE_REGION),
-            *([str(lanes[entry.name])] if several else []),
+            row.model.name if versions[row.model.name] == 1 else f"{row.model.name} version {row.model.version}",
+            *_cells(entry, row.weight_bytes, shared=deployment.layout in ONE_REGION),
+            *([str(row.lane)] if several else []),
         ]
-        for entry in deployment.entries
+        for entry, row in zip(deployment.entries, placed, strict=True)
     ]
     workspaces = [[*row, *[""] * (len(columns) - len(row))] for row in _workspaces(deployment)]
     widths = [max(len(row[n]) for row in (columns, *rows, *workspaces)) for n in range(len(columns))]
@@ -51,13 +65,12 @@ def _title(deployment: Deployment) -> str:
     return f"{deployment.layout} layout: {taken} of {memory} for {len(deployment.entries)} models"
 
 
-def _row(entry: DeploymentEntry, weight_bytes: int, shared: bool) -> list[str]:
+def _cells(entry: DeploymentEntry, weight_bytes: int, shared: bool) -> list[str]:
     share = entry.resident_bytes / entry.parameter_bytes if entry.parameter_bytes else 1.0
     filled = round(share * _BAR_CELLS)
     plan = entry.plans[min(entry.plans)].provenance
     times = ["", "", ""] if plan is None else [_ms(plan.latency_s), _ms(plan.bound_s), _ms(plan.resident_s)]
     return [
-        entry.name,
         format_bytes(entry.partition_offset),
         format_bytes(entry.partition_bytes),
         format_bytes(weight_bytes),

@@ -23,7 +23,7 @@ from server.placement.partitions import Extent
 _log = logging.getLogger("cohabit.placement")
 
 StopOld = Callable[[PlacedModel], Awaitable[None]]
-"""Stops serving a model's old version, whose memory is needed for the new one."""
+"""Stops serving a placed model whose memory is needed for the one that replaces it."""
 
 
 class PlacementListener(Protocol):
@@ -55,7 +55,7 @@ class ModelPlacement:
         self._listener = listener
         placed_models = list(self.memory.placed_models.values())
         quick = [
-            placed.name for placed in placed_models if not self.preparer.is_best(placed.prepared, placed.plans)
+            placed.key.name for placed in placed_models if not self.preparer.is_best(placed.prepared, placed.plans)
         ]
         if quick:
             _log.info("quick plans are in use until better ones are found", extra={"fields": {"models": quick}})
@@ -86,12 +86,12 @@ class ModelPlacement:
 
     async def retire(self, placed: PlacedModel, timeout_s: float) -> None:
         """Wait for a model's requests, then release its memory. The caller refuses new requests."""
-        await self._lanes.finish(placed.name, timeout_s)
+        await self._lanes.finish(placed.key, timeout_s)
         async with self._places:
             await self._vacate(placed, forget=True)
 
     async def release(self, placed: PlacedModel) -> None:
-        """Release the memory of a replaced version whose requests are answered."""
+        """Release the memory of a replaced load whose requests are answered."""
         async with self._places:
             await self._vacate(placed, forget=False)
 
@@ -118,7 +118,7 @@ class ModelPlacement:
     async def _install(self, prepared: Prepared, room: Room, plans: Plans, lane: int) -> PlacedModel:
         """Allocate a room that is free, and load a model into it."""
         memory = self.memory
-        owner = memory.new_owner(prepared.source.name)
+        owner = memory.new_owner(prepared.source.key)
         grown = memory.partitions.grow_workspace(room.workspace_bytes)
         extent = memory.partitions.take(owner, room.partition_bytes)
         assert grown
@@ -142,7 +142,7 @@ class ModelPlacement:
         if placed.owner not in self.memory.placed_models:
             return
         if forget:
-            self._lanes.remove(placed.name)
+            self._lanes.remove(placed.key)
         await self._lanes[placed.lane].call_on_lane(
             lambda: self._release_programs(placed.lane, placed.servable.programs)
         )
@@ -249,7 +249,7 @@ class ModelPlacement:
         partitions = self.memory.partitions
         for step in steps:
             if isinstance(step, Vacate):
-                self._lanes.hold(placed_models[step.owner].name, True)
+                self._lanes.hold(placed_models[step.owner].key, True)
                 partitions.release(step.owner)
         await self._settle_lanes({placed_models[step.owner].lane for step in steps if isinstance(step, Vacate)})
         partitions.grow_workspace(workspace)
@@ -267,19 +267,19 @@ class ModelPlacement:
 
     async def _move(self, placed: PlacedModel, plans: Plans, programs: Programs) -> None:
         """Load a model's residents for new programs while its requests wait, then switch to these programs."""
-        self._lanes.hold(placed.name, True)
+        self._lanes.hold(placed.key, True)
         old = placed.servable.programs
         resident_load = self.memory.resident_load(programs, placed.lane, lambda: placed.servable.switch(programs))
         try:
             await self._lanes[placed.lane].perform(resident_load)
         except CohabitError as error:
-            self._lanes.remove(placed.name)
+            self._lanes.remove(placed.key)
             await self._release_later(placed.lane, programs, old)
             await self._remove(placed)
             self._listener.lost(placed, str(error))
             return
         self._switched(placed, plans)
-        self._lanes.hold(placed.name, False)
+        self._lanes.hold(placed.key, False)
         await self._release_later(placed.lane, old)
 
     async def _release_later(self, lane: int, *programs: Mapping[int, Program]) -> None:
@@ -318,7 +318,7 @@ class ModelPlacement:
         try:
             await self._improve_plans(placed)
         except CohabitError as error:
-            fields = {"model": placed.name, "reason": str(error)}
+            fields = {**placed.key.fields, "reason": str(error)}
             _log.warning("no better plan was found", extra={"fields": fields})
 
     async def _improve_plans(self, placed: PlacedModel) -> None:
@@ -348,4 +348,4 @@ class ModelPlacement:
                 self._switched(placed, plans)
             else:
                 await self._move(placed, plans, programs)
-        _log.info("better plans are in use", extra={"fields": {"model": placed.name}})
+        _log.info("better plans are in use", extra={"fields": placed.key.fields})

@@ -85,17 +85,9 @@ _FIELDS = (
         lambda value, device: value != "pytorch",
     ),
     _warned("runtime", "the server executes every model itself"),
-    _warned(
-        "version_policy.latest.num_versions",
-        "one version of a model is served at a time, the highest",
-        lambda value, device: value > 1,
-    ),
-    _warned("version_policy.all", "one version of a model is served at a time, the highest"),
-    _warned(
-        "version_policy.specific.versions",
-        "one version of a model is served at a time, the highest of these",
-        lambda value, device: len(value) > 1,
-    ),
+    _honoured("version_policy.latest.num_versions", "the highest ones, side by side; one without a policy"),
+    _honoured("version_policy.all", "every version, side by side"),
+    _honoured("version_policy.specific.versions", "those of them that have a folder, side by side"),
     _refused(
         "max_batch_size",
         "at most what the program takes; 0 leaves the limit to the program, a negative number is refused",

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from server.ipc.catalog import ModelEntry
-from server.ipc.model import ModelInfo, TensorSpec
+from server.ipc.model import ModelInfo, ModelKey, TensorSpec
 from server.ipc.statistics import ModelCounters, ModelStatistics, Total
 
 _EXTENSIONS = (
@@ -41,10 +41,10 @@ def server_metadata(name: str, extensions: Sequence[str]) -> dict[str, Any]:
     return {"name": name, "version": product_version(), "extensions": extensions}
 
 
-def model_metadata(info: ModelInfo) -> dict[str, Any]:
+def model_metadata(info: ModelInfo, versions: Iterable[int]) -> dict[str, Any]:
     return {
         "name": info.name,
-        "versions": [str(info.version)],
+        "versions": [str(version) for version in versions],
         "platform": info.platform,
         "inputs": [_tensor(info, tensor) for tensor in info.inputs],
         "outputs": [_tensor(info, tensor) for tensor in info.outputs],
@@ -63,12 +63,12 @@ def repository_index(entries: Iterable[ModelEntry]) -> list[dict[str, str]]:
     ]
 
 
-def statistics(entries: Iterable[ModelEntry], reports: Mapping[str, ModelCounters]) -> dict[str, Any]:
+def statistics(entries: Iterable[ModelEntry], reports: Mapping[ModelKey, ModelCounters]) -> dict[str, Any]:
     """Describe the models' counters; a model that the engine has not reported yet has counted nothing."""
     return {
         "model_stats": [
             _model_statistics(
-                e.name, str(e.version), r.statistics if (r := reports.get(e.name)) else ModelStatistics()
+                e.name, str(e.version), r.statistics if (r := reports.get(e.key)) else ModelStatistics()
             )
             for e in entries
         ]

@@ -7,7 +7,7 @@ import msgspec
 
 from server.errors import ExecutionFailed
 from server.ipc.execution import OnSpans
-from server.ipc.model import Array, ModelInfo, TensorSpec
+from server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
 from server.protocol.classification import classify
 from server.protocol.datatypes import BYTES
 from server.protocol.shared_memory import Window
@@ -35,8 +35,7 @@ class StartMark(Protocol):
 class InferRequest(msgspec.Struct, frozen=True, eq=False):
     """A request that fits its model. `outputs` are in the model's order."""
 
-    model: str
-    version: int
+    model: ModelKey
     inputs: Mapping[str, Array]
     batch: int
     outputs: tuple[RequestedOutput, ...]

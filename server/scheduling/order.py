@@ -6,6 +6,7 @@ Starvation is bounded: at most `BYPASSES` consecutive executions bypass the olde
 import math
 from collections.abc import Collection, Mapping
 
+from server.ipc.model import ModelKey
 from server.scheduling.batching import Batch, best_rate_batch
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduled_model import ScheduledModel
@@ -16,14 +17,14 @@ BYPASSES = 8
 class DispatchOrder:
     """Chooses among the models with waiting requests. `waiting` is shared with the scheduler, which updates it."""
 
-    def __init__(self, waiting: Mapping[str, ScheduledModel]) -> None:
+    def __init__(self, waiting: Mapping[ModelKey, ScheduledModel]) -> None:
         self._waiting = waiting
-        self._last: str | None = None
-        self._announced: str | None = None
+        self._last: ModelKey | None = None
+        self._announced: ModelKey | None = None
         self._bypassed: tuple[int, int] = (0, 0)
         """The number of the oldest request, and how many executions have bypassed it."""
 
-    def choose(self, now_s: float, overloaded: bool) -> tuple[str, Batch] | None:
+    def choose(self, now_s: float, overloaded: bool) -> tuple[ModelKey, Batch] | None:
         """Return the most urgent batch, or the oldest request's after `BYPASSES` bypasses, and its model.
 
         None if no batch may start. Under overload, the batch with the highest rate of answers is chosen.
@@ -32,26 +33,26 @@ class DispatchOrder:
         if not ready:
             return None
         if self._bypassed[1] >= BYPASSES:
-            name, oldest = _oldest(ready)
+            model, oldest = _oldest(ready)
             if oldest.number == self._bypassed[0]:
-                return name, self._waiting[name].batch(oldest, now_s)
-        name, known = ready[0]
+                return model, self._waiting[model].batch(oldest, now_s)
+        model, known = ready[0]
         if len(ready) > 1:
-            name, known = min(ready, key=lambda item: (self._urgency_s(*item), _first(item[1]).number))
+            model, known = min(ready, key=lambda item: (self._urgency_s(*item), _first(item[1]).number))
         batch = known.batch(_first(known), now_s)
         if overloaded and not known.policy.keeps_order:
             batch = best_rate_batch(known.queue, batch, known.estimate, known.max_rows, now_s)
-        return name, batch
+        return model, batch
 
     def wake_s(self, now_s: float) -> float:
         """Return when a batch that is held back may start; infinite if there is none."""
         return min((_kept_until_s(known, now_s) for known in self._waiting.values()), default=math.inf)
 
-    def announce(self, model: str) -> None:
+    def announce(self, model: ModelKey) -> None:
         """Record the model that is prefetched because it is probably next."""
         self._announced = model
 
-    def dispatched(self, model: str, batch: Batch) -> None:
+    def dispatched(self, model: ModelKey, batch: Batch) -> None:
         """Record that a batch was dispatched and has left its queue."""
         self._last, self._announced = model, None
         oldest = _oldest(self._waiting.items())[1].number if self._waiting else None
@@ -61,12 +62,12 @@ class DispatchOrder:
             count = self._bypassed[1] if self._bypassed[0] == oldest else 0
             self._bypassed = (oldest, count + 1)
 
-    def _urgency_s(self, name: str, known: ScheduledModel) -> float:
+    def _urgency_s(self, model: ModelKey, known: ScheduledModel) -> float:
         """Return when a model's next batch is due, adjusted by what its swaps save or cost now."""
         due_s = known.queue.due_s(known.max_rows)
-        if name == self._last:
+        if model == self._last:
             return due_s + known.swap_timing.recovery_s
-        return due_s - known.swap_timing.prefix_s if name == self._announced else due_s
+        return due_s - known.swap_timing.prefix_s if model == self._announced else due_s
 
 
 def _kept_until_s(known: ScheduledModel, now_s: float) -> float:
@@ -80,7 +81,7 @@ def _first(known: ScheduledModel) -> Ticket:
     return first
 
 
-def _oldest(waiting: Collection[tuple[str, ScheduledModel]]) -> tuple[str, Ticket]:
+def _oldest(waiting: Collection[tuple[ModelKey, ScheduledModel]]) -> tuple[ModelKey, Ticket]:
     """Return the oldest request of all models, and its model."""
-    oldest = [(name, ticket) for name, known in waiting if (ticket := known.queue.oldest()) is not None]
+    oldest = [(model, ticket) for model, known in waiting if (ticket := known.queue.oldest()) is not None]
     return min(oldest, key=lambda entry: entry[1].number)

@@ -20,7 +20,7 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
     number: int
     """Order of arrival over all models."""
     generation: int
-    """Which of the model's successive versions the request is for: the one that was loaded when it arrived."""
+    """Which load of its model the request is for: the one that was served when it arrived."""
     arrived_s: float
     deadline_s: float | None = None
     """When its answer must be ready; otherwise it is shed."""

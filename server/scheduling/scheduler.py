@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from server.errors import LevelFull, ModelNotFound, QueueFull, RequestTimedOut
+from server.ipc.model import ModelKey
 from server.protocol.request import InferRequest
 from server.scheduling.batching import Batch
 from server.scheduling.deadlines import Deadlines
@@ -31,7 +32,7 @@ recorded, the engine's and the front end's with the answer, and the client's. Al
 class Work(msgspec.Struct, frozen=True):
     """One dispatch: requests for one model that are executed together."""
 
-    model: str
+    model: ModelKey
     tickets: tuple[Ticket, ...]
     rows: int
     predicted_s: float = 0.0
@@ -43,8 +44,8 @@ class Scheduler:
 
     def __init__(self, queue_limit: int) -> None:
         self._queue_limit = queue_limit
-        self._models: dict[str, ScheduledModel] = {}
-        self._waiting: dict[str, ScheduledModel] = {}
+        self._models: dict[ModelKey, ScheduledModel] = {}
+        self._waiting: dict[ModelKey, ScheduledModel] = {}
         """The models that have waiting requests and are not held."""
         self._order = DispatchOrder(self._waiting)
         self._arrivals = 0
@@ -62,22 +63,22 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._live)
 
-    def pending(self, model: str) -> int:
+    def pending(self, model: ModelKey) -> int:
         return len(self._models[model].queue) if model in self._models else 0
 
-    def correction(self, model: str) -> float:
+    def correction(self, model: ModelKey) -> float:
         """Return measured over predicted time of a model's executions."""
         return self._models[model].estimate.correction
 
     def add(
         self,
-        model: str,
+        model: ModelKey,
         seconds_by_batch: Mapping[int, float] | None = None,
         policy: Policy | None = None,
         max_rows: int = 0,
         swap_timing: SwapTiming | None = None,
     ) -> int:
-        """Add a model, or replace it by another version; returns the generation of new tickets.
+        """Add a version of a model, or replace what serves it; returns the generation of new tickets.
 
         A batch has at most `max_rows` rows, and requests of one generation. With 0, requests are executed alone.
         """
@@ -90,13 +91,13 @@ class Scheduler:
         known.swap_timing = swap_timing or SwapTiming()
         return known.generation
 
-    def replan(self, model: str, seconds_by_batch: Mapping[int, float], swap_timing: SwapTiming) -> None:
+    def replan(self, model: ModelKey, seconds_by_batch: Mapping[int, float], swap_timing: SwapTiming) -> None:
         """Replace a model's predictions after its plans have changed."""
         known = self._models[model]
         known.estimate.replan(seconds_by_batch)
         known.swap_timing = swap_timing
 
-    def remove(self, model: str) -> list[Ticket]:
+    def remove(self, model: ModelKey) -> list[Ticket]:
         """Remove a model; returns its waiting requests."""
         forgotten = self._models.pop(model, None)
         self._waiting.pop(model, None)
@@ -105,15 +106,15 @@ class Scheduler:
             self._forget(ticket)
         return tickets
 
-    def drop_older(self, model: str) -> list[Ticket]:
-        """Remove and return the waiting requests for replaced versions of a model."""
+    def drop_older(self, model: ModelKey) -> list[Ticket]:
+        """Remove and return the waiting requests for older generations of a model."""
         known = self._models[model]
         older = [ticket for ticket in known.queue if ticket.generation != known.generation]
         for ticket in older:
             self.cancel(ticket)
         return older
 
-    def hold(self, model: str, held: bool) -> None:
+    def hold(self, model: ModelKey, held: bool) -> None:
         """Pause a model's dispatch while its memory changes, or resume it."""
         known = self._models[model]
         known.held = held
@@ -123,15 +124,15 @@ class Scheduler:
         """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it would be late."""
         known = self._models.get(request.model)
         if known is None:
-            raise ModelNotFound(request.model)
+            raise ModelNotFound(*request.model)
         ticket = self._ticket(request, known, now_s)
         self._require_room(known, ticket, now_s)
         if ticket.deadline_s is not None:
             needed_s = self._start_s(ticket, known, now_s) + self._needed_s(ticket, now_s) - now_s
             if now_s + needed_s > ticket.deadline_s:
                 self._overloaded_s = now_s
-                raise RequestTimedOut(request.model, ticket.timeout_s or 0.0, needed_s)
-        known.admission.enter(request.model, now_s, self._backlog_s)
+                raise RequestTimedOut(request.model.name, ticket.timeout_s or 0.0, needed_s)
+        known.admission.enter(request.model.name, now_s, self._backlog_s)
         self._arrivals += 1
         self._live.add(ticket)
         known.queue.push(ticket)
@@ -224,7 +225,7 @@ class Scheduler:
         for ticket in list(self._live):
             self.cancel(ticket)
 
-    def _update_waiting(self, model: str, known: ScheduledModel) -> None:
+    def _update_waiting(self, model: ModelKey, known: ScheduledModel) -> None:
         """Update whether a model has requests that may be dispatched."""
         if known.held or not known.queue:
             self._waiting.pop(model, None)
@@ -236,7 +237,7 @@ class Scheduler:
         self._live.remove(ticket)
         self._deadlines.forget(ticket)
 
-    def _choose(self, now_s: float) -> tuple[str, Batch] | None:
+    def _choose(self, now_s: float) -> tuple[ModelKey, Batch] | None:
         return self._order.choose(now_s, overloaded=now_s - self._overloaded_s < _OVERLOADED_S)
 
     def _ticket(self, request: InferRequest, known: ScheduledModel, now_s: float) -> Ticket:
@@ -304,9 +305,9 @@ class Scheduler:
         return running_s + sum(k.drain_estimate_s() for k in self._models.values())
 
     def _require_room(self, known: ScheduledModel, ticket: Ticket, now_s: float) -> None:
-        model = ticket.request.model
+        name = ticket.request.model.name
         limit = known.policy.of_level(ticket.level).limit
         if limit is not None and known.queue.waiting(ticket.level) >= limit:
-            raise LevelFull.of_model(model, limit, self._backlog_s(now_s))
+            raise LevelFull.of_model(name, limit, self._backlog_s(now_s))
         if len(known.queue) >= self._queue_limit:
-            raise QueueFull.of_model(model, self._queue_limit, self._backlog_s(now_s))
+            raise QueueFull.of_model(name, self._queue_limit, self._backlog_s(now_s))

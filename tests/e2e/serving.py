@@ -42,10 +42,10 @@ def eventually(condition: Callable[[], bool], patience_s: float = READY_S) -> No
         time.sleep(0.02)
 
 
-def infer(address: str, model: str, inputs: Arrays) -> dict[str, NDArray[Any]]:
+def infer(address: str, model: str, inputs: Arrays, version: str = "") -> dict[str, NDArray[Any]]:
     """Ask through the unchanged tritonclient, and return every output."""
     with triton.InferenceServerClient(address, network_timeout=READY_S) as client:
-        result = client.infer(model, [_tensor(name, array) for name, array in inputs.items()])
+        result = client.infer(model, [_tensor(name, array) for name, array in inputs.items()], version)
         return {output["name"]: result.as_numpy(output["name"]) for output in result.get_response()["outputs"]}
 
 
@@ -95,6 +95,7 @@ class Running:
     """Models and what was done for them while loading."""
     engine: Engine
     loop: asyncio.AbstractEventLoop
+    grpc_address: str | None = None
 
     def on_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the server's event loop."""
@@ -110,16 +111,14 @@ class Running:
 @contextmanager
 def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Iterator[Running]:
     """Serve a repository in this process. Raises what loading raises, such as InfeasibleBudget."""
-    config = ServeConfig(
-        repository,
-        parse_memory(memory),
-        http_port=0,
-        grpc_port=None,
-        metrics_port=0,
-        cache=cache,
-        exit_timeout_s=10.0,
-        **{"engine": "in-process"} | changes,
-    )
+    settings = {
+        "http_port": 0,
+        "grpc_port": None,
+        "metrics_port": 0,
+        "exit_timeout_s": 10.0,
+        "engine": "in-process",
+    }
+    config = ServeConfig(repository, parse_memory(memory), cache=cache, **(settings | changes))
     stages: list[tuple[str, str]] = []
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -143,7 +142,8 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
         on_loop(server.load(lambda *stage: stages.append(stage)))
         http_address, metrics_url = (url.removeprefix("http://") for url in (server.http_url, server.metrics_url))
         assert server._local is not None
-        yield Running(http_address, metrics_url.removesuffix("/metrics"), loaded[0], stages, server._local, loop)
+        metrics_address = metrics_url.removesuffix("/metrics")
+        yield Running(http_address, metrics_address, loaded[0], stages, server._local, loop, server.grpc_address)
     finally:
         stopped = on_loop(server.stop())
         on_loop(loop.shutdown_default_executor())

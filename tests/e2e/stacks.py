@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,8 +73,8 @@ def expected(seed: int) -> Array:
     return answer
 
 
-def answer(server: Running, name: str) -> Array:
-    (output,) = infer(server.address, name, {"x": X}).values()
+def answer(server: Running, name: str, version: str = "") -> Array:
+    (output,) = infer(server.address, name, {"x": X}, version).values()
     return output
 
 
@@ -95,8 +95,8 @@ def controlled(
 
 
 @contextmanager
-def under_load(server: Running, seeds: dict[str, int]) -> Iterator[list[str]]:
-    """Ask some models all the time; yields what went wrong."""
+def under_load(server: Running, seeds: Mapping[str, int]) -> Iterator[list[str]]:
+    """Ask some models, or versions such as `a/2`, all the time; yields what went wrong."""
     wrong: list[str] = []
     stop = threading.Event()
 
@@ -105,7 +105,7 @@ def under_load(server: Running, seeds: dict[str, int]) -> Iterator[list[str]]:
         while not stop.is_set() or asked == 0:
             asked += 1
             try:
-                if not is_answer_of(seed, answer(server, name)):
+                if not is_answer_of(seed, answer(server, *name.split("/"))):
                     wrong.append(f"{name} gave another answer")
             except InferenceServerException as error:
                 wrong.append(f"{name}: {error}")
@@ -124,4 +124,4 @@ def under_load(server: Running, seeds: dict[str, int]) -> Iterator[list[str]]:
 def held(server: Running) -> dict[str, int]:
     """Bytes of each model's partition."""
     memory = server.loaded.memory
-    return {t.name: memory.partitions.held[t.owner].nbytes for t in memory.placed_models.values()}
+    return {t.key.name: memory.partitions.held[t.owner].nbytes for t in memory.placed_models.values()}

@@ -91,7 +91,7 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
     (record,) = (r for r in caplog.records if "have no effect" in r.message)
     assert record.levelname == "WARNING"
     fields: dict[str, str] = record.fields  # type: ignore[attr-defined]
-    assert fields.keys() == {"model", "instance_group.count", "response_cache.enable"}
+    assert fields.keys() == {"model", "version", "instance_group.count", "response_cache.enable"}
     assert fields["model"] == "c"
 
 
@@ -155,7 +155,7 @@ def test_a_model_that_comes_back_runs_the_plans_that_were_found_for_it(
         assert len(found) == 1
         client.unload_model("b")
         client.load_model("b")
-        (placed,) = (t for t in server.loaded.memory.placed_models.values() if t.name == "b")
+        (placed,) = (t for t in server.loaded.memory.placed_models.values() if t.key.name == "b")
         assert all(program.plan is found[0][batch] for batch, program in placed.servable.programs.items())
 
 

@@ -26,7 +26,7 @@ def repository(stacks: Stacks, tmp_path: Path) -> Path:
 
 
 def lanes_of(server: Running) -> dict[str, int]:
-    return {placed.name: placed.lane for placed in server.loaded.placed_models.values()}
+    return {placed.key.name: placed.lane for placed in server.loaded.placed_models.values()}
 
 
 def byte_ranges(memory: PartitionedMemory) -> dict[str, set[tuple[int, int]]]:
@@ -35,7 +35,7 @@ def byte_ranges(memory: PartitionedMemory) -> dict[str, set[tuple[int, int]]]:
     for placed in memory.placed_models.values():
         programs: list[Program] = list(placed.servable.programs.values())
         steps = [step for program in programs for step in (*program.swap_ins, *program.residents)]
-        found[placed.name] = {(step.offset, step.offset + step.nbytes) for step in steps}
+        found[placed.key.name] = {(step.offset, step.offset + step.nbytes) for step in steps}
     return found
 
 
@@ -46,8 +46,8 @@ def assert_copies_stay_in_their_own_bytes(server: Running) -> None:
     for placed in memory.placed_models.values():
         own = memory.partitions.held[placed.owner]
         rooms = [(placed.lane * each, (placed.lane + 1) * each), (own.offset, own.end)]
-        for start, end in byte_ranges(memory)[placed.name]:
-            assert any(low <= start and end <= high for low, high in rooms), (placed.name, start, end)
+        for start, end in byte_ranges(memory)[placed.key.name]:
+            assert any(low <= start and end <= high for low, high in rooms), (placed.key.name, start, end)
     extents = [memory.partitions.workspaces, *memory.partitions.held.values()]
     assert not any(a.overlaps(b) for i, a in enumerate(extents) for b in extents[:i])
     assert extents[0].nbytes == LANES * each

@@ -79,9 +79,9 @@ def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iter
         yield Deployed(
             loaded.memory.arena,
             loaded.deployment,
-            {name: placed.prepared.lowered for name, placed in loaded.placed_models.items()},
-            loaded.servables,
-            {name: loaded.memory.partitions.held[placed.owner] for name, placed in loaded.placed_models.items()},
+            {key.name: placed.prepared.lowered for key, placed in loaded.placed_models.items()},
+            {key.name: servable for key, servable in loaded.servables.items()},
+            {k.name: loaded.memory.partitions.held[placed.owner] for k, placed in loaded.placed_models.items()},
         )
     finally:
         loaded.close()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from tritonclient.utils import InferenceServerException
 
+from server.ipc.model import ModelKey
 from tests.e2e.serving import Running, ask, eventually, infer, serving
 from tests.runtime import models
 from tests.runtime.mixing import Computed, Experts, Lookup
@@ -97,7 +98,7 @@ def infer_together(
     lanes = server.engine._lanes
 
     async def hold(held: bool) -> None:
-        lanes.hold(name, held)
+        lanes.hold(ModelKey(name, 1), held)
 
     def answer(x: NDArray[Any]) -> NDArray[Any] | InferenceServerException:
         try:
@@ -111,7 +112,9 @@ def infer_together(
         try:
             for x in requests:
                 answers.append(clients.submit(answer, x))
-                eventually(lambda: lanes.pending(name) + sum(a.done() for a in answers) == len(answers))
+                eventually(
+                    lambda: lanes.pending(ModelKey(name, 1)) + sum(a.done() for a in answers) == len(answers)
+                )
         finally:
             server.on_loop(hold(False))
         return [answer.result() for answer in answers]

@@ -25,7 +25,7 @@ REASONS = {
     "corrupt": r"record model/data/weights/weight_\d+ is damaged: Bad CRC-32",
     "empty": r"has no version folder",
     "garbage_config": r"config\.pbtxt is not a ModelConfig: 1:\d+",
-    "no_program": r"version 1 has no file model\.pt2",
+    "no_program": r"it has no file model\.pt2",
     "pickled": r"weight .+ is pickled, and pickles are never loaded",
     "truncated": r"not a \.pt2 archive, or a truncated one",
     "wrong_dims": r"config\.pbtxt says dims \[999\] for input 'frames', the program \[1024\]",

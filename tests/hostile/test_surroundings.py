@@ -25,6 +25,7 @@ from server.frontend.in_process import InProcessEngine
 from server.frontend.memory import RequestMemory
 from server.ipc.catalog import Catalog, ModelEntry, ModelState
 from server.ipc.messages import RestoredModel
+from server.ipc.model import ModelKey
 from server.models.repository import Unloadable, scan
 from server.protocol.request import InferRequest
 from server.protocol.shared_memory import Regions, SystemRequest, open_region
@@ -131,7 +132,7 @@ def test_a_region_whose_pages_cannot_be_had_is_the_clients(
     ],
 )
 def test_an_index_out_of_range_is_the_clients_fault(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    request = InferRequest("m", 1, {}, 1, ())
+    request = InferRequest(ModelKey("m", 1), {}, 1, ())
     assert isinstance(_error_of(request, RuntimeError(text)), InvalidRequest)
     assert caplog.records == []
     assert isinstance(_error_of(request, RuntimeError("a kernel failed")), ExecutionFailed)
@@ -159,9 +160,10 @@ def test_floods_of_one_fault_are_logged_in_part() -> None:
 def test_a_model_that_left_the_repository_fails_visibly_after_a_restart(tmp_path: Path) -> None:
     published: list[ModelEntry] = []
     engine = Engine(ServeConfig(tmp_path, FixedSize(1 << 20)), published.append)
-    assert engine._register([], [RestoredModel("gone", None)]) == []
-    (entry,) = published
-    assert (entry.name, entry.state) == ("gone", ModelState.UNAVAILABLE)
+    found = engine._restored([RestoredModel(ModelKey("gone", 2), None)])
+    assert engine._register(found.keys(), found["gone"]) == []
+    entry = published[-1]
+    assert (entry.key, entry.state) == (("gone", 2), ModelState.UNAVAILABLE)
     assert "in the repository no more" in entry.reason
 
 

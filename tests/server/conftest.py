@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 from server_fakes import FakeLoaded, Running, running, serving, standard_models
 
-from server.ipc.model import ModelFootprint
+from server.ipc.model import ModelFootprint, ModelKey
 
 
 @pytest.fixture(scope="session")
 def loaded() -> FakeLoaded:
     loaded = serving(*standard_models())
-    loaded.failures = {"damaged": "model.pt2 is truncated"}
-    loaded.footprints = {"adder": ModelFootprint(100, 400, 80, {1: 0.5, 2: 0.75}, {1: 0.5, 2: 0.6})}
+    loaded.failures = {ModelKey("damaged", 1): "model.pt2 is truncated"}
+    loaded.footprints = {ModelKey("adder", 3): ModelFootprint(100, 400, 80, {1: 0.5, 2: 0.75}, {1: 0.5, 2: 0.6})}
     return loaded
 
 

@@ -67,7 +67,9 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     doubler, slow = identity("double", "FP32"), identity("slow", "FP32")
     doubler.function = double
     slow.seconds_by_batch = {1: 1e3}
-    return serving(doubler, slow, adder())
+    negative = adder(version=2)
+    negative.function = lambda a, b: {"diff": b - a, "sum": -a - b}
+    return serving(doubler, slow, negative, adder())
 
 
 def make(config: ServeConfig, **options: Any) -> Engine:

@@ -17,13 +17,13 @@ from server.frontend.memory import Lease, RequestMemory
 from server.frontend.supervisor import Supervisor
 from server.ipc.catalog import Catalog
 from server.ipc.execution import InferResult
-from server.ipc.model import Array
+from server.ipc.model import Array, ModelInfo
 from server.protocol.request import InferRequest, RequestedOutput
 from tests.server import fake_engine
 from tests.server.server_fakes import adder, config, identity, serving, write_repository
 
 COMMAND = (sys.executable, "-m", "tests.server.fake_engine")
-MODELS = serving(identity("double", "FP32"), identity("slow", "FP32"), adder())
+MODELS = serving(identity("double", "FP32"), identity("slow", "FP32"), adder(version=2), adder())
 
 
 @dataclass
@@ -34,23 +34,28 @@ class FrontEnd:
     memory: RequestMemory
     supervisor: Supervisor | None
 
-    def request(self, lease: Lease, model: str, timeout_s: float | None = None, **arrays: Array) -> InferRequest:
-        info = self.client.catalog.find(model).require()
+    def request(
+        self, lease: Lease, info: ModelInfo, timeout_s: float | None = None, **arrays: Array
+    ) -> InferRequest:
         inputs = {}
         for name, array in arrays.items():
             inputs[name] = np.ndarray(array.shape, array.dtype, lease.allocate(array.nbytes))
             inputs[name][...] = array
         outputs = tuple(RequestedOutput(tensor, binary=True) for tensor in info.outputs)
         batch = len(next(iter(arrays.values())))
-        return InferRequest(model, info.version, inputs, batch, outputs, timeout_s=timeout_s)
+        return InferRequest(info.key, inputs, batch, outputs, timeout_s=timeout_s)
 
-    async def infer(self, model: str, timeout_s: float | None = None, **arrays: Array) -> dict[str, Array]:
-        return dict((await self.result(model, timeout_s, **arrays)).outputs)
+    async def infer(
+        self, model: str, timeout_s: float | None = None, version: str | None = None, **arrays: Array
+    ) -> dict[str, Array]:
+        return dict((await self.result(model, timeout_s, version, **arrays)).outputs)
 
-    async def result(self, model: str, timeout_s: float | None = None, **arrays: Array) -> InferResult:
-        info = self.client.catalog.find(model).require()
+    async def result(
+        self, model: str, timeout_s: float | None = None, version: str | None = None, **arrays: Array
+    ) -> InferResult:
+        info = self.client.catalog.require(model, version)
         with self.memory.lease() as lease:
-            result = await self.client.infer(self.request(lease, model, timeout_s, **arrays), info, lease)
+            result = await self.client.infer(self.request(lease, info, timeout_s, **arrays), info, lease)
             return InferResult({name: array.copy() for name, array in result.outputs.items()}, result.timing)
 
     async def all_released(self) -> None:

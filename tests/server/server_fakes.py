@@ -18,7 +18,7 @@ from server.config.sizes import FixedSize
 from server.engine.execution import Execution, Servable
 from server.engine_host import Engine
 from server.errors import InvalidRequest
-from server.ipc.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, TensorSpec
+from server.ipc.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, ModelKey, TensorSpec
 from server.scheduling.estimates import SwapTiming
 from server.serve import Server
 
@@ -82,9 +82,9 @@ def identity(name: str, datatype: str, shape: tuple[int, ...] = (4,), max_batch:
     return FakeServable(info, lambda x: {"y": np.array(x)})
 
 
-def adder() -> FakeServable:
+def adder(version: int = 3) -> FakeServable:
     pair = (("a", "FP32", (4,)), ("b", "FP32", (4,)))
-    info = ModelInfo("adder", 3, tensors(*pair), tensors(("sum", "FP32", (4,)), ("diff", "FP32", (4,))), 8)
+    info = ModelInfo("adder", version, tensors(*pair), tensors(("sum", "FP32", (4,)), ("diff", "FP32", (4,))), 8)
     return FakeServable(info, lambda a, b: {"diff": a - b, "sum": a + b})
 
 
@@ -127,12 +127,12 @@ def standard_models() -> list[FakeServable]:
 
 @dataclass
 class FakeLoaded:
-    servables: Mapping[str, Servable]
-    failures: Mapping[str, str] = field(default_factory=dict)
-    footprints: Mapping[str, ModelFootprint] = field(default_factory=dict)
+    servables: Mapping[ModelKey, Servable]
+    failures: Mapping[ModelKey, str] = field(default_factory=dict)
+    footprints: Mapping[ModelKey, ModelFootprint] = field(default_factory=dict)
     memory_map: str = ""
     placement: None = None
-    placed_models: Mapping[str, Any] = field(default_factory=dict)
+    placed_models: Mapping[ModelKey, Any] = field(default_factory=dict)
     closed: bool = False
 
     def use(self) -> DeviceUse:
@@ -156,13 +156,13 @@ def config(**changes: object) -> ServeConfig:
 
 
 def write_repository(folder: Path, loaded: FakeLoaded) -> None:
-    """Make the folders of a repository whose programs are empty files."""
-    versions = {name: servable.info.version for name, servable in loaded.servables.items()}
-    versions |= dict.fromkeys(loaded.failures, 1)
-    for name, version in versions.items():
-        program = folder / name / str(version) / "model.pt2"
+    """Make the folders of a repository all of whose versions are served; the programs are empty files."""
+    for key in (*loaded.servables, *loaded.failures):
+        program = folder / key.name / str(key.version) / "model.pt2"
         program.parent.mkdir(parents=True)
         program.touch()
+        if len(list((folder / key.name).iterdir())) == 2:
+            (folder / key.name / "config.pbtxt").write_text("version_policy { all { } }")
 
 
 @dataclass
@@ -233,4 +233,4 @@ def running(loaded: FakeLoaded, **changes: object) -> Iterator[Running]:
 
 
 def serving(*servables: FakeServable) -> FakeLoaded:
-    return FakeLoaded({s.info.name: s for s in servables})
+    return FakeLoaded({s.info.key: s for s in servables})

@@ -20,7 +20,7 @@ from server.errors import (
     ShuttingDown,
 )
 from server.ipc.execution import InferResult
-from server.ipc.model import Array
+from server.ipc.model import Array, ModelKey
 from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
 from server.scheduling.scheduler import Scheduler
@@ -30,7 +30,8 @@ FASTER = {1: 1.0, 2: 1.1, 4: 1.2}
 
 
 def request(model: str = "m", value: float = 0.0, batch: int = 1, timeout_s: float | None = None) -> InferRequest:
-    return InferRequest(model, 1, {"x": np.full((batch, 4), value, np.float32)}, batch, (), timeout_s=timeout_s)
+    inputs = {"x": np.full((batch, 4), value, np.float32)}
+    return InferRequest(ModelKey(model, 1), inputs, batch, (), timeout_s=timeout_s)
 
 
 def gated(name: str = "m") -> tuple[FakeServable, Gate]:
@@ -49,7 +50,7 @@ async def entered(gate: Gate) -> None:
 async def queued(lane: ComputeLane, model: str, count: int) -> None:
     """Let the requests that were made enter the queue, which must then have so many of a model."""
     await asyncio.sleep(0)
-    assert lane.pending(model) == count
+    assert lane.pending(ModelKey(model, 1)) == count
 
 
 @asynccontextmanager
@@ -145,7 +146,7 @@ async def test_the_start_of_an_execution_is_marked_with_its_prediction() -> None
             marks.append((now_s, predicted_s))
 
     async with lane_of(replace(identity("m", "FP32"), seconds_by_batch=FASTER)) as lane:
-        asked = InferRequest("m", 1, {"x": np.zeros((2, 4), np.float32)}, 2, (), start_mark=Mark())
+        asked = InferRequest(ModelKey("m", 1), {"x": np.zeros((2, 4), np.float32)}, 2, (), start_mark=Mark())
         timing = (await lane.infer(asked)).timing
     assert marks == [(timing.started_s, FASTER[2])]
 
@@ -210,7 +211,7 @@ async def test_requests_are_executed_by_the_version_that_they_came_for() -> None
         await queued(lane, "m", 1)
         lane.add(new, ModelStatistics())
         for_new = infer(lane, value=3.0)
-        finished = asyncio.create_task(lane.finish("m", 20.0, older_only=True))
+        finished = asyncio.create_task(lane.finish(ModelKey("m", 1), 20.0, older_only=True))
         await queued(lane, "m", 2)
         assert not finished.done()
         gate.open.set()
@@ -227,9 +228,9 @@ async def test_requests_that_still_wait_for_a_replaced_or_removed_model_are_refu
         await queued(lane, "m", 1)
         if event == "replaced":
             lane.add(identity("m", "FP32"), ModelStatistics())
-            assert not await lane.finish("m", 0.0, older_only=True)
+            assert not await lane.finish(ModelKey("m", 1), 0.0, older_only=True)
         else:
-            lane.remove("m")
+            lane.remove(ModelKey("m", 1))
             with pytest.raises(ModelNotFound):
                 await lane.infer(request())
         with pytest.raises(ModelNotFound, match=event):
@@ -241,11 +242,11 @@ async def test_requests_that_still_wait_for_a_replaced_or_removed_model_are_refu
 
 async def test_a_held_model_waits_while_the_others_are_served() -> None:
     async with lane_of(identity("m", "FP32"), identity("other", "FP32")) as lane:
-        lane.hold("m", True)
+        lane.hold(ModelKey("m", 1), True)
         kept = infer(lane)
         await lane.infer(request("other"))
         assert not kept.done()
-        lane.hold("m", False)
+        lane.hold(ModelKey("m", 1), False)
         await kept
 
 
@@ -273,13 +274,13 @@ async def test_failed_and_cancelled_requests_are_counted_once() -> None:
         lane.add(FakeServable(identity("m", "FP32").info, explode), statistics)
         with pytest.raises(ExecutionFailed, match="fire"):
             await lane.infer(request())
-        lane.hold("m", True)
+        lane.hold(ModelKey("m", 1), True)
         leaving = infer(lane)
         await queued(lane, "m", 1)
         leaving.cancel()
         await asyncio.wait({leaving})
         assert statistics.failures == {"REJECTED": 0, "CANCELED": 1, "BACKEND": 1, "OTHER": 0}
-        assert lane.pending("m") == 0
+        assert lane.pending(ModelKey("m", 1)) == 0
 
 
 async def test_stopping_refuses_chores_and_requests_alike() -> None:

@@ -16,7 +16,7 @@ from test_compute_lane import entered, gated, request
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import DeviceUnavailable, ExecutionFailed, ModelNotFound, ShuttingDown
 from server.ipc.execution import InferResult
-from server.ipc.model import Array, ModelFootprint
+from server.ipc.model import Array, ModelFootprint, ModelKey
 from server.ipc.statistics import ModelStatistics
 from server.models.prepared import threads_of
 from server.observe.spans import header_events
@@ -101,13 +101,13 @@ async def test_a_model_that_is_loaded_again_may_belong_to_another_lane() -> None
     servable = FakeServable(identity("m", "FP32").info, note)
     async with lanes_of({0: (servable,)}) as lanes:
         await lanes.infer(request("m"))
-        lanes.remove("m")
+        lanes.remove(ModelKey("m", 1))
         with pytest.raises(ModelNotFound):
             await lanes.infer(request("m"))
-        assert lanes.correction("m") == 1.0
+        assert lanes.correction(ModelKey("m", 1)) == 1.0
         lanes.add(servable, ModelStatistics(), lane=1)
         await lanes.infer(request("m"))
-        assert await lanes.finish("m", 10)
+        assert await lanes.finish(ModelKey("m", 1), 10)
         assert threads == [await lanes[lane].call_on_lane(threading.get_ident) for lane in range(2)]
 
 
@@ -131,7 +131,7 @@ async def test_requests_and_chores_wait_for_their_own_lane_only() -> None:
         waiting = asked(lanes, "queued")
         await asked(lanes, "other")
         thread = await lanes[1].call_on_lane(threading.get_ident)
-        assert lanes.pending("queued") == 1
+        assert lanes.pending(ModelKey("queued", 1)) == 1
         assert queued.calls == []
         gate.open.set()
         await asyncio.gather(first, waiting)
@@ -208,8 +208,8 @@ async def test_a_device_that_is_lost_is_lost_for_all_lanes() -> None:
 
 
 def test_a_server_with_two_lanes_serves_the_models_of_both() -> None:
-    footprints = {"a": ModelFootprint(lane=0), "b": ModelFootprint(lane=1)}
-    loaded = FakeLoaded({s.info.name: s for s in meeting("a", "b")}, footprints=footprints)
+    footprints = {ModelKey("a", 1): ModelFootprint(lane=0), ModelKey("b", 1): ModelFootprint(lane=1)}
+    loaded = FakeLoaded({s.info.key: s for s in meeting("a", "b")}, footprints=footprints)
     with running(loaded, compute_lanes=2) as server, ThreadPoolExecutor(2) as clients:
         answers = clients.map(lambda name: infer(server, name, {"inputs": [x()]}), "ab")
         assert [answer.status for answer in answers] == [200, 200]

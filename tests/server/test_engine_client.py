@@ -12,7 +12,7 @@ from server.errors import ControlOff, ExecutionFailed, InvalidRequest, ModelNotF
 from server.frontend.engine_connection import EngineConnection
 from server.ipc.catalog import ModelState
 from server.ipc.messages import AskReport, ToEngine
-from server.ipc.model import ModelInfo
+from server.ipc.model import ModelInfo, ModelKey
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
 
@@ -66,10 +66,10 @@ async def test_a_failed_request_fails_alone_and_with_the_models_words(
 
 
 async def test_a_model_that_is_not_there_is_an_error(front_end: FrontEnd) -> None:
-    info = front_end.client.catalog.find("double").require()
+    info = front_end.client.catalog.require("double")
     unknown = ModelInfo("unknown", 1, info.inputs, info.outputs, 8)
     with front_end.memory.lease() as lease:
-        request = replace(front_end.request(lease, "double", x=rows(1)), model="unknown")
+        request = replace(front_end.request(lease, info, x=rows(1)), model=unknown.key)
         with pytest.raises(ModelNotFound):
             await front_end.client.infer(request, unknown, lease)
 
@@ -91,7 +91,7 @@ async def test_a_cancelled_request_leaves_the_queue_and_gives_its_memory_back(fr
     fake_engine.open_gate()
     np.testing.assert_array_equal(await held, rows(fake_engine.HELD) * 2)
     report = await front_end.client.report()
-    assert report.models["double"].statistics.answered.count == 1
+    assert report.models["double", 1].statistics.answered.count == 1
 
 
 async def test_a_client_that_leaves_during_the_execution_gives_its_memory_back_at_its_end(
@@ -108,8 +108,8 @@ async def test_a_client_that_leaves_during_the_execution_gives_its_memory_back_a
 
 async def test_the_report_counts_requests_and_rejections(front_end: FrontEnd) -> None:
     await front_end.double(1, 2)
-    front_end.client.count_rejection("double", "queue_full")
-    statistics = (await front_end.client.report()).models["double"].statistics
+    front_end.client.count_rejection(ModelKey("double", 1), "queue_full")
+    statistics = (await front_end.client.report()).models["double", 1].statistics
     assert (statistics.answered.count, statistics.inference_count) == (1, 2)
     assert statistics.rejections["queue_full"] == 1
     assert statistics.batches[2].count == 1
@@ -146,7 +146,7 @@ async def test_reports_that_are_asked_for_together_are_fetched_together(
         client._send = noted  # type: ignore[method-assign]
         await front_end.double(1)
         reports = await asyncio.gather(*(client.report() for _ in range(100)))
-        assert {r.models["double"].statistics.inference_count for r in reports} == {1}
+        assert {r.models["double", 1].statistics.inference_count for r in reports} == {1}
         assert sum(isinstance(message, AskReport) for message in asked) == 1
         await front_end.double(1)
-        assert (await client.report()).models["double"].statistics.inference_count == 2
+        assert (await client.report()).models["double", 1].statistics.inference_count == 2

@@ -165,7 +165,7 @@ def test_prefetch_for_the_next_model_begins_before_this_models_compute_ends(benc
         assert gate.entered.wait(WAIT_S)
         for model in ("a", "b"):
             answers.append(clients.submit(infer, handle, model, BODY))
-            eventually(lambda model=model: handle.engine.report().models[model].pending == 1)  # type: ignore[misc]
+            eventually(lambda model=model: handle.engine.report().models[model, 1].pending == 1)  # type: ignore[misc]
         gate.open.set()
         assert [answer.result().status for answer in answers] == [200] * 3
         events = written(handle, bench, tmp_path / "t.json")

@@ -153,8 +153,8 @@ def test_the_device_the_models_and_the_machine_are_described(server: Running) ->
     computed_s = samples["cohabit_lane_busy_seconds", (("lane", "compute"),)]
     assert computed_s == server.engine.report().device.lane_busy_s["compute"]
     assert samples["cohabit_engine_restarts", ()] == 0
-    assert samples["cohabit_model_ready", (("model", "adder"),)] == 1
-    assert samples["cohabit_model_ready", (("model", "damaged"),)] == 0
+    assert samples["cohabit_model_ready", (("model", "adder"), ("version", "3"))] == 1
+    assert samples["cohabit_model_ready", (("model", "damaged"), ("version", "1"))] == 0
     assert 0 <= samples["nv_cpu_utilization", ()] <= 1
     assert 0 < samples["nv_cpu_memory_used_bytes", ()] < samples["nv_cpu_memory_total_bytes", ()]
 

@@ -13,7 +13,7 @@ from server_http import ask
 
 from runtime.errors import ArchiveError
 from runtime.lowering.archive import read
-from server.models.repository import ModelSource, Unloadable, scan, source_of
+from server.models.repository import ModelSource, Unloadable, scan, versions_of
 
 NAMES_THAT_LEAVE = ["..", ".", "../other", "/etc", "a/b", "a\\b", "", "-x", ".hidden", "a\x00b", "a\n", "x" * 256]
 
@@ -65,8 +65,8 @@ def test_a_model_folder_that_is_a_link_out_is_refused(repository: Path) -> None:
 
 def test_links_within_the_repository_are_followed(repository: Path) -> None:
     (repository / "m" / "2").symlink_to(repository / "m" / "1")
-    model = source_of(repository, "m")
-    assert model is not None
+    (model,) = versions_of(repository, "m")
+    assert isinstance(model, ModelSource)
     assert model.version == 2
     assert model.path.read_bytes() == b"inside"
 
@@ -101,7 +101,7 @@ def test_a_config_cannot_name_a_file_elsewhere(repository: Path) -> None:
 
 
 def test_names_that_leave_the_repository_name_no_model(repository: Path) -> None:
-    assert [name for name in NAMES_THAT_LEAVE if source_of(repository, name) is not None] == []
+    assert [name for name in NAMES_THAT_LEAVE if versions_of(repository, name)] == []
     with running(serving(identity("id", "FP32")), repository=repository, model_control="explicit") as own:
         for name in ("..%2Fsecret", "%2e%2e%2fsecret", "..%5Csecret", "%2Fetc", "a%00b"):
             for path in (f"/v2/models/{name}", f"/v2/models/{name}/config"):

@@ -13,7 +13,7 @@ from server_http import infer, x
 
 from server.cli import main
 from server.ipc.histogram import SECONDS, Histogram
-from server.ipc.model import ModelFootprint
+from server.ipc.model import ModelFootprint, ModelKey
 from server.observe.prometheus import Family, written
 from server.tools.remote import tables
 from server.tools.remote.client import RemoteServer
@@ -41,8 +41,8 @@ class Orders:
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loaded: FakeLoaded = serving(adder(), identity("id", "FP32"))
-    loaded.failures = {"damaged": "model.pt2 is [truncated]"}
-    loaded.footprints = {"adder": ModelFootprint(3 << 20, 400, 100, {1: 0.5}, {1: 0.4})}
+    loaded.failures = {ModelKey("damaged", 1): "model.pt2 is [truncated]"}
+    loaded.footprints = {ModelKey("adder", 3): ModelFootprint(3 << 20, 400, 100, {1: 0.5}, {1: 0.4})}
     with running(loaded, strict_readiness=False) as handle:
         assert infer(handle, "id", {"inputs": [x()]}).status == 200
         yield handle
@@ -166,7 +166,7 @@ def test_metrics_are_looked_for_beside_the_http_port(url: str, metrics: str) -> 
 def reading(**counters: float) -> Samples:
     labels = {"model": "m", "version": "2"}
     families = [Family(name, "counter", "", [(labels, value)]) for name, value in counters.items()]
-    return parse(written([Family("cohabit_model_ready", "gauge", "", [({"model": "m"}, 1.0)]), *families]).decode())
+    return parse(written([Family("cohabit_model_ready", "gauge", "", [(labels, 1.0)]), *families]).decode())
 
 
 def test_rates_are_growth_over_time() -> None:

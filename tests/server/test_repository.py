@@ -7,7 +7,7 @@ from google.protobuf import text_format
 
 from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
-from server.models.repository import ModelSource, Unloadable, scan
+from server.models.repository import FileState, ModelSource, Unloadable, scan, versions_of
 from server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of
 
 INFO = ModelInfo("m", 1, (TensorSpec("x", "FP32", (3, 4)),), (TensorSpec("y", "INT64", ()),), max_batch_size=8)
@@ -40,14 +40,46 @@ def config(text: str) -> ModelConfig:
 
 def test_highest_version_is_served_by_number(tmp_path: Path) -> None:
     add(tmp_path, "m", "2", "10", "9")
-    assert only(tmp_path) == ModelSource("m", 10, (tmp_path / "m" / "10" / "model.pt2").resolve())
+    path = (tmp_path / "m" / "10" / "model.pt2").resolve()
+    assert only(tmp_path) == ModelSource("m", 10, path, state=FileState.of(path))
 
 
-def test_policy_can_name_a_version(tmp_path: Path) -> None:
-    add(tmp_path, "m", "1", "2", "3", config="version_policy: { specific: { versions: [1, 2] } }")
-    model = only(tmp_path)
-    assert isinstance(model, ModelSource)
-    assert model.version == 2
+@pytest.mark.parametrize(
+    ("policy", "versions"),
+    [
+        ("", [10]),
+        ("version_policy { latest { } }", [10]),
+        ("version_policy { latest { num_versions: 2 } }", [9, 10]),
+        ("version_policy { latest { num_versions: 7 } }", [2, 9, 10]),
+        ("version_policy { all { } }", [2, 9, 10]),
+        ("version_policy { specific { versions: [9, 2, 4, 9] } }", [2, 9]),
+    ],
+)
+def test_the_policy_chooses_the_versions(tmp_path: Path, policy: str, versions: list[int]) -> None:
+    add(tmp_path, "m", "2", "10", "9", config=policy)
+    found = [model for model in scan(tmp_path) if isinstance(model, ModelSource)]
+    assert [(model.name, model.version) for model in found] == [("m", version) for version in versions]
+    assert sum(model.rate_share for model in found) == pytest.approx(1.0)
+    assert versions_of(tmp_path, "m") == found
+    assert [entry.version for entry in versions_of(tmp_path, "m", exactly={10, 2})] == [2, 10]
+
+
+def test_a_version_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    add(tmp_path, "m", "1", "3", config="version_policy { all { } }")
+    (tmp_path / "m" / "2").mkdir()
+    assert [type(entry) for entry in scan(tmp_path)] == [ModelSource, Unloadable, ModelSource]
+    assert scan(tmp_path)[1] == Unloadable("m", "it has no file model.pt2", 2)
+
+
+def test_a_version_is_the_same_until_its_file_or_the_configuration_changes(tmp_path: Path) -> None:
+    folder = add(tmp_path, "m", "1", config="max_batch_size: 4 output { name: 'y' label_filename: 'labels' }")
+    (folder / "labels").write_text("cat")
+    before = only(tmp_path)
+    assert only(tmp_path) == before
+    for path, text in (("1/model.pt2", "new"), ("labels", "dog"), ("config.pbtxt", "max_batch_size: 8")):
+        (folder / path).write_text(text)
+        assert only(tmp_path) != before
+        before = only(tmp_path)
 
 
 def test_policy_for_versions_that_are_not_there(tmp_path: Path) -> None:
@@ -92,7 +124,7 @@ def test_names_are_validated(tmp_path: Path, name: str) -> None:
 
 def test_folder_without_a_program(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
-    assert reason(tmp_path) == "version 1 has no file model.pt2"
+    assert only(tmp_path) == Unloadable("m", "it has no file model.pt2", 1)
 
 
 def test_folder_without_versions(tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ class Slow:
 
     @property
     def pending(self) -> int:
-        return self.server.engine.report().models["slow"].pending
+        return self.server.engine.report().models["slow", 1].pending
 
     @property
     def statistics(self) -> ModelStatistics:
-        return self.server.engine.report().models["slow"].statistics
+        return self.server.engine.report().models["slow", 1].statistics
 
 
 @contextmanager

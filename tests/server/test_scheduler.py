@@ -5,6 +5,7 @@ import random
 import pytest
 
 from server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
+from server.ipc.model import ModelKey
 from server.protocol.request import InferRequest
 from server.scheduling.estimates import SwapTiming
 from server.scheduling.order import BYPASSES
@@ -16,23 +17,27 @@ SWAP_BOUND = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}
 COMPUTE_BOUND = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
 
 
+def key(name: str) -> ModelKey:
+    return ModelKey(name, 1)
+
+
 def request(
     model: str = "m", timeout_s: float | None = None, batch: int = 1, priority: int | None = None
 ) -> InferRequest:
-    return InferRequest(model, 1, {}, batch, (), timeout_s=timeout_s, priority=priority)
+    return InferRequest(key(model), {}, batch, (), timeout_s=timeout_s, priority=priority)
 
 
 def scheduler_of(*models: str, queue_limit: int = 16, policy: Policy | None = None) -> Scheduler:
     scheduler = Scheduler(queue_limit)
     for model in models or ("m",):
-        scheduler.add(model, policy=policy)
+        scheduler.add(key(model), policy=policy)
     return scheduler
 
 
 def served(scheduler: Scheduler, now_s: float = 0.0) -> list[str]:
     models = []
     while (work := scheduler.next(now_s)) is not None:
-        models.append(work.model)
+        models.append(work.model.name)
         scheduler.finished(work, now_s, None)
     return models
 
@@ -58,7 +63,7 @@ def test_oldest_request_of_all_models_runs_first() -> None:
 @pytest.mark.parametrize("keeps_order", [False, True])
 def test_under_overload_a_request_is_passed_over_unless_the_model_preserves_the_order(keeps_order: bool) -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", SWAP_BOUND, policy=Policy(keeps_order=keeps_order), max_rows=8)
+    scheduler.add(key("m"), SWAP_BOUND, policy=Policy(keeps_order=keeps_order), max_rows=8)
     first = scheduler.submit(0.0, request(timeout_s=1.5))
     later = [scheduler.submit(0.0, request()) for _ in range(7)]
     with pytest.raises(RequestTimedOut):
@@ -71,15 +76,15 @@ def test_under_overload_a_request_is_passed_over_unless_the_model_preserves_the_
 
 def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
     scheduler = Scheduler(2)
-    scheduler.add("a", {1: 3.0})
-    scheduler.add("b", {1: 1.0})
+    scheduler.add(key("a"), {1: 3.0})
+    scheduler.add(key("b"), {1: 1.0})
     for _ in range(2):
         scheduler.submit(0.0, request("a"))
     with pytest.raises(QueueFull, match=r"Exceeds maximum queue size: 2 requests wait for model 'a'") as refusal:
         scheduler.submit(0.0, request("a"))
     assert refusal.value.retry_after_s == pytest.approx(6.0)
     scheduler.submit(0.0, request("b"))
-    assert (scheduler.pending("a"), scheduler.pending("b"), len(scheduler)) == (2, 1, 3)
+    assert (scheduler.pending(key("a")), scheduler.pending(key("b")), len(scheduler)) == (2, 1, 3)
     scheduler.next(0.0)
     scheduler.submit(0.0, request("a"))
 
@@ -90,7 +95,7 @@ def test_cancelled_request_never_runs_and_makes_room() -> None:
     assert scheduler.cancel(dropped)
     assert not scheduler.cancel(dropped)
     assert scheduler.cancel(scheduler.submit(0.0, request()))
-    assert scheduler.next(0.0) == Work("m", (kept,), 1)
+    assert scheduler.next(0.0) == Work(key("m"), (kept,), 1)
     assert not scheduler.cancel(kept)
     assert scheduler.next(0.0) is None
 
@@ -108,7 +113,7 @@ def test_clear_forgets_what_waited() -> None:
 
 def test_request_that_could_never_be_in_time_is_refused_on_arrival() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 2.0})
+    scheduler.add(key("m"), {1: 2.0})
     with pytest.raises(RequestTimedOut, match="cannot answer within 1000 ms"):
         scheduler.submit(0.0, request(timeout_s=1.0))
     assert len(scheduler) == 0
@@ -117,7 +122,7 @@ def test_request_that_could_never_be_in_time_is_refused_on_arrival() -> None:
 def test_request_that_what_is_ahead_makes_late_is_refused_on_arrival() -> None:
     scheduler = Scheduler(16)
     for model in "ab":
-        scheduler.add(model, {1: 1.0})
+        scheduler.add(key(model), {1: 1.0})
     scheduler.submit(0.0, request("a"))
     assert scheduler.next(0.0) is not None
     scheduler.submit(0.0, request("b"))
@@ -128,7 +133,7 @@ def test_request_that_what_is_ahead_makes_late_is_refused_on_arrival() -> None:
 
 def test_request_is_refused_when_it_becomes_hopeless_and_not_before() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0})
+    scheduler.add(key("m"), {1: 1.0})
     ticket = scheduler.submit(0.0, request(timeout_s=5.0))
     latest_s = scheduler.expiry_s()
     assert 3.5 < latest_s <= 4.0, "the predicted second must fit, with a margin"
@@ -139,13 +144,13 @@ def test_request_is_refused_when_it_becomes_hopeless_and_not_before() -> None:
 
 def test_work_that_begins_dooms_what_can_no_longer_follow_it() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("long", {1: 10.0})
-    scheduler.add("short", {1: 1.0})
+    scheduler.add(key("long"), {1: 10.0})
+    scheduler.add(key("short"), {1: 1.0})
     scheduler.submit(0.0, request("short", timeout_s=12.0))
     assert scheduler.next(0.0) is not None
     hasty = scheduler.submit(0.0, request("short", timeout_s=5.0))
     scheduler.submit(0.0, request("long"))
-    scheduler.hold("short", True)
+    scheduler.hold(key("short"), True)
     assert scheduler.shed(0.0) == []
     assert scheduler.next(1.0) is not None, "long begins"
     assert scheduler.shed(1.0) == [hasty]
@@ -154,7 +159,7 @@ def test_work_that_begins_dooms_what_can_no_longer_follow_it() -> None:
 def test_the_nearer_deadline_runs_first() -> None:
     scheduler = Scheduler(16)
     for model in "abc":
-        scheduler.add(model, {1: 0.01})
+        scheduler.add(key(model), {1: 0.01})
     scheduler.submit(0.0, request("a"))
     scheduler.submit(0.0, request("b", timeout_s=0.5))
     scheduler.submit(0.0, request("c", timeout_s=0.2))
@@ -164,7 +169,7 @@ def test_the_nearer_deadline_runs_first() -> None:
 def test_age_outweighs_deadlines_in_the_end() -> None:
     scheduler = Scheduler(16)
     for model in "ab":
-        scheduler.add(model, {1: 0.01})
+        scheduler.add(key(model), {1: 0.01})
     scheduler.submit(0.0, request("a"))
     scheduler.submit(PATIENCE_S, request("b", timeout_s=0.5))
     assert served(scheduler, PATIENCE_S) == ["a", "b"]
@@ -179,7 +184,7 @@ def test_saying_a_long_timeout_does_not_make_a_request_less_urgent() -> None:
 
 def test_measured_times_correct_the_predictions_both_ways() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0, 8: 4.0})
+    scheduler.add(key("m"), {1: 1.0, 8: 4.0})
 
     def run(seconds: float, times: int) -> None:
         for _ in range(times):
@@ -189,7 +194,7 @@ def test_measured_times_correct_the_predictions_both_ways() -> None:
             scheduler.finished(work, 0.0, seconds)
 
     run(2.0, 40)
-    assert scheduler.correction("m") == pytest.approx(2.0, rel=0.05)
+    assert scheduler.correction(key("m")) == pytest.approx(2.0, rel=0.05)
     with pytest.raises(RequestTimedOut):
         scheduler.submit(0.0, request(timeout_s=1.9))
     with pytest.raises(RequestTimedOut):
@@ -200,16 +205,16 @@ def test_measured_times_correct_the_predictions_both_ways() -> None:
 
 def test_refusals_do_not_keep_a_model_of_unknown_times_from_running() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m")
+    scheduler.add(key("m"))
     with pytest.raises(RequestTimedOut):
         scheduler.submit(0.0, request(timeout_s=-1.0))
     waiting = scheduler.submit(0.0, request())
-    assert scheduler.next(0.0) == Work("m", (waiting,), 1)
+    assert scheduler.next(0.0) == Work(key("m"), (waiting,), 1)
 
 
 def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0})
+    scheduler.add(key("m"), {1: 1.0})
     first, tight, patient = (scheduler.submit(0.0, request(timeout_s=timeout_s)) for timeout_s in (2.0, 4.0, 60.0))
     work = scheduler.next(0.0)
     assert work is not None
@@ -224,7 +229,7 @@ def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> No
 
 def test_model_that_was_slow_once_is_tried_again() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0})
+    scheduler.add(key("m"), {1: 1.0})
     scheduler.submit(0.0, request())
     work = scheduler.next(0.0)
     assert work is not None
@@ -238,7 +243,7 @@ def test_model_that_was_slow_once_is_tried_again() -> None:
 def test_an_idle_device_tries_what_it_expects_to_be_in_time() -> None:
     """After a slow execution, the time that few exceed is twice the usual one; it counts where requests would wait."""
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0}, max_rows=1)
+    scheduler.add(key("m"), {1: 1.0}, max_rows=1)
 
     def executed(*tickets: Ticket, seconds: float) -> None:
         for ticket in tickets:
@@ -284,18 +289,18 @@ def test_model_bound_by_its_swaps_is_padded_rather_than_swapped_twice(
     waiting: list[int], together: list[list[int]]
 ) -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", SWAP_BOUND, max_rows=8)
+    scheduler.add(key("m"), SWAP_BOUND, max_rows=8)
     for batch in waiting:
         scheduler.submit(0.0, request(batch=batch))
     ahead = scheduler.peek(0.0)
     assert ahead is not None
-    assert (ahead.model, ahead.rows) == ("m", sum(together[0]))
+    assert (ahead.model.name, ahead.rows) == ("m", sum(together[0]))
     assert batches_taken(scheduler) == together
 
 
 def test_model_bound_by_arithmetic_does_not_keep_its_requests_waiting_for_each_other() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", COMPUTE_BOUND, max_rows=8)
+    scheduler.add(key("m"), COMPUTE_BOUND, max_rows=8)
     for _ in range(3):
         scheduler.submit(0.0, request())
     assert batches_taken(scheduler) == [[1], [1], [1]]
@@ -303,7 +308,7 @@ def test_model_bound_by_arithmetic_does_not_keep_its_requests_waiting_for_each_o
 
 def test_model_without_a_batch_is_never_put_together() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0}, max_rows=0)
+    scheduler.add(key("m"), {1: 1.0}, max_rows=0)
     for _ in range(2):
         scheduler.submit(0.0, request())
     assert batches_taken(scheduler) == [[1], [1]]
@@ -314,7 +319,7 @@ def test_requests_that_are_never_put_together_are_expected_to_take_their_time_on
     batch: int, timeout_s: float
 ) -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0, 8: 2.0}, max_rows=0)
+    scheduler.add(key("m"), {1: 1.0, 8: 2.0}, max_rows=0)
     for _ in range(8):
         scheduler.submit(0.0, request(batch=batch))
     with pytest.raises(RequestTimedOut):
@@ -324,18 +329,18 @@ def test_requests_that_are_never_put_together_are_expected_to_take_their_time_on
 
 def test_requests_of_other_models_and_of_a_replaced_version_do_not_join() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", SWAP_BOUND, max_rows=8)
-    scheduler.add("other", SWAP_BOUND, max_rows=8)
+    scheduler.add(key("m"), SWAP_BOUND, max_rows=8)
+    scheduler.add(key("other"), SWAP_BOUND, max_rows=8)
     for model in ("m", "other", "m"):
         scheduler.submit(0.0, request(model))
-    scheduler.add("m", SWAP_BOUND, max_rows=8)
+    scheduler.add(key("m"), SWAP_BOUND, max_rows=8)
     scheduler.submit(0.0, request("m"))
     assert batches_taken(scheduler) == [[1, 1], [1], [1]]
 
 
 def test_batch_grows_only_while_all_in_it_stay_in_time() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", {1: 1.0, 2: 1.2, 4: 2.0, 8: 3.0}, max_rows=8)
+    scheduler.add(key("m"), {1: 1.0, 2: 1.2, 4: 2.0, 8: 3.0}, max_rows=8)
     scheduler.submit(0.0, request(timeout_s=2.2))
     for _ in range(5):
         scheduler.submit(0.0, request())
@@ -344,7 +349,7 @@ def test_batch_grows_only_while_all_in_it_stay_in_time() -> None:
 
 def delayed(delay_s: float, *preferred: int) -> Scheduler:
     scheduler = Scheduler(16)
-    scheduler.add("m", SWAP_BOUND, Policy(preferred_batches=preferred, batch_delay_s=delay_s), max_rows=8)
+    scheduler.add(key("m"), SWAP_BOUND, Policy(preferred_batches=preferred, batch_delay_s=delay_s), max_rows=8)
     return scheduler
 
 
@@ -372,7 +377,7 @@ def test_preferred_batch_goes_at_once() -> None:
     for _ in range(5):
         scheduler.submit(0.0, request())
     assert batches_taken(scheduler) == [[1, 1, 1]]
-    assert scheduler.pending("m") == 2
+    assert scheduler.pending(key("m")) == 2
     assert batches_taken(scheduler, 0.5) == [[1, 1]]
 
 
@@ -420,7 +425,10 @@ def test_late_request_goes_behind_the_others_where_the_policy_says_so() -> None:
     late = scheduler.submit(0.0, request())
     punctual = scheduler.submit(0.9, request())
     assert scheduler.shed(1.5) == []
-    assert [scheduler.next(1.5), scheduler.next(1.5)] == [Work("m", (punctual,), 1), Work("m", (late,), 1)]
+    assert [scheduler.next(1.5), scheduler.next(1.5)] == [
+        Work(key("m"), (punctual,), 1),
+        Work(key("m"), (late,), 1),
+    ]
 
 
 def test_concurrency_counts_what_waits_and_what_runs() -> None:
@@ -456,19 +464,19 @@ def test_rate_allows_bursts_and_then_its_mean() -> None:
 def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() -> None:
     scheduler = Scheduler(16)
     for model, prefix_s in (("running", 0.0), ("announced", 0.5), ("older", 0.0)):
-        scheduler.add(model, {1: 1.0}, swap_timing=SwapTiming(prefix_s=prefix_s))
+        scheduler.add(key(model), {1: 1.0}, swap_timing=SwapTiming(prefix_s=prefix_s))
     scheduler.submit(0.0, request("running"))
     scheduler.next(0.0)
     older = scheduler.submit(0.1, request("older"))
-    scheduler.hold("older", True)
+    scheduler.hold(key("older"), True)
     scheduler.submit(0.3, request("announced"))
     ahead = scheduler.peek(0.3)
     assert ahead is not None
-    assert ahead.model == "announced"
-    scheduler.hold("older", False)
+    assert ahead.model.name == "announced"
+    scheduler.hold(key("older"), False)
     work = scheduler.next(1.0)
     assert work is not None
-    assert work.model == "announced"
+    assert work.model.name == "announced"
     work = scheduler.next(2.0)
     assert work is not None
     assert work.tickets == (older,)
@@ -477,7 +485,7 @@ def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() ->
 def test_model_whose_residents_are_on_their_way_back_lets_another_go_first() -> None:
     scheduler = Scheduler(16)
     for model in "ab":
-        scheduler.add(model, {1: 1.0}, swap_timing=SwapTiming(recovery_s=0.5))
+        scheduler.add(key(model), {1: 1.0}, swap_timing=SwapTiming(recovery_s=0.5))
     for now_s, model in ((0.0, "a"), (0.1, "a"), (0.2, "b")):
         scheduler.submit(now_s, request(model))
     assert served(scheduler, 0.2) == ["a", "b", "a"]
@@ -487,9 +495,9 @@ def test_held_model_waits_and_keeps_its_requests() -> None:
     scheduler = scheduler_of("a", "b")
     scheduler.submit(0.0, request("a"))
     scheduler.submit(0.0, request("b"))
-    scheduler.hold("a", True)
+    scheduler.hold(key("a"), True)
     assert served(scheduler) == ["b"]
-    scheduler.hold("a", False)
+    scheduler.hold(key("a"), False)
     assert served(scheduler) == ["a"]
 
 
@@ -497,8 +505,8 @@ def test_removed_model_gives_its_requests_back() -> None:
     scheduler = scheduler_of("a", "b")
     ticket = scheduler.submit(0.0, request("a"))
     scheduler.submit(0.0, request("b"))
-    assert scheduler.remove("a") == [ticket]
-    assert (scheduler.pending("a"), served(scheduler)) == (0, ["b"])
+    assert scheduler.remove(key("a")) == [ticket]
+    assert (scheduler.pending(key("a")), served(scheduler)) == (0, ["b"])
 
 
 def test_work_of_a_removed_model_says_nothing_about_its_successor() -> None:
@@ -506,11 +514,11 @@ def test_work_of_a_removed_model_says_nothing_about_its_successor() -> None:
     scheduler.submit(0.0, request())
     work = scheduler.next(0.0)
     assert work is not None
-    scheduler.remove("m")
-    scheduler.add("m", {1: 1.0}, Policy(concurrency=1))
+    scheduler.remove(key("m"))
+    scheduler.add(key("m"), {1: 1.0}, Policy(concurrency=1))
     scheduler.submit(0.0, request())
     scheduler.finished(work, 9.0, 9.0)
-    assert scheduler.correction("m") == 1.0
+    assert scheduler.correction(key("m")) == 1.0
     with pytest.raises(RateLimited):
         scheduler.submit(9.0, request())
 
@@ -523,7 +531,7 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
     scheduler = Scheduler(10_000)
     for name in names:
         swap_timing = SwapTiming(rng.choice([0.0, 0.1, 10.0]), rng.choice([0.0, 0.1, 10.0]))
-        scheduler.add(name, SWAP_BOUND, levels(3), max_rows=rng.choice([1, 8]), swap_timing=swap_timing)
+        scheduler.add(key(name), SWAP_BOUND, levels(3), max_rows=rng.choice([1, 8]), swap_timing=swap_timing)
     bound: dict[Ticket, int] = {}
     executions, now_s = 0, 0.0
     for _ in range(400):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from server.errors import QueueFull, RequestTimedOut
+from server.ipc.model import ModelKey
 from server.protocol.request import InferRequest
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler
@@ -48,7 +49,7 @@ class Simulation:
         rng, outcome = random.Random(seed), Outcome(duration_s=self.duration_s)
         scheduler = Scheduler(self.queue_limit)
         for name in NAMES:
-            scheduler.add(name, self.seconds_by_batch, max_rows=8)
+            scheduler.add(ModelKey(name, 1), self.seconds_by_batch, max_rows=8)
         now_s, arrival_s = 0.0, rng.expovariate(self.rate_per_s)
         while now_s < self.duration_s:
             work = scheduler.next(now_s)
@@ -76,7 +77,7 @@ class Simulation:
         return outcome
 
     def _arrive(self, outcome: Outcome, scheduler: Scheduler, rng: random.Random, now_s: float) -> None:
-        asked = InferRequest(rng.choice(NAMES), 1, {}, 1, (), timeout_s=self.timeout_s)
+        asked = InferRequest(ModelKey(rng.choice(NAMES), 1), {}, 1, (), timeout_s=self.timeout_s)
         try:
             scheduler.submit(now_s, asked)
         except (QueueFull, RequestTimedOut) as error:

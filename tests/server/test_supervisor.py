@@ -18,7 +18,7 @@ from server.frontend.engine_connection import EngineConnection
 from server.frontend.memory import RequestMemory
 from server.ipc.catalog import ModelEntry, ModelState
 from server.ipc.messages import EntryChanged
-from server.ipc.model import Array
+from server.ipc.model import Array, ModelKey
 from server.ipc.shared_layout import HEARTBEAT
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
@@ -86,15 +86,19 @@ async def test_a_request_that_was_under_way_in_two_deaths_is_not_tried_again(fro
     assert front_end.client.restarts == 2
 
 
-async def test_an_engine_that_dies_idle_is_started_again(front_end: FrontEnd) -> None:
-    before = {entry.name: entry for entry in front_end.client.catalog}
+async def test_an_engine_that_dies_idle_is_started_again_with_all_versions(front_end: FrontEnd) -> None:
+    before = list(front_end.client.catalog)
     send(front_end, signal.SIGKILL)
     while front_end.client.restarts < 1:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     assert front_end.client.unavailable == "the engine is being restarted"
     assert all(entry.info is not None for entry in front_end.client.catalog), "models stay described meanwhile"
     np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
-    assert {entry.name: entry for entry in front_end.client.catalog} == before
+    for version, sign in (("2", -1), ("3", 1)):
+        answer = await front_end.infer("adder", version=version, a=rows(1), b=rows(2))
+        np.testing.assert_array_equal(answer["sum"], sign * (rows(1) + rows(2)))
+    assert list(front_end.client.catalog) == before
+    assert [entry.version for entry in before if entry.name == "adder"] == [2, 3]
     assert front_end.client.unavailable is None
 
 
@@ -118,7 +122,7 @@ async def test_a_load_that_was_under_way_in_a_death_is_refused(front_end: FrontE
 async def test_rejections_do_not_disturb_an_engine_that_starts(front_end: FrontEnd) -> None:
     send(front_end, signal.SIGKILL)
     while front_end.client.restarts < 1 or front_end.client.unavailable:
-        front_end.client.count_rejection("double", "queue_full")
+        front_end.client.count_rejection(ModelKey("double", 1), "queue_full")
         await asyncio.sleep(0.001)
     np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
     assert front_end.client.restarts == 1
@@ -141,7 +145,7 @@ async def test_a_model_that_hangs_twice_is_served_no_more(watched: FrontEnd) -> 
     assert watched.client.restarts == 2
     await until_restarted(watched, 2)
     np.testing.assert_array_equal((await watched.infer("adder", a=rows(1), b=rows(2)))["sum"], rows(1) + rows(2))
-    entry = watched.client.catalog.get("double")
+    entry = watched.client.catalog.get("double", 1)
     assert entry is not None
     assert entry.state is ModelState.UNAVAILABLE
     assert "load the model again" in entry.reason

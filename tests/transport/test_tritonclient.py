@@ -261,7 +261,7 @@ def test_a_clients_timeout_cancels_its_request() -> None:
         with pytest.raises(InferenceServerException, match=r"DEADLINE_EXCEEDED|Deadline Exceeded"):
             client.infer("gated", [x], client_timeout=0.2)
         assert gate.cancelled.acquire(timeout=20)
-        (request,) = server.engine.models["gated"].requests
+        (request,) = server.engine.models["gated", 1].requests
         assert request.timeout_s is not None
         assert request.timeout_s <= 0.2
         gate.open()

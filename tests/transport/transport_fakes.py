@@ -22,7 +22,7 @@ from server.grpc.server import GrpcServer
 from server.http.server import HttpServer
 from server.ipc.catalog import Catalog, ModelEntry, ModelState
 from server.ipc.execution import ExecutionTiming, InferResult
-from server.ipc.model import Array, ModelInfo, TensorSpec
+from server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
 from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from server.observe.access import OPEN, Access
 from server.observe.settings import LogSettings
@@ -68,12 +68,12 @@ class FakeEngine:
     restarts = 0
 
     def __init__(self, *models: FakeModel) -> None:
-        self.models = {model.info.name: model for model in models}
+        self.models = {model.info.key: model for model in models}
         self.catalog = Catalog(strict_readiness=False)
         for model in models:
             self.catalog.update(ModelEntry(model.info.name, model.info.version, ModelState.READY, info=model.info))
         self.catalog.update(ModelEntry("damaged", 1, ModelState.UNAVAILABLE, "model.pt2 is truncated"))
-        self._statistics = {name: ModelStatistics() for name in self.models}
+        self._statistics = {key: ModelStatistics() for key in self.models}
 
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
         model = self.models[request.model]
@@ -99,9 +99,9 @@ class FakeEngine:
     async def unload(self, model: str) -> None: ...
 
     async def report(self) -> EngineReport:
-        return EngineReport({name: ModelCounters(statistics) for name, statistics in self._statistics.items()})
+        return EngineReport({key: ModelCounters(statistics) for key, statistics in self._statistics.items()})
 
-    def count_rejection(self, model: str, reason: str) -> None: ...
+    def count_rejection(self, model: ModelKey, reason: str) -> None: ...
 
     def change_log(self, settings: LogSettings) -> None: ...
 

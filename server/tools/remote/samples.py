@@ -27,13 +27,12 @@ class Samples:
     def total(self, name: str, label: str = "model") -> float:
         return sum(self.labelled(name, label).values())
 
-    def of_model(self, model: str) -> "Samples":
-        """Return one model's samples without the labels `model` and `version`."""
+    def of_model(self, model: str, version: str) -> "Samples":
+        """Return the samples of a version of a model, without the labels that say so."""
         kept = {}
         for (name, labels), value in self.values.items():
             named = dict(labels)
-            if named.pop("model", None) == model:
-                named.pop("version", None)
+            if (named.pop("model", None), named.pop("version", None)) == (model, version):
                 kept[name, frozenset(named.items())] = value
         return Samples(kept)
 

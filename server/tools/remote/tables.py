@@ -20,7 +20,7 @@ def models(index: Iterable[Mapping[str, str]], metrics: Samples | None) -> Table
     table = make_table("model", "version", "state", "partition", "resident", "reason", left=text)
     for entry in index:
         state = entry.get("state", "")
-        own = metrics.of_model(entry["name"]) if metrics is not None else Samples({})
+        own = metrics.of_model(entry["name"], entry.get("version", "")) if metrics is not None else Samples({})
         table.add_row(
             Text(entry["name"]),
             entry.get("version", NOTHING),

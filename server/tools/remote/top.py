@@ -1,5 +1,6 @@
 """The live view of `cohabit top`: figures of a server and its models between two readings of its metrics."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,11 @@ Snapshot = dict[str, Any]
 def snapshot(before: Samples, now: Samples, seconds: float) -> Snapshot:
     """Compare two readings that are `seconds` apart."""
     grown = now.since(before)
-    versions = {
-        dict(labels)["model"]: dict(labels)["version"]
-        for (name, labels) in now.values
-        if name == "nv_inference_request_success"
+    ready = {
+        (dict(labels)["model"], dict(labels)["version"]): value == 1
+        for (name, labels), value in now.values.items()
+        if name == "cohabit_model_ready"
     }
-    ready = now.labelled("cohabit_model_ready", "model")
     busy_s = grown.labelled("cohabit_lane_busy_seconds", "lane")
     return {
         "seconds": seconds,
@@ -36,11 +36,11 @@ def snapshot(before: Samples, now: Samples, seconds: float) -> Snapshot:
         "models": [
             {
                 "name": name,
-                "version": versions.get(name),
-                "ready": ready.get(name) == 1,
-                **_figures(now.of_model(name), grown.of_model(name), seconds),
+                "version": version or None,
+                "ready": is_ready,
+                **_figures(now.of_model(name, version), grown.of_model(name, version), seconds),
             }
-            for name in sorted(ready.keys() | versions.keys())
+            for (name, version), is_ready in sorted(ready.items(), key=_by_number)
         ],
     }
 
@@ -65,12 +65,17 @@ def _figures(now: Samples, grown: Samples, seconds: float) -> dict[str, float | 
     }
 
 
+def _by_number(row: tuple[tuple[str, str], bool]) -> tuple[str, int]:
+    (name, version), _ = row
+    return name, int(version or 0)
+
+
 def _over(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
 def view(shown: Snapshot, title: str) -> RenderableType:
-    """Return the server's figures in two lines, and a table with a row per model."""
+    """Return the server's figures in two lines, and a table with a row per model, or per version of one."""
     memory = "  ".join(f"{use} {format_bytes(round(n))}" for use, n in shown["memory_bytes"].items())
     lanes = "  ".join(f"{lane} {share:.0%}" for lane, share in sorted(shown["lane_busy_share"].items()))
     cpu = "" if shown["cpu_utilization"] is None else f"  cpu {shown['cpu_utilization']:.0%}"
@@ -80,8 +85,10 @@ def view(shown: Snapshot, title: str) -> RenderableType:
         f"memory: {memory}   busy: {lanes}{cpu}"
     )
     table = make_table("model", *_COLUMNS, left=("model",), padding=0)
+    versions = Counter(row["name"] for row in shown["models"])
     for row in shown["models"]:
-        name = Text(row["name"] if row["ready"] else f"{row['name']} (not ready)")
+        label = row["name"] if versions[row["name"]] == 1 else f"{row['name']} version {row['version']}"
+        name = Text(label if row["ready"] else f"{label} (not ready)")
         table.add_row(name, *(cell(row) for cell in _COLUMNS.values()), style=None if row["ready"] else "dim")
     return Group(head, table)
 
