@@ -14,6 +14,7 @@ import torch
 
 from planner.plan import Plan
 from planner.profile import Profile
+from planner.shapes import Bucket
 from planner.timeline import Timeline
 from runtime.binding.program import Bases, Program
 from runtime.captures import Capture
@@ -155,8 +156,8 @@ class DeviceBackend(Protocol[P]):
 
     def measure(
         self, lowered: Lowered, store: HostStore[Any], cache: Path | None, on_progress: OnProgress
-    ) -> tuple[Lowered, dict[int, Profile]]:
-        """Return the model with the scratch that kernels take on this device, and its profiles by batch size.
+    ) -> tuple[Lowered, dict[Bucket, Profile]]:
+        """Return the model with the scratch that kernels take on this device, and its profiles by bucket.
 
         Both are read from the cache if they were measured before.
         """

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.gpu.common import Clock, Measured, OutOfTime, open_gpu, planned, resnet
 from benchmarks.record import markdown_table, record
+from planner.shapes import Bucket
 from planner.sizing.fitting import split_budget
 from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
@@ -58,12 +59,12 @@ def main(argv: Sequence[str] | None = None, seconds: float = 60.0) -> int:
 
 def _row(backend: CudaBackend, model: Measured, share: float, clock: Clock) -> tuple[list[str], bool]:
     budget = int(share * model.graph(1).parameter_bytes)
-    partition, workspace = split_budget({1: model.graph(1)}, {1: model.profiles[1]}, budget)
+    partition, workspace = split_budget({Bucket(1): model.graph(1)}, {Bucket(1): model.profiles[Bucket(1)]}, budget)
     plan = planned(model, 1, partition, workspace)
     free = [backend.driver.memory().free_bytes]
     arena = backend.arena(partition + workspace)
     free.append(backend.driver.memory().free_bytes)
-    program = backend.build(model.lowered, plan, model.profiles[1], arena, Bases(0, partition), model.store)
+    program = backend.build(model.lowered, plan, model.profiles[Bucket(1)], arena, Bases(0, partition), model.store)
     backend.executor.load(program)
     free.append(backend.driver.memory().free_bytes)
     inputs, count = program.examples(), 0

@@ -25,6 +25,7 @@ from benchmarks.gpu.common import (
 )
 from benchmarks.record import markdown_table, record
 from planner.errors import InfeasibleBudget
+from planner.shapes import Bucket
 from planner.sizing.fitting import split_budget
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
@@ -95,7 +96,7 @@ def _batch(
 def _cell(
     backend: CudaBackend, model: Measured, name: str, batch: int, budget_bytes: int, resident_s: float
 ) -> Row:
-    graphs, profiles = {batch: model.graph(batch)}, {batch: model.profiles[batch]}
+    graphs, profiles = {Bucket(batch): model.graph(batch)}, {Bucket(batch): model.profiles[Bucket(batch)]}
     plan = planned(model, batch, *split_budget(graphs, profiles, budget_bytes))
     assert plan.provenance is not None
     with loaded(backend, model, plan, batch) as program:

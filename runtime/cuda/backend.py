@@ -9,6 +9,7 @@ import torch
 
 from planner.plan import Plan
 from planner.profile import Profile
+from planner.shapes import Bucket
 from runtime.backend import OnProgress
 from runtime.binding.cache import ProgramCache
 from runtime.binding.program import Bases
@@ -89,7 +90,7 @@ class CudaBackend:
 
     def measure(
         self, lowered: Lowered, store: HostStore[torch.Tensor], cache: Path | None, on_progress: OnProgress
-    ) -> tuple[Lowered, dict[int, Profile]]:
+    ) -> tuple[Lowered, dict[Bucket, Profile]]:
         return measured(self, self.streams, self.pinned_memory, lowered, store, cache, on_progress)
 
     def build(

@@ -5,7 +5,7 @@ batches and company, and their results compared. Not-a-number in the company sho
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -28,8 +28,12 @@ be valid, and its results finite. It was traced with the last ones."""
 _Tensors = list[torch.Tensor]
 
 
-def find_interaction(model: FxModel, weights: dict[str, torch.Tensor], batches: Sequence[int]) -> str | None:
+def find_interaction(
+    model: FxModel, weights: dict[str, torch.Tensor], batches: Sequence[int], symbols: Mapping[str, int]
+) -> str | None:
     """Say how rows influence one another in batches of these sizes, or return None if no trial shows it.
+
+    Dynamic dimensions have the sizes that `symbols` give.
 
     Random operators count as influence. Runs the lowered model three or four times at the largest size, and once at
     each smaller one. Not found are influences that only special values cause.
@@ -37,7 +41,7 @@ def find_interaction(model: FxModel, weights: dict[str, torch.Tensor], batches: 
     most = max(batches)
     if model.max_batch is None or most == 1:
         return None
-    rows, expected = _reference(model, weights, most)
+    rows, expected = _reference(model, weights, most, symbols)
     tolerance = _tolerance(model)
     for where, order in _trials(batches):
         results = _try(model, weights, [t[order] for t in rows])
@@ -76,12 +80,14 @@ def _without_numbers(rows: torch.Tensor, place: int) -> torch.Tensor:
     return company
 
 
-def _reference(model: FxModel, weights: dict[str, torch.Tensor], batch: int) -> tuple[_Tensors, _Tensors]:
+def _reference(
+    model: FxModel, weights: dict[str, torch.Tensor], batch: int, symbols: Mapping[str, int]
+) -> tuple[_Tensors, _Tensors]:
     """Return random rows that the model takes, and its results: those with the most finite elements."""
     generator = torch.Generator().manual_seed(0)
     found: list[tuple[float, _Tensors, _Tensors]] = []
     for bound, floats in _RANDOM:
-        rows = [_random_rows(port, batch, bound, floats, generator) for port in model.inputs]
+        rows = [_random_rows(p.dtype, p.at(batch, symbols), bound, floats, generator) for p in model.inputs]
         results = _try(model, weights, rows)
         if results is not None:
             finite = sum(float(t.isfinite().double().mean()) for t in results if t.numel())
@@ -95,16 +101,19 @@ def _reference(model: FxModel, weights: dict[str, torch.Tensor], batch: int) -> 
 
 
 def _random_rows(
-    port: Port, batch: int, bound: int, floats: Callable[..., torch.Tensor], generator: torch.Generator
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    bound: int,
+    floats: Callable[..., torch.Tensor],
+    generator: torch.Generator,
 ) -> torch.Tensor:
     """Return float32 or int64 rows, at least two. The last one is one token, repeated: an expert gets all of them."""
-    shape = port.at(batch)
-    if port.dtype.is_floating_point or port.dtype.is_complex:
+    if dtype.is_floating_point or dtype.is_complex:
         rows = floats(shape, generator=generator)
         if len(shape) > 2:
             rows[-1] = rows[-1, :1].clone()
         return rows
-    most = min(bound, 2 if port.dtype is torch.bool else torch.iinfo(port.dtype).max)
+    most = min(bound, 2 if dtype is torch.bool else torch.iinfo(dtype).max)
     rows = torch.randint(0, most, shape, generator=generator)
     other = rows[-2, :1] if len(shape) > 1 else rows[-2]
     rows[-1] = (other + 1) % most  # few values may be all that a model takes, and the rows must differ

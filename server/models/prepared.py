@@ -12,6 +12,7 @@ import torch
 
 from planner.graph import fingerprint
 from planner.profile import Profile
+from planner.shapes import Bucket
 from planner.sizing.deployment import ModelDemand
 from runtime.backend import Backend
 from runtime.devices import open_device
@@ -21,7 +22,9 @@ from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, NotCached, lower
 from runtime.memory import HostStore
 from server.config.config import ServeConfig
+from server.config.values import batches as parse_sizes
 from server.engine.servable import describe
+from server.errors import RepositoryError
 from server.models.known_models import FileState, KnownModel
 from server.models.options import options_of
 from server.models.repository import ModelSource
@@ -32,6 +35,8 @@ from server.protocol.model_config import ModelConfig, config_mismatch, config_na
 _log = logging.getLogger("cohabit.models")
 
 OnProgress = Callable[[str, str], None]
+SHAPE_BUCKETS = "cohabit.shape_buckets"
+"""Key of `parameters` in a ModelConfig."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Prepared:
         return self.known.lowered
 
     @property
-    def profiles(self) -> dict[int, Profile]:
+    def profiles(self) -> dict[Bucket, Profile]:
         return self.known.profiles
 
     @property
@@ -131,7 +136,14 @@ def prepare(
     options = options_of(source, config.device)
     batches = wanted_batches(source, config)
     lowered = lower(
-        source.path, source.name, batches, cache / "weights", progress, options, cached_only=cached_only
+        source.path,
+        source.name,
+        batches,
+        cache / "weights",
+        progress,
+        options,
+        shape_buckets=wanted_buckets(source, config),
+        cached_only=cached_only,
     )
     weights = FileState.of(lowered.weights_path)
     lowered = _with_config_names(source, lowered)
@@ -158,7 +170,8 @@ def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
     options = options_of(source, config.device)
     tensors = () if source.config is None else (*source.config.input, *source.config.output)
     names = tuple(tensor.name for tensor in tensors)
-    return source.name, archive_fingerprint(source.path), tuple(wanted_batches(source, config)), options, names
+    wanted = tuple(wanted_batches(source, config)), wanted_buckets(source, config)
+    return source.name, archive_fingerprint(source.path), wanted, options, names
 
 
 def prepare_in_worker(
@@ -206,6 +219,17 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
     return sorted({b for b in (*config.batch_sizes, *preferred) if b < most} | {most})
 
 
+def wanted_buckets(source: ModelSource, config: ServeConfig) -> tuple[int, ...]:
+    """Return the sizes of dynamic dimensions to plan for; empty for the default. Raises RepositoryError."""
+    given = None if source.config is None else source.config.parameters
+    if given is None or SHAPE_BUCKETS not in given:
+        return config.shape_buckets or ()
+    try:
+        return parse_sizes(given[SHAPE_BUCKETS].string_value)
+    except ValueError as error:
+        raise RepositoryError(f"config.pbtxt: parameter '{SHAPE_BUCKETS}': {error}") from error
+
+
 def _marker(source: ModelSource, config: ServeConfig) -> Path:
     threads = threads_of(config)
     options = asdict(options_of(source, config.device))
@@ -219,6 +243,8 @@ def _marker(source: ModelSource, config: ServeConfig) -> Path:
     link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     if config.verify_reads:
         link += ("verified",)
+    if buckets := wanted_buckets(source, config):
+        link += (buckets,)
     return cache_of(config) / "prepared" / fingerprint((*made, *link))[:32]
 
 

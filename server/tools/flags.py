@@ -13,7 +13,7 @@ from server.config.sources import add_flag
 from server.config.values import LARGEST_BATCH, batches, integer, positive
 
 SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
-MEASURING = ("device", "store", "link_bandwidth", "cache", "threads")
+MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")
 """Settings of `serve` that say how a model is measured."""
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}

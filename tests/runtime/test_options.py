@@ -6,6 +6,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.lowering.lower import lower
 from runtime.options import Options
@@ -32,12 +33,12 @@ def test_outputs_are_within_the_option_s_tolerance(options: Options, make, tmp_p
     lowered = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
     again = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
     assert again.graphs == lowered.graphs
-    inputs = lowered.examples(2)
+    inputs = lowered.examples(Bucket(2))
     with torch.no_grad():
         expected = model(*inputs)
     backend = make()
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    plan = resident_plan(lowered.graphs[2])
+    plan = resident_plan(lowered.graphs[Bucket(2)])
     arena = backend.arena(plan.partition_bytes + (64 << 20))
     roomy = structs.replace(plan, workspace_bytes=64 << 20)
     program = backend.build(lowered, roomy, None, arena, Bases(0, plan.partition_bytes), store)

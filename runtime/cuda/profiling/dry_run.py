@@ -35,7 +35,7 @@ def fitting_pool(streams: Streams, graph: Graph, steps: Sequence[Step], memory: 
             return pool
         pool.close()
     raise MemoryExceeded(
-        f"{graph.name}, batch {graph.batch}: torch's allocator cannot place its activations and scratch in the"
+        f"{graph.name}, batch {graph.bucket}: torch's allocator cannot place its activations and scratch in the"
         f" {format_bytes(memory.nbytes)} that the plan has for them; measure the model on this device, or give it a"
         " larger workspace"
     )
