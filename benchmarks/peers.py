@@ -33,6 +33,7 @@ from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search.driver import search
+from planner.shapes import Bucket
 from planner.sizing.fitting import split_budget
 from runtime.binding.program import Bases
 from runtime.cpu.arena import CpuArena
@@ -124,7 +125,7 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
             continue
         lowered = lower(archive, f"{name}-{dtype}", [1, 8], cache, options=Options(dtype, packed=True))
         resident, streamed = ("resident", "streamed") if dtype == "float32" else ("bfloat16", "bfloat16 streamed")
-        graph = lowered.graphs[batch]
+        graph = lowered.graphs[Bucket(batch)]
         weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
         stores: dict[StoreKind, str] = {"ram": streamed}
         if dtype == "float32":
@@ -146,7 +147,7 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
                 named = replace(lowered, name=f"{name}-{way}")
                 program = replace(CpuBackend().build(named, plan, judged, arena, bases, store), name=named.name)
                 executor.load(program)
-                ways[way] = partial(executor.run, program, lowered.examples(batch))
+                ways[way] = partial(executor.run, program, lowered.examples(Bucket(batch)))
     return ways
 
 

@@ -22,6 +22,7 @@ from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
 from planner.search.driver import search
+from planner.shapes import Bucket
 from planner.simulate import simulate
 from planner.sizing.fitting import split_budget
 from runtime.binding.calls import Call
@@ -89,13 +90,13 @@ def _measure(
     lowered: Lowered, store: Store, share: float, options: argparse.Namespace, say: Callable[[str], None]
 ) -> Row:
     """Profile and plan, and run in turns: resident, streamed, serial."""
-    graph, resident = lowered.graphs[1], resident_plan(lowered.graphs[1])
+    graph, resident = lowered.graphs[Bucket(1)], resident_plan(lowered.graphs[Bucket(1)])
     weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
     budget = int(weights * share) // 4096 * 4096
     say(f"{lowered.name}: {store.kind} store, {share:.0%}: profiling")
     backend = CpuBackend()
     profile = backend.measure(lowered, store, None, lambda text: None)[1][1]
-    partition, workspace = split_budget({1: graph}, {1: profile}, budget)
+    partition, workspace = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
     plan = search(Problem(graph, profile, partition, workspace))
     room = plan.partition_bytes + plan.workspace_bytes
     beside = -(-resident.workspace_bytes // BLOCK_BYTES) * BLOCK_BYTES  # O_DIRECT reads to whole blocks
@@ -126,9 +127,9 @@ def _write_traces(
 ) -> None:
     """The predicted timeline, and a measured one, in which each op runs alone."""
     executor.load(program)
-    measured = executor.run(program, lowered.examples(1), traced=True).timeline
+    measured = executor.run(program, lowered.examples(Bucket(1)), traced=True).timeline
     assert measured is not None
-    graph = lowered.graphs[1]
+    graph = lowered.graphs[Bucket(1)]
     timelines = {"predicted": simulate(graph, plan, profile), "measured": measured}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{lowered.name}-{store.kind}-{share:.0%}.json"
@@ -167,7 +168,7 @@ class _Runs:
         self._serial.append(self._run(serialised(self._streaming)))
 
     def _run(self, program: Program) -> float:
-        latency_s = self._executor.run(program, self._lowered.examples(1)).latency_s
+        latency_s = self._executor.run(program, self._lowered.examples(Bucket(1))).latency_s
         self._executor.settle()
         return latency_s
 

@@ -1,15 +1,17 @@
 """The graph that is planned: ops in an executable order, and the storages that they read and write.
 
 A *tensor* here is a storage: all its aliases (views, tied weights) are one tensor. Parameters come first and have the
-same ids in the graphs of all batch sizes of one model, so that these can share residents."""
+same ids in the graphs of all buckets of one model, so that these can share residents."""
 
 import hashlib
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from planner.errors import FormatError, InvalidGraph
+from planner.shapes import Bucket
 
 FORMAT_VERSION = 1
 
@@ -71,7 +73,7 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A model at one batch size. `ops` are in an order in which they can run."""
+    """A model in one bucket. `ops` are in an order in which they can run."""
 
     name: str
     batch: int
@@ -82,6 +84,13 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     outputs: tuple[int, ...]
     """Tensors that must be in memory when the last op has finished."""
     format_version: int = FORMAT_VERSION
+    sizes: tuple[int, ...] | UnsetType = UNSET
+    """The bucket's largest sizes of dynamic dimensions other than the batch, which tensors and scratch are counted for.
+    Left out where there are none."""
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self.batch, self.sizes or ())
 
     @cached_property
     def fingerprint(self) -> str:

@@ -18,6 +18,7 @@ from planner.errors import FormatError, InvalidPlan
 from planner.graph import fingerprint
 from planner.plan import Placement, Plan
 from planner.problem import Problem
+from planner.shapes import Bucket
 from planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
 
 T = TypeVar("T")
@@ -40,17 +41,17 @@ class Library:
     def store(self, problem: Problem, searcher: str, plan: Plan) -> None:
         self._store(self.plan_path(problem, searcher), planner.plan.encode(plan))
 
-    def plans(self, model: ModelDemand, room: Room, searcher: str) -> dict[int, Plan] | None:
-        """Return a searcher's plans of all a model's batch sizes, if they are stored."""
-        plans: dict[int, Plan] = {}
+    def plans(self, model: ModelDemand, room: Room, searcher: str) -> dict[Bucket, Plan] | None:
+        """Return a searcher's plans of all a model's buckets, if they are stored."""
+        plans: dict[Bucket, Plan] = {}
         residents: tuple[Placement, ...] | None = None
-        for batch in sorted(model.graphs):
-            graph, profile = model.graphs[batch], model.profiles[batch]
+        for bucket in sorted(model.graphs):
+            graph, profile = model.graphs[bucket], model.profiles[bucket]
             problem = Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents)
             plan = self.plan(problem, searcher)
             if plan is None:
                 return None
-            plans[batch], residents = plan, plan.residents
+            plans[bucket], residents = plan, plan.residents
         return plans
 
     def division(
@@ -111,5 +112,5 @@ def _usable_plan(raw: bytes, problem: Problem) -> Plan:
             f" not {problem.partition_bytes} + {problem.workspace_bytes}"
         )
     if problem.residents is not None and plan.residents != problem.residents:
-        raise FormatError("plan has other residents than the model's other batch sizes")
+        raise FormatError("plan has other residents than the model's other buckets")
     return plan

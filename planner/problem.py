@@ -26,7 +26,7 @@ class Problem:
     partition_bytes: int
     workspace_bytes: int = 0
     residents: tuple[Placement, ...] | None = None
-    """Residents that another batch size's plan has chosen; None leaves the choice to the search."""
+    """Residents that another bucket's plan has chosen; None leaves the choice to the search."""
     overlay: bool = False
     """Whether parameters may pass through bytes that activations use at other times. No runtime executes such plans:
     activations come from an allocator of their own."""

@@ -18,7 +18,7 @@ def warm() -> None:
     graph = Graph("warm", 1, "", tuple(tensors), ops, (2 * layers,))
     link = Link(1e-5, 1e9)
     profile = Profile(graph.fingerprint, "none", (1e-3,) * layers, link, link)
-    partition, workspace = split_budget({1: graph}, {1: profile}, 3 * nbytes)
+    partition, workspace = split_budget({graph.bucket: graph}, {graph.bucket: profile}, 3 * nbytes)
     search(Problem(graph, profile, partition, workspace))
     search(Problem(graph, profile, partition, workspace), "genetic", limit=Limit(evaluations=200))
     for searcher in SEARCHERS:

@@ -14,6 +14,7 @@ import torch
 
 from planner.plan import Plan
 from planner.profile import Profile
+from planner.shapes import Bucket
 from planner.timeline import Timeline
 from runtime.binding.program import Bases, Program
 from runtime.captures import Capture
@@ -161,8 +162,8 @@ class DeviceBackend(Protocol[P]):
         on_progress: OnProgress,
         *,
         quick: bool = False,
-    ) -> tuple[Lowered, dict[int, Profile]]:
-        """Return the model with the scratch that kernels take on this device, and its profiles by batch size.
+    ) -> tuple[Lowered, dict[Bucket, Profile]]:
+        """Return the model with the scratch that kernels take on this device, and its profiles by bucket.
 
         Both are read from the cache if they were measured before. With `quick`, profiles may be provisional.
         """

@@ -37,7 +37,7 @@ class DeviceArena(Protocol[Destination_co]):
 
 
 class SpillBuffer(Protocol):
-    """Host memory for one activation while it is spilled. Its bytes come as a flat tensor of the device."""
+    """Host memory for one activation while it is spilled. Its bytes, or fewer, come as a flat tensor of the device."""
 
     @property
     def pinned(self) -> torch.Tensor | None:

@@ -141,6 +141,7 @@ class FrontendConnection:
             message.arrived_s,
             _Mark(np.ndarray((1,), MARK, shared, message.mark_offset)),
             self._spans_of(message.id) if message.traced else None,
+            message.sizes,
         )
 
     def _spans_of(self, id_: int) -> OnSpans:

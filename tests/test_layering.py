@@ -22,6 +22,7 @@ WORDS = {
         "lifetimes",
         "order",
         "cache_file",
+        "shapes",
     ]
 }
 """The planner's plain data, which needs nothing but msgspec."""
@@ -37,17 +38,20 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server": ({"server", "planner.errors"}, {"msgspec", "rich", "uvloop"}),
     "server.engine_process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),
     "server.config": ({"server", "planner.errors"}, {"msgspec"}),
-    "server.ipc": ({"server", "planner.errors"}, {"msgspec", "numpy"}),
-    "server.protocol": ({"server", "planner.errors"}, {"msgspec", "numpy"} | TRITON),
-    "server.scheduling": ({"server"}, {"msgspec"} | TRITON),
-    "server.observe": ({"server"}, {"msgspec", "psutil", "pynvml"}),
-    "server.frontend": ({"server", "planner.errors", "planner.free_list"}, {"grpc", "msgspec", "numpy"}),
+    "server.ipc": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
+    "server.protocol": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"} | TRITON),
+    "server.scheduling": ({"server", "planner.shapes"}, {"msgspec"} | TRITON),
+    "server.observe": ({"server", "planner.shapes"}, {"msgspec", "psutil", "pynvml"}),
+    "server.frontend": (
+        {"server", "planner.errors", "planner.free_list", "planner.shapes"},
+        {"grpc", "msgspec", "numpy"},
+    ),
     "server.http": ({"server", "planner.errors"}, {"aiohttp", "msgspec"}),
     "server.grpc": (
         {"server", "planner.errors"},
         {"grpc", "grpc_health", "grpc_reflection", "msgspec", "numpy"} | TRITON,
     ),
-    "server.engine": ({"server", "runtime"}, {"msgspec", "numpy", "torch"}),
+    "server.engine": ({"server", "runtime", "planner.shapes"}, {"msgspec", "numpy", "torch"}),
     "server.models": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.placement": ({"server", "runtime"} | WORDS | PREPARING, set()),
     "server.importing": ({"server", "runtime"}, {"numpy", "safetensors", "torch", "transformers"}),

@@ -12,6 +12,7 @@ from planner.plan import Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.driver import CudaDriver
@@ -32,10 +33,10 @@ class Measured:
 
     lowered: Lowered
     store: HostStore[object]
-    profiles: dict[int, Profile]
+    profiles: dict[Bucket, Profile]
 
     def graph(self, batch: int) -> Graph:
-        return self.lowered.graphs[batch]
+        return self.lowered.graphs[Bucket(batch)]
 
 
 def open_gpu() -> CudaBackend:
@@ -55,7 +56,7 @@ def resnet(backend: CudaBackend, batches: list[int], options: Options = DEFAULTS
 def loaded(backend: CudaBackend, model: Measured, plan: Plan, batch: int) -> Iterator[CudaProgram]:
     """A plan's program in memory of exactly its size."""
     arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
-    profile = model.profiles[batch] if plan.profile else None
+    profile = model.profiles[Bucket(batch)] if plan.profile else None
     program = backend.build(model.lowered, plan, profile, arena, Bases(0, plan.partition_bytes), model.store)
     backend.executor.load(program)
     try:
@@ -73,7 +74,7 @@ def resident(backend: CudaBackend, model: Measured, batch: int) -> Iterator[Cuda
 
 
 def planned(model: Measured, batch: int, partition_bytes: int, workspace_bytes: int) -> Plan:
-    problem = Problem(model.graph(batch), model.profiles[batch], partition_bytes, workspace_bytes)
+    problem = Problem(model.graph(batch), model.profiles[Bucket(batch)], partition_bytes, workspace_bytes)
     return search(problem, limit=Limit(seconds=PLAN_S))
 
 

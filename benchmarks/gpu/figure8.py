@@ -23,6 +23,7 @@ from benchmarks.gpu.common import Measured, open_gpu, resnet
 from benchmarks.record import markdown_table
 from planner.errors import InfeasibleBudget
 from planner.library import Library
+from planner.shapes import Bucket
 from planner.sizing.deployment import Deployment, LayoutName, ModelDemand
 from planner.sizing.division import deploy
 from runtime.backend import Runner
@@ -99,7 +100,10 @@ def _measure(
 
 @contextmanager
 def _placed(backend: CudaBackend, model: Measured, name: LayoutName, memory_bytes: int) -> Iterator[Layout]:
-    demands = [ModelDemand(f"resnet152-{n}", {1: model.graph(1)}, {1: model.profiles[1]}) for n in range(MODELS)]
+    demands = [
+        ModelDemand(f"resnet152-{n}", {Bucket(1): model.graph(1)}, {Bucket(1): model.profiles[Bucket(1)]})
+        for n in range(MODELS)
+    ]
     with TemporaryDirectory() as folder:  # the models share their plans
         deployment = deploy(demands, memory_bytes, name, Library(Path(folder)))
     arena = backend.arena(memory_bytes)
@@ -121,7 +125,9 @@ def _in_partitions(
         for entry in deployment.entries:
             bases = Bases(entry.partition_offset, 0)
             own = replace(model.lowered, name=entry.name)
-            programs.append(backend.build(own, entry.plans[1], model.profiles[1], arena, bases, model.store))
+            programs.append(
+                backend.build(own, entry.plans[Bucket(1)], model.profiles[Bucket(1)], arena, bases, model.store)
+            )
             backend.executor.load(programs[-1])
         yield Layout(programs, backend.executor, deployment.layout == "partitioned")
     finally:
@@ -138,7 +144,12 @@ def _in_one_region(
     shared = SharedRegion(backend, sharing, arena, workspace_bytes, arena.nbytes - workspace_bytes)
     try:
         programs = [
-            shared.add(replace(model.lowered, name=entry.name), entry.plans[1], model.profiles[1], model.store)
+            shared.add(
+                replace(model.lowered, name=entry.name),
+                entry.plans[Bucket(1)],
+                model.profiles[Bucket(1)],
+                model.store,
+            )
             for entry in deployment.entries
         ]
         yield Layout(programs, shared, ahead=False)

@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu import steps
 from benchmarks.gpu.common import open_gpu, planned, resnet
 from benchmarks.record import markdown_table
+from planner.shapes import Bucket
 from planner.sizing.fitting import split_budget
 from runtime.binding.program import Bases
 
@@ -47,12 +48,12 @@ def measure(cell: str) -> Iterator[Row | str]:
         f" {_mib(libraries.process_bytes)} for this process."
     )
     budget = int(share * model.graph(1).parameter_bytes)
-    partition, workspace = split_budget({1: model.graph(1)}, {1: model.profiles[1]}, budget)
+    partition, workspace = split_budget({Bucket(1): model.graph(1)}, {Bucket(1): model.profiles[Bucket(1)]}, budget)
     plan = planned(model, 1, partition, workspace)
     free = [backend.driver.memory().free_bytes]
     arena = backend.arena(partition + workspace)
     free.append(backend.driver.memory().free_bytes)
-    program = backend.build(model.lowered, plan, model.profiles[1], arena, Bases(0, partition), model.store)
+    program = backend.build(model.lowered, plan, model.profiles[Bucket(1)], arena, Bases(0, partition), model.store)
     backend.executor.load(program)
     free.append(backend.driver.memory().free_bytes)
     inputs = program.examples()

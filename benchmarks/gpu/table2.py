@@ -16,6 +16,7 @@ from benchmarks.gpu import steps
 from benchmarks.gpu.common import Measured, latencies_s, loaded, open_gpu, planned, resident, resnet
 from benchmarks.record import markdown_table
 from planner.errors import InfeasibleBudget
+from planner.shapes import Bucket
 from planner.sizing.fitting import split_budget
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
@@ -71,7 +72,7 @@ def measure(cell: str) -> Iterator[Row | str]:
 def _cell(
     backend: CudaBackend, model: Measured, name: str, batch: int, budget_bytes: int, resident_s: float
 ) -> Row:
-    graphs, profiles = {batch: model.graph(batch)}, {batch: model.profiles[batch]}
+    graphs, profiles = {Bucket(batch): model.graph(batch)}, {Bucket(batch): model.profiles[Bucket(batch)]}
     plan = planned(model, batch, *split_budget(graphs, profiles, budget_bytes))
     assert plan.provenance is not None
     with loaded(backend, model, plan, batch) as program:

@@ -107,7 +107,7 @@ def capture_inference(name: str, network: Network, batch: int) -> Captured:
         module, inputs = _built(network).eval(), network.inputs(batch)
         program = torch.export.export(module, inputs)
         model = from_program(name, program)
-        rewrite(model, DEFAULTS, [batch])
+        rewrite(model, DEFAULTS, [{}])
     return _captured(model, batch, mode)
 
 
@@ -130,7 +130,7 @@ def _captured(model: FxModel, batch: int, mode: FakeTensorMode) -> Captured:
     weights = own_storages(model.weights, mode)
     with mode:
         ports = zip(model.input_nodes, model.inputs, strict=True)
-        inputs = {node.name: torch.empty(port.at(batch), dtype=port.dtype) for node, port in ports}
+        inputs = {node.name: torch.empty(port.at(batch, {}), dtype=port.dtype) for node, port in ports}
     values = {n: ("parameter", t) for n, t in weights.items()} | {n: ("input", t) for n, t in inputs.items()}
     found = trace(model.graph, values, model.tables)  # type: ignore[arg-type]
     outputs = [s for s in found.results if s is not None]

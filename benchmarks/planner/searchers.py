@@ -28,6 +28,7 @@ from planner.plan import SwapIn, SwapOut
 from planner.problem import Limit, Problem
 from planner.search.driver import search
 from planner.search.registry import SEARCHERS
+from planner.shapes import Bucket
 from planner.sizing.fitting import split_budget
 from planner.warm import warm
 
@@ -51,7 +52,7 @@ class Case:
         memory = page_aligned(int(self.share * graph.parameter_bytes))
         if not self.served:
             return Problem(graph, profile, memory, overlay=True)
-        return Problem(graph, profile, *split_budget({1: graph}, {1: profile}, memory))
+        return Problem(graph, profile, *split_budget({Bucket(1): graph}, {Bucket(1): profile}, memory))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from planner.layout.feasible import page_aligned
 from planner.problem import Limit, Problem
 from planner.profile import Link, Profile
 from planner.search.driver import search
+from planner.shapes import Bucket
 from planner.simulate import prepare, run, simulate
 from planner.sizing.fitting import split_budget
 from runtime.lowering.lower import lower
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _row(graph: Graph, profile: Profile, share: float, repeats: int) -> list[str]:
     budget = page_aligned(int(share * graph.parameter_bytes))
-    partition, workspace = split_budget({1: graph}, {1: profile}, budget)
+    partition, workspace = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
     problem = Problem(graph, profile, partition, workspace)
     plan_s, _ = seconds(lambda: search(problem), 3)
     plan = search(problem)
@@ -153,7 +154,7 @@ def _first_plan_s(problem: Problem) -> float:
 def _lowered_graph(folder: Path, console: Console) -> Graph:
     prepare_visibly(folder / "zoo", recipes(1, ["resnet152"]), force=False, console=console)
     archive = folder / "zoo" / "resnet152" / "1" / "model.pt2"
-    return lower(archive, "resnet152", [1], folder / "lowered").graphs[1]
+    return lower(archive, "resnet152", [1], folder / "lowered").graphs[Bucket(1)]
 
 
 def _flat(graph: Graph) -> Profile:

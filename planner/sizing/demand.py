@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from planner.layout.feasible import Footprint, page_aligned
 from planner.offloading.zone import ActivationZones
+from planner.shapes import Bucket
 from planner.sizing.deployment import ModelDemand
 
 WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
@@ -16,24 +17,24 @@ class Demand:
     """A model, and the memory that its graphs need in every plan."""
 
     model: ModelDemand
-    footprints: Mapping[int, Footprint]
+    footprints: Mapping[Bucket, Footprint]
 
     @staticmethod
     def of(model: ModelDemand) -> "Demand":
-        return Demand(model, {batch: Footprint.of(g) for batch, g in model.graphs.items()})
+        return Demand(model, {bucket: Footprint.of(g) for bucket, g in model.graphs.items()})
 
     def leaner(self) -> "Demand":
         """The same with offloaded activations: less memory, more time."""
-        return Demand(self.model, {batch: _leanest(f) for batch, f in self.footprints.items()})
+        return Demand(self.model, {bucket: _leanest(f) for bucket, f in self.footprints.items()})
 
     @property
-    def smallest_batch(self) -> int:
+    def smallest(self) -> Bucket:
         return min(self.model.graphs)
 
     @property
     def parameter_bytes(self) -> int:
         """Partition that holds every parameter."""
-        graph = self.model.graphs[self.smallest_batch]
+        graph = self.model.graphs[self.smallest]
         return sum(page_aligned(graph.tensors[i].nbytes) for i in graph.parameters)
 
     @property
@@ -49,7 +50,7 @@ class Demand:
         return max(self.footprints.values(), key=lambda f: f.least_bytes)
 
     def least_partition_bytes(self, workspace: int) -> int | None:
-        """Least partition with which all batches are feasible; None if the workspace is too small."""
+        """Least partition with which all buckets are feasible; None if the workspace is too small."""
         least = [f.least_partition_bytes(workspace) for f in self.footprints.values()]
         return max((b for b in least if b is not None), default=0) if None not in least else None
 

@@ -13,6 +13,7 @@ import msgspec
 from planner.graph import Graph
 from planner.plan import Plan
 from planner.profile import Profile
+from planner.shapes import Bucket
 
 LayoutName = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")
@@ -24,11 +25,11 @@ ONE_REGION: tuple[LayoutName, ...] = (*WHOLE_MODELS, *PARAMETERS)
 
 @dataclass(frozen=True)
 class ModelDemand:
-    """A model's graphs and profiles by batch size, and its request rate."""
+    """A model's graphs and profiles by bucket, and its request rate."""
 
     name: str
-    graphs: Mapping[int, Graph]
-    profiles: Mapping[int, Profile]
+    graphs: Mapping[Bucket, Graph]
+    profiles: Mapping[Bucket, Profile]
     rate_per_s: float = 1.0
 
 
@@ -55,8 +56,8 @@ class DeploymentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     partition_offset: int
     partition_bytes: int
-    plans: dict[int, Plan]
-    """By batch size; all have the same residents."""
+    plans: dict[Bucket, Plan]
+    """All have the same residents."""
     parameter_bytes: int
     resident_bytes: int
 
@@ -82,7 +83,7 @@ def laid_out(
     layout: LayoutName,
     models: Sequence[ModelDemand],
     division: Division,
-    plans: Sequence[Mapping[int, Plan]],
+    plans: Sequence[Mapping[Bucket, Plan]],
     lanes: int = 1,
 ) -> Deployment:
     """Place partitions from the top of memory down. Models of a layout with one region all get that region."""

@@ -28,7 +28,7 @@ def deploy(
     *,
     lanes: int = 1,
 ) -> Deployment:
-    """Size every model and plan every batch. Raises InfeasibleBudget with the least memory that would do."""
+    """Size every model and plan every bucket. Raises InfeasibleBudget with the least memory that would do."""
     division = divide(models, memory_bytes, layout, lanes=lanes)
     rooms = [Room(division.workspace_bytes, partition) for partition in division.partition_bytes]
     plans = [plan_model(model, room, library) for model, room in zip(models, rooms, strict=True)]
@@ -106,7 +106,7 @@ def _share_out(
     lines: list[Curve] = [
         latency_curve(d.footprints[b], d.model.profiles[b], low, d.parameter_bytes, workspace, known)
         for d, low in zip(demands, least, strict=True)
-        for b in [d.smallest_batch]
+        for b in [d.smallest]
     ]
     at = [0] * len(demands)
     left = room - sum(least)

@@ -10,17 +10,18 @@ from planner.plan import Placement, Plan
 from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
+from planner.shapes import Bucket
 from planner.sizing.curves import estimate_latency_s
 from planner.sizing.demand import Demand, workspaces
 from planner.sizing.deployment import ModelDemand, Room
 
 
 def split_budget(
-    graphs: Mapping[int, Graph], profiles: Mapping[int, Profile], budget_bytes: int
+    graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profile], budget_bytes: int
 ) -> tuple[int, int]:
-    """Split one model's memory into partition and workspace for the least latency at the smallest batch.
+    """Split one model's memory into partition and workspace for the least latency in the smallest bucket.
 
-    Every batch size is feasible with the result. Raises InfeasibleBudget.
+    Every bucket is feasible with the result. Raises InfeasibleBudget.
     """
     budget = budget_bytes // PAGE_BYTES * PAGE_BYTES
     demand = Demand.of(ModelDemand(next(iter(graphs.values())).name, graphs, profiles))
@@ -29,13 +30,13 @@ def split_budget(
     footprints, neediest = demand.footprints, demand.neediest
     if budget < neediest.least_bytes:
         raise InfeasibleBudget(neediest.graph.name, neediest.neediest_op, budget_bytes, neediest.least_bytes)
-    batch = min(graphs)
+    smallest = min(graphs)
     best: tuple[float, int] | None = None
     for workspace in workspaces([demand], budget):
         partition = budget - workspace
         if any(f.least_workspace_bytes(partition) > workspace for f in footprints.values()):
             continue
-        latency_s = estimate_latency_s(footprints[batch], profiles[batch], partition, workspace)
+        latency_s = estimate_latency_s(footprints[smallest], profiles[smallest], partition, workspace)
         if best is None or latency_s < best[0]:
             best = (latency_s, workspace)
     assert best is not None  # the whole budget as workspace is always feasible
@@ -51,14 +52,14 @@ def fit(model: ModelDemand, rooms: Sequence[Room]) -> Room | None:
 
 def _fit(demand: Demand, rooms: Sequence[Room]) -> Room | None:
     model = demand.model
-    batch = demand.smallest_batch
+    smallest = demand.smallest
     best: tuple[float, Room] | None = None
     for room in rooms:
         least = demand.least_partition_bytes(room.workspace_bytes)
         if least is None or least > room.partition_bytes:
             continue
         partition = max(least, min(room.partition_bytes // PAGE_BYTES * PAGE_BYTES, demand.parameter_bytes))
-        footprint, profile = demand.footprints[batch], model.profiles[batch]
+        footprint, profile = demand.footprints[smallest], model.profiles[smallest]
         latency_s = estimate_latency_s(footprint, profile, partition, room.workspace_bytes)
         if best is None or latency_s < best[0] * (1 - 1e-6):
             best = (latency_s, Room(room.workspace_bytes, partition))
@@ -72,27 +73,27 @@ def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
 
 
 def least_bytes(model: ModelDemand) -> int:
-    """Least memory, partition and workspace together, in which a model can run at all its batch sizes."""
+    """Least memory, partition and workspace together, in which a model can run in all its buckets."""
     return Demand.of(model).leaner().least_bytes
 
 
 def plan_model(
     model: ModelDemand, room: Room, library: Library | None = None, searcher: str = "best", *, quick: bool = False
-) -> dict[int, Plan]:
-    """Plan every batch; the smallest chooses the residents of all. Raises InfeasibleBudget.
+) -> dict[Bucket, Plan]:
+    """Plan every bucket; the smallest chooses the residents of all. Raises InfeasibleBudget.
 
     Plans are read from the library, or stored there; `quick` takes the first that works, and stores none.
     """
-    plans: dict[int, Plan] = {}
+    plans: dict[Bucket, Plan] = {}
     residents: tuple[Placement, ...] | None = None
-    for batch in sorted(model.graphs):
-        graph, profile = model.graphs[batch], model.profiles[batch]
+    for bucket in sorted(model.graphs):
+        graph, profile = model.graphs[bucket], model.profiles[bucket]
         problem = Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents)
         if quick:
-            plans[batch] = search(problem, searcher, limit=Limit(evaluations=1))
+            plans[bucket] = search(problem, searcher, limit=Limit(evaluations=1))
         else:
-            plans[batch] = known_or_searched(problem, library, searcher)
-        residents = plans[batch].residents
+            plans[bucket] = known_or_searched(problem, library, searcher)
+        residents = plans[bucket].residents
     return plans
 
 

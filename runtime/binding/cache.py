@@ -12,6 +12,7 @@ from planner.check import check
 from planner.graph import Graph
 from planner.plan import Compute, Plan, SwapIn
 from planner.profile import Profile
+from planner.shapes import Bucket
 from runtime.binding.calls import Call, bind_call, bind_gather, static_value, weight_at
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, Statics, StaticWeight, SwapStep, draft
 from runtime.binding.program import Bases, Program
@@ -34,29 +35,29 @@ class _BoundCalls:
 
 
 class ProgramCache:
-    """The newest draft and bound calls of each model and batch size, for as long as the lowered model is in use.
+    """The newest draft and bound calls of each model and bucket, for as long as the lowered model is in use.
 
-    A plan that was the last to be built for its batch size is not checked and drafted again; at the same addresses only
+    A plan that was the last to be built for its bucket is not checked and drafted again; at the same addresses only
     its copies are new. Builds of different models may run in different threads.
     """
 
     def __init__(self) -> None:
-        self._drafts: WeakKeyDictionary[Lowered, dict[int, Draft]] = WeakKeyDictionary()
-        self._bound: WeakKeyDictionary[Lowered, dict[int, _BoundCalls]] = WeakKeyDictionary()
+        self._drafts: WeakKeyDictionary[Lowered, dict[Bucket, Draft]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[Lowered, dict[Bucket, _BoundCalls]] = WeakKeyDictionary()
 
     def draft(self, lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Draft:
         """Check a plan and draft it. Raises InvalidPlan, FingerprintMismatch or UnsupportedPlan."""
-        batches = {graph.fingerprint: batch for batch, graph in lowered.graphs.items()}
-        batch = batches.get(plan.graph, lowered.batches[0])
+        buckets = {graph.fingerprint: bucket for bucket, graph in lowered.graphs.items()}
+        bucket = buckets.get(plan.graph, lowered.buckets[0])
         drafts = self._drafts.setdefault(lowered, {})
-        known = drafts.get(batch)
+        known = drafts.get(bucket)
         if known is not None and known.plan is plan and known.profile is profile and known.device == device:
             return known
-        graph = lowered.graphs[batch]
+        graph = lowered.graphs[bucket]
         check(graph, profile, plan)
         require_supported(graph, plan)
-        drafts[batch] = draft(graph, lowered.traces[batch], lowered.manifest, plan, profile, device)
-        return drafts[batch]
+        drafts[bucket] = draft(graph, lowered.traces[bucket], lowered.manifest, plan, profile, device)
+        return drafts[bucket]
 
     def build(
         self,
@@ -70,9 +71,9 @@ class ProgramCache:
         """Check a plan and bind it. Raises what `draft` raises, and MemoryExceeded."""
         drafted = self.draft(lowered, plan, profile, arena.device)
         bound = self._bound.setdefault(lowered, {})
-        known = bound.get(drafted.graph.batch)
+        known = bound.get(drafted.graph.bucket)
         if known is None or known.draft is not drafted or known.arena is not arena or known.bases != bases:
-            known = bound[drafted.graph.batch] = _bind_calls(drafted, arena, bases)
+            known = bound[drafted.graph.bucket] = _bind_calls(drafted, arena, bases)
         return _program(known, arena, bases, store)
 
 

@@ -95,7 +95,7 @@ class SwapStep:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Draft:
-    """A plan at one batch size. `runtime.binding.program.Program` is a draft bound to addresses."""
+    """A plan for one bucket. `runtime.binding.program.Program` is a draft bound to addresses."""
 
     graph: Graph
     trace: Trace
@@ -154,6 +154,7 @@ class _Drafter:
         self.graph, self.trace, self.plan, self.device = graph, trace, plan, device
         self.op_instructions = {i.op: i for i in trace.instructions if i.op is not None}
         self.views = {i.out: i for i in trace.instructions if i.op is None}
+        self.numbers = [i for i in trace.instructions if i.out in trace.numbers]
         self.statics = _StaticValues(trace, manifest, device)
         self.made: set[int] = set()
         self.addresses = {p.tensor: p.address for p in plan.residents}
@@ -240,7 +241,10 @@ class _Drafter:
     def _add_compute(self, index: int, step: Compute) -> None:
         swap_ins, swap_outs = self._finished(step.after, SwapIn), self._finished(step.after, SwapOut)
         self.position[index] = len(self.computes)
-        calls = self._pending(self._needed_by(self.op_instructions[step.op]))
+        # Sizes come first: read later, the input that has them would be in memory for longer than the plan says.
+        numbers = [] if self.computes else self.numbers
+        self.made.update(i.out for i in numbers)
+        calls = self._pending([*numbers, *self._needed_by(self.op_instructions[step.op])])
         first = self.unread.intersection(self.graph.ops[step.op].reads)
         self.unread -= first
         self.computes.append(ComputeStep(index, calls, swap_ins, swap_outs, tuple(sorted(first))))

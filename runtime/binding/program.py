@@ -8,6 +8,7 @@ import torch
 
 from planner.graph import Graph
 from planner.plan import Address, Plan
+from planner.shapes import Bucket
 from runtime.binding.calls import Call
 from runtime.binding.draft import ComputeStep, Draft, SwapStep
 from runtime.offload.activation import OffloadedActivation
@@ -52,8 +53,8 @@ class Program:
         object.__setattr__(self, "link_bytes", link_bytes)
 
     @property
-    def batch(self) -> int:
-        return self.draft.graph.batch
+    def bucket(self) -> Bucket:
+        return self.draft.graph.bucket
 
     @property
     def plan(self) -> Plan:

@@ -7,6 +7,7 @@ import torch
 
 from planner.plan import Plan
 from planner.profile import Profile
+from planner.shapes import Bucket
 from runtime.backend import OnProgress
 from runtime.binding.cache import ProgramCache
 from runtime.binding.program import Bases, Program
@@ -63,13 +64,13 @@ class CpuBackend:
         on_progress: OnProgress,
         *,
         quick: bool = False,
-    ) -> tuple[Lowered, dict[int, Profile]]:
+    ) -> tuple[Lowered, dict[Bucket, Profile]]:
         limit = "" if self._bandwidth is None else f" at {self._bandwidth:.0f} B/s"
         if self._verify_reads and store.kind == "file":
             limit += ", verified"
         device = device_name(torch.get_num_threads(), store, limit)
 
-        def measured() -> dict[int, Profile]:
+        def measured() -> dict[Bucket, Profile]:
             with CpuArena(2 * lowered.manifest.segment_bytes) as arena, CpuExecutor() as executor:
                 if quick and (traced := traced_profiles(lowered, device, arena, store)) is not None:
                     return traced

@@ -9,6 +9,7 @@ import torch
 
 from planner.plan import Plan
 from planner.profile import Profile
+from planner.shapes import Bucket
 from runtime.backend import OnProgress
 from runtime.binding.cache import ProgramCache
 from runtime.binding.program import Bases
@@ -95,7 +96,7 @@ class CudaBackend:
         on_progress: OnProgress,
         *,
         quick: bool = False,
-    ) -> tuple[Lowered, dict[int, Profile]]:
+    ) -> tuple[Lowered, dict[Bucket, Profile]]:
         """Measure everything: the kernels' scratch, which plans depend on, takes as long as the rest."""
         return measured(self, self.streams, self.pinned_memory, lowered, store, cache, on_progress)
 

@@ -1,5 +1,6 @@
 """The fixed buffers through which a program's inputs and outputs pass, so that a captured graph finds them."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -14,27 +15,48 @@ _ALIGNMENT_BYTES = 64
 
 
 class Buffers:
-    """Pinned host memory for the inputs and outputs of one program at one batch size."""
+    """Pinned host memory for the inputs and outputs of one program."""
 
     def __init__(
-        self, name: str, inputs: Sequence[Port], outputs: Sequence[Port], batch: int, pinned: PinnedMemory
+        self,
+        name: str,
+        inputs: Sequence[Port],
+        outputs: Sequence[Port],
+        shapes: Sequence[tuple[int, ...]],
+        pinned: PinnedMemory,
+        *,
+        is_dynamic: bool,
     ) -> None:
+        """`shapes` are the largest of inputs and outputs; with `is_dynamic`, inferences may have smaller ones."""
         self._name = name
         self._ports = tuple(inputs)
         self._pinned = pinned
-        sizes = [_nbytes(port, batch) for port in (*inputs, *outputs)]
+        self._is_dynamic = is_dynamic
+        ports = (*inputs, *outputs)
+        sizes = [_nbytes(port, shape) for port, shape in zip(ports, shapes, strict=True)]
         self._host = pinned.take(sum(sizes), f"{name}: inputs and outputs")
-        views = _views(self._host, (*inputs, *outputs), sizes, batch)
-        self.inputs, self.outputs = tuple(views[: len(inputs)]), tuple(views[len(inputs) :])
+        views = _views(self._host, ports, shapes, sizes)
+        self._largest = tuple(views[: len(inputs)]), tuple(views[len(inputs) :])
+        self.inputs, self.outputs = self._largest
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether the current inference has the largest shapes, which captured graphs have."""
+        return self.inputs is self._largest[0]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take an inference's inputs. No work may be in progress. Raises DeviceError for another shape or dtype."""
+        self.inputs, self.outputs = self._largest
         for port, own, given in zip(self._ports, self.inputs, tensors, strict=True):
-            if own.shape != given.shape or own.dtype != given.dtype:
+            fits = own.shape == given.shape or (self._is_dynamic and _holds(own, given))
+            if not fits or own.dtype != given.dtype:
                 raise DeviceError(
                     f"{self._name}: input {port.name} is {given.dtype} of shape {tuple(given.shape)}, the program"
                     f" takes {own.dtype} of shape {tuple(own.shape)}"
                 )
+        if any(own.shape != given.shape for own, given in zip(self.inputs, tensors, strict=True)):
+            self.inputs = tuple(_part(own, given.shape) for own, given in zip(self.inputs, tensors, strict=True))
+        for own, given in zip(self.inputs, tensors, strict=True):
             own.copy_(given)
 
     def upload(self, frame: Frame, slots: Sequence[int], device: torch.device) -> None:
@@ -44,6 +66,9 @@ class Buffers:
 
     def download(self, values: Sequence[torch.Tensor]) -> None:
         """Copy the outputs to their buffers; a kernel of the compute stream."""
+        if not self.are_whole:
+            pairs = zip(self.outputs, values, strict=True)
+            self.outputs = tuple(_part(own, value.shape) for own, value in pairs)
         for own, value in zip(self.outputs, values, strict=True):
             own.copy_(value, non_blocking=True)
 
@@ -55,16 +80,27 @@ class Buffers:
         self._pinned.release(self._host)
 
 
-def _nbytes(port: Port, batch: int) -> int:
-    nbytes = torch.Size(port.at(batch)).numel() * port.dtype.itemsize
+def _holds(own: torch.Tensor, given: torch.Tensor) -> bool:
+    return own.dim() == given.dim() and all(map(operator.ge, own.shape, given.shape))
+
+
+def _part(own: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor of a smaller shape over the first bytes."""
+    return own.view(-1)[: shape.numel()].view(shape)
+
+
+def _nbytes(port: Port, shape: tuple[int, ...]) -> int:
+    nbytes = torch.Size(shape).numel() * port.dtype.itemsize
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _views(host: HostBytes, ports: Sequence[Port], sizes: Sequence[int], batch: int) -> list[torch.Tensor]:
+def _views(
+    host: HostBytes, ports: Sequence[Port], shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> list[torch.Tensor]:
     views = []
     offset = 0
-    for port, size in zip(ports, sizes, strict=True):
-        shape = torch.Size(port.at(batch))
+    for port, whole, size in zip(ports, shapes, sizes, strict=True):
+        shape = torch.Size(whole)
         raw = torch.from_numpy(host[offset : offset + shape.numel() * port.dtype.itemsize])
         views.append(raw.view(port.dtype).reshape(shape) if shape.numel() else torch.empty(shape, dtype=port.dtype))
         offset += size

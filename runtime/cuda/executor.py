@@ -202,7 +202,7 @@ class CudaExecutor:
                 self._driver.wait(transfer.event)
         commands = program.schedule.rest if ahead is program else program.schedule.whole
         graph = program.admission.rest if ahead is program else program.admission.whole
-        if watch is None and graph is not None:
+        if watch is None and graph is not None and program.buffers.are_whole:
             after = self._replay(program, graph)
         else:
             with self._shared.exclusive:  # until its activations are gone, too
@@ -277,7 +277,7 @@ class CudaExecutor:
             self.run(program, program.examples())
             self.settle()
         else:
-            fields = {"model": program.name, "batch": program.batch, "reason": program.admission.refused}
+            fields = {"model": program.name, "batch": str(program.bucket), "reason": program.admission.refused}
             _log.warning("program is issued op by op, not as one graph", extra={"fields": fields})
 
     def _first_run(self, program: CudaProgram) -> None:
@@ -331,7 +331,7 @@ def _raise_if_refused(program: CudaProgram) -> None:
     """Raise MemoryExceeded if the pool refused an allocation, even if the kernel made do: that may change bits."""
     if (wanted := program.pool.refused_bytes) is not None:
         raise MemoryExceeded(
-            f"{program.name}, batch {program.batch}: torch's allocator wanted {format_bytes(wanted)} more than the"
+            f"{program.name}, batch {program.bucket}: torch's allocator wanted {format_bytes(wanted)} more than the"
             f" {format_bytes(program.pool_memory.nbytes)} that the plan has for activations and scratch; measure the"
             " model again on this device, or give it a larger workspace"
         )

@@ -46,7 +46,7 @@ class AdmissionState:
 
 @dataclass(frozen=True, slots=True)
 class CudaProgram(Program):
-    """One model at one batch size, ready to be issued or replayed."""
+    """One model in one bucket, ready to be issued or replayed."""
 
     schedule: IssueSchedule
     copies: Mapping[Copy, Callable[[], None]]
@@ -190,10 +190,17 @@ def prepare(
         **own,
         schedule=scheduled,
         copies=_prepared_copies(scheduled, arena, store),
-        buffers=Buffers(program.name, lowered.inputs, lowered.outputs, program.batch, pinned),
+        buffers=Buffers(
+            program.name,
+            lowered.inputs,
+            lowered.outputs,
+            lowered.shapes(program.bucket),
+            pinned,
+            is_dynamic=bool(program.bucket.sizes),
+        ),
         pool_memory=arena.bytes(bases.offset(memory.address), memory.nbytes),
-        examples=lambda: lowered.examples(program.batch),
-        admission=AdmissionState(refused=_obstacle(lowered.traces[program.batch], staged=store.staged)),
+        examples=lambda: lowered.examples(program.bucket),
+        admission=AdmissionState(refused=_obstacle(lowered.traces[program.bucket], staged=store.staged)),
         device=arena.device,
         link_free=driver.event(external=True),
         staged=store.staged,

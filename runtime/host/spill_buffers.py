@@ -57,10 +57,10 @@ class _RamSpillBuffer:
         self._memory = memory
 
     def save(self, source: torch.Tensor) -> None:
-        np.copyto(self._memory, _bytes_of(source))
+        np.copyto(self._memory[: source.nbytes], _bytes_of(source))
 
     def load(self, destination: torch.Tensor) -> None:
-        np.copyto(_bytes_of(destination), self._memory)
+        np.copyto(_bytes_of(destination), self._memory[: destination.nbytes])
 
     def close(self) -> None:
         release_pages(self._memory)

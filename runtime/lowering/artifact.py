@@ -14,6 +14,7 @@ from torch import fx
 
 from planner.errors import FormatError
 from planner.graph import decode_as
+from planner.shapes import STATIC, Bucket, DynamicShape
 from runtime.errors import UnsupportedModel
 from runtime.lowering import fused_ops, rewrite
 from runtime.lowering.allowed_ops import NUMBER_FUNCTIONS, allows_lowered
@@ -45,7 +46,7 @@ class NotPlain(UnsupportedModel):
 class PortRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     dtype: str
-    shape: tuple[int | None, ...]
+    shape: tuple[int | str | None, ...]
 
 
 class InstructionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,6 +68,8 @@ class TraceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_storages: tuple[Storage, ...]
     input_bytes: tuple[int, ...]
     slots: int
+    sizes: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +82,7 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     interaction: str | None
     traces: tuple[TraceRecord, ...]
     format_version: int = FORMAT_VERSION
+    dynamic: DynamicShape = STATIC
 
 
 def encode(
@@ -86,19 +90,20 @@ def encode(
     inputs: tuple[Port, ...],
     outputs: tuple[Port, ...],
     batched: bool,
-    traces: dict[int, Trace],
+    traces: dict[Bucket, Trace],
     interaction: str | None = None,
+    dynamic: DynamicShape = STATIC,
 ) -> bytes:
     """The artifact's JSON. Raises UnsupportedModel for a program that has no plain form."""
     records = tuple(_trace_record(trace) for _, trace in sorted(traces.items()))
     ports = _port_records(inputs), _port_records(outputs)
-    return msgspec.json.encode(Artifact(lowering, *ports, batched, interaction, records))
+    return msgspec.json.encode(Artifact(lowering, *ports, batched, interaction, records, dynamic=dynamic))
 
 
 def decode(
     raw: bytes, lowering: str
-) -> tuple[tuple[Port, ...], tuple[Port, ...], bool, str | None, dict[int, Trace]]:
-    """Inputs, outputs, whether there is a batch, how its rows influence one another, and traces by batch.
+) -> tuple[tuple[Port, ...], tuple[Port, ...], bool, str | None, dict[Bucket, Trace], DynamicShape]:
+    """Inputs, outputs, whether there is a batch, how its rows influence one another, traces, dynamic dimensions.
 
     Raises FormatError, also for another lowering.
     """
@@ -106,11 +111,11 @@ def decode(
     if artifact.lowering != lowering:
         raise FormatError(f"lowered model was made by {artifact.lowering}, in use is {lowering}; lower it again")
     try:
-        traces = {t.batch: _trace(t) for t in artifact.traces}
+        traces = {t.bucket: t for t in map(_trace, artifact.traces)}
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise FormatError(f"lowered model is damaged: {error}") from error
     ports = _ports(artifact.inputs), _ports(artifact.outputs)
-    return *ports, artifact.batched, artifact.interaction, traces
+    return *ports, artifact.batched, artifact.interaction, traces, artifact.dynamic
 
 
 def _port_records(ports: tuple[Port, ...]) -> tuple[PortRecord, ...]:

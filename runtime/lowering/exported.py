@@ -1,5 +1,6 @@
 """Converts an exported program to the form in which it is lowered."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,13 +8,19 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from planner.shapes import Dimension, DynamicShape, UnknownExpression, evaluate
 from runtime.errors import UnsupportedModel
 from runtime.lowering.model import FxModel, Port
+from runtime.lowering.trace import DYNAMIC
+
+_UNLIMITED = 1 << 20
 
 
 def from_program(name: str, program: ExportedProgram) -> FxModel:
-    """Convert an exported program. Raises UnsupportedModel for state, tokens and other shapes than the batch."""
+    """Convert an exported program. Raises UnsupportedModel for state, tokens, and sizes that depend on values."""
     signature = program.graph_signature
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
@@ -37,18 +44,22 @@ def from_program(name: str, program: ExportedProgram) -> FxModel:
                     f"{name}: input {node.name} is a {spec.kind.name.lower()}; only tensors work"
                 )
     _refuse_state(name, program)
-    batch = _batch_symbol(name, inputs)
     if not inputs:
         raise UnsupportedModel(f"{name}: the program takes no tensors")
+    batch = _batch_symbol(inputs)
     names = _input_names(program)
+    dimensions = tuple(_dimensions(name, program, inputs, batch))
+    symbols = {d.symbol for d in dimensions}
     return FxModel(
         name=name,
         root=program.graph_module,
         graph=graph,
         weights=weights,
-        inputs=tuple(_port(name, names.get(node.name, node.name), node, batch) for node in inputs),
-        outputs=_outputs(name, program, graph, batch),
-        max_batch=None if batch is None else _largest(program, batch),
+        inputs=tuple(_port(name, names.get(node.name, node.name), node, batch, symbols) for node in inputs),
+        outputs=_outputs(name, program, graph, batch, symbols),
+        max_batch=None if batch is None else _range(program, batch)[1] or _UNLIMITED,
+        batch_symbol=batch,
+        dynamic=DynamicShape(dimensions, _constraints(program.graph, symbols)),
     )
 
 
@@ -68,33 +79,83 @@ def _refuse_state(name: str, program: ExportedProgram) -> None:
             )
 
 
-def _batch_symbol(name: str, inputs: list[fx.Node]) -> str | None:
-    """The symbol that is the first dimension of every input, or None if nothing is dynamic."""
-    symbols = {str(d) for node in inputs for d in node.meta["val"].shape if not _is_static(d)}
-    if not symbols:
-        return None
-    first = {str(node.meta["val"].shape[0]) if node.meta["val"].dim() else "" for node in inputs}
-    if len(symbols) > 1 or first != symbols:
-        dims = {node.name: [str(d) for d in node.meta["val"].shape] for node in inputs}
-        raise UnsupportedModel(
-            f"{name}: dynamic dimensions {dims}; only a first dimension that all inputs share can be"
-            " dynamic (the batch). Export the others at a fixed size and pad to it"
-        )
-    return symbols.pop()
+def _batch_symbol(inputs: list[fx.Node]) -> str | None:
+    """The symbol that is the first dimension of every input; None if there is none."""
+    first = [node.meta["val"].shape[0] if node.meta["val"].dim() else 0 for node in inputs]
+    is_symbol = all(isinstance(dim, torch.SymInt) and dim.node.expr.is_Symbol for dim in first)
+    return str(first[0]) if is_symbol and len(set(map(str, first))) == 1 else None
 
 
 def _is_static(dim: Any) -> bool:
     return isinstance(dim, int) or bool(dim.node.expr.is_number)
 
 
-def _port(model: str, name: str, node: fx.Node, batch: str | None) -> Port:
+def _symbols(dim: Any) -> set[str]:
+    """The symbols in a size."""
+    return set() if isinstance(dim, int) else {str(s) for s in dim.node.expr.free_symbols}
+
+
+def _dimensions(
+    name: str, program: ExportedProgram, inputs: list[fx.Node], batch: str | None
+) -> Iterator[Dimension]:
+    """Yield the other dynamic dimensions: for each symbol, the first input dimension that is the symbol itself.
+
+    Where there is none, one that is a multiple of it, plus a constant.
+    """
+    found = [
+        (dim.node.expr, index, axis)
+        for index, node in enumerate(inputs)
+        for axis, dim in enumerate(node.meta["val"].shape)
+        if not _is_static(dim) and str(dim) != batch
+    ]
+    known: set[str] = set()
+    for expression, index, axis in sorted(found, key=lambda f: not f[0].is_Symbol):
+        for symbol in expression.free_symbols:
+            if str(symbol) in known:
+                continue
+            step = expression.diff(symbol)
+            if len(expression.free_symbols) > 1 or not step.is_Integer or step < 1:
+                raise UnsupportedModel(
+                    f"{name}: dimension {axis} of input {inputs[index].name} has the size {expression}, and no"
+                    f" input has {symbol} itself; export it so that every dynamic size is a size of an input"
+                )
+            offset = int(expression.subs(symbol, 0))
+            least, most = _range(program, str(symbol))
+            size = None if most is None else most * int(step) + offset
+            known.add(str(symbol))
+            yield Dimension(str(symbol), index, axis, int(step), offset, max(1, least * int(step) + offset), size)
+
+
+def _range(program: ExportedProgram, symbol: str) -> tuple[int, int | None]:
+    """The least and the largest value of a symbol; None if it has no limit."""
+    for known, bounds in program.range_constraints.items():
+        if str(known) == symbol:
+            limited = bounds.upper.is_number and bounds.upper < _UNLIMITED
+            return int(bounds.lower), int(bounds.upper) if limited else None
+    return 1, None
+
+
+def _constraints(graph: fx.Graph, symbols: set[str]) -> tuple[str, ...]:
+    """The conditions on dynamic dimensions that export has written into the program."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        if getattr(node.target, "_opname", "") == "_assert_scalar" and isinstance(node.args[0], fx.Node):
+            value = node.args[0].meta.get("val")
+            if isinstance(value, torch.SymBool) and _symbols(value) and _symbols(value) <= symbols:
+                found[str(value)] = None
+    return tuple(found)
+
+
+def _port(model: str, name: str, node: fx.Node, batch: str | None, symbols: set[str]) -> Port:
     value = node.meta["val"]
-    dims: list[int | None] = []
+    dims: list[int | str | None] = []
     for position, dim in enumerate(value.shape):
         if _is_static(dim):
             dims.append(int(dim))
         elif position == 0 and str(dim) == batch:
             dims.append(None)
+        elif _symbols(dim) <= symbols and _is_known(str(dim), symbols):
+            dims.append(str(dim))
         else:
             raise UnsupportedModel(
                 f"{model}: {name} has dimension {position} of size {dim}; sizes can depend on the batch in the"
@@ -107,14 +168,67 @@ def _port(model: str, name: str, node: fx.Node, batch: str | None) -> Port:
     return Port(name, value.dtype, tuple(dims))
 
 
-def _largest(program: ExportedProgram, batch: str) -> int:
-    for symbol, bounds in program.range_constraints.items():
-        if str(symbol) == batch and bounds.upper.is_number and bounds.upper < 1 << 20:
-            return int(bounds.upper)
-    return 1 << 20
+def _is_known(expression: str, symbols: set[str]) -> bool:
+    """Whether a server can evaluate an expression."""
+    try:
+        evaluate(expression, dict.fromkeys(symbols, 1))
+    except (UnknownExpression, ArithmeticError):
+        return False
+    return True
 
 
-def _outputs(name: str, program: ExportedProgram, graph: fx.Graph, batch: str | None) -> tuple[Port, ...]:
+def compute_sizes_first(model: FxModel) -> None:
+    """Compute every size that depends on a dynamic dimension from the inputs' sizes, once, before the first op.
+
+    A size that is read from an activation later would keep it in memory for as long. Raises UnsupportedModel.
+    """
+    if not model.dynamic.dimensions:
+        return
+    graph, inputs = model.graph, model.input_nodes
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    dynamic = {d.symbol for d in model.dynamic.dimensions}
+    nodes = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)]
+    computed: dict[Any, fx.Node] = {}
+    with graph.inserting_before(first):
+        leaves = _symbol_proxies(model, inputs)
+        for node in nodes:
+            expression = node.meta["val"].node.expr
+            used = _symbols(node.meta["val"])
+            if not used & dynamic or not used <= leaves.keys():
+                continue
+            if expression not in computed:
+                own = {s: leaves[str(s)] for s in expression.free_symbols}
+                try:
+                    computed[expression] = sympy_interp(PythonReferenceAnalysis, own, expression).node
+                except (KeyError, TypeError, AttributeError, NotImplementedError) as error:
+                    raise UnsupportedModel(
+                        f"{model.name}: {node.name} computes a size as {str(expression)[:80]}, which is not supported"
+                    ) from error
+            node.replace_all_uses_with(computed[expression])
+    graph.eliminate_dead_code()
+
+
+def _symbol_proxies(model: FxModel, inputs: list[fx.Node]) -> dict[str, fx.Proxy]:
+    """Add nodes that read the symbols' values from the inputs' sizes."""
+    tracer = fx.proxy.GraphAppendingTracer(model.graph)
+
+    def size(index: int, axis: int) -> fx.Node:
+        return model.graph.call_function(torch.ops.aten.sym_size.int, (inputs[index], axis))
+
+    proxies: dict[str, fx.Proxy] = {}
+    if model.batch_symbol is not None:
+        proxies[model.batch_symbol] = fx.Proxy(size(0, 0), tracer)
+    for d in model.dynamic.dimensions:
+        node = size(d.input, d.axis)
+        node.meta[DYNAMIC] = True
+        value: Any = fx.Proxy(node, tracer)
+        proxies[d.symbol] = value if (d.step, d.offset) == (1, 0) else (value - d.offset) // d.step
+    return proxies
+
+
+def _outputs(
+    name: str, program: ExportedProgram, graph: fx.Graph, batch: str | None, symbols: set[str]
+) -> tuple[Port, ...]:
     (output,) = (node for node in graph.nodes if node.op == "output")
     values = list(pytree.tree_leaves(output.args[0]))
     specs = program.graph_signature.output_specs
@@ -124,7 +238,7 @@ def _outputs(name: str, program: ExportedProgram, graph: fx.Graph, batch: str | 
     if not tensors or any(not isinstance(v.meta.get("val"), torch.Tensor) for _, v in tensors):
         raise UnsupportedModel(f"{name}: outputs {names} are not all tensors; return tensors only")
     output.args = (tuple(v for _, v in tensors),)
-    return tuple(_port(name, n, v, batch) for n, v in tensors)
+    return tuple(_port(name, n, v, batch, symbols) for n, v in tensors)
 
 
 def _output_names(program: ExportedProgram, count: int) -> list[str]:

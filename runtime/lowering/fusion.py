@@ -215,9 +215,9 @@ class OneDnnKernels:
     Convolutions compute channels last, whatever comes in.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], batches: Sequence[int]) -> None:
-        """Weights of a model are packed for these batch sizes."""
-        self._batches = batches
+    def __init__(self, weights: Mapping[str, torch.Tensor], symbols: Sequence[Mapping[str, int]]) -> None:
+        """Weights of a model are packed for the shapes that these values of the symbols give."""
+        self._symbols = symbols
         self._tied: dict[str, tuple[Any, ...]] = {
             name: (plain.data_ptr(), plain.shape, plain.stride(), plain.dtype)
             for name, plain in weights.items()
@@ -264,11 +264,11 @@ class OneDnnKernels:
         return packing.CONVOLUTION_SUM, (x, residual, *rest, "add", 1.0, *after)
 
     def _sizes(self, layer: fx.Node) -> list[tuple[int, ...]]:
-        """The sizes of a layer's input at each batch size; () where export does not tell."""
+        """The sizes of a layer's input in each shape; () where export does not tell."""
         value = layer.args[0].meta.get("val") if isinstance(layer.args[0], fx.Node) else None
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return []
-        return [tuple(_at(d, batch) for d in value.shape) for batch in self._batches]
+        return [tuple(_at(d, symbols) for d in value.shape) for symbols in self._symbols]
 
     def _weight(self, model: FxModel, layer: fx.Node) -> fx.Node:
         """A placeholder of the packed weight."""
@@ -296,9 +296,9 @@ def _rows(size: tuple[int, ...]) -> int:
     return int(torch.Size(size[:-1]).numel())
 
 
-def _at(dim: Any, batch: int) -> int:
-    """A dimension at a batch size, which is the only symbol in it."""
+def _at(dim: Any, symbols: Mapping[str, int]) -> int:
+    """A dimension, given the values of the symbols in it."""
     if isinstance(dim, int):
         return dim
     expression = dim.node.expr
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
+    return int(expression.subs({s: symbols[str(s)] for s in expression.free_symbols}))

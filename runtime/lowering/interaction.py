@@ -5,7 +5,7 @@ batches and company, and their results compared. Not-a-number in the company sho
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -32,16 +32,17 @@ Run = Callable[[int, _Tensors], _Tensors]
 """Runs a model on inputs of a batch size, which it may change."""
 
 
-def find_interaction(model: FxModel, batches: Sequence[int], run: Run) -> str | None:
+def find_interaction(model: FxModel, batches: Sequence[int], symbols: Mapping[str, int], run: Run) -> str | None:
     """Say how rows influence one another in batches of these sizes, or return None if no trial shows it.
 
-    Random operators count as influence. Runs the model two or three times at the largest size, once at smaller ones,
-    and once at a small one. Not found are influences that only special values cause.
+    Dynamic dimensions have the sizes that `symbols` give. Random operators count as influence. Runs the model two or
+    three times at the largest size, once at smaller ones, and once at a small one. Not found are influences that only
+    special values cause.
     """
     most = max(batches)
     if model.max_batch is None or most == 1:
         return None
-    reference = _reference(model, run, most)
+    reference = _reference(model, run, most, symbols)
     if reference is None:
         return "the program takes no random rows"
     rows, expected = reference
@@ -84,7 +85,9 @@ def _without_numbers(rows: torch.Tensor, place: int) -> torch.Tensor:
     return company
 
 
-def _reference(model: FxModel, run: Run, batch: int) -> tuple[_Tensors, _Tensors] | None:
+def _reference(
+    model: FxModel, run: Run, batch: int, symbols: Mapping[str, int]
+) -> tuple[_Tensors, _Tensors] | None:
     """Return random rows that the model takes, and its results: those with the most finite elements.
 
     None if it takes none.
@@ -92,7 +95,7 @@ def _reference(model: FxModel, run: Run, batch: int) -> tuple[_Tensors, _Tensors
     generator = torch.Generator().manual_seed(0)
     found: list[tuple[float, _Tensors, _Tensors]] = []
     for bound, floats in _RANDOM:
-        rows = [_random_rows(port, batch, bound, floats, generator) for port in model.inputs]
+        rows = [_random_rows(p.dtype, p.at(batch, symbols), bound, floats, generator) for p in model.inputs]
         results = _try(model, run, rows)
         if results is not None:
             finite = sum(float(t.isfinite().double().mean()) for t in results if t.numel())
@@ -106,16 +109,19 @@ def _reference(model: FxModel, run: Run, batch: int) -> tuple[_Tensors, _Tensors
 
 
 def _random_rows(
-    port: Port, batch: int, bound: int, floats: Callable[..., torch.Tensor], generator: torch.Generator
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    bound: int,
+    floats: Callable[..., torch.Tensor],
+    generator: torch.Generator,
 ) -> torch.Tensor:
     """Return float32 or int64 rows, at least two. The last one is one token, repeated: an expert gets all of them."""
-    shape = port.at(batch)
-    if port.dtype.is_floating_point or port.dtype.is_complex:
+    if dtype.is_floating_point or dtype.is_complex:
         rows = floats(shape, generator=generator)
         if len(shape) > 2:
             rows[-1] = rows[-1, :1].clone()
         return rows
-    most = min(bound, 2 if port.dtype is torch.bool else torch.iinfo(port.dtype).max)
+    most = min(bound, 2 if dtype is torch.bool else torch.iinfo(dtype).max)
     rows = torch.randint(0, most, shape, generator=generator)
     other = rows[-2, :1] if len(shape) > 1 else rows[-2]
     rows[-1] = (other + 1) % most  # few values may be all that a model takes, and the rows must differ

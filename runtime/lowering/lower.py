@@ -1,7 +1,8 @@
-"""Lowers a `.pt2` archive: graph rewritten, weights file written, one traced program per batch size."""
+"""Lowers a `.pt2` archive: graph rewritten, weights file written, one traced program per bucket."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,16 +12,19 @@ import torch
 from planner import cache_file
 from planner.errors import CohabitError, FormatError
 from planner.graph import Graph
+from planner.shapes import STATIC, Bucket, Dimension, DynamicShape
 from runtime.errors import UnsupportedModel
 from runtime.lowering import artifact, packing, weights
 from runtime.lowering.archive_file import fingerprint
 from runtime.lowering.interaction import find_interaction
 from runtime.lowering.model import FxModel, Port
 from runtime.lowering.rewrite import rewrite
-from runtime.lowering.trace import Trace, build_graph, run_model, trace_model
+from runtime.lowering.trace import Trace, build_graph, covering, run_model, trace_model
 from runtime.lowering.weights import Manifest
 from runtime.options import DEFAULTS, Options
 
+MOST_BUCKETS = 64
+"""Each has a plan, and programs in memory."""
 _LOWERING = "11"
 """Changes whenever lowering writes other bytes for the same archive."""
 
@@ -31,38 +35,49 @@ class NotCached(CohabitError):
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A model ready to be profiled and planned. `traces[b]` and `graphs[b]` are for batch `b`."""
+    """A model ready to be profiled and planned. `traces[b]` and `graphs[b]` are for bucket `b`."""
 
     name: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     batched: bool
     """Whether the first dimension of every input and output is the batch."""
-    traces: dict[int, Trace]
+    traces: dict[Bucket, Trace]
     manifest: Manifest
     weights_path: Path
     options: Options = DEFAULTS
     interaction: str | None = None
     """How the rows of a batch influence one another; None if they were not seen to. See `find_interaction`."""
+    dynamic: DynamicShape = STATIC
+    """Dynamic dimensions other than the batch."""
 
     @cached_property
-    def graphs(self) -> dict[int, Graph]:
+    def graphs(self) -> dict[Bucket, Graph]:
         return {b: build_graph(self.name, trace, self.manifest) for b, trace in self.traces.items()}
 
     @property
-    def batches(self) -> tuple[int, ...]:
+    def buckets(self) -> tuple[Bucket, ...]:
         return tuple(sorted(self.traces))
 
-    def examples(self, batch: int) -> list[torch.Tensor]:
-        return example_inputs(self.inputs, batch)
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return tuple(sorted({bucket.batch for bucket in self.traces}))
+
+    def shapes(self, bucket: Bucket) -> list[tuple[int, ...]]:
+        """Return the largest shapes of inputs, then outputs, in a bucket."""
+        symbols = self.dynamic.symbols(bucket.sizes)
+        return [port.at(bucket.batch, symbols) for port in (*self.inputs, *self.outputs)]
+
+    def examples(self, bucket: Bucket) -> list[torch.Tensor]:
+        return example_inputs(self.inputs, bucket.batch, self.dynamic.symbols(bucket.sizes))
 
 
-def example_inputs(ports: Iterable[Port], batch: int) -> list[torch.Tensor]:
+def example_inputs(ports: Iterable[Port], batch: int, symbols: Mapping[str, int]) -> list[torch.Tensor]:
     """Inputs that any model accepts: zeros for integers (an index that every table has), else seeded noise."""
     generator = torch.Generator().manual_seed(0)
     examples = []
     for port in ports:
-        shape = port.at(batch)
+        shape = port.at(batch, symbols)
         if port.dtype.is_floating_point:
             examples.append(torch.rand(shape, generator=generator).to(port.dtype))
         else:
@@ -78,9 +93,12 @@ def lower(
     on_progress: Callable[[str], None] = lambda text: None,
     options: Options = DEFAULTS,
     *,
+    shape_buckets: Sequence[int] = (),
     cached_only: bool = False,
 ) -> Lowered:
     """Lower an archive for the given batch sizes; those it was not exported for are left out.
+
+    `shape_buckets` are sizes of each other dynamic dimension; by default, powers of two.
 
     The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
     for a bad archive and UnsupportedModel for a program that cannot be planned. With `cached_only`, the archive is
@@ -89,20 +107,25 @@ def lower(
     own_fingerprint = fingerprint(path)
     folder = cache / f"{own_fingerprint[:32]}{options.label}"
     wanted = sorted(set(batches))
-    known = _known(name, folder, wanted, options)
+    stamp = _stamp(wanted, options, shape_buckets)
+    known = _known(name, folder, stamp, options)
     if known is not None:
         return known
     if cached_only:
         raise NotCached(f"{name}: the cache has no undamaged copy of it")
     on_progress(f"{name}: reading {path.name}")
     model = _read(path, name)
-    usable = _usable(model, wanted)
-    rewrite(model, options, usable)
+    buckets = _buckets(model, wanted, shape_buckets)
+    rewrite(model, options, [_symbols(model, bucket) for bucket in _without_ones(buckets)])
+    compute_sizes_first(model)
     own = own_storages(model.weights)
-    on_progress(f"{name}: tracing batches of {', '.join(map(str, usable))}, and comparing their rows")
-    runs = _Runs(model, own)
-    interaction = find_interaction(model, usable, runs.outputs)
-    traces = {batch: runs.trace(batch) for batch in usable}
+    runs, batches = _Runs(model, own, _without_ones(buckets)[0].sizes), sorted({b.batch for b in buckets})
+    on_progress(f"{name}: tracing batches of {', '.join(map(str, batches))}, and comparing their rows")
+    interaction = find_interaction(model, batches, runs.symbols, runs.outputs)
+    traces = {
+        bucket: covering(name, [runs.trace(bucket, sizes) for sizes in model.dynamic.checked(bucket.sizes)])
+        for bucket in buckets
+    }
     first = traces[min(traces)]
     readers = first.readers()
     uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
@@ -113,9 +136,9 @@ def lower(
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(weights_path, manifest, own, model.tables)
     batched = model.max_batch is not None
-    encoded = artifact.encode(_stamp(wanted, options), model.inputs, model.outputs, batched, traces, interaction)
-    cache_file.write(folder / _artifact_name(wanted, options), encoded)
-    return Lowered(name, model.inputs, model.outputs, batched, traces, manifest, weights_path, options, interaction)
+    ports, rest = (model.inputs, model.outputs), (interaction, model.dynamic)
+    cache_file.write(folder / _artifact_name(stamp), artifact.encode(stamp, *ports, batched, traces, *rest))
+    return Lowered(name, *ports, batched, traces, manifest, weights_path, options, *rest)
 
 
 def _read(path: Path, name: str) -> FxModel:
@@ -126,37 +149,78 @@ def _read(path: Path, name: str) -> FxModel:
     return from_program(name, read(path))
 
 
+def compute_sizes_first(model: FxModel) -> None:
+    """See `runtime.lowering.exported.compute_sizes_first`, which imports as much."""
+    from runtime.lowering import exported
+
+    exported.compute_sizes_first(model)
+
+
 def _machine(options: Options) -> str | None:
     return packing.machine() if options.packed else None
 
 
-def _stamp(batches: Sequence[int], options: Options) -> str:
+def _stamp(batches: Sequence[int], options: Options, shape_buckets: Sequence[int]) -> str:
     """Return what the cached file depends on besides its archive."""
     made = f"lowering {_LOWERING}, torch {torch.__version__}, batches {','.join(map(str, batches))}"
+    if shape_buckets:
+        made += f", buckets {','.join(map(str, shape_buckets))}"
     return f"{made}, packed for {_machine(options)}" if options.packed else made
 
 
-def _artifact_name(batches: Sequence[int], options: Options) -> str:
-    return f"program-{hashlib.sha256(_stamp(batches, options).encode()).hexdigest()[:16]}.json"
+def _artifact_name(stamp: str) -> str:
+    return f"program-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.json"
 
 
-def _known(name: str, folder: Path, batches: Sequence[int], options: Options) -> Lowered | None:
+def _known(name: str, folder: Path, stamp: str, options: Options) -> Lowered | None:
     """Return what an earlier run lowered from the same archive, if all of it is there and undamaged."""
     weights_path = folder / "weights.bin"
     try:
-        raw = cache_file.read(folder / _artifact_name(batches, options))
-        inputs, outputs, batched, interaction, traces = artifact.decode(raw, _stamp(batches, options))
+        raw = cache_file.read(folder / _artifact_name(stamp))
+        inputs, outputs, batched, interaction, traces, dynamic = artifact.decode(raw, stamp)
     except (FileNotFoundError, FormatError):
         return None
     manifest = weights.read(weights_path, _machine(options))
     if manifest is None:
         return None
-    return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path, options, interaction)
+    return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path, options, interaction, dynamic)
+
+
+def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int]) -> list[Bucket]:
+    """Choose the buckets of each dynamic dimension, and return those of the model, smallest first."""
+    if any(d.most is None for d in model.dynamic.dimensions) and not shape_buckets:
+        (d, *_) = (d for d in model.dynamic.dimensions if d.most is None)
+        raise UnsupportedModel(
+            f"{model.name}: {_named(model, d)} was exported without a largest size; export it with"
+            " Dim(..., max=N), or give the sizes to plan for with --shape-buckets"
+        )
+    model.dynamic = model.dynamic.bucketed(shape_buckets)
+    dimensions = model.dynamic.dimensions
+    for d in dimensions:
+        if not d.buckets:
+            raise UnsupportedModel(
+                f"{model.name}: {_named(model, d)} is {d.least} or larger; --shape-buckets has"
+                f" {', '.join(map(str, shape_buckets))}"
+            )
+    usable = _usable(model, batches)
+    count = len(usable) * math.prod(len(d.buckets) for d in dimensions)
+    if dimensions and count > MOST_BUCKETS:
+        sizes = "; ".join(f"{_named(model, d)} {', '.join(map(str, d.buckets))}" for d in dimensions)
+        raise UnsupportedModel(
+            f"{model.name}: {len(usable)} batch sizes and the sizes of its dynamic dimensions ({sizes}) are {count}"
+            f" combinations to plan, the limit is {MOST_BUCKETS}; name fewer with --shape-buckets or --batch-sizes"
+        )
+    return [Bucket(batch, sizes) for batch in usable for sizes in model.dynamic.buckets]
+
+
+def _named(model: FxModel, dimension: Dimension) -> str:
+    return f"dimension {dimension.axis} of input {model.inputs[dimension.input].name}"
 
 
 def _usable(model: FxModel, batches: Iterable[int]) -> list[int]:
     if model.max_batch is None:
-        return [model.inputs[0].shape[0] or 1 if model.inputs[0].shape else 1]
+        first = next(iter(model.inputs[0].shape), None)
+        return [first if isinstance(first, int) and first else 1]
     usable = sorted({b for b in batches if 1 <= b <= model.max_batch})
     if not usable:
         raise UnsupportedModel(
@@ -165,28 +229,50 @@ def _usable(model: FxModel, batches: Iterable[int]) -> list[int]:
     return usable
 
 
-class _Runs:
-    """Runs a model, and traces its first run at each batch size."""
+def _symbols(model: FxModel, bucket: Bucket) -> dict[str, int]:
+    """Return the value of every symbol in a bucket's largest shape."""
+    batch = {} if model.batch_symbol is None else {model.batch_symbol: bucket.batch}
+    return batch | model.dynamic.symbols(bucket.sizes)
 
-    def __init__(self, model: FxModel, own: dict[str, torch.Tensor]) -> None:
-        self._model, self._own = model, own
-        self._traces: dict[int, Trace] = {}
+
+def _without_ones(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    """Return the buckets in which no size is 1, which say little of the others; all, where there are no such."""
+    return [b for b in buckets if 1 not in b.sizes] or buckets
+
+
+class _Runs:
+    """Runs a model at some sizes of its dynamic dimensions, and traces its first run at each batch size."""
+
+    def __init__(self, model: FxModel, own: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> None:
+        self._model, self._own, self._sizes = model, own, sizes
+        self._traces: dict[Bucket, Trace] = {}
+
+    @property
+    def symbols(self) -> dict[str, int]:
+        return self._model.dynamic.symbols(self._sizes)
 
     def outputs(self, batch: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return a model's outputs. Its own in-place operators may change the inputs."""
-        if batch in self._traces:
+        bucket = Bucket(batch, self._sizes)
+        if bucket in self._traces:
             return run_model(self._model, self._own, inputs)
-        self._traces[batch], outputs = trace_model(self._model, self._own, batch, inputs)
+        self._traces[bucket], outputs = trace_model(self._model, self._own, bucket, inputs)
         return outputs
 
-    def trace(self, batch: int) -> Trace:
-        """Return the trace at a batch size. Raises UnsupportedModel."""
-        if batch not in self._traces:
-            try:
-                self.outputs(batch, example_inputs(self._model.inputs, batch))
-            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-                raise UnsupportedModel(f"{self._model.name}: does not run at batch {batch}: {error}") from error
-        return self._traces[batch]
+    def trace(self, bucket: Bucket, sizes: tuple[int, ...]) -> Trace:
+        """Return the trace of a bucket's program at these sizes. Raises UnsupportedModel."""
+        if sizes == bucket.sizes and bucket in self._traces:
+            return self._traces[bucket]
+        examples = example_inputs(self._model.inputs, bucket.batch, self._model.dynamic.symbols(sizes))
+        try:
+            return trace_model(self._model, self._own, bucket, examples)[0]
+        except UnsupportedModel:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            at = f" and size {', '.join(map(str, sizes))}" if sizes else ""
+            raise UnsupportedModel(
+                f"{self._model.name}: does not run at batch {bucket.batch}{at}: {error}"
+            ) from error
 
 
 def own_storages(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

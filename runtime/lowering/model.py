@@ -1,22 +1,29 @@
 """A model while it is lowered: an fx graph, its weights by name, its inputs and outputs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from planner.shapes import STATIC, DynamicShape, evaluate
+
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output of the model. `shape` has None where the batch goes, which is only in front."""
+    """An input or output of the model.
+
+    `shape` has None where the batch goes, which is only in front, and expressions of symbols for other dynamic sizes.
+    """
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int | None, ...]
+    shape: tuple[int | str | None, ...]
 
-    def at(self, batch: int) -> tuple[int, ...]:
-        return tuple(batch if d is None else d for d in self.shape)
+    def at(self, batch: int, symbols: Mapping[str, int]) -> tuple[int, ...]:
+        """Return its shape, given the symbols' values."""
+        return tuple(batch if d is None else evaluate(d, symbols) if isinstance(d, str) else d for d in self.shape)
 
 
 @dataclass(slots=True)
@@ -31,6 +38,8 @@ class FxModel:
     outputs: tuple[Port, ...]
     max_batch: int | None
     """Largest batch that the program was exported for; None where the batch is fixed."""
+    batch_symbol: str | None = None
+    dynamic: DynamicShape = STATIC
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property

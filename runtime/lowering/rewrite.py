@@ -4,7 +4,7 @@ Splits depend on the model alone, never on the budget, so that outputs are bit-e
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,10 +73,10 @@ def host_gather(table: str, indices: torch.Tensor) -> torch.Tensor:
     raise AssertionError(f"host_gather of {table} was not bound to a store")
 
 
-def rewrite(model: FxModel, options: Options, batches: Sequence[int]) -> None:
+def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int]]) -> None:
     """Apply every rewrite, in an order in which each sees what the one before it made.
 
-    Packed weights are packed for these batch sizes.
+    Weights are packed for the shapes that these values of the symbols give.
     """
     inline_grad_regions(model)
     drop_assertions(model)
@@ -92,7 +92,7 @@ def rewrite(model: FxModel, options: Options, batches: Sequence[int]) -> None:
     apply_options(model, options)
     if options.packed:
         pack_lstms(model)
-        fuse(model, OneDnnKernels(model.weights, batches))
+        fuse(model, OneDnnKernels(model.weights, symbols))
     elif options.fused:
         fuse(model, CudnnKernels())
     work_in_place(model)
@@ -282,7 +282,9 @@ def gather_on_host(model: FxModel) -> None:
         with model.graph.inserting_before(node):
             gathered = call(host_gather, (name, node.args[1]))
             if is_bag:
-                positions = call(aten.arange.default, (call(aten.sym_numel.default, (node.args[1],)),))
+                count = call(aten.sym_numel.default, (node.args[1],))
+                count.meta["val"] = node.args[1].meta["val"].numel()
+                positions = call(aten.arange.default, (count,))
                 node.args = (gathered, positions, *node.args[2:])
                 continue
         gathered.meta = dict(node.meta)

@@ -1,4 +1,4 @@
-"""Traces a model at one batch size: runs it once and records each call, its storages and its scratch.
+"""Traces a model in one bucket: runs it once and records each call, its storages and its scratch.
 
 A real run shows what no schema has: which results share a storage, how many bytes each storage has, and which
 sizes the shape arithmetic yields. Only ops that make new bytes are ops of the planner's graph; a view of existing bytes
@@ -12,10 +12,12 @@ from typing import Any, cast
 
 import msgspec
 import torch
+from msgspec import UNSET
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from planner.graph import Graph, Op, Tensor
+from planner.shapes import Bucket
 from runtime.allocations import measuring_allocations
 from runtime.errors import UnsupportedModel
 from runtime.lowering.allowed_ops import allows_lowered
@@ -25,6 +27,8 @@ from runtime.lowering.rewrite import host_gather
 from runtime.lowering.slots import Slot, slots_of
 from runtime.lowering.weights import Manifest
 
+DYNAMIC = "dynamic"
+"""Key in the `meta` of nodes that read the size of an input's dynamic dimension other than the batch."""
 _OP = "cohabit op "
 """Begins the names under which the profiler sees a trace's ops."""
 
@@ -47,7 +51,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A model at one batch size, before its weights have places.
+    """A model in one bucket, before its weights have places.
 
     Storages are numbered: weights by name, inputs and activations by `Storage.index`.
     """
@@ -62,8 +66,16 @@ class Trace:
     input_bytes: tuple[int, ...]
     slots: int
     """Size of the frame that holds every value."""
+    sizes: tuple[int, ...] = ()
+    """The largest sizes of the other dynamic dimensions."""
+    numbers: tuple[int, ...] = ()
+    """Slots of the sizes that depend on these dimensions. They are computed before the first op."""
     op_seconds: tuple[float, ...] = field(default=(), compare=False)
     """What each op took in this one run; empty for a trace from the cache."""
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self.batch, self.sizes)
 
     def readers(self) -> dict[str, tuple[int, ...]]:
         """Indices of the ops that read each weight."""
@@ -99,14 +111,14 @@ class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def trace_model(
-    model: FxModel, weights: dict[str, torch.Tensor], batch: int, examples: Sequence[torch.Tensor]
+    model: FxModel, weights: dict[str, torch.Tensor], bucket: Bucket, examples: Sequence[torch.Tensor]
 ) -> tuple[Trace, list[torch.Tensor]]:
-    """Run the model at one batch size; return the trace and the outputs.
+    """Run the model in one bucket; return the trace and the outputs.
 
     `weights` have a storage each, shared only by tied ones. The model's own in-place operators may change the examples.
     Raises UnsupportedModel where sizes depend on values, weights are changed, or an operator is not allowed.
     """
-    tracer = _Tracer(model, weights, batch, examples)
+    tracer = _Tracer(model, weights, bucket, examples)
     with torch.inference_mode(), measuring_allocations() as peaks:
         trace = tracer.run()
     ops = tuple(
@@ -118,11 +130,64 @@ def trace_model(
     return replace(trace, ops=ops), tracer.results
 
 
+def covering(model: str, traces: Sequence[Trace]) -> Trace:
+    """Return one trace for all shapes of a bucket, given those of its largest shape, which comes first, and of others.
+
+    Storages and scratch are the largest of all. Raises UnsupportedModel if anything else differs.
+    """
+    first, *others = traces
+    nbytes = {_identity(s): s.nbytes for op in first.ops for s in (*op.reads, *op.writes)}
+    scratch = [op.scratch_bytes for op in first.ops]
+    for other in others:
+        _require_same(model, first, other)
+        for n, op in enumerate(other.ops):
+            scratch[n] = max(scratch[n], op.scratch_bytes)
+            for storage in (*op.reads, *op.writes):
+                nbytes[_identity(storage)] = max(nbytes[_identity(storage)], storage.nbytes)
+
+    def largest(storages: Sequence[Storage]) -> tuple[Storage, ...]:
+        return tuple(msgspec.structs.replace(s, nbytes=nbytes.get(_identity(s), s.nbytes)) for s in storages)
+
+    ops = tuple(
+        msgspec.structs.replace(
+            op,
+            reads=largest(op.reads),
+            writes=largest(op.writes),
+            mutates=largest(op.mutates),
+            scratch_bytes=scratch[n],
+        )
+        for n, op in enumerate(first.ops)
+    )
+    return replace(first, ops=ops, output_storages=largest(first.output_storages))
+
+
+def _identity(storage: Storage) -> tuple[str, int, str | None]:
+    return storage.kind, storage.index, storage.weight
+
+
+def _require_same(model: str, first: Trace, other: Trace) -> None:
+    """Refuse a model that calls other ops, or makes other views, at other sizes of a bucket."""
+
+    def form(trace: Trace) -> list[tuple[str, Any]]:
+        storages = [[[_identity(s) for s in part] for part in (o.reads, o.writes, o.mutates)] for o in trace.ops]
+        ops = [(o.name, (o.target, s, o.results)) for o, s in zip(trace.ops, storages, strict=True)]
+        outputs = ("the output", ([_identity(s) for s in trace.output_storages], trace.output_slots))
+        return [*((i.name, i) for i in trace.instructions), *ops, outputs]
+
+    for (name, own), (_, theirs) in zip(form(first), form(other), strict=False):
+        if own != theirs:
+            raise UnsupportedModel(
+                f"{model}: {name} is not the same at all sizes of the bucket {first.bucket}: it makes a view at some"
+                " and new bytes at others, or has an argument that export has fixed. Give sizes to plan for that do"
+                " not span the change, with --shape-buckets, or export the dimension at a fixed size"
+            )
+
+
 def run_model(
     model: FxModel, weights: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return a model's outputs. Its own in-place operators may change the inputs."""
-    tracer = _Tracer(model, weights, 0, inputs)
+    tracer = _Tracer(model, weights, Bucket(0), inputs)
     with torch.inference_mode():
         tracer.run()
     return tracer.results
@@ -130,14 +195,16 @@ def run_model(
 
 class _Tracer:
     def __init__(
-        self, model: FxModel, weights: dict[str, torch.Tensor], batch: int, examples: Sequence[torch.Tensor]
+        self, model: FxModel, weights: dict[str, torch.Tensor], bucket: Bucket, examples: Sequence[torch.Tensor]
     ) -> None:
         self.model = model
-        self.batch = batch
+        self.bucket = bucket
         self.nodes = list(model.graph.nodes)
         self.slots = {node: i for i, node in enumerate(self.nodes)}
         self.frame: dict[fx.Node, Any] = {}
         self.literals: set[fx.Node] = set()
+        self.numbers: dict[fx.Node, int] = {}
+        """Slots of sizes that are no literals."""
         self.storages: dict[int, Storage] = {}
         self.holders: dict[int, set[fx.Node]] = {}
         self.instructions: list[Instruction] = []
@@ -166,7 +233,7 @@ class _Tracer:
         outputs: Any = output_node.args[0]
         self.results = [self.frame[n] for n in outputs]
         return Trace(
-            batch=self.batch,
+            batch=self.bucket.batch,
             instructions=tuple(self.instructions),
             ops=tuple(self.ops),
             weight_slots={self.slots[n]: s for n in self.nodes if (s := self._weight_name(n)) is not None},
@@ -176,6 +243,8 @@ class _Tracer:
             input_bytes=tuple(t.untyped_storage().nbytes() for t in self.examples.values()),
             slots=len(self.nodes),
             op_seconds=tuple(self.op_seconds),
+            sizes=self.bucket.sizes,
+            numbers=tuple(self.numbers.values()),
         )
 
     def _weight_name(self, node: fx.Node) -> str | None:
@@ -220,9 +289,15 @@ class _Tracer:
         return cast(Callable[..., Any], target)
 
     def _scalar(self, node: fx.Node, inputs: Any) -> None:
-        """Shape arithmetic becomes literals; a number read out of a tensor stays an instruction."""
+        """Shape arithmetic becomes literals, unless it depends on a dynamic dimension other than the batch.
+
+        A number read out of a tensor stays an instruction.
+        """
         if _depends_on_values(node):
             self._issue(node, self._op(node, inputs, (), ()))
+        elif DYNAMIC in node.meta or not self.numbers.keys().isdisjoint(node.all_input_nodes):
+            self.numbers[node] = self.slots[node]
+            self._issue(node, None)
         else:
             self.literals.add(node)
 
@@ -370,6 +445,6 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
         for op in trace.ops
     )
     outputs = tuple(sorted({tensor_id(s) for s in trace.output_storages}))
-    graph = Graph(name, trace.batch, manifest.fingerprint, tuple(tensors), ops, outputs)
+    graph = Graph(name, trace.batch, manifest.fingerprint, tuple(tensors), ops, outputs, sizes=trace.sizes or UNSET)
     graph.validate()
     return graph

@@ -23,6 +23,8 @@ class OffloadedActivation:
         self._users = [0 if i.is_last else 1 + i.swap_outs for i in spill.intervals]
         """Users that must finish before the storage is emptied: the interval's last reader and its swap-outs."""
         self._storage: torch.UntypedStorage | None = None
+        self._nbytes = 0
+        """Of the storage: less than the plan's, where an inference is smaller than the largest of its bucket."""
         self._interval = 0
         self._users_left = 0
         self._lock = threading.Lock()
@@ -35,6 +37,7 @@ class OffloadedActivation:
         leaves = pytree.tree_leaves(frame[self.spill.slot])
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._storage = tensors[self.spill.leaf].untyped_storage() if tensors else None
+        self._nbytes = 0 if self._storage is None else self._storage.nbytes()
         self._interval, self._users_left = 0, self._users[0]
 
     def save(self) -> None:
@@ -67,7 +70,7 @@ class OffloadedActivation:
     @property
     def _pinned(self) -> torch.Tensor:
         assert self._buffer.pinned is not None, "a buffer that copies by itself"
-        return self._buffer.pinned
+        return self._buffer.pinned[: self._nbytes]
 
     @property
     def _bytes(self) -> torch.Tensor:
@@ -84,7 +87,7 @@ class OffloadedActivation:
     def refill(self) -> None:
         """Allocate the bytes again; the caller fills them."""
         assert self._storage is not None
-        self._storage.resize_(self.spill.nbytes)
+        self._storage.resize_(self._nbytes)
         self._interval += 1
         self._users_left = self._users[self._interval]
 

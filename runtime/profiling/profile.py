@@ -14,6 +14,7 @@ from planner.errors import FormatError
 from planner.graph import Graph, fingerprint
 from planner.plan import Address, Compute, Placement, Plan
 from planner.profile import Profile
+from planner.shapes import Bucket
 from runtime.backend import Executor
 from runtime.binding.program import Bases, Program
 from runtime.lowering.lower import Lowered
@@ -36,30 +37,30 @@ def device_name(threads: int, store: HostStore[Any], limit: str = "") -> str:
 
 
 def cached_profiles(
-    lowered: Lowered, device: str, cache: Path | None, measured: Callable[[], dict[int, Profile]], *, quick: bool
-) -> dict[int, Profile]:
-    """Return profiles by batch size, from the cache if all these graphs were measured on this device before.
+    lowered: Lowered, device: str, cache: Path | None, measured: Callable[[], dict[Bucket, Profile]], *, quick: bool
+) -> dict[Bucket, Profile]:
+    """Return profiles by bucket, from the cache if all these graphs were measured on this device before.
 
     `measured` makes them. With `quick`, those from the cache may be provisional.
     """
 
-    def paths(*, provisional: bool) -> dict[int, Path]:
+    def paths(*, provisional: bool) -> dict[Bucket, Path]:
         return {
-            batch: cache / f"{fingerprint([graph.fingerprint, device, _METHOD, provisional])[:32]}.json"
-            for batch, graph in lowered.graphs.items()
+            bucket: cache / f"{fingerprint([graph.fingerprint, device, _METHOD, provisional])[:32]}.json"
+            for bucket, graph in lowered.graphs.items()
             if cache is not None
         }
 
     for kind in (False, True) if quick else (False,):
-        found = {batch: _cached(path, lowered.graphs[batch]) for batch, path in paths(provisional=kind).items()}
-        known = {batch: profile for batch, profile in found.items() if profile is not None}
+        found = {bucket: _cached(path, lowered.graphs[bucket]) for bucket, path in paths(provisional=kind).items()}
+        known = {bucket: profile for bucket, profile in found.items() if profile is not None}
         if len(known) == len(lowered.graphs):
             return known
     profiles = measured()
     provisional = any(profile.provisional for profile in profiles.values())
-    for batch, path in paths(provisional=provisional).items():
+    for bucket, path in paths(provisional=provisional).items():
         try:
-            cache_file.write(path, profile_format.encode(profiles[batch]))
+            cache_file.write(path, profile_format.encode(profiles[bucket]))
         except OSError as error:
             logger.warning("profile not kept: %s", error)
     return profiles
@@ -81,20 +82,20 @@ def measure(
     store: HostStore[Any],
     executor: Executor,
     on_progress: Callable[[str], None] = lambda text: None,
-) -> dict[int, Profile]:
-    """Run a model with every parameter resident, at every batch size, alone and alongside a busy link.
+) -> dict[Bucket, Profile]:
+    """Run a model with every parameter resident, in every bucket, alone and alongside a busy link.
 
     `arena` holds the model's segments twice. The link, and how much it and the ops slow each other down, are
-    measured at the smallest batch.
+    measured in the smallest bucket.
     """
-    profiles: dict[int, Profile] = {}
+    profiles: dict[Bucket, Profile] = {}
     cold = ColdCaches.for_model(lowered.manifest)
-    for batch, graph in sorted(lowered.graphs.items()):
-        on_progress(f"{lowered.name}: measuring batch {batch}")
+    for bucket, graph in sorted(lowered.graphs.items()):
+        on_progress(f"{lowered.name}: measuring batch {bucket}")
         program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store)
 
-        def examples(batch: int = batch) -> list[torch.Tensor]:
-            return lowered.examples(batch)
+        def examples(bucket: Bucket = bucket) -> list[torch.Tensor]:
+            return lowered.examples(bucket)
 
         if not profiles:
             executor.load(program)
@@ -103,24 +104,24 @@ def measure(
         if not profiles:
             copies = segment_copies(lowered.manifest, store, arena)
             slowdowns = measure_contention(program, examples, executor, copies, cold, alone_s)
-        profiles[batch] = Profile(graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns)
+        profiles[bucket] = Profile(graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns)
     return profiles
 
 
 def traced_profiles(
     lowered: Lowered, device: str, arena: DeviceArena[Any], store: HostStore[Any]
-) -> dict[int, Profile] | None:
+) -> dict[Bucket, Profile] | None:
     """Return provisional profiles with the times of the runs that traced a model; None for a model from the cache.
 
     `arena` holds the model's segments twice. The link is measured once, alone.
     """
-    seconds = {batch: trace.op_seconds for batch, trace in lowered.traces.items()}
+    seconds = {bucket: trace.op_seconds for bucket, trace in lowered.traces.items()}
     if not all(seconds.values()):
         return None
     link = measure_swap_in(lowered.manifest, store, arena, ColdCaches(0), rounds=1), measure_swap_out(store)
     return {
-        batch: Profile(graph.fingerprint, device, seconds[batch], *link, provisional=True)
-        for batch, graph in lowered.graphs.items()
+        bucket: Profile(graph.fingerprint, device, seconds[bucket], *link, provisional=True)
+        for bucket, graph in lowered.graphs.items()
     }
 
 

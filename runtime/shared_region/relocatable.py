@@ -23,7 +23,7 @@ from runtime.shared_region.region import FetchPlan, ParameterUses
 
 
 class RelocatableModel:
-    """One model at one batch size. `home` is the program without addresses: it cannot be run as it is."""
+    """One model in one bucket. `home` is the program without addresses: it cannot be run as it is."""
 
     is_admitted: ClassVar[bool] = False
     """Whether programs take something of the device when they are first loaded, which must precede requests."""

@@ -16,6 +16,7 @@ import torch
 from planner.errors import format_bytes
 from planner.plan import Plan
 from planner.profile import Profile
+from planner.shapes import Bucket
 from runtime.backend import Backend, Result
 from runtime.binding.program import Bases, Program
 from runtime.captures import Capture, together
@@ -54,7 +55,7 @@ SHARINGS = {
 
 @dataclass(slots=True)
 class _SharedModel:
-    """One model at one batch size, with the programs of its last fetch plans."""
+    """One model in one bucket, with the programs of its last fetch plans."""
 
     relocatable: RelocatableModel
     programs: OrderedDict[FetchPlan, Program] = field(default_factory=OrderedDict)
@@ -80,7 +81,7 @@ class SharedRegion:
         self._executor = backend.executor
         self._sharing = sharing
         self._arena = arena
-        self._models: dict[tuple[str, int], _SharedModel] = {}
+        self._models: dict[tuple[str, Bucket], _SharedModel] = {}
         self._have_run: set[str] = set()
 
     @property
@@ -99,7 +100,7 @@ class SharedRegion:
             )
         relocatable = self._backend.relocatable(lowered, plan, profile, self._arena, Bases(0, 0), store)
         self.region.require(relocatable.uses)
-        model = self._models[lowered.name, relocatable.home.batch] = _SharedModel(relocatable)
+        model = self._models[lowered.name, relocatable.home.bucket] = _SharedModel(relocatable)
         if relocatable.is_admitted:
             self._admit(model)
         return relocatable.home
@@ -123,7 +124,7 @@ class SharedRegion:
         follow: Follow | None = None,
     ) -> Result:
         """Run one inference of a program that `add` returned. See `runtime.backend.Executor`."""
-        model = self._models[program.name, program.batch]
+        model = self._models[program.name, program.bucket]
         uses = model.relocatable.uses
         prefetch = self._sharing.arrives != "on demand" or program.name in self._have_run
         fetch_plan = self.region.plan_run(uses, prefetch=prefetch)
@@ -146,7 +147,7 @@ class SharedRegion:
 
     def capture(self, program: Program) -> Capture | None:
         """Return how a model's programs are issued. Any thread."""
-        model = self._models[program.name, program.batch]
+        model = self._models[program.name, program.bucket]
         programs = list(model.programs.values())
         if model.first is not None and not any(p is model.first for p in programs):
             programs.append(model.first)

@@ -169,6 +169,16 @@ class ServeConfig:
         "N,N,...",
         _commas,
     )
+    shape_buckets: tuple[int, ...] | None = setting(
+        None,
+        "--shape-buckets",
+        "sizes to plan for of each dynamic dimension other than the batch, such as a sequence's length; a request runs"
+        " at its own size with the plan of the next one. Requests cannot be larger than the largest (default: powers"
+        " of two from 16 on, and the largest size that the model was exported for)",
+        batches,
+        "N,N,...",
+        _commas,
+    )
 
     hosts: tuple[str, ...] = setting(
         ("127.0.0.1",),

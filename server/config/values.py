@@ -44,7 +44,7 @@ def port_or_off(text: str) -> int | None:
 
 
 def batches(text: str) -> tuple[int, ...]:
-    """Return comma-separated batch sizes, ascending and each once."""
+    """Return comma-separated sizes, ascending and each once."""
     parse = integer(1, LARGEST_BATCH)
     return tuple(sorted({parse(part.strip()) for part in text.split(",")}))
 

@@ -82,19 +82,19 @@ class ComputeLane:
 
     def add(self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None) -> None:
         """Serve a model, or replace the servable of its future requests."""
-        info, seconds_by_batch = servable.info, servable.seconds_by_batch
+        info, predicted_s = servable.info, servable.predicted_s
         model = info.key
         # No batching without predictions, nor where it changes answers.
-        max_rows = info.max_batch_size if seconds_by_batch and not info.only_batches else 0
+        max_rows = info.max_batch_size if predicted_s and not info.only_batches else 0
         with self._device.changed:
-            generation = self._scheduler.add(model, seconds_by_batch, policy, max_rows, servable.swap_timing)
+            generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.swap_timing)
             self._current[model] = generation
             self._device.models[model, generation] = LoadedModel(servable, statistics)
 
     def replan(self, servable: Servable) -> None:
         """Replace the predictions after a servable's plans have changed."""
         with self._device.changed:
-            self._scheduler.replan(servable.info.key, servable.seconds_by_batch, servable.swap_timing)
+            self._scheduler.replan(servable.info.key, servable.predicted_s, servable.swap_timing)
 
     def remove(self, model: ModelKey) -> None:
         """Remove a model and refuse its waiting requests."""

@@ -254,7 +254,8 @@ class DeviceThread:
             ahead = self.scheduler.peek(self._clock())
         model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
         if ahead is not None and model is not None:
-            model.servable.expect(ahead.rows, _follower(ahead.tickets, self._lane) is not None)
+            followed = _follower(ahead.tickets, self._lane) is not None
+            model.servable.expect(ahead.rows, ahead.tickets[0].request.sizes, followed)
 
 
 def split_rows(batches: Sequence[int], execution: Execution) -> list[Inputs]:

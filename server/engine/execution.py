@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from planner.shapes import Bucket
 from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo
 from server.scheduling.estimates import SwapTiming
 
@@ -35,8 +36,8 @@ class Servable(Protocol):
     def info(self) -> ModelInfo: ...
 
     @property
-    def seconds_by_batch(self) -> Mapping[int, float]:
-        """The predicted seconds of one execution, by the batch sizes that the model is planned for."""
+    def predicted_s(self) -> Mapping[Bucket, float]:
+        """The predicted seconds of one execution in each bucket that the model is planned for."""
         ...
 
     @property
@@ -48,8 +49,8 @@ class Servable(Protocol):
         ...
 
     @property
-    def captures(self) -> Mapping[int, GraphCapture]:
-        """How executions are issued on a device with graphs, by batch size. Any thread."""
+    def captures(self) -> Mapping[Bucket, GraphCapture]:
+        """How executions are issued on a device with graphs, by bucket. Any thread."""
         ...
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: "Follow | None" = None) -> Execution:
@@ -63,10 +64,10 @@ class Servable(Protocol):
         """
         ...
 
-    def expect(self, batch: int, followed: bool = False) -> None:
+    def expect(self, rows: int, sizes: tuple[int, ...] = (), followed: bool = False) -> None:
         """Announce that this model is executed after the next execution, so that its first copies are prefetched.
 
-        Compute lane's thread. The announcement may turn out wrong. `followed`: the execution will probably be
-        given a `follow`.
+        `sizes` are those of its requests. Compute lane's thread. The announcement may turn out wrong. `followed`:
+        the execution will probably be given a `follow`.
         """
         ...

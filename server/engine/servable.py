@@ -1,12 +1,14 @@
-"""A loaded model: converts the protocol's arrays to tensors and runs the program of the right batch size."""
+"""A loaded model: converts the protocol's arrays to tensors and runs the program of the right bucket."""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import ge
 
 import numpy as np
 import torch
 
+from planner.shapes import Bucket
 from runtime.backend import Runner
 from runtime.binding.program import Program
 from runtime.errors import UnsupportedModel
@@ -49,6 +51,7 @@ def describe(
         outputs=tuple(_spec(lowered, port, labels.get(port.name, ())) for port in lowered.outputs),
         max_batch_size=max_batch if lowered.batched else 0,
         only_batches=tuple(b for b in lowered.batches if b <= max_batch) if lowered.interaction else (),
+        dynamic=lowered.dynamic,
     )
 
 
@@ -56,7 +59,9 @@ def _spec(lowered: Lowered, port: Port, labels: tuple[str, ...] = ()) -> TensorS
     if port.dtype not in _DATATYPES:
         raise UnsupportedModel(f"{lowered.name}: {port.name} is {port.dtype}, which KServe v2 has no datatype for")
     shape = port.shape[1:] if lowered.batched else port.shape
-    return TensorSpec(port.name, _DATATYPES[port.dtype], tuple(d for d in shape if d is not None), labels)
+    sizes = tuple(d for d in shape if d is not None)
+    fixed = tuple(-1 if isinstance(d, str) else d for d in sizes)
+    return TensorSpec(port.name, _DATATYPES[port.dtype], fixed, labels, sizes if -1 in fixed else ())
 
 
 @dataclass(slots=True)
@@ -64,22 +69,25 @@ class ProgramServable:
     """Runs the smallest planned batch that holds the requests; padding rows repeat the last one."""
 
     info: ModelInfo
-    programs: Mapping[int, Program]
+    programs: Mapping[Bucket, Program]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     executor: Runner
 
     @property
-    def seconds_by_batch(self) -> Mapping[int, float]:
-        """The plans' predicted seconds by batch size; a model without a batch dimension has batch 1."""
-        plans = {batch: program.plan.provenance for batch, program in self.programs.items()}
-        if self.info.max_batch_size == 0:
-            return dict(zip([1], (p.latency_s for p in plans.values() if p is not None), strict=False))
-        return {b: p.latency_s for b, p in plans.items() if p is not None and b <= self.info.max_batch_size}
+    def predicted_s(self) -> Mapping[Bucket, float]:
+        """The plans' predicted seconds by bucket; a model without a batch dimension has batch 1."""
+        plans = {bucket: program.plan.provenance for bucket, program in self.programs.items()}
+        most = self.info.max_batch_size
+        return {
+            bucket if most else bucket._replace(batch=1): plan.latency_s
+            for bucket, plan in plans.items()
+            if plan is not None and (not most or bucket.batch <= most)
+        }
 
     @property
     def swap_timing(self) -> SwapTiming:
-        """What the smallest batch saves by a prefetched prefix, and loses directly after itself."""
+        """What the smallest bucket saves by a prefetched prefix, and loses directly after itself."""
         program = self.programs[min(self.programs)]
         provenance = program.plan.provenance
         if provenance is None or program.link_bytes == 0:
@@ -96,14 +104,15 @@ class ProgramServable:
         return self.executor.lost
 
     @property
-    def captures(self) -> Mapping[int, GraphCapture]:
-        found = {batch: self.executor.capture(program) for batch, program in self.programs.items()}
+    def captures(self) -> Mapping[Bucket, GraphCapture]:
+        found = {bucket: self.executor.capture(program) for bucket, program in self.programs.items()}
         return {b: GraphCapture(c.graphs, c.graph_bytes, c.refused) for b, c in found.items() if c is not None}
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
         """Run one execution, on the compute lane's thread."""
-        program = self._planned(rows)
-        tensors = [_tensor([inputs[p.name] for inputs in requests], p, rows, program.batch) for p in self.inputs]
+        program = self._planned(rows, self.info.sizes_of(requests[0]))
+        planned = program.bucket.batch
+        tensors = [_tensor([inputs[p.name] for inputs in requests], p, rows, planned) for p in self.inputs]
         result = self.executor.run(program, tensors, follow=follow)
         start_s = time.perf_counter()
         own = rows if self.info.max_batch_size else None
@@ -117,19 +126,18 @@ class ProgramServable:
             output_s=time.perf_counter() - start_s,
         )
 
-    def expect(self, batch: int, followed: bool = False) -> None:
+    def expect(self, rows: int, sizes: tuple[int, ...] = (), followed: bool = False) -> None:
         """Prefetch this model's prefix after the next execution's own copies."""
-        self.executor.expect(self._planned(batch), followed=followed)
+        self.executor.expect(self._planned(rows, sizes), followed=followed)
 
-    def switch(self, programs: Mapping[int, Program]) -> None:
+    def switch(self, programs: Mapping[Bucket, Program]) -> None:
         """Replace the programs. The residents of the new ones must be in place. Compute lane's thread."""
         self.programs = programs
 
-    def _planned(self, rows: int) -> Program:
-        """Return the program of the smallest batch that holds `rows`."""
-        if not self.info.max_batch_size:
-            return self.programs[min(self.programs)]
-        return self.programs.get(rows) or self.programs[min([b for b in self.programs if b >= rows])]
+    def _planned(self, rows: int, sizes: tuple[int, ...]) -> Program:
+        """Return the program of the smallest bucket that holds rows of these sizes."""
+        least = rows if self.info.max_batch_size else 0
+        return self.programs[min(b for b in self.programs if b.batch >= least and all(map(ge, b.sizes, sizes)))]
 
 
 def _tensor(arrays: Sequence[Array], port: Port, rows: int, planned: int) -> torch.Tensor:
@@ -138,7 +146,8 @@ def _tensor(arrays: Sequence[Array], port: Port, rows: int, planned: int) -> tor
     if batched and rows == planned and len(arrays) == 1:
         own = arrays[0].copy()
     else:
-        own = np.empty(port.at(planned), arrays[0].dtype)
+        shape = (planned, *arrays[0].shape[1:]) if batched else arrays[0].shape
+        own = np.empty(shape, arrays[0].dtype)
         if batched:
             np.concatenate(arrays, out=own[:rows])
             own[rows:] = own[rows - 1]

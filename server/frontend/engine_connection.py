@@ -322,10 +322,11 @@ class EngineConnection:
     def _message(self, id_: int, request: InferRequest, info: ModelInfo, lease: Lease) -> Infer:
         """Describe a request whose inputs are in leased memory, and allocate its mark and its outputs."""
         wanted = [output.tensor for output in request.outputs]
+        symbols = info.dynamic.symbols(request.sizes)
         output_bytes = 0
         for tensor in wanted:
             rows = request.batch if info.max_batch_size else 1
-            output_bytes += round_up(rows * math.prod(tensor.shape) * DTYPES[tensor.datatype].itemsize)
+            output_bytes += round_up(rows * math.prod(tensor.at(symbols)) * DTYPES[tensor.datatype].itemsize)
         mark_offset = lease.take(round_up(MARK.itemsize) + output_bytes)
         self._memory.array(mark_offset, MARK, (1,))[0] = (0.0, 0.0)
         inputs = []
@@ -347,6 +348,7 @@ class EngineConnection:
             request.timeout_s,
             self._clock() if request.arrived_s is None else request.arrived_s,
             request.on_spans is not None,
+            request.sizes,
         )
 
     def _dispatch(self, pending: _Pending) -> None:

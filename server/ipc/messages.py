@@ -57,6 +57,7 @@ class Infer(msgspec.Struct, frozen=True, tag="infer"):
     timeout_s: float | None = None
     arrived_s: float | None = None
     traced: bool = False
+    sizes: tuple[int, ...] = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

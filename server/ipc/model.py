@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from planner.shapes import STATIC, Bucket, DynamicShape, evaluate
+
 Array = np.ndarray[Any, np.dtype[Any]]
 Inputs = Mapping[str, Array]
 """A request's tensors by name."""
@@ -34,6 +36,14 @@ class TensorSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     labels: tuple[str, ...] = ()
     """Names of an output's classes, by index; a class may have none."""
+    sizes: tuple[int | str, ...] = ()
+    """`shape`, with an expression for each dynamic size; empty where there is none."""
+
+    def at(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
+        """Return its shape without the batch, given the values of the symbols in its sizes."""
+        if not self.sizes:
+            return self.shape
+        return tuple(evaluate(size, symbols) if isinstance(size, str) else size for size in self.sizes)
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -47,6 +57,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     platform: str = "pytorch_pt2"
     only_batches: tuple[int, ...] = ()
     """The batch sizes that requests may have, if rows influence one another. Empty: all up to the largest."""
+    dynamic: DynamicShape = STATIC
 
     @property
     def key(self) -> ModelKey:
@@ -56,15 +67,19 @@ class ModelInfo(msgspec.Struct, frozen=True):
         """Return the shape that clients send and receive, with -1 for the batch dimension if there is one."""
         return (-1, *tensor.shape) if self.max_batch_size > 0 else tensor.shape
 
+    def sizes_of(self, inputs: Inputs) -> tuple[int, ...]:
+        """Return the sizes of the dynamic dimensions of a request that fits the model."""
+        return tuple(inputs[self.inputs[d.input].name].shape[d.axis] for d in self.dynamic.dimensions)
+
 
 class ModelFootprint(msgspec.Struct, frozen=True):
-    """A loaded model's memory, and its plans' predicted seconds per inference by batch size."""
+    """A loaded model's memory, and its plans' predicted seconds per inference by bucket."""
 
     partition_bytes: int = 0
     parameter_bytes: int = 0
     resident_bytes: int = 0
-    predicted_s: dict[int, float] = {}
-    bound_s: dict[int, float] = {}
+    predicted_s: dict[Bucket, float] = {}
+    bound_s: dict[Bucket, float] = {}
     """Lower bounds of these seconds for any plan in this memory."""
     lane: int = 0
     """The compute lane that executes the model."""

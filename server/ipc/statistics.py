@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from planner.shapes import Bucket
 from server import errors
 from server.ipc.histogram import SECONDS, Histogram
 from server.ipc.model import DeviceUse, GraphCapture, ModelKey
@@ -166,8 +167,8 @@ class ModelCounters(msgspec.Struct):
     """Requests in the queue."""
     correction: float = 1.0
     """Measured over predicted seconds of recent executions."""
-    captures: dict[int, GraphCapture] = {}
-    """How executions are issued on a device with graphs, by batch size."""
+    captures: dict[Bucket, GraphCapture] = {}
+    """How executions are issued on a device with graphs."""
 
 
 class EngineReport(msgspec.Struct):

@@ -7,11 +7,12 @@ from typing import Generic, TypeVar
 
 from planner.plan import Plan
 from planner.profile import Profile
+from planner.shapes import Bucket
 from planner.sizing.deployment import Room
 from runtime.lowering.lower import Lowered
 from server.models.repository import FileState
 
-Plans = Mapping[int, Plan]
+Plans = Mapping[Bucket, Plan]
 
 _BYTES_PER_INSTRUCTION = 4 << 10
 """Graph, profile, plan, draft and calls together, rounded up from a measured 3.4 KiB."""
@@ -61,7 +62,7 @@ class KnownModel:
     """A model without its parameters, with the plans that were found for it."""
 
     lowered: Lowered
-    profiles: dict[int, Profile]
+    profiles: dict[Bucket, Profile]
     weights: FileState | None
     """The weights file as it was when its checksum was verified."""
     plans: LeastRecentlyUsed[Room, Plans] = field(default_factory=lambda: LeastRecentlyUsed(_MOST_ROOMS))

@@ -12,6 +12,7 @@ import torch
 
 from planner.graph import fingerprint
 from planner.profile import Profile
+from planner.shapes import Bucket
 from planner.sizing.deployment import ModelDemand
 from runtime.backend import Backend
 from runtime.devices import open_device
@@ -21,7 +22,9 @@ from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, NotCached, lower
 from runtime.memory import HostStore
 from server.config.config import ServeConfig, cache_of
+from server.config.values import batches as parse_sizes
 from server.engine.servable import describe
+from server.errors import RepositoryError
 from server.models.known_models import KnownModel
 from server.models.options import options_of
 from server.models.repository import FileState, ModelSource
@@ -32,6 +35,8 @@ from server.protocol.model_config import ModelConfig, config_mismatch, config_na
 _log = logging.getLogger("cohabit.models")
 
 OnProgress = Callable[[str, str], None]
+SHAPE_BUCKETS = "cohabit.shape_buckets"
+"""Key of `parameters` in a ModelConfig."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Prepared:
         return self.known.lowered
 
     @property
-    def profiles(self) -> dict[int, Profile]:
+    def profiles(self) -> dict[Bucket, Profile]:
         return self.known.profiles
 
     @property
@@ -130,7 +135,14 @@ def prepare(
     options = options_of(source, config.device)
     batches = wanted_batches(source, config)
     lowered = lower(
-        source.path, source.name, batches, cache / "weights", progress, options, cached_only=cached_only
+        source.path,
+        source.name,
+        batches,
+        cache / "weights",
+        progress,
+        options,
+        shape_buckets=wanted_buckets(source, config),
+        cached_only=cached_only,
     )
     weights = FileState.of(lowered.weights_path)
     lowered = _with_config_names(source, lowered)
@@ -157,7 +169,8 @@ def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
     options = options_of(source, config.device)
     tensors = () if source.config is None else (*source.config.input, *source.config.output)
     names = tuple(tensor.name for tensor in tensors)
-    return source.name, archive_fingerprint(source.path), tuple(wanted_batches(source, config)), options, names
+    wanted = tuple(wanted_batches(source, config)), wanted_buckets(source, config)
+    return source.name, archive_fingerprint(source.path), wanted, options, names
 
 
 def prepare_in_worker(
@@ -181,21 +194,21 @@ def prepare_in_worker(
 def measure_in_worker(prepared: Prepared, config: ServeConfig, workers: WorkerProcesses) -> Prepared:
     """Measure a model whose profiles are provisional, in a worker process. Raises CohabitError."""
     profiles = _call_worker(prepared.source, config, workers, quick=False)
-    if any(profiles[batch].graph != graph.fingerprint for batch, graph in prepared.lowered.graphs.items()):
+    if any(profiles[bucket].graph != graph.fingerprint for bucket, graph in prepared.lowered.graphs.items()):
         raise UnsupportedModel(f"{prepared.source.name}: its archive has changed since it was loaded")
     return replace(prepared, known=KnownModel(prepared.lowered, profiles, prepared.known.weights))
 
 
 def _call_worker(
     source: ModelSource, config: ServeConfig, workers: WorkerProcesses, *, quick: bool
-) -> dict[int, Profile]:
+) -> dict[Bucket, Profile]:
     model_config = None if source.config is None else source.config.SerializeToString()
     return workers.call(_fill_cache, replace(source, config=None), model_config, config, quick)
 
 
 def _fill_cache(
     source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool
-) -> dict[int, Profile]:
+) -> dict[Bucket, Profile]:
     """Prepare a model, and return its profiles. Worker's process."""
     if model_config is not None:
         source = replace(source, config=ModelConfig.FromString(model_config))
@@ -221,6 +234,17 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
     return sorted({b for b in (*config.batch_sizes, *preferred) if b < most} | {most})
 
 
+def wanted_buckets(source: ModelSource, config: ServeConfig) -> tuple[int, ...]:
+    """Return the sizes of dynamic dimensions to plan for; empty for the default. Raises RepositoryError."""
+    given = None if source.config is None else source.config.parameters
+    if given is None or SHAPE_BUCKETS not in given:
+        return config.shape_buckets or ()
+    try:
+        return parse_sizes(given[SHAPE_BUCKETS].string_value)
+    except ValueError as error:
+        raise RepositoryError(f"config.pbtxt: parameter '{SHAPE_BUCKETS}': {error}") from error
+
+
 def _marker(source: ModelSource, config: ServeConfig, *more: str) -> Path:
     """Return the file that exists once a worker has prepared this model for this configuration."""
     threads = threads_of(config)
@@ -235,6 +259,8 @@ def _marker(source: ModelSource, config: ServeConfig, *more: str) -> Path:
     link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     if config.verify_reads:
         link += ("verified",)
+    if buckets := wanted_buckets(source, config):
+        link += (buckets,)
     return cache_of(config) / "prepared" / fingerprint((*made, *link, *more))[:32]
 
 

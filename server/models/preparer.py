@@ -143,6 +143,6 @@ class ModelPreparer:
 
 
 def is_better(plans: Plans, than: Plans) -> bool:
-    """Whether `plans` have a lower predicted latency than `than` at any batch size."""
-    pairs = [(plans[batch].provenance, than[batch].provenance) for batch in plans]
+    """Whether `plans` have a lower predicted latency than `than` in any bucket."""
+    pairs = [(plans[bucket].provenance, than[bucket].provenance) for bucket in plans]
     return any(new is not None and old is not None and new.latency_s < old.latency_s for new, old in pairs)

@@ -30,8 +30,8 @@ class BudgetReport(msgspec.Struct, frozen=True):
     """Why the model does not fit."""
     partition_bytes: int | None = None
     workspace_bytes: int | None = None
-    latency_s: dict[int, float] = {}
-    """By batch size."""
+    latency_s: dict[str, float] = {}
+    """By bucket."""
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
@@ -46,8 +46,8 @@ class MemoryReport(msgspec.Struct, frozen=True):
     """Partition and workspace together."""
     least_without_offloading_bytes: int
     """The same with activations that stay in device memory."""
-    resident_s: dict[int, float]
-    """Measured latency with everything resident, by batch size."""
+    resident_s: dict[str, float]
+    """Measured latency with everything resident, by bucket: a batch size, then sizes of other dynamic dimensions."""
     budgets: tuple[BudgetReport, ...]
 
 
@@ -116,7 +116,7 @@ def _memory(prepared: Prepared, budgets: Sequence[MemorySize], config: ServeConf
         manifest.table_bytes,
         least,
         kept.least_bytes,
-        {batch: profile.compute_s for batch, profile in demand.profiles.items()},
+        {str(bucket): profile.compute_s for bucket, profile in sorted(demand.profiles.items())},
         tuple(_budget(demand, size.of(prepared.weight_bytes), config.search) for size in tried),
     )
 
@@ -127,5 +127,6 @@ def _budget(demand: ModelDemand, memory_bytes: int, searcher: str) -> BudgetRepo
         plans = plan_model(demand, Room(workspace, partition), None, searcher, quick=True)
     except InfeasibleBudget as error:
         return BudgetReport(memory_bytes, load_reason(demand.name, error))
-    latencies = {batch: plan.provenance.latency_s for batch, plan in plans.items() if plan.provenance is not None}
+    made = {str(bucket): plan.provenance for bucket, plan in plans.items()}
+    latencies = {bucket: provenance.latency_s for bucket, provenance in made.items() if provenance is not None}
     return BudgetReport(memory_bytes, None, partition, workspace, latencies)

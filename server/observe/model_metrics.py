@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.shapes import Bucket
 from server.ipc.catalog import ModelEntry
 from server.ipc.statistics import ModelCounters, ModelStatistics
 from server.observe.prometheus import Family, Kind, Sample, Value
@@ -70,8 +71,14 @@ def _by_reason(counts: Callable[[ModelStatistics], Mapping[Any, int]]) -> Read:
     return lambda view: [({"reason": reason}, n) for reason, n in counts(view.report.statistics).items()]
 
 
-def _by_batch(seconds: Callable[[ModelEntry], Mapping[int, float]]) -> Read:
-    return lambda view: [({"batch": str(batch)}, value) for batch, value in sorted(seconds(view.entry).items())]
+def _by_bucket(seconds: Callable[[ModelEntry], Mapping[Bucket, float]]) -> Read:
+    return lambda view: [(_labels(bucket), value) for bucket, value in sorted(seconds(view.entry).items())]
+
+
+def _labels(bucket: Bucket) -> dict[str, str]:
+    """Return the batch size, and the largest sizes of other dynamic dimensions if there are any."""
+    sizes = {"sizes": "x".join(map(str, bucket.sizes))} if bucket.sizes else {}
+    return {"batch": str(bucket.batch), **sizes}
 
 
 def _resident_share(entry: ModelEntry) -> float:
@@ -79,9 +86,9 @@ def _resident_share(entry: ModelEntry) -> float:
     return footprint.resident_bytes / footprint.parameter_bytes if footprint.parameter_bytes else 1.0
 
 
-def _gaps(entry: ModelEntry) -> Mapping[int, float]:
+def _gaps(entry: ModelEntry) -> Mapping[Bucket, float]:
     predicted, bounds = entry.footprint.predicted_s, entry.footprint.bound_s
-    return {batch: predicted[batch] / bound - 1 for batch, bound in bounds.items() if bound > 0}
+    return {bucket: predicted[bucket] / bound - 1 for bucket, bound in bounds.items() if bound > 0}
 
 
 _METRICS = (
@@ -175,22 +182,20 @@ _METRICS = (
         "cohabit_predicted_seconds",
         "gauge",
         "Predicted seconds of one inference",
-        _by_batch(lambda entry: entry.footprint.predicted_s),
+        _by_bucket(lambda entry: entry.footprint.predicted_s),
     ),
     _Metric(
         "cohabit_bound_seconds",
         "gauge",
         "Lower bound of one inference's seconds in this memory",
-        _by_batch(lambda entry: entry.footprint.bound_s),
+        _by_bucket(lambda entry: entry.footprint.bound_s),
     ),
-    _Metric("cohabit_plan_gap", "gauge", "Predicted seconds over the lower bound, less 1", _by_batch(_gaps)),
+    _Metric("cohabit_plan_gap", "gauge", "Predicted seconds over the lower bound, less 1", _by_bucket(_gaps)),
     _Metric(
         "cohabit_captured",
         "gauge",
         "Whether an execution is launched as one graph, where the device has graphs",
-        lambda view: [
-            ({"batch": str(b)}, float(c.refused is None)) for b, c in sorted(view.report.captures.items())
-        ],
+        lambda view: [(_labels(b), float(c.refused is None)) for b, c in sorted(view.report.captures.items())],
     ),
     _Metric(
         "cohabit_graph_bytes",

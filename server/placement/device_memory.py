@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from planner.shapes import Bucket
 from planner.sizing.deployment import Room
 from runtime.backend import Backend
 from runtime.binding.program import Bases, Program
@@ -18,7 +19,7 @@ from server.placement.lane_choice import least_busy
 from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
 
-Programs = dict[int, Program]
+Programs = dict[Bucket, Program]
 
 
 @dataclass(slots=True)
@@ -60,9 +61,9 @@ class PlacedModel:
 
 def expected_load(prepared: Prepared, plans: Plans) -> float:
     """Return expected requests per second times the seconds of one."""
-    batch = min(plans)
-    provenance = plans[batch].provenance
-    seconds = prepared.profiles[batch].compute_s if provenance is None else provenance.latency_s
+    smallest = min(plans)
+    provenance = plans[smallest].provenance
+    seconds = prepared.profiles[smallest].compute_s if provenance is None else provenance.latency_s
     return prepared.rate_per_s * seconds
 
 
@@ -128,10 +129,12 @@ class PartitionedMemory:
         each = self.partitions.workspace_bytes if workspace_bytes is None else workspace_bytes
         bases = Bases(partition=extent.offset, workspace=lane * each)
         programs: Programs = {}
-        for batch, plan in plans.items():
+        for bucket, plan in plans.items():
             start_s = time.perf_counter()
-            profile = prepared.profiles[batch]
-            programs[batch] = self.backend.build(prepared.lowered, plan, profile, self.arena, bases, prepared.store)
+            profile = prepared.profiles[bucket]
+            programs[bucket] = self.backend.build(
+                prepared.lowered, plan, profile, self.arena, bases, prepared.store
+            )
             if yields:
                 time.sleep(time.perf_counter() - start_s)
         return programs
@@ -140,13 +143,13 @@ class PartitionedMemory:
         """Make programs for the shared region, of plans with every parameter resident. Raises as `bind` does."""
         assert self.shared is not None
         lowered, profiles, store = prepared.lowered, prepared.profiles, prepared.store
-        return {batch: self.shared.add(lowered, plan, profiles[batch], store) for batch, plan in plans.items()}
+        return {bucket: self.shared.add(lowered, plan, profiles[bucket], store) for bucket, plan in plans.items()}
 
     def add(self, owner: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> PlacedModel:
         """Add a model whose residents are loaded, and return it."""
         lowered, config = prepared.lowered, prepared.source.config
         warn_of_interaction(lowered)
-        most = max(programs)
+        most = max(programs).batch
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
         info = describe(lowered, prepared.source.version, most, prepared.source.labels)
@@ -160,8 +163,8 @@ class PartitionedMemory:
     def resident_load(
         self, programs: Programs, lane: int, on_done: Callable[[], None] = lambda: None
     ) -> ResidentLoad:
-        """Return the background work that loads a model's residents, which all batch sizes share."""
-        return ResidentLoad(self.executors[lane], [programs[batch] for batch in sorted(programs)], on_done)
+        """Return the background work that loads a model's residents, which all buckets share."""
+        return ResidentLoad(self.executors[lane], [programs[bucket] for bucket in sorted(programs)], on_done)
 
     def remove(self, owner: str) -> None:
         """Release a model's bytes. The lanes must no longer use it; the caller closes its store."""

@@ -14,7 +14,7 @@ class ResidentLoad:
     def __init__(
         self, executor: Executor, programs: Sequence[Program], on_done: Callable[[], None] = lambda: None
     ) -> None:
-        """`programs` are those of one model at different batch sizes, which share their residents."""
+        """`programs` are those of one model in different buckets, which share their residents."""
         self._pieces = executor.load_in_pieces(programs)
         self._on_done = on_done
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from planner.errors import CohabitError, InfeasibleBudget, format_bytes
+from planner.shapes import Bucket
 from planner.sizing.deployment import Room
 from runtime.binding.program import Program
 from runtime.errors import MemoryExceeded
@@ -148,7 +149,7 @@ class ModelPlacement:
         )
         await self._remove(placed)
 
-    def _release_programs(self, lane: int, programs: Mapping[int, Program]) -> None:
+    def _release_programs(self, lane: int, programs: Mapping[Bucket, Program]) -> None:
         """Wait for the lane's copies, and release the programs. Lane's thread."""
         executor = self.memory.executors[lane]
         executor.settle()
@@ -282,7 +283,7 @@ class ModelPlacement:
         self._lanes.hold(placed.key, False)
         await self._release_later(placed.lane, old)
 
-    async def _release_later(self, lane: int, *programs: Mapping[int, Program]) -> None:
+    async def _release_later(self, lane: int, *programs: Mapping[Bucket, Program]) -> None:
         """Release programs that no longer run, unless the lane has stopped."""
         for some in programs:
             with suppress(RequestError):

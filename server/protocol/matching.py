@@ -86,6 +86,7 @@ def fit(
         _check_parameters(parameters)
     _match_inputs(message.inputs, info)
     batch = _batch(message.inputs, info)
+    sizes = _sizes(message.inputs, info) if info.dynamic.dimensions else ()
     inputs = {body.name: read(body) for body in message.inputs}
     if parameters:
         binary = _flag(parameters, "binary_data_output", binary)
@@ -93,7 +94,14 @@ def fit(
         timeout_s = _seconds(unsigned(parameters, "timeout", "the request"))
     outputs = _outputs(message.outputs, info, regions, binary)
     return InferRequest(
-        info.key, inputs, batch, outputs, message.id or None, priority=priority, timeout_s=timeout_s
+        info.key,
+        inputs,
+        batch,
+        outputs,
+        message.id or None,
+        priority=priority,
+        timeout_s=timeout_s,
+        sizes=sizes,
     )
 
 
@@ -194,6 +202,35 @@ def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
             " more sizes with --batch-sizes"
         )
     return batch
+
+
+def _sizes(bodies: Sequence[InputBody], info: ModelInfo) -> tuple[int, ...]:
+    """Return the sizes of the dynamic dimensions. Raises TensorMismatch for sizes that the model does not take."""
+    given = {body.name: body.shape for body in bodies}
+    sizes = []
+    for d in info.dynamic.dimensions:
+        name = info.inputs[d.input].name
+        size = given[name][d.axis]
+        if not d.allows(size):
+            raise TensorMismatch(
+                f"unexpected shape for input '{name}' for model '{info.name}': dimension {d.axis} is {size}, it can be"
+                f" {d.range}"
+            )
+        sizes.append(size)
+    symbols = info.dynamic.symbols(sizes)
+    for tensor in info.inputs:
+        got = given[tensor.name][-len(tensor.shape) :] if tensor.shape else []
+        if list(tensor.at(symbols)) != got:
+            raise TensorMismatch(
+                f"unexpected shape for input '{tensor.name}' for model '{info.name}': with the other inputs' sizes, its"
+                f" last dimensions must be {list(tensor.at(symbols))}, got {got}"
+            )
+    if (broken := info.dynamic.broken_constraint(symbols)) is not None:
+        raise TensorMismatch(
+            f"unexpected shapes {given} for model '{info.name}', which was exported under the condition {broken}, where"
+            f" {', '.join(f'{symbol} is {value}' for symbol, value in symbols.items())}"
+        )
+    return tuple(sizes)
 
 
 def _outputs(

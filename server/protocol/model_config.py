@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from planner.shapes import Bucket
 from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
 from server.protocol.config_messages import DataType, ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
@@ -52,7 +53,7 @@ def parse_config(text: str) -> ModelConfig:
 def config_of(
     info: ModelInfo,
     given: ModelConfig | None = None,
-    captures: Mapping[int, GraphCapture] | None = None,
+    captures: Mapping[Bucket, GraphCapture] | None = None,
     device: str = "cpu",
 ) -> ModelConfig:
     """Complete a config.pbtxt, all fields of which are optional, from the model and the device, as Triton does.
@@ -82,8 +83,8 @@ def config_of(
     if info.only_batches:
         parameter = config.parameters["cohabit.only_batch_sizes"]
         parameter.string_value = ",".join(map(str, info.only_batches))
-    for batch, capture in sorted((captures or {}).items()):
-        parameter = config.parameters[f"cohabit.execution.batch_{batch}"]
+    for bucket, capture in sorted((captures or {}).items()):
+        parameter = config.parameters[f"cohabit.execution.batch_{bucket}"]
         parameter.string_value = execution_of(capture)
     return config
 

@@ -49,6 +49,8 @@ class InferRequest(msgspec.Struct, frozen=True, eq=False):
     start_mark: StartMark | None = None
     on_spans: OnSpans | None = None
     """Receives the spans of this request, if it is traced."""
+    sizes: tuple[int, ...] = ()
+    """Of the model's dynamic dimensions; requests of other sizes are executed apart."""
 
 
 class OutputTensor(msgspec.Struct, frozen=True, eq=False):

@@ -30,7 +30,7 @@ def lone_batch(ticket: Ticket) -> Batch:
 def choose_batch(
     waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, max_rows: int, now_s: float
 ) -> Batch:
-    """Choose how many waiting requests are executed with the first one.
+    """Choose how many waiting requests are executed with the first one, whose sizes they must have.
 
     A batch may be padded: five requests of a swap-bound model run as a batch of eight, with one copy of the parameters.
     A compute-bound model gains nothing from batching, so its requests are executed one by one.
@@ -39,6 +39,11 @@ def choose_batch(
     rows, best_s, paying, preferred, deadline_s = 0, math.inf, 1, 0, math.inf
     full = False
     for ticket in waiting:
+        if taken and ticket.request.sizes != taken[0].request.sizes:
+            if not policy.keeps_order:
+                continue
+            full = True
+            break
         more = rows + ticket.request.batch
         if ticket.deadline_s is not None:
             deadline_s = min(deadline_s, ticket.deadline_s)
@@ -69,11 +74,11 @@ def best_rate_batch(
     """
     if estimate.seconds(usual.rows) == 0.0:  # neither predicted nor measured yet
         return usual
-    generation = usual.tickets[0].generation
+    first = usual.tickets[0]
+    alike = [t for t in waiting if t.generation == first.generation and t.request.sizes == first.request.sizes]
     best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
     for rows in estimate.planned(max_rows):
-        tickets = (ticket for ticket in waiting if ticket.generation == generation)
-        chosen = tuple(_fitting(tickets, rows, now_s + estimate.upper_estimate_s(rows, now_s)))
+        chosen = tuple(_fitting(alike, rows, now_s + estimate.upper_estimate_s(rows, now_s)))
         filled = sum(ticket.request.batch for ticket in chosen)
         if chosen and filled / estimate.seconds(filled) > best_per_s:
             best, best_per_s = Batch(chosen, filled), filled / estimate.seconds(filled)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
+from planner.shapes import Bucket, smallest_holding
+
 _MEAN_STEP, _DEVIATION_STEP = 1 / 8, 1 / 4
 """Weights of one measurement in the mean and the deviation, as for TCP's round-trip times (RFC 6298)."""
 _DEVIATIONS = 3.0
@@ -46,7 +48,7 @@ class Delay:
 
 
 class Estimate:
-    """One model's execution times. Without predictions, all batch sizes share one measured time."""
+    """A model's execution times in one bucket of sizes. Without predictions, all batch sizes share a measured time."""
 
     def __init__(self, seconds_by_batch: Mapping[int, float]) -> None:
         self.replan(seconds_by_batch)
@@ -113,3 +115,37 @@ class Estimate:
         ratio = min(ratio, _LARGEST_STEP * self._mean)
         self._deviation += _DEVIATION_STEP * (abs(ratio - self._mean) - self._deviation)
         self._mean += _MEAN_STEP * (ratio - self._mean)
+
+
+class ModelEstimates:
+    """A model's execution times: one `Estimate` for all batches of the same bucket of sizes."""
+
+    def __init__(self, predicted_s: Mapping[Bucket, float]) -> None:
+        self._estimates: dict[tuple[int, ...], Estimate] = {}
+        self.replan(predicted_s)
+        self._newest = next(iter(self._estimates.values()))
+
+    def replan(self, predicted_s: Mapping[Bucket, float]) -> None:
+        """Replace the predictions; the learned corrections are kept."""
+        by_sizes: dict[tuple[int, ...], dict[int, float]] = {}
+        for bucket, seconds in predicted_s.items():
+            by_sizes.setdefault(bucket.sizes, {})[bucket.batch] = seconds
+        for sizes, seconds_by_batch in (by_sizes or {(): {}}).items():
+            if sizes in self._estimates:
+                self._estimates[sizes].replan(seconds_by_batch)
+            else:
+                self._estimates[sizes] = Estimate(seconds_by_batch)
+
+    def of(self, sizes: tuple[int, ...]) -> Estimate:
+        """Return the estimate of the smallest bucket that holds these sizes."""
+        return self._estimates[smallest_holding(self._estimates, sizes)]
+
+    @property
+    def correction(self) -> float:
+        """Measured over predicted time, on average, in the bucket that was measured last."""
+        return self._newest.correction
+
+    def measured(self, sizes: tuple[int, ...], rows: int, seconds: float, now_s: float) -> None:
+        """Update a correction with a measured execution."""
+        self._newest = self.of(sizes)
+        self._newest.measured(rows, seconds, now_s)

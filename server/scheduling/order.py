@@ -41,7 +41,8 @@ class DispatchOrder:
             model, known = min(ready, key=lambda item: (self._urgency_s(*item), _first(item[1]).number))
         batch = known.batch(_first(known), now_s)
         if overloaded and not known.policy.keeps_order:
-            batch = best_rate_batch(known.queue, batch, known.estimate, known.max_rows, now_s)
+            estimate = known.estimate_of(batch.tickets[0])
+            batch = best_rate_batch(known.queue, batch, estimate, known.max_rows, now_s)
         return model, batch
 
     def wake_s(self, now_s: float) -> float:

@@ -1,7 +1,7 @@
 """One model's waiting requests: a queue per priority level, then one of late requests."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import chain, islice
 from operator import attrgetter
@@ -47,7 +47,8 @@ class ModelQueue:
         self._levels: dict[int, deque[Ticket]] = {}
         self._late: deque[Ticket] = deque()
         self._count = 0
-        self.rows = 0
+        self.rows: Counter[tuple[int, ...]] = Counter()
+        """By the requests' sizes: rows of other sizes are not executed together."""
 
     def __len__(self) -> int:
         return self._count
@@ -72,7 +73,7 @@ class ModelQueue:
             self._levels = dict(sorted(self._levels.items()))
         queue.append(ticket)
         self._count += 1
-        self.rows += ticket.request.batch
+        self.rows[ticket.request.sizes] += ticket.request.batch
 
     def remove(self, ticket: Ticket) -> bool:
         """Remove a request; False if it is not in the queue."""
@@ -83,7 +84,9 @@ class ModelQueue:
                 else:
                     queue.remove(ticket)
                 self._count -= 1
-                self.rows -= ticket.request.batch
+                self.rows[ticket.request.sizes] -= ticket.request.batch
+                if not self.rows[ticket.request.sizes]:
+                    del self.rows[ticket.request.sizes]
                 return True
         return False
 

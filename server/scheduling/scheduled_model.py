@@ -1,7 +1,7 @@
 """The scheduler's state of one model: its queue, its policy, and its time estimates."""
 
 from server.scheduling.batching import Batch, choose_batch, lone_batch
-from server.scheduling.estimates import Estimate, SwapTiming
+from server.scheduling.estimates import Estimate, ModelEstimates, SwapTiming
 from server.scheduling.limits import Admission
 from server.scheduling.policy import Policy
 from server.scheduling.queues import ModelQueue, Ticket
@@ -15,7 +15,7 @@ class ScheduledModel:
         self.queue = ModelQueue()
         self.admission = Admission(Policy())
         self.apply(self.admission.policy)
-        self.estimate = Estimate({})
+        self.estimates = ModelEstimates({})
         self.max_rows = 0
         """0 if requests are executed alone."""
         self.swap_timing = SwapTiming()
@@ -25,17 +25,34 @@ class ScheduledModel:
         """Replace the policy."""
         self.policy = self.admission.policy = policy
 
-    def drain_estimate_s(self, requests: int | None = None) -> float:
-        """Return the expected time of all waiting requests, or of the full batches that `requests` of one row make."""
-        if self.max_rows == 0:
-            waiting = max(len(self.queue), 1)
-            each_s = self.estimate.seconds(-(-self.queue.rows // waiting))
-            return (len(self.queue) if requests is None else requests) * each_s
-        rows = self.queue.rows if requests is None else requests // self.max_rows * self.max_rows
-        return self.estimate.drain_estimate_s(rows)
+    def estimate_of(self, ticket: Ticket) -> Estimate:
+        return self.estimates.of(ticket.request.sizes)
+
+    def drain_estimate_s(self) -> float:
+        """Return the expected time of all waiting requests."""
+        return sum(self._drain_s(sizes, rows) for sizes, rows in self.queue.rows.items())
+
+    def ahead_estimate_s(self, requests: int, sizes: tuple[int, ...]) -> float:
+        """Return the expected time of `requests` that a new one of these sizes waits for.
+
+        If they all have its sizes, it joins those that are no full batch. Otherwise they take their share of the time
+        of all.
+        """
+        if self.max_rows and self.queue.rows.keys() <= {sizes}:
+            return self.estimates.of(sizes).drain_estimate_s(requests // self.max_rows * self.max_rows)
+        return self.drain_estimate_s() * requests / max(len(self.queue), 1)
+
+    def _drain_s(self, sizes: tuple[int, ...], rows: int) -> float:
+        """Return the expected time of all waiting rows of one shape."""
+        estimate = self.estimates.of(sizes)
+        if self.max_rows:
+            return estimate.drain_estimate_s(rows)
+        each = -(-self.queue.rows.total() // len(self.queue))
+        return estimate.seconds(each) * len(self.queue) * rows / self.queue.rows.total()
 
     def batch(self, first: Ticket, now_s: float) -> Batch:
         """Return the batch that would be executed with `first` as its first request."""
         if len(self.queue) == 1 and self.policy.batch_delay_s == 0.0:
             return lone_batch(first)
-        return choose_batch(self.queue.starting_with(first), self.policy, self.estimate, self.max_rows, now_s)
+        estimate = self.estimate_of(first)
+        return choose_batch(self.queue.starting_with(first), self.policy, estimate, self.max_rows, now_s)

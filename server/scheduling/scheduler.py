@@ -8,12 +8,13 @@ from collections.abc import Mapping
 
 import msgspec
 
+from planner.shapes import Bucket
 from server.errors import LevelFull, ModelNotFound, QueueFull, RequestTimedOut
 from server.ipc.model import ModelKey
 from server.protocol.request import InferRequest
 from server.scheduling.batching import Batch
 from server.scheduling.deadlines import Deadlines
-from server.scheduling.estimates import Delay, Estimate, SwapTiming
+from server.scheduling.estimates import Delay, ModelEstimates, SwapTiming
 from server.scheduling.order import DispatchOrder
 from server.scheduling.policy import Policy
 from server.scheduling.queues import Ticket
@@ -68,12 +69,12 @@ class Scheduler:
 
     def correction(self, model: ModelKey) -> float:
         """Return measured over predicted time of a model's executions."""
-        return self._models[model].estimate.correction
+        return self._models[model].estimates.correction
 
     def add(
         self,
         model: ModelKey,
-        seconds_by_batch: Mapping[int, float] | None = None,
+        predicted_s: Mapping[Bucket, float] | None = None,
         policy: Policy | None = None,
         max_rows: int = 0,
         swap_timing: SwapTiming | None = None,
@@ -86,15 +87,15 @@ class Scheduler:
         known = self._models.setdefault(model, ScheduledModel(self._generations))
         known.generation = self._generations
         known.apply(policy or Policy())
-        known.estimate = Estimate(seconds_by_batch or {})
+        known.estimates = ModelEstimates(predicted_s or {})
         known.max_rows = max_rows
         known.swap_timing = swap_timing or SwapTiming()
         return known.generation
 
-    def replan(self, model: ModelKey, seconds_by_batch: Mapping[int, float], swap_timing: SwapTiming) -> None:
+    def replan(self, model: ModelKey, predicted_s: Mapping[Bucket, float], swap_timing: SwapTiming) -> None:
         """Replace a model's predictions after its plans have changed."""
         known = self._models[model]
-        known.estimate.replan(seconds_by_batch)
+        known.estimates.replan(predicted_s)
         known.swap_timing = swap_timing
 
     def remove(self, model: ModelKey) -> list[Ticket]:
@@ -186,7 +187,7 @@ class Scheduler:
             self._forget(ticket)
         self._update_waiting(model, known)
         self._order.dispatched(model, batch)
-        predicted_s = known.estimate.seconds(batch.rows)
+        predicted_s = known.estimate_of(batch.tickets[0]).seconds(batch.rows)
         self._busy_until_s = now_s + predicted_s
         return Work(model, batch.tickets, batch.rows, predicted_s)
 
@@ -198,7 +199,7 @@ class Scheduler:
             return  # the model was removed meanwhile
         known.admission.leave(len(work.tickets))
         if seconds is not None and work.tickets[0].generation == known.generation:
-            known.estimate.measured(work.rows, seconds, now_s)
+            known.estimates.measured(work.tickets[0].request.sizes, work.rows, seconds, now_s)
 
     def answered(self, seconds: float) -> None:
         """Record the delay from the end of an execution until its answer is sent. Only `submit` reads it."""
@@ -252,7 +253,8 @@ class Scheduler:
                 late_s = end_s
             else:
                 deadline_s = end_s
-                due_s = min(due_s, deadline_s - known.estimate.upper_estimate_s(request.batch, now_s))
+                estimate = known.estimates.of(request.sizes)
+                due_s = min(due_s, deadline_s - estimate.upper_estimate_s(request.batch, now_s))
         return Ticket(
             request,
             self._arrivals + 1,
@@ -274,7 +276,7 @@ class Scheduler:
 
     def _needed_s(self, ticket: Ticket, now_s: float) -> float:
         """Return the time to allow for an execution: few exceed it, or, of requests that came alone, about half."""
-        estimate, rows = self._models[ticket.request.model].estimate, ticket.request.batch
+        estimate, rows = self._models[ticket.request.model].estimate_of(ticket), ticket.request.batch
         upper_s = estimate.upper_estimate_s(rows, now_s)
         return min(estimate.seconds(rows), upper_s) if ticket.alone else upper_s
 
@@ -294,7 +296,7 @@ class Scheduler:
         for known in self._waiting.values():
             if known is own:
                 requests = sum(known.queue.waiting(level) for level in range(1, ticket.level + 1))
-                ahead_s += known.drain_estimate_s(requests)
+                ahead_s += known.ahead_estimate_s(requests, ticket.request.sizes)
             elif known.queue.due_s(known.max_rows) <= ticket.due_s:
                 ahead_s += known.drain_estimate_s()
         return max(now_s, self._busy_until_s) + ahead_s

@@ -1,7 +1,6 @@
 """`cohabit check`: says whether a model can be served, in how much memory, and why not."""
 
 import argparse
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -59,7 +58,7 @@ def _show(found: "ServabilityReport", out: Console) -> None:
         f", with activations offloaded; {format_bytes(offloaded)} without" if offloaded > memory.least_bytes else ""
     )
     out.print(f"least memory  {format_bytes(memory.least_bytes)} ({memory.least_bytes} bytes){note}")
-    out.print(_budgets(found.batch_sizes, memory))
+    out.print(_budgets(memory))
     for budget in memory.budgets:
         if budget.reason is not None:
             out.print(f"{format_bytes(budget.memory_bytes)} is not enough: {budget.reason}", soft_wrap=True)
@@ -67,10 +66,11 @@ def _show(found: "ServabilityReport", out: Console) -> None:
     out.print(f"{found.name} {verdict}")
 
 
-def _budgets(batch_sizes: Sequence[int], memory: "MemoryReport") -> Table:
+def _budgets(memory: "MemoryReport") -> Table:
     """List what each memory size is split into, and its predicted latencies over those of a resident model."""
-    batches = sorted({min(batch_sizes), max(batch_sizes)})
-    timed = [heading for batch in batches for heading in (f"batch {batch}", "over resident")]
+    smallest, *_, largest = [*memory.resident_s, *memory.resident_s]
+    buckets = dict.fromkeys((smallest, largest))
+    timed = [heading for bucket in buckets for heading in (f"batch {bucket}", "over resident")]
     table = make_table("memory", "of weights", "partition", "workspace", *timed)
     for budget in memory.budgets:
         share = percent(budget.memory_bytes / memory.weight_bytes) if memory.weight_bytes else "-"
@@ -79,10 +79,10 @@ def _budgets(batch_sizes: Sequence[int], memory: "MemoryReport") -> Table:
             row += ["does not fit"]
         else:
             row += [format_bytes(budget.partition_bytes), format_bytes(budget.workspace_bytes)]
-            for batch in batches:
+            for bucket in buckets:
                 row += [
-                    milliseconds(budget.latency_s[batch]),
-                    gap(budget.latency_s[batch], memory.resident_s[batch]),
+                    milliseconds(budget.latency_s[bucket]),
+                    gap(budget.latency_s[bucket], memory.resident_s[bucket]),
                 ]
         table.add_row(*row)
     return table

@@ -1,4 +1,7 @@
-"""`cohabit compare-plans`: runs every searcher on one model, batch size and memory size."""
+"""`cohabit compare-plans`: runs every searcher on one model, batch size and memory size.
+
+Of a model with dynamic dimensions, it is the largest bucket.
+"""
 
 import argparse
 import logging
@@ -33,7 +36,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     reasons: dict[str, str] = {}
     broke = False
     with SearchProgress(errors) as progress:
-        (instance,) = instances(options, progress.doing)
+        *_, instance = instances(options, progress.doing)
         for name in options.searchers:
             progress.doing(name)
             started_s = time.monotonic()
@@ -77,7 +80,7 @@ def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Tab
             "memory as",
         ),
         left=("searcher", "memory as"),
-        title=f"{graph.name} at batch {graph.batch} in {format_bytes(memory_bytes)}:"
+        title=f"{graph.name} at batch {graph.bucket} in {format_bytes(memory_bytes)}:"
         f" {milliseconds(profile.compute_s)} resident, lower bound {milliseconds(bound_s)}",
     )
     for _, plan, made, seconds in sorted(results, key=lambda r: r[2].latency_s):

@@ -88,7 +88,7 @@ def write_file(path: Path, raw: bytes) -> Path:
 
 
 def _stem(graph: Graph) -> str:
-    return f"{_plain(graph.name) or 'model'}-b{graph.batch}"
+    return f"{_plain(graph.name) or 'model'}-b{graph.bucket}"
 
 
 def _plain(text: str) -> str:

@@ -14,7 +14,7 @@ from server.config.values import LARGEST_BATCH, batches, integer, positive
 from server.importing.declared_input import parse_input
 
 SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
-MEASURING = ("device", "store", "link_bandwidth", "cache", "threads")
+MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")
 """Settings of `serve` that say how a model is measured."""
 IMPORTING = ("cache", "threads")
 """Those of an import."""

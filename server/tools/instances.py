@@ -1,4 +1,4 @@
-"""Planning instances: a model's graph and profile at one batch size, measured from the model or read from files."""
+"""Planning instances: a model's graph and profile in one bucket, measured from the model or read from files."""
 
 import argparse
 from collections.abc import Callable
@@ -47,13 +47,13 @@ class Instance:
     def _problem(self, memory_bytes: int, searcher: str, single: bool) -> Problem:
         if searcher not in SPLITTING or single:
             return Problem(self.graph, self.profile, memory_bytes, overlay=True)
-        batch = self.graph.batch
-        partition, workspace = split_budget({batch: self.graph}, {batch: self.profile}, memory_bytes)
+        bucket = self.graph.bucket
+        partition, workspace = split_budget({bucket: self.graph}, {bucket: self.profile}, memory_bytes)
         return Problem(self.graph, self.profile, partition, workspace)
 
 
 def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
-    """Return an instance per batch size, smallest first. Raises CohabitError."""
+    """Return an instance per bucket, smallest first. Raises CohabitError."""
     if options.model is None:
         if options.graph is None or options.profile is None:
             raise ConfigError("give a MODEL, or both --graph and --profile")
@@ -80,8 +80,8 @@ def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -
     prepared = prepare(source, config, backend, lambda name, stage: on_progress(f"{name}: {stage}"))
     prepared.store.close()
     backend.close()
-    graphs, profiles = prepared.lowered.graphs, prepared.profiles
-    if missing := sorted(set(options.batch or ()) - set(graphs)):
-        has = ", ".join(map(str, sorted(graphs))) if not prepared.lowered.batched else "smaller ones"
+    graphs, profiles, batches = prepared.lowered.graphs, prepared.profiles, prepared.lowered.batches
+    if missing := sorted(set(options.batch or ()) - set(batches)):
+        has = ", ".join(map(str, batches)) if not prepared.lowered.batched else "smaller ones"
         raise ConfigError(f"--batch: {source.name} was not exported for batch {missing[0]}, but for {has}")
-    return [Instance(graphs[batch], profiles[batch]) for batch in sorted(graphs)]
+    return [Instance(graphs[bucket], profiles[bucket]) for bucket in sorted(graphs)]

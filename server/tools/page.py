@@ -28,7 +28,7 @@ def page(analysis: PlanAnalysis) -> str:
     template = Template((folder / "page.html").read_text(encoding="utf-8"))
     graph, memory = analysis.graph, format_bytes(analysis.memory_bytes)
     return template.substitute(
-        title=html.escape(f"{graph.name}, batch {graph.batch}, in {memory}"),
+        title=html.escape(f"{graph.name}, batch {graph.bucket}, in {memory}"),
         style=(folder / "page.css").read_text(encoding="utf-8"),
         script=(folder / "page.js").read_text(encoding="utf-8"),
         subtitle=_subtitle(analysis),

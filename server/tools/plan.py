@@ -1,4 +1,4 @@
-"""`cohabit plan`: writes one plan file for each memory size and batch size."""
+"""`cohabit plan`: writes one plan file for each memory size and bucket."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ _COLUMNS = ("memory", "batch", "latency", "resident", "bound", "gap", "over link
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Plan every memory size and batch size. Returns 2 if one was infeasible; the others are planned all the same."""
+    """Plan every memory size and bucket. Returns 2 if one was infeasible; the others are planned all the same."""
     rows: list[list[str]] = []
     files: list[Path] = []
     with SearchProgress(errors) as progress:
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             write_graph(options.output, instance.graph)
             write_profile(options.output, instance.graph, instance.profile)
             for memory in options.memory:
-                where = [format_bytes(instance.bytes_of(memory)), str(instance.graph.batch)]
+                where = [format_bytes(instance.bytes_of(memory)), str(instance.graph.bucket)]
                 try:
                     cells, path = _plan(instance, memory, options, progress)
                     rows.append([*where, *cells, path.name])
@@ -57,7 +57,7 @@ def _plan(
 ) -> tuple[list[str], Path]:
     """Search and write a plan; returns its cells of the table and its file."""
     graph, searcher = instance.graph, options.search
-    progress.doing(f"{graph.name} at batch {graph.batch} in {memory.text}")
+    progress.doing(f"{graph.name} at batch {graph.bucket} in {memory.text}")
     plan = instance.search(searcher, memory, options, progress)
     label = f"{searcher}-single" if options.single and searcher in SPLITTING else searcher
     path = write_plan(options.output, graph, plan, memory.text, label)

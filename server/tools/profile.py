@@ -14,7 +14,7 @@ _SLOWEST = 5
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Measure every batch size, or read earlier measurements from the cache, and print tables."""
+    """Measure every bucket, or read earlier measurements from the cache, and print tables."""
     with SearchProgress(errors) as progress:
         measured = instances(options, progress.doing)
     first = measured[0]
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     for instance in measured:
         profile = instance.profile
         table.add_row(
-            str(instance.graph.batch),
+            str(instance.graph.bucket),
             milliseconds(profile.compute_s),
             _link(profile.swap_in),
             _link(profile.swap_out),
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         )
     out.print(table)
     graph, seconds = first.graph, first.profile.op_seconds
-    heading = f"slowest ops at batch {graph.batch}"
+    heading = f"slowest ops at batch {graph.bucket}"
     table = make_table(heading, "time", "parameters", "scratch", left=(heading,))
     for index in sorted(range(len(seconds)), key=lambda i: -seconds[i])[:_SLOWEST]:
         op = graph.ops[index]

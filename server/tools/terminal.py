@@ -37,7 +37,7 @@ def draw(analysis: PlanAnalysis, console: Console) -> None:
 def _header(analysis: PlanAnalysis) -> Text:
     graph, plan, timeline, about = analysis.graph, analysis.plan, analysis.timeline, analysis.plan.provenance
     text = Text()
-    text.append(f"{graph.name}, batch {graph.batch}, in {format_bytes(analysis.memory_bytes)}", "bold")
+    text.append(f"{graph.name}, batch {graph.bucket}, in {format_bytes(analysis.memory_bytes)}", "bold")
     if plan.workspace_bytes:
         text.append(
             f" ({format_bytes(plan.partition_bytes)} partition + {format_bytes(plan.workspace_bytes)} workspace)"

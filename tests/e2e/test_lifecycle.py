@@ -12,6 +12,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
+from planner.shapes import Bucket
 from server.config.config import Layout
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, eventually, infer, metric, process, serving
@@ -106,7 +107,7 @@ def test_a_slow_link_really_slows_streaming_and_changes_no_bit(archives: Archive
         with serving(
             repository, "50%", archives.cache, link_bandwidth_bytes_per_s=limit, batch_sizes=PLANNED
         ) as server:
-            program = server.loaded.servables["ranker", 1].programs[1]
+            program = server.loaded.servables["ranker", 1].programs[Bucket(1)]
             start = time.perf_counter()
             answers += [infer(server.address, "ranker", inputs) for _ in range(count)]
             taken_s[limit] = time.perf_counter() - start

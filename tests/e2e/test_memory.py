@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import runtime.cpu.backend
 from planner.errors import InfeasibleBudget
 from planner.plan import Compute, Drop, Plan, SwapIn
+from planner.shapes import Bucket
 from planner.sizing.deployment import Deployment, DeploymentEntry
 from runtime.binding.program import Program
 from runtime.cpu.arena import CpuArena
@@ -60,10 +61,10 @@ class Deployed:
     def workspace(self) -> range:
         return range(self.deployment.workspace_bytes)
 
-    def run(self, name: str, batch: int, observe: Any = None) -> list[torch.Tensor]:
+    def run(self, name: str, bucket: Bucket, observe: Any = None) -> list[torch.Tensor]:
         servable = self.servables[name]
-        inputs = self.lowered[name].examples(batch)
-        program = servable.programs[batch]
+        inputs = self.lowered[name].examples(bucket)
+        program = servable.programs[bucket]
         return servable.executor.run(program if observe is None else observed(program, observe), inputs).outputs
 
 
@@ -140,23 +141,23 @@ def test_parameters_in_use_lie_in_the_models_own_partition_or_the_workspace(
     with deployed(archives.repository(*names), "25%", archives.cache) as device:
         assert device.arena.nbytes <= device.deployment.memory_bytes
         used: dict[str, Counter[str]] = {name: Counter() for name in names}
-        for name, batch in [(n, b) for _ in range(3) for b in (1, 4) for n in names]:
+        for name, bucket in [(n, b) for _ in range(3) for b in (Bucket(1), Bucket(4)) for n in names]:
             with Watch(device.arena) as watch:
-                device.run(name, batch, watch.observe)
+                device.run(name, bucket, watch.observe)
             (other,) = set(names) - {name}
             for use in watch.uses:
                 assert within(use, device.partition(name)) or within(use, device.workspace), use.step
                 assert not within(use, device.partition(other))
                 used[name]["partition" if within(use, device.partition(name)) else "workspace"] += 1
-            _assert_these_are_the_parameters(device, name, batch, watch.uses)
+            _assert_these_are_the_parameters(device, name, bucket, watch.uses)
         assert used["bert_small"]["partition"] > 0
         assert sum(counts["workspace"] for counts in used.values()) > 0
 
 
-def _assert_these_are_the_parameters(device: Deployed, name: str, batch: int, uses: Sequence[Use]) -> None:
+def _assert_these_are_the_parameters(device: Deployed, name: str, bucket: Bucket, uses: Sequence[Use]) -> None:
     """Every step used exactly the parameters that its op reads, each complete: the bytes are the weights file's."""
-    lowered, plan = device.lowered[name], device.entry(name).plans[batch]
-    graph, segments = lowered.graphs[batch], lowered.manifest.segments
+    lowered, plan = device.lowered[name], device.entry(name).plans[bucket]
+    graph, segments = lowered.graphs[bucket], lowered.manifest.segments
     weights = np.memmap(lowered.weights_path, np.uint8, "r")
     by_step: dict[int, list[Use]] = {}
     for use in uses:
@@ -198,8 +199,8 @@ def test_no_step_of_a_plan_needs_more_than_partition_and_workspace(
     with at_least(archives, names, memory) as device:
         for name in names:
             entry = device.entry(name)
-            for batch, plan in entry.plans.items():
-                graph = device.lowered[name].graphs[batch]
+            for bucket, plan in entry.plans.items():
+                graph = device.lowered[name].graphs[bucket]
                 most = max(*live_bytes(graph, plan), peak_bytes(graph, plan))
                 assert most <= entry.partition_bytes + device.deployment.workspace_bytes
                 assert entry.partition_bytes == plan.partition_bytes
@@ -239,15 +240,15 @@ class FrameWatch:
 ACTIVATIONS = (("bert_small", "25%"), ("ranker", "25%"), ("torchcrepe", "least"), ("mobilenet_v2", "least"))
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("bucket", [Bucket(1), Bucket(4)], ids=str)
 @pytest.mark.parametrize(("name", "memory"), ACTIVATIONS)
 def test_activations_that_are_held_are_those_that_the_plan_counts(
-    archives: Archives, name: str, memory: str, batch: int
+    archives: Archives, name: str, memory: str, bucket: Bucket
 ) -> None:
     with at_least(archives, (name,), memory) as device:
         watch = FrameWatch(range(device.arena.address, device.arena.address + device.arena.nbytes))
-        device.run(name, batch, watch.observe)
-        plan, graph = device.entry(name).plans[batch], device.lowered[name].graphs[batch]
+        device.run(name, bucket, watch.observe)
+        plan, graph = device.entry(name).plans[bucket], device.lowered[name].graphs[bucket]
         counted = [
             sum(graph.tensors[p.tensor].nbytes for p in plan.inputs),
             *live_bytes(graph, plan, NON_PARAMETERS),
@@ -265,17 +266,17 @@ def allocated_peak_bytes(program: Program, inputs: Sequence[torch.Tensor], serva
     return int(np.cumsum(changes).max())
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("bucket", [Bucket(1), Bucket(4)], ids=str)
 @pytest.mark.parametrize(("name", "memory"), ACTIVATIONS)
 def test_torch_allocates_no_more_for_an_inference_than_the_plan_counts(
-    archives: Archives, name: str, memory: str, batch: int
+    archives: Archives, name: str, memory: str, bucket: Bucket
 ) -> None:
     with at_least(archives, (name,), memory) as device:
         servable = device.servables[name]
-        device.run(name, batch)
-        inputs = device.lowered[name].examples(batch)
-        allocated = allocated_peak_bytes(servable.programs[batch], inputs, servable)
-        plan, graph = device.entry(name).plans[batch], device.lowered[name].graphs[batch]
+        device.run(name, bucket)
+        inputs = device.lowered[name].examples(bucket)
+        allocated = allocated_peak_bytes(servable.programs[bucket], inputs, servable)
+        plan, graph = device.entry(name).plans[bucket], device.lowered[name].graphs[bucket]
         assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS)
 
 
@@ -285,7 +286,8 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
 ) -> None:
     """Runs follow each other at once, so that each starts while residents of the one before are still on their way."""
     repository = archives.repository("ranker", "torchcrepe")
-    runs = [("ranker", 1), ("ranker", 1), ("torchcrepe", 4), ("ranker", 4), ("torchcrepe", 1), ("torchcrepe", 1)]
+    one, four = Bucket(1), Bucket(4)
+    runs = [("ranker", one), ("ranker", one), ("torchcrepe", four), ("ranker", four), *[("torchcrepe", one)] * 2]
     with deployed(repository, f"{share}%", archives.cache) as device:
         expected = [device.run(*run) for run in runs]
     with monkeypatch.context() as patch:
@@ -299,11 +301,11 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
 def test_the_plans_that_are_served_come_from_the_search_that_was_asked_for(archives: Archives, search: str) -> None:
     repository = archives.repository("ranker")
     with deployed(repository, "50%", archives.cache) as device:
-        expected = device.run("ranker", 4)
+        expected = device.run("ranker", Bucket(4))
     with deployed(repository, "50%", archives.cache, search=search) as device:
         plans = device.entry("ranker").plans.values()
         assert {plan.provenance.searcher for plan in plans if plan.provenance is not None} == {search}
-        assert device.run("ranker", 4)[0].equal(expected[0])
+        assert device.run("ranker", Bucket(4))[0].equal(expected[0])
 
 
 @pytest.mark.slow

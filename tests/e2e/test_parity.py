@@ -12,6 +12,7 @@ from loadgen.sentences import EXAMPLES
 from loadgen.zoo.pitch import tone_frames
 from loadgen.zoo.tokens import tokenize
 from planner.errors import InfeasibleBudget
+from planner.shapes import Bucket
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, serving
 from tests.pitch import decode_hz
@@ -94,7 +95,7 @@ def answers(request: pytest.FixtureRequest, archives: Archives) -> Iterator[Answ
         memory = memory_of(budget, name, archives)
         with serving(repository, memory, archives.cache, batch_sizes=BATCHES) as server:
             served[budget] = {batch: infer(server.address, name, inputs[batch]) for batch in BATCHES}
-            swapped[budget] = server.loaded.servables[name, 1].programs[1].link_bytes
+            swapped[budget] = server.loaded.servables[name, 1].programs[Bucket(1)].link_bytes
     eager = {batch: archives.eager(name, inputs[batch]) for batch in BATCHES}
     yield Answers(name, eager, served, swapped)
     if name in SLOW_BUDGETS:

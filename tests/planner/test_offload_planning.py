@@ -17,6 +17,7 @@ from planner.plan import Plan, SwapIn, SwapOut
 from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
+from planner.shapes import Bucket
 from planner.sizing.deployment import ModelDemand, Room
 from planner.sizing.division import deploy
 from planner.sizing.fitting import fit, least_bytes, plan_model, split_budget
@@ -27,7 +28,9 @@ NON_PARAMETERS = ("input", "activation")
 
 
 def demand(graph: Graph, profile: Profile | None = None, name: str = "model") -> ModelDemand:
-    return ModelDemand(name, {1: graph}, {1: profile or profile_of(graph, 1.0, bandwidth=40 * PAGE)})
+    return ModelDemand(
+        name, {Bucket(1): graph}, {Bucket(1): profile or profile_of(graph, 1.0, bandwidth=40 * PAGE)}
+    )
 
 
 def plain_least(graph: Graph) -> int:
@@ -97,7 +100,9 @@ def test_activations_that_are_all_in_use_cannot_leave() -> None:
 def test_a_search_keeps_improving_on_its_first_plan() -> None:
     graph = unet()
     profile = profile_of(graph, 1.0, bandwidth=20 * PAGE)
-    partition, workspace = split_budget({1: graph}, {1: profile}, least_bytes(demand(graph, profile)) + 20 * PAGE)
+    partition, workspace = split_budget(
+        {Bucket(1): graph}, {Bucket(1): profile}, least_bytes(demand(graph, profile)) + 20 * PAGE
+    )
     problem = Problem(graph, profile, partition, workspace)
     first = search(problem, limit=Limit(evaluations=1)).provenance
     best = search(problem).provenance
@@ -176,11 +181,13 @@ def test_a_zone_of_any_size_holds_what_is_in_it(rank) -> None:  # type: ignore[n
 
 def test_batch_sizes_share_their_residents() -> None:
     small, large = unet(3), replace(unet(3, 32 * PAGE), batch=2)
-    model = ModelDemand("model", {1: small, 2: large}, {1: profile_of(small), 2: profile_of(large)})
+    model = ModelDemand(
+        "model", {Bucket(1): small, Bucket(2): large}, {Bucket(1): profile_of(small), Bucket(2): profile_of(large)}
+    )
     partition, workspace = split_budget(model.graphs, model.profiles, least_bytes(model) + 4 * PAGE)
     plans = plan_model(model, Room(workspace, partition), None, quick=True)
-    assert plans[1].residents == plans[2].residents
-    assert swapped_out(plans[2])
+    assert plans[Bucket(1)].residents == plans[Bucket(2)].residents
+    assert swapped_out(plans[Bucket(2)])
     for batch, graph in model.graphs.items():
         check(graph, model.profiles[batch], plans[batch])
 
@@ -191,9 +198,9 @@ def test_models_share_memory_in_which_their_activations_do_not_stay() -> None:
     memory = least_bytes(models[0]) + 6 * PAGE
     assert memory < plain_least(graph)
     deployment = deploy(models, memory)
-    plan = deployment.entries[0].plans[1]
+    plan = deployment.entries[0].plans[Bucket(1)]
     assert swapped_out(plan)
-    assert not swapped_out(deployment.entries[1].plans[1])
+    assert not swapped_out(deployment.entries[1].plans[Bucket(1)])
     assert deployment.taken_bytes <= memory
 
 
@@ -203,7 +210,7 @@ def test_one_more_model_finds_room_in_which_its_activations_must_be_offloaded() 
     least = least_bytes(model)
     room = fit(model, [Room(least, 2 * PAGE)])
     assert room is not None
-    plan = plan_model(model, room, None, quick=True)[1]
+    plan = plan_model(model, room, None, quick=True)[Bucket(1)]
     assert swapped_out(plan)
     assert any(isinstance(step, SwapIn) and step.tensor in swapped_out(plan) for step in plan.steps)
     assert fit(model, [Room(least - 4 * PAGE, 0)]) is None

@@ -17,6 +17,7 @@ from planner.plan import Compute, SwapIn
 from planner.problem import UNFIT, Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
+from planner.shapes import Bucket
 from planner.simulate import simulate
 from planner.sizing.deployment import ModelDemand, Room
 from planner.sizing.fitting import plan_model
@@ -186,10 +187,10 @@ def test_best_takes_up_what_streaming_found() -> None:
 
 
 def test_all_batch_sizes_share_the_residents_that_the_smallest_chose() -> None:
-    graphs = {b: chain([(7 * i % 5 + 1) * PAGE for i in range(12)], PAGE * b, b) for b in (1, 2)}
-    demand = ModelDemand("chain", graphs, {b: profile_of(g, float(b)) for b, g in graphs.items()})
+    graphs = {Bucket(b): chain([(7 * i % 5 + 1) * PAGE for i in range(12)], PAGE * b, b) for b in (1, 2)}
+    demand = ModelDemand("chain", graphs, {b: profile_of(g, float(b.batch)) for b, g in graphs.items()})
     plans = plan_model(demand, Room(14 * PAGE, 10 * PAGE), None, "genetic")
-    assert plans[1].residents == plans[2].residents != ()
+    assert plans[Bucket(1)].residents == plans[Bucket(2)].residents != ()
     for batch, plan in plans.items():
         check(graphs[batch], demand.profiles[batch], plan)
         assert plan.provenance is not None

@@ -12,6 +12,7 @@ from planner.errors import InfeasibleBudget
 from planner.library import Library
 from planner.problem import Limit, Problem
 from planner.search.driver import search
+from planner.shapes import Bucket
 from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, Room
 from planner.sizing.division import deploy, divide
 from planner.sizing.fitting import fit, least_bytes, plan_model, split_budget
@@ -20,8 +21,8 @@ from tests.planner.graphs import PAGE, chain, profile_of
 
 def model(name: str, pages: list[int], rate_per_s: float = 1.0, batches: tuple[int, ...] = (1, 4)) -> ModelDemand:
     """A chain; larger batches have larger activations and slower ops. A page takes two seconds on the link."""
-    graphs = {b: chain([PAGE * n for n in pages], PAGE * b, b) for b in batches}
-    profiles = {b: profile_of(g, 1.0 + b / 4, bandwidth=PAGE / 2) for b, g in graphs.items()}
+    graphs = {Bucket(b): chain([PAGE * n for n in pages], PAGE * b, b) for b in batches}
+    profiles = {b: profile_of(g, 1.0 + b.batch / 4, bandwidth=PAGE / 2) for b, g in graphs.items()}
     return ModelDemand(name, graphs, profiles, rate_per_s)
 
 
@@ -44,9 +45,9 @@ def verify(models: list[ModelDemand], deployment: Deployment) -> None:
         assert set(entry.plans) == set(demand.graphs)
         residents = {plan.residents for plan in entry.plans.values()}
         assert len(residents) == 1
-        tensors = demand.graphs[1].tensors
+        tensors = demand.graphs[Bucket(1)].tensors
         assert entry.resident_bytes == sum(tensors[r.tensor].nbytes for r in residents.pop())
-        assert entry.parameter_bytes == demand.graphs[1].parameter_bytes
+        assert entry.parameter_bytes == demand.graphs[Bucket(1)].parameter_bytes
         for batch, plan in entry.plans.items():
             assert plan.partition_bytes == (entry.parameter_bytes if one_region else entry.partition_bytes)
             assert plan.workspace_bytes == deployment.workspace_bytes
@@ -75,7 +76,7 @@ def test_a_refusal_names_the_op_with_the_largest_parameters_and_the_one_with_the
     even = chain([PAGE, PAGE, 3 * PAGE])
     tensors = [structs.replace(t, nbytes=7 * PAGE) if t.name == "A0" else t for t in even.tensors]
     graph = structs.replace(even, tensors=tuple(tensors))
-    demand = ModelDemand("uneven", {1: graph}, {1: profile_of(graph)}, 1.0)
+    demand = ModelDemand("uneven", {Bucket(1): graph}, {Bucket(1): profile_of(graph)}, 1.0)
     with pytest.raises(
         InfeasibleBudget, match="op op2, above the activations of op0, needs a budget of 44"
     ) as refusal:
@@ -88,7 +89,7 @@ def test_more_memory_is_no_slower() -> None:
         return sum(
             demand.rate_per_s * plan.provenance.latency_s
             for demand, entry in zip(MODELS, deploy(MODELS, pages * PAGE).entries, strict=True)
-            if (plan := entry.plans[1]).provenance
+            if (plan := entry.plans[Bucket(1)]).provenance
         )
 
     costs = [cost(pages) for pages in (12, 16, 20, 26, 34)]
@@ -142,7 +143,7 @@ def test_budget_is_split_where_latency_is_least() -> None:
     assert partition + workspace == 16 * PAGE
 
     def latency_s(pages: int) -> float:
-        problem = Problem(demand.graphs[1], demand.profiles[1], (16 - pages) * PAGE, pages * PAGE)
+        problem = Problem(demand.graphs[Bucket(1)], demand.profiles[Bucket(1)], (16 - pages) * PAGE, pages * PAGE)
         plan = search(problem, limit=Limit(evaluations=60))
         assert plan.provenance is not None
         return plan.provenance.latency_s

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from planner.graph import Graph
 from planner.plan import Plan
+from planner.shapes import Bucket
 from runtime.backend import Backend, Executor, Result
 from runtime.binding.program import Bases, Program
 from runtime.cpu.backend import CpuBackend
@@ -105,7 +106,7 @@ class Bench:
 
     @property
     def graph(self) -> Graph:
-        return self.lowered.graphs[2]
+        return self.lowered.graphs[Bucket(2)]
 
     def host(self, source: HostStore[Any]) -> HostStore[Any]:
         """A store of the tests' own, as this backend takes it."""
@@ -124,7 +125,7 @@ class Bench:
         return program
 
     def run(self, program: Program, **options: bool) -> Result:
-        return self.executor.run(program, self.lowered.examples(2), **options)
+        return self.executor.run(program, self.lowered.examples(Bucket(2)), **options)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from planner.plan import Plan
+from planner.shapes import Bucket
 from runtime.backend import Executor
 from runtime.binding.program import Bases, Program
 from runtime.cpu.backend import CpuBackend
@@ -51,7 +52,7 @@ def placed(bench: Bench, plan: Plan, lane: int, store: HostStore[Any] | None = N
 def answers(bench: Bench, executor: Executor, program: Program) -> list[torch.Tensor]:
     outputs = []
     for _ in range(RUNS):
-        outputs += executor.run(program, bench.lowered.examples(2)).outputs
+        outputs += executor.run(program, bench.lowered.examples(Bucket(2))).outputs
     executor.settle()
     return outputs
 
@@ -82,7 +83,7 @@ def test_lanes_that_take_turns_on_one_thread_give_the_same_bits(bench: Bench) ->
     programs = [placed(bench, evicting_plan(bench.graph), lane) for lane in range(2)]
     for _ in range(RUNS):
         for executor, program in zip(bench.backend.executors(2), programs, strict=True):
-            assert torch.equal(executor.run(program, bench.lowered.examples(2)).outputs[0], expected)
+            assert torch.equal(executor.run(program, bench.lowered.examples(Bucket(2))).outputs[0], expected)
 
 
 def test_copies_of_a_lane_go_to_its_own_workspace_and_its_models_partition(bench: Bench) -> None:
@@ -104,7 +105,7 @@ def test_a_failed_copy_of_one_lane_leaves_the_other_alone(bench: Bench) -> None:
     first, second = bench.backend.executors(2)
     store.failing = True
     with pytest.raises(DeviceError, match="medium error"):
-        first.run(broken, bench.lowered.examples(2))
+        first.run(broken, bench.lowered.examples(Bucket(2)))
     assert all(torch.equal(output, expected) for output in answers(bench, second, sound))
     store.failing = False
     assert all(torch.equal(output, expected) for output in answers(bench, first, broken))
@@ -117,10 +118,10 @@ def test_a_device_that_one_lane_has_lost_is_lost_for_the_other(wide: Lowered) ->
         first, second = bench.backend.executors(2)
         driver.broken = "unspecified launch failure"
         with pytest.raises(DeviceLost):
-            first.run(programs[0], bench.lowered.examples(2))
+            first.run(programs[0], bench.lowered.examples(Bucket(2)))
         assert second.lost == first.lost is not None
         with pytest.raises(DeviceLost, match="start the server anew"):
-            second.run(programs[1], bench.lowered.examples(2))
+            second.run(programs[1], bench.lowered.examples(Bucket(2)))
 
 
 def test_a_program_is_admitted_while_the_other_lane_replays(wide: Lowered, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +130,14 @@ def test_a_program_is_admitted_while_the_other_lane_replays(wide: Lowered, monke
     with opened(lambda: CudaBackend(driver), wide) as bench, ThreadPoolExecutor(1) as other:
         program = placed(bench, evicting_plan(bench.graph), 0)
         first, _ = bench.backend.executors(2)
-        examples = bench.lowered.examples(2)
+        examples = bench.lowered.examples(Bucket(2))
         pool, meetings = driver.pool, []
 
         def meet(memory: torch.Tensor, large_bytes: int) -> Any:
             meetings.append(other.submit(first.run, program, examples).result(20))
             return pool(memory, large_bytes)
 
-        other.submit(first.run, program, bench.lowered.examples(2)).result(20)  # its thread is adopted
+        other.submit(first.run, program, bench.lowered.examples(Bucket(2))).result(20)  # its thread is adopted
         monkeypatch.setattr(driver, "pool", meet)
         placed(bench, evicting_plan(bench.graph), 1)
         assert meetings

@@ -7,6 +7,7 @@ import torch
 from msgspec import structs
 from torch.utils import _pytree as pytree
 
+from planner.shapes import Bucket
 from runtime.backend import Backend
 from runtime.binding.program import Bases
 from runtime.lowering.lower import Lowered
@@ -34,7 +35,7 @@ def test_every_construct_equals_eager_and_has_the_same_bits_at_every_budget(
     backend = make_backend()
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     outputs = []
-    for plan in (resident_plan(lowered.graphs[4]), streaming_plan(lowered.graphs[4])):
+    for plan in (resident_plan(lowered.graphs[Bucket(4)]), streaming_plan(lowered.graphs[Bucket(4)])):
         roomy = plan.workspace_bytes + ROOM_BYTES
         arena = backend.arena(plan.partition_bytes + roomy)
         program = backend.build(

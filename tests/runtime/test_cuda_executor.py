@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.captures import Capture
 from runtime.cuda.backend import CudaBackend
@@ -54,7 +55,7 @@ def beside(bench: Bench, plan: object, offset: int, name: str) -> CudaProgram:
 def test_the_next_model_s_prefix_goes_before_this_one_s_epilogue_which_waits_for_the_next(bench: Bench) -> None:
     first = beside(bench, evicting_plan(bench.graph), 0, "a")
     second = beside(bench, prefix_plan(bench.graph), 4 * MIB, "b")
-    driver, examples = driver_of(bench), bench.lowered.examples(2)
+    driver, examples = driver_of(bench), bench.lowered.examples(Bucket(2))
     assert len(first.schedule.epilogue) == len(second.schedule.prefix) == 1
     driver.calls.clear()
     bench.executor.expect(second)

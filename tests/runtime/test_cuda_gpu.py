@@ -13,6 +13,7 @@ from msgspec import structs
 
 from planner.problem import Problem
 from planner.search.driver import search
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.profiling.scratch import live_peak_bytes
@@ -132,7 +133,7 @@ def test_measured_plans_have_the_resident_program_s_bits_at_every_budget(
     for lowered in (convolutions, wide):
         store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
         sized, profiles = backend.measure(lowered, store, None, lambda text: None)
-        for batch in sized.batches:
+        for batch in sized.buckets:
             graph, inputs = sized.graphs[batch], sized.examples(batch)
             whole = resident_plan(graph)
             largest = max((graph.tensors[i].nbytes for i in graph.parameters), default=0)
@@ -163,7 +164,7 @@ def test_ten_thousand_inferences_allocate_nothing(backend: CudaBackend, wide: Lo
     arena = backend.arena(256 * MIB)
     programs = []
     offset = 0
-    for batch in wide.batches:
+    for batch in wide.buckets:
         plan = streaming_plan(wide.graphs[batch], frozenset({0, 1, 2}))
         roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 32 * MIB)
         program = backend.build(wide, roomy, None, arena, Bases(offset, 128 * MIB), store)
@@ -186,12 +187,12 @@ def test_ten_thousand_inferences_allocate_nothing(backend: CudaBackend, wide: Lo
 
 def test_a_replay_and_streams_give_the_same_bits(backend: CudaBackend, convolutions: Lowered) -> None:
     store = backend.open_store("ram", convolutions.weights_path, convolutions.manifest)
-    plan = streaming_plan(convolutions.graphs[8])
+    plan = streaming_plan(convolutions.graphs[Bucket(8)])
     roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 256 * MIB)
     arena = backend.arena(512 * MIB)
     program = backend.build(convolutions, roomy, None, arena, Bases(0, 0), store)
     backend.executor.load(program)
-    inputs = convolutions.examples(8)
+    inputs = convolutions.examples(Bucket(8))
     replayed = backend.executor.run(program, inputs).outputs[0]
     assert torch.equal(backend.executor.run(program, inputs, traced=True).outputs[0], replayed)
 
@@ -213,7 +214,7 @@ models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, f
 lowered = lower(folder / "model.pt2", "tied", [2], folder / "cache")
 backend = real_cuda()
 store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-plan = resident_plan(lowered.graphs[2])
+plan = resident_plan(lowered.graphs[Bucket(2)])
 plan = structs.replace(plan, workspace_bytes=plan.workspace_bytes + (64 << 20))
 program = backend.build(lowered, plan, None, backend.arena(256 << 20), Bases(0, plan.partition_bytes), store)
 backend.executor.load(program)

@@ -7,6 +7,7 @@ import torch
 
 from planner.problem import Limit, Problem
 from planner.search.driver import search
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.profiling import link, measure
@@ -43,7 +44,7 @@ def measured(
 def test_a_profile_has_every_batch_and_positive_figures(lowered: Lowered) -> None:
     driver = FakeDriver()
     sized, profiles = measured(CudaBackend(driver), lowered)
-    assert sorted(profiles) == [1, 2]
+    assert sorted(profiles) == [Bucket(1), Bucket(2)]
     assert driver.allocated_bytes == driver.open_pools == 0, "what was measured with is released"
     for batch, profile in profiles.items():
         assert profile.graph == sized.graphs[batch].fingerprint
@@ -57,8 +58,8 @@ def test_scratch_is_what_kernels_take_beyond_their_results_and_what_pools_waste(
     driver = FakeDriver()
     driver.kernel_bytes = 3 * MIB
     driver.least_pool_bytes = 9 * MIB
-    graph = lowered.graphs[1]
-    sized = measured(CudaBackend(driver), lowered)[0].graphs[1]
+    graph = lowered.graphs[Bucket(1)]
+    sized = measured(CudaBackend(driver), lowered)[0].graphs[Bucket(1)]
     for before, after in zip(graph.ops, sized.ops, strict=True):
         assert after.scratch_bytes >= 3 * MIB - sum(graph.tensors[i].nbytes for i in before.writes)
     # The fake's allocator wants 9 MiB; found in steps of a segment.
@@ -91,15 +92,15 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered) -> None:
     backend = CudaBackend(FakeDriver())
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     sized, profiles = backend.measure(lowered, store, None, lambda text: None)
-    graph = sized.graphs[2]
+    graph = sized.graphs[Bucket(2)]
     workspace = live_peak_bytes(graph) + 2 * max(graph.tensors[i].nbytes for i in graph.parameters)
-    problem = Problem(graph, profiles[2], graph.parameter_bytes // 2, -(-workspace // 4096) * 4096)
+    problem = Problem(graph, profiles[Bucket(2)], graph.parameter_bytes // 2, -(-workspace // 4096) * 4096)
     plan = search(problem, limit=Limit(evaluations=20))
     arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
-    program = backend.build(sized, plan, profiles[2], arena, Bases(0, plan.partition_bytes), store)
+    program = backend.build(sized, plan, profiles[Bucket(2)], arena, Bases(0, plan.partition_bytes), store)
     torch.manual_seed(0)
     with torch.no_grad():
-        expected = models.Wide(4, 264).eval()(*lowered.examples(2))
+        expected = models.Wide(4, 264).eval()(*lowered.examples(Bucket(2)))
     backend.executor.load(program)
-    assert torch.equal(backend.executor.run(program, lowered.examples(2)).outputs[0], expected)
+    assert torch.equal(backend.executor.run(program, lowered.examples(Bucket(2))).outputs[0], expected)
     assert program.admission.whole is not None

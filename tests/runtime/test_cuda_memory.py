@@ -7,6 +7,7 @@ import torch
 from msgspec import structs
 
 from planner.plan import Address, Compute, Placement, SwapIn
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cuda.arena import CudaArena
 from runtime.cuda.backend import CudaBackend
@@ -126,7 +127,7 @@ def test_a_plan_whose_zone_is_too_small_is_refused_with_the_numbers(tied: Lowere
     driver = FakeDriver()
     backend = CudaBackend(driver)
     store = backend.open_store("ram", tied.weights_path, tied.manifest)
-    plan = resident_plan(tied.graphs[1])
+    plan = resident_plan(tied.graphs[Bucket(1)])
     arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
     program = backend.build(tied, plan, None, arena, Bases(0, plan.partition_bytes), store)
     driver.least_pool_bytes = 64 * MIB
@@ -174,13 +175,13 @@ def test_two_pools_of_a_program_are_never_in_use_at_once(tied: Lowered, tmp_path
     lowered = lower(tmp_path / "model.pt2", "wide", [1, 4], tmp_path / "cache")
     backend = CudaBackend(FakeDriver())
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    plans = {b: resident_plan(lowered.graphs[b]) for b in (1, 4)}
+    plans = {b: resident_plan(lowered.graphs[b]) for b in (Bucket(1), Bucket(4))}
     arena = backend.arena(8 * MIB)
     programs = {
         b: backend.build(lowered, p, None, arena, Bases(0, p.partition_bytes), store) for b, p in plans.items()
     }
-    backend.executor.load(programs[1])
-    one = backend.executor.run(programs[1], [lowered.examples(4)[0][:1]]).outputs[0]
-    four = backend.executor.run(programs[4], lowered.examples(4)).outputs[0]
+    backend.executor.load(programs[Bucket(1)])
+    one = backend.executor.run(programs[Bucket(1)], [lowered.examples(Bucket(4))[0][:1]]).outputs[0]
+    four = backend.executor.run(programs[Bucket(4)], lowered.examples(Bucket(4))).outputs[0]
     torch.testing.assert_close(one[0], four[0])
     backend.close()

@@ -13,6 +13,7 @@ from planner.graph import Graph
 from planner.plan import Plan, SwapIn
 from planner.problem import Limit, Problem
 from planner.search.driver import search
+from planner.shapes import Bucket
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.schedule import Empty, Refill, Return, Save, Wait
 from runtime.errors import DeviceError, MemoryExceeded
@@ -97,7 +98,7 @@ PLANS: dict[str, Callable[[Graph], Plan]] = {"travelling": offloading_plan, "str
 def test_every_order_of_the_streams_gives_the_resident_run_s_bits(
     name: str, make: Callable[[int], CudaBackend], lowered: Lowered, expected: torch.Tensor
 ) -> None:
-    plan = PLANS[name](lowered.graphs[2])
+    plan = PLANS[name](lowered.graphs[Bucket(2)])
     for seed in SEEDS:
         with small(make, lowered, seed) as bench:
             assert wrong_runs(bench, plan, expected) == 0, f"seed {seed}"
@@ -108,7 +109,7 @@ def test_every_order_of_the_streams_gives_the_resident_run_s_bits(
 def test_without_any_one_wait_some_order_goes_wrong(
     name: str, make: Callable[[int], CudaBackend], lowered: Lowered, expected: torch.Tensor
 ) -> None:
-    plan = PLANS[name](lowered.graphs[2])
+    plan = PLANS[name](lowered.graphs[Bucket(2)])
     whole = schedule_of(lowered, plan).whole
     kinds = {type(item.command) for item in whole.issues}
     assert {Save, Empty, Refill, Return} <= kinds

@@ -16,6 +16,7 @@ from planner.graph import Graph
 from planner.plan import Compute, Plan
 from planner.problem import Problem
 from planner.search.driver import search
+from planner.shapes import Bucket
 from runtime.cuda import program as cuda_program
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.schedule import FORK, Commands, Copy, Issue, IssueSchedule, Record, Wait, schedule
@@ -49,7 +50,7 @@ def lowered(model: models.Wide, tmp_path_factory: pytest.TempPathFactory) -> Low
 @pytest.fixture(scope="module")
 def expected(model: models.Wide, lowered: Lowered) -> torch.Tensor:
     with torch.no_grad():
-        return model(*lowered.examples(2))
+        return model(*lowered.examples(Bucket(2)))
 
 
 def searched_plan(graph: Graph) -> Plan:
@@ -89,7 +90,7 @@ def wrong_runs(bench: Bench, plan: Plan, expected: torch.Tensor, count: int = 3)
 def test_every_order_of_the_streams_gives_eager_pytorch_s_bits(
     name: str, make: Callable[[int], CudaBackend], lowered: Lowered, expected: torch.Tensor
 ) -> None:
-    plan = PLANS[name](lowered.graphs[2])
+    plan = PLANS[name](lowered.graphs[Bucket(2)])
     for seed in SEEDS:
         with small(make, lowered, seed) as bench:
             assert wrong_runs(bench, plan, expected) == 0, f"seed {seed}"
@@ -128,7 +129,7 @@ def schedule_of(lowered: Lowered, plan: Plan) -> IssueSchedule:
 def test_without_any_one_wait_some_order_goes_wrong(
     name: str, make: Callable[[int], CudaBackend], lowered: Lowered, expected: torch.Tensor
 ) -> None:
-    plan = PLANS[name](lowered.graphs[2])
+    plan = PLANS[name](lowered.graphs[Bucket(2)])
     count = wait_count(schedule_of(lowered, plan).whole)
     assert count > 2
     fork = Issue("swap_in", Wait(FORK)) in schedule_of(lowered, plan).whole.issues
@@ -151,7 +152,7 @@ def goes_wrong(make: Callable[[int], CudaBackend], lowered: Lowered, plan: Plan,
 
 def test_a_run_waits_for_the_epilogue_of_its_model_s_last(lowered: Lowered, expected: torch.Tensor) -> None:
     """Without that wait, which the executor adds, a run reads what is still on its way back."""
-    plan = evicting_plan(lowered.graphs[2])
+    plan = evicting_plan(lowered.graphs[Bucket(2)])
     wrong = 0
     for seed in SEEDS:
         with small(fake_cuda, lowered, seed) as bench:
@@ -164,7 +165,7 @@ def test_a_run_waits_for_the_epilogue_of_its_model_s_last(lowered: Lowered, expe
 
 
 def test_a_replayed_inference_is_a_handful_of_calls(lowered: Lowered) -> None:
-    plan = streaming_plan(lowered.graphs[2], frozenset({0}))
+    plan = streaming_plan(lowered.graphs[Bucket(2)], frozenset({0}))
     with small(fake_cuda, lowered) as bench:
         program = bench.program(plan)
         driver = bench.backend.driver
@@ -175,7 +176,7 @@ def test_a_replayed_inference_is_a_handful_of_calls(lowered: Lowered) -> None:
 
 def test_events_are_recorded_only_where_somebody_waits(lowered: Lowered) -> None:
     for name, make in PLANS.items():
-        commands = schedule_of(lowered, make(lowered.graphs[2])).whole
+        commands = schedule_of(lowered, make(lowered.graphs[Bucket(2)])).whole
         recorded = [i.command.event for i in commands.issues if isinstance(i.command, Record)]
         waited = [i.command.event for i in commands.issues if isinstance(i.command, Wait)]
         assert len(set(recorded)) == len(recorded)
@@ -186,7 +187,7 @@ def test_events_are_recorded_only_where_somebody_waits(lowered: Lowered) -> None
 
 
 def test_no_lane_waits_for_what_it_has_waited_for(lowered: Lowered) -> None:
-    plan = streaming_plan(lowered.graphs[2])
+    plan = streaming_plan(lowered.graphs[Bucket(2)])
     commands = schedule_of(lowered, plan).whole
     swaps = sum(isinstance(i.command, Copy) for i in commands.issues)
     assert wait_count(commands) <= 2 * swaps + 1
@@ -198,7 +199,7 @@ def test_small_neighbours_travel_together_and_large_ones_alone(tmp_path: Path) -
     torch.manual_seed(0)
     models.export(models.Wide(8, 280), {"x": torch.zeros(3, 280)}, tmp_path / "model.pt2")
     lowered = lower(tmp_path / "model.pt2", "wide", [2], tmp_path / "cache")
-    graph = lowered.graphs[2]
+    graph = lowered.graphs[Bucket(2)]
     everything = frozenset(graph.parameters)
     plan = streaming_plan(graph, everything)
     residents = schedule_of(lowered, plan).residents

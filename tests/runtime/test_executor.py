@@ -15,6 +15,7 @@ from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from planner.problem import Problem
 from planner.search.driver import search
+from planner.shapes import Bucket
 from runtime.backend import Backend
 from runtime.binding.cache import require_supported
 from runtime.binding.program import Bases, Program
@@ -139,7 +140,7 @@ def refuse_other_addresses(bench: Bench) -> None:
                         assert value.data_ptr() + value.nbytes <= high
                         seen += 1
 
-    bench.executor.run(observed(program, watch), bench.lowered.examples(2))
+    bench.executor.run(observed(program, watch), bench.lowered.examples(Bucket(2)))
     assert seen == 12, "a weight and a bias for each of six layers"
     assert max(live_bytes(bench.graph, plan)) <= plan.partition_bytes + plan.workspace_bytes
 
@@ -235,7 +236,7 @@ def test_outputs_belong_to_the_caller(make_backend: Callable[[], Backend], tmp_p
     lowered = lower(tmp_path / "model.pt2", "constants", [2], tmp_path / "cache")
     with opened(make_backend, lowered) as bench:
         program = bench.program(resident_plan(bench.graph))
-        inputs = lowered.examples(2)
+        inputs = lowered.examples(Bucket(2))
         output = bench.executor.run(program, inputs).outputs[0]
         kept = output.clone()
         inputs[0].fill_(7)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import relu
 
+from planner.shapes import Bucket
 from runtime.lowering.lower import Lowered, lower
 from runtime.options import Options
 from runtime.profiling.profile import resident_plan
@@ -87,7 +88,7 @@ def lowered_pattern(name: str, folder: Path, options: Options = FUSED) -> Lowere
 
 
 def targets(lowered: Lowered) -> list[str]:
-    return [op.target for op in lowered.graphs[2].ops]
+    return [op.target for op in lowered.graphs[Bucket(2)].ops]
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -96,7 +97,7 @@ def test_a_pattern_is_fused_where_it_means_the_same(name: str, tmp_path: Path) -
     lowered = lowered_pattern(name, tmp_path)
     found = targets(lowered)
     assert (found.count("conv_relu"), found.count("conv_add_relu")) == (plain, with_residual)
-    (x,) = lowered.examples(2)
+    (x,) = lowered.examples(Bucket(2))
     with torch.no_grad():
         expected = pattern.eval()(x.clone())
     with opened(cpu, lowered) as bench:
@@ -122,7 +123,9 @@ def test_fused_programs_are_read_again_as_they_were_written(tmp_path: Path) -> N
     before = lowered_pattern("two convolutions", tmp_path)
     (tmp_path / "model.pt2").touch()
     again = lower(tmp_path / "model.pt2", "pattern", [2], tmp_path / "cache", options=FUSED)
-    assert [i.target for i in again.traces[2].instructions] == [i.target for i in before.traces[2].instructions]
+    assert [i.target for i in again.traces[Bucket(2)].instructions] == [
+        i.target for i in before.traces[Bucket(2)].instructions
+    ]
     assert models.contents(again) == models.contents(before)
 
 

@@ -9,6 +9,7 @@ import torch
 from msgspec import structs
 from torch import nn
 
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.profiling import link, measure
@@ -108,19 +109,19 @@ def measured(backend: CudaBackend, lowered: Lowered, cache: Path | None = None) 
 def served(backend: CudaBackend, lowered: Lowered) -> list[torch.Tensor]:
     """Outputs of captured programs with every parameter resident, and with none."""
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    graph, outputs = lowered.graphs[2], []
+    graph, outputs = lowered.graphs[Bucket(2)], []
     for plan in (resident_plan(graph), streaming_plan(graph)):
         roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + live_peak_bytes(graph) + ROOM_BYTES)
         arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
         program = backend.build(lowered, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
         backend.executor.load(program)
         assert program.admission.whole is not None
-        outputs += backend.executor.run(program, lowered.examples(2)).outputs
+        outputs += backend.executor.run(program, lowered.examples(Bucket(2))).outputs
     return outputs
 
 
 def kinds(lowered: Lowered) -> list[str]:
-    return [i.target.__name__ for i in lowered.traces[2].instructions]
+    return [i.target.__name__ for i in lowered.traces[Bucket(2)].instructions]
 
 
 FLAWS = {
@@ -140,7 +141,9 @@ def test_the_measurement_decides_and_is_kept(
     cudnn = FakeCudnn(spoil).install(monkeypatch)
     decided = measured(CudaBackend(FakeDriver()), lowered, tmp_path)
     assert kinds(decided) == expected
-    assert [op.target for op in decided.graphs[2].ops] == [op.target for op in lowered.graphs[2].ops]
+    assert [op.target for op in decided.graphs[Bucket(2)].ops] == [
+        op.target for op in lowered.graphs[Bucket(2)].ops
+    ]
     assert cudnn.calls
     cudnn.calls = 0
     backend = CudaBackend(FakeDriver())
@@ -152,7 +155,7 @@ def test_the_measurement_decides_and_is_kept(
     assert bool(cudnn.calls) == any(not kind.startswith("plain") for kind in expected)
     assert torch.equal(*outputs)
     with torch.no_grad():
-        torch.testing.assert_close(outputs[0], model(*lowered.examples(2)), atol=1e-5, rtol=0)
+        torch.testing.assert_close(outputs[0], model(*lowered.examples(Bucket(2))), atol=1e-5, rtol=0)
 
 
 @pytest.mark.gpu
@@ -175,7 +178,7 @@ def test_the_device_s_fused_kernels_are_within_tolerance_and_equal_at_every_budg
     backend = real_cuda()
     outputs = served(backend, measured(backend, lowered))
     with torch.no_grad():
-        expected = model(*lowered.examples(2))
+        expected = model(*lowered.examples(Bucket(2)))
     torch.testing.assert_close(outputs[0], expected, atol=options.tolerance * float(expected.abs().max()), rtol=0)
     assert torch.equal(*outputs)
     backend.close()

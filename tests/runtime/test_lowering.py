@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from planner.check import check
 from planner.graph import decode, encode
+from planner.shapes import Bucket
 from runtime.binding.cache import ProgramCache
 from runtime.binding.program import Bases
 from runtime.cpu.arena import CpuArena
@@ -38,7 +39,7 @@ def real_inputs(examples: dict[str, torch.Tensor], batch: int, seed: int = 1) ->
 def run(
     lowered: Lowered, batch: int, inputs: dict[str, torch.Tensor], streaming: bool, kind: StoreKind
 ) -> list[torch.Tensor]:
-    graph = lowered.graphs[batch]
+    graph = lowered.graphs[Bucket(batch)]
     plan = streaming_plan(graph) if streaming else resident_plan(graph)
     store = open_store(kind, lowered.weights_path, lowered.manifest)
     with CpuArena(plan.partition_bytes + plan.workspace_bytes) as arena, CpuExecutor() as executor:
@@ -81,7 +82,7 @@ def test_graphs_survive_their_file_format_and_hand_made_plans_pass_the_checker(n
     make, examples = models.CASES[name]
     assert callable(make)
     models.export(make(), examples, tmp_path / "model.pt2")
-    graph = lower(tmp_path / "model.pt2", name, [2], tmp_path / "cache").graphs[2]
+    graph = lower(tmp_path / "model.pt2", name, [2], tmp_path / "cache").graphs[Bucket(2)]
     assert decode(encode(graph)) == graph
     check(graph, None, streaming_plan(graph))
     check(graph, None, resident_plan(graph))
@@ -128,7 +129,7 @@ def test_bags_of_a_large_table_gather_on_the_host_unless_they_skip_an_index(tmp_
 
 
 def test_what_depends_on_weights_alone_is_computed_once_unless_the_weights_grow(tmp_path: Path) -> None:
-    targets = [op.target for op in lowered_case("fixed_weights", tmp_path).graphs[1].ops]
+    targets = [op.target for op in lowered_case("fixed_weights", tmp_path).graphs[Bucket(1)].ops]
     assert {"aten._weight_norm.default", "aten.exp.default"}.isdisjoint(targets)
     assert "aten.mul.Tensor" in targets, "a product of two vectors"
     assert "aten.sin.default" in targets, "its operand is stored anyway"
@@ -136,7 +137,7 @@ def test_what_depends_on_weights_alone_is_computed_once_unless_the_weights_grow(
 
 def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(tmp_path: Path) -> None:
     lowered = lowered_case("conv_norm", tmp_path)
-    targets = [op.target for op in lowered.graphs[1].ops]
+    targets = [op.target for op in lowered.graphs[Bucket(1)].ops]
     assert targets.count("aten.batch_norm.default") == 1, "the one behind a result that is used twice stays"
 
 
@@ -144,13 +145,13 @@ def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(tmp_path: 
 def test_batch_norms_behind_padding_by_word_are_folded_too(padding: str, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, (3, 5), padding=padding, dilation=2), torch.nn.BatchNorm2d(4))
     models.export(model, {"input": torch.zeros(3, 3, 12, 12)}, tmp_path / "model.pt2")
-    graph = lower(tmp_path / "model.pt2", "padded", [1], tmp_path / "cache").graphs[1]
+    graph = lower(tmp_path / "model.pt2", "padded", [1], tmp_path / "cache").graphs[Bucket(1)]
     assert [op.target for op in graph.ops] == ["aten.conv2d.default"]
 
 
 def test_layers_with_a_large_share_of_the_weights_are_split(tmp_path: Path) -> None:
     lowered = lowered_case("large_layers", tmp_path)
-    targets = [op.target for op in lowered.graphs[1].ops]
+    targets = [op.target for op in lowered.graphs[Bucket(1)].ops]
     assert targets.count("aten.conv1d.default") > 4
     assert targets.count("aten.linear.default") == 3
     assert targets.count("aten.conv2d.default") == 1, "the grouped one stays whole"
@@ -159,7 +160,7 @@ def test_layers_with_a_large_share_of_the_weights_are_split(tmp_path: Path) -> N
 
 
 def test_elementwise_ops_overwrite_operands_that_die(tmp_path: Path) -> None:
-    graph = lowered_case("residual", tmp_path).graphs[1]
+    graph = lowered_case("residual", tmp_path).graphs[Bucket(1)]
     targets = [op.target.removeprefix("aten.") for op in graph.ops]
     assert "relu.default" in targets, "relu(y): y is read again"
     assert "tanh_.default" in targets, "tanh(b(y)): b(y) is not"
@@ -170,7 +171,7 @@ def test_elementwise_ops_overwrite_operands_that_die(tmp_path: Path) -> None:
 
 
 def test_in_place_ops_are_marked_with_what_they_change(tmp_path: Path) -> None:
-    graph = lowered_case("in_place", tmp_path).graphs[1]
+    graph = lowered_case("in_place", tmp_path).graphs[Bucket(1)]
     changed = {op.target: [graph.tensors[i].kind for i in op.mutates] for op in graph.ops if op.mutates}
     assert changed["aten.relu_.default"] == ["activation"]
     assert changed["aten.fill_.Tensor"] == ["activation"], "through a view"
@@ -207,14 +208,14 @@ def test_a_flipped_bit_in_the_weights_file_is_found_and_mended(tmp_path: Path) -
 
 
 def test_kernel_scratch_is_part_of_an_op_s_memory(tmp_path: Path) -> None:
-    graph = lowered_case("large_layers", tmp_path).graphs[1]
+    graph = lowered_case("large_layers", tmp_path).graphs[Bucket(1)]
     scratch = {op.target: op.scratch_bytes for op in graph.ops}
     assert scratch["aten.conv1d.default"] > 0, "convolutions repack what they read"
     assert scratch["aten.relu_.default"] == 0
 
 
 def test_a_relu_behind_the_model_s_own_sum_makes_no_bytes(tmp_path: Path) -> None:
-    graph = lowered_case("own_sums", tmp_path).graphs[1]
+    graph = lowered_case("own_sums", tmp_path).graphs[Bucket(1)]
     targets = [op.target for op in graph.ops]
     first_sum = targets.index("aten.add_.Tensor")
     assert targets[first_sum + 1] == "aten.relu_.default"
@@ -225,7 +226,7 @@ def test_a_relu_behind_the_model_s_own_sum_makes_no_bytes(tmp_path: Path) -> Non
 
 def test_recurrent_layers_are_separate_ops(tmp_path: Path) -> None:
     lowered = lowered_case("lstm", tmp_path)
-    assert [op.target for op in lowered.graphs[1].ops].count("aten.lstm.input") == 3
+    assert [op.target for op in lowered.graphs[Bucket(1)].ops].count("aten.lstm.input") == 3
 
 
 class Stateful(torch.nn.Module):
@@ -249,14 +250,6 @@ def test_what_cannot_be_promised_is_refused_with_the_reason(
 ) -> None:
     models.export(make(), {"x": torch.ones(3, 4)}, tmp_path / "model.pt2")
     with pytest.raises(UnsupportedModel, match=reason):
-        lower(tmp_path / "model.pt2", "refused", [1], tmp_path / "cache")
-
-
-def test_a_second_dynamic_dimension_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    dim = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)}
-    program = torch.export.export(Stateless().eval(), (torch.ones(2, 3, 4),), dynamic_shapes=(dim,))
-    torch.export.save(program, tmp_path / "model.pt2")
-    with pytest.raises(UnsupportedModel, match="pad to it"):
         lower(tmp_path / "model.pt2", "refused", [1], tmp_path / "cache")
 
 

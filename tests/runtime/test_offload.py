@@ -16,6 +16,7 @@ from benchmarks.streaming import serialised
 from planner.check import check
 from planner.graph import Graph
 from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
+from planner.shapes import Bucket
 from runtime.binding.program import Program
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
@@ -240,7 +241,7 @@ def test_a_slow_link_slows_both_ways(bench: Bench) -> None:
 def test_a_recording_has_all_three_lanes_with_their_names(bench: Bench) -> None:
     program = bench.program(offloading_plan(bench.graph))
     recordings: queue.Queue[Recording] = queue.Queue()
-    bench.executor.run(program, bench.lowered.examples(2), follow=recordings.put)
+    bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=recordings.put)
     spans = list(recordings.get(timeout=20).spans())
     assert [s.name for s in spans if s.lane == "swap_out"] == [
         bench.graph.tensors[s.tensor].name for s in program.swap_outs

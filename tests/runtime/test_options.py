@@ -7,6 +7,7 @@ import torch
 from msgspec import structs
 from torch import nn
 
+from planner.shapes import Bucket
 from runtime.backend import Backend
 from runtime.binding.program import Bases
 from runtime.lowering.lower import Lowered, lower
@@ -34,7 +35,7 @@ def test_outputs_are_within_the_option_s_tolerance(options: Options, make, tmp_p
     lowered = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
     again = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
     assert again.graphs == lowered.graphs
-    inputs = lowered.examples(2)
+    inputs = lowered.examples(Bucket(2))
     with torch.no_grad():
         expected = model(*inputs)
     output = _run(make(), lowered, inputs)
@@ -45,7 +46,7 @@ def test_outputs_are_within_the_option_s_tolerance(options: Options, make, tmp_p
 def _run(backend: Backend, lowered: Lowered, inputs: list[torch.Tensor]) -> torch.Tensor:
     """Return the output of a model with all parameters resident, for a batch of 2. Closes the backend."""
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    plan = resident_plan(lowered.graphs[2])
+    plan = resident_plan(lowered.graphs[Bucket(2)])
     arena = backend.arena(plan.partition_bytes + (64 << 20))
     roomy = structs.replace(plan, workspace_bytes=64 << 20)
     program = backend.build(lowered, roomy, None, arena, Bases(0, plan.partition_bytes), store)

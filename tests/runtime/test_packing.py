@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from planner.shapes import Bucket
 from runtime.lowering import fusion, packing
 from runtime.lowering.lower import Lowered, lower
 from runtime.options import Options
@@ -77,7 +78,7 @@ def test_tied_weights_are_packed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "kernels"), [("lstm", 3), ("bidirectional_lstm", 6)])
 def test_each_direction_of_an_lstm_layer_is_a_kernel_of_its_own(name: str, kernels: int, tmp_path: Path) -> None:
     lowered = lowered_case(name, tmp_path)
-    assert [op.target for op in lowered.graphs[2].ops].count("aten.mkldnn_rnn_layer.default") == kernels
+    assert [op.target for op in lowered.graphs[Bucket(2)].ops].count("aten.mkldnn_rnn_layer.default") == kernels
     assert sum(layout is not None for layout in pieces(lowered).values()) == 2 * kernels
 
 
@@ -176,9 +177,9 @@ folder = Path(sys.argv[1])
 lowered = lower(folder / "model.pt2", "net", [1, 2], folder / "cache", options=Options(packed=True))
 with opened(cpu, lowered) as bench:
     for batch in (1, 2):
-        program = bench.beside(lowered, resident_plan(lowered.graphs[batch]), Bases(0, 32 << 20))
+        program = bench.beside(lowered, resident_plan(lowered.graphs[Bucket(batch)]), Bases(0, 32 << 20))
         print(f"steady {batch}", flush=True)
-        bench.executor.run(program, lowered.examples(batch))
+        bench.executor.run(program, lowered.examples(Bucket(batch)))
     print("end", flush=True)
 """
 

@@ -8,6 +8,7 @@ import pytest
 import runtime.cpu.backend
 import runtime.profiling.stopwatch
 from planner.profile import Link, Profile
+from planner.shapes import Bucket
 from runtime.cpu.backend import CpuBackend
 from runtime.lowering.lower import Lowered
 from tests.runtime.backends import Bench, cpu, opened
@@ -33,8 +34,8 @@ def test_a_profile_of_one_link_is_not_taken_for_another_s(
 
     def measured(lowered: Lowered, device: str, *_: object) -> dict[int, Profile]:
         asked.append(device)
-        link, ops = Link(1e-5, 1e9), lowered.graphs[2].ops
-        return {2: Profile(lowered.graphs[2].fingerprint, device, (1e-3,) * len(ops), link, link)}
+        link, ops = Link(1e-5, 1e9), lowered.graphs[Bucket(2)].ops
+        return {Bucket(2): Profile(lowered.graphs[Bucket(2)].fingerprint, device, (1e-3,) * len(ops), link, link)}
 
     monkeypatch.setattr(runtime.cpu.backend, "measure", measured)
     found = []

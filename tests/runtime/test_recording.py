@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from planner.plan import Compute, SwapIn
+from planner.shapes import Bucket
 from runtime.cpu.executor import CpuExecutor
 from runtime.cpu.swap_lane import Counter
 from runtime.errors import DeviceError
@@ -53,7 +54,7 @@ def test_a_followed_run_says_what_each_lane_did_in_order(bench: Bench) -> None:
     plan, mail = evicting_plan(bench.graph), Mailbox()
     program = bench.program(plan)
     for _ in range(3):
-        bench.executor.run(program, bench.lowered.examples(2), follow=mail)
+        bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=mail)
     for _ in range(3):
         spans = mail.next()
         graph, steps = bench.graph, plan.steps
@@ -80,7 +81,7 @@ def test_a_run_does_not_wait_for_the_epilogue_that_it_will_tell_about(bench: Ben
         if step == last:  # its own copies have ended: what comes now is the epilogue
             store.open.clear()
 
-    bench.executor.run(observed(program, close_the_gate), bench.lowered.examples(2), follow=mail)
+    bench.executor.run(observed(program, close_the_gate), bench.lowered.examples(Bucket(2)), follow=mail)
     assert not mail.recordings, "the epilogue is still to come"
     store.open.set()
     spans = mail.next()
@@ -100,7 +101,7 @@ def test_a_stall_is_told_with_the_op_that_waited(bench: Bench, monkeypatch: pyte
 
     program = bench.program(streaming_plan(bench.graph), store)
     monkeypatch.setattr(Counter, "wait", opening)
-    result = bench.executor.run(program, bench.lowered.examples(2), follow=mail)
+    result = bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=mail)
     spans = mail.next()
     stalls = [s for s in spans if s.stalled]
     assert stalls[0].name == on("compute", spans)[0].name
@@ -122,7 +123,10 @@ def test_the_next_models_prefix_begins_while_this_one_computes(bench: Bench, fol
         if step == last:
             assert store.begun.wait(WAIT_S), "the prefix has not begun"
 
-    inputs, follows = bench.lowered.examples(2), {n: mail[n] if followed in (n, "both") else None for n in mail}
+    inputs, follows = (
+        bench.lowered.examples(Bucket(2)),
+        {n: mail[n] if followed in (n, "both") else None for n in mail},
+    )
     bench.executor.expect(second, followed=followed != "first")
     bench.executor.run(observed(first, wait), inputs, follow=follows["first"])
     store.open.set()
@@ -155,7 +159,7 @@ def test_whoever_fails_to_take_a_recording_harms_nobody(bench: Bench, caplog: py
 
     program = bench.program(streaming_plan(bench.graph))
     expected = bench.run(program).outputs[0]
-    bench.executor.run(program, bench.lowered.examples(2), follow=fail)
+    bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=fail)
     assert torch.equal(bench.run(program).outputs[0], expected)
     assert "could not be handed over" in caplog.text
 
@@ -165,15 +169,15 @@ def test_copies_of_a_model_that_comes_to_a_shared_region_are_told(wide: Lowered,
     backend, mail = cpu(), Mailbox()
     arena = backend.arena(ARENA_BYTES)
     store = backend.open_store("ram", wide.weights_path, wide.manifest)
-    plan = resident_plan(wide.graphs[2])
+    plan = resident_plan(wide.graphs[Bucket(2)])
     shared = SharedRegion(backend, SHARINGS[layout], arena, 1 << 20, ARENA_BYTES - (1 << 20))
     program = shared.add(wide, plan, None, store)
-    result = shared.run(program, wide.examples(2), follow=mail)
+    result = shared.run(program, wide.examples(Bucket(2)), follow=mail)
     spans = mail.next()
     if SHARINGS[layout].blocking:
         spans += mail.next()
     assert sum(s.nbytes for s in spans) == result.link_bytes > 0
-    ops = [wide.graphs[2].ops[s.op].name for s in plan.steps if isinstance(s, Compute)]
+    ops = [wide.graphs[Bucket(2)].ops[s.op].name for s in plan.steps if isinstance(s, Compute)]
     assert [s.name for s in on("compute", spans)] == ops
     backend.close()
     store.close()
@@ -185,7 +189,7 @@ def test_a_device_that_knows_no_times_of_steps_tells_when_the_inference_ran(wide
     mail = Mailbox()
     with opened(make, wide) as bench:
         program = bench.program(streaming_plan(bench.graph))
-        result = bench.executor.run(program, bench.lowered.examples(2), follow=mail)
+        result = bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=mail)
     (span,) = mail.next()
     assert (span.model, span.lane, span.name) == ("wide", "compute", "inference")
     assert span.end_s - span.start_s == pytest.approx(result.latency_s)

@@ -9,6 +9,7 @@ import torch
 from msgspec import structs
 
 from planner.plan import Address, Compute, Plan
+from planner.shapes import Bucket
 from runtime.backend import Backend
 from runtime.binding.program import Bases, Program
 from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
@@ -59,13 +60,13 @@ class Shared:
         return self
 
     def add(self, model: Lowered, store: HostStore[Any]) -> Program:
-        plan = resident_plan(model.graphs[2])
+        plan = resident_plan(model.graphs[Bucket(2)])
         roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
         return self.shared.add(model, roomy, None, store)
 
     def run(self, n: int) -> int:
         """Run a model, compare its answer, and return the bytes that were copied for it."""
-        result = self.shared.run(self.programs[n], self.lowered[n].examples(2))
+        result = self.shared.run(self.programs[n], self.lowered[n].examples(Bucket(2)))
         for own, expected in zip(result.outputs, self.expected[n], strict=True):
             assert torch.equal(own, expected)
         return result.link_bytes
@@ -78,13 +79,13 @@ class Shared:
 
 
 def resident_outputs(backend: Backend, model: Lowered) -> list[torch.Tensor]:
-    plan = resident_plan(model.graphs[2])
+    plan = resident_plan(model.graphs[Bucket(2)])
     plan = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
     arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
     store = backend.open_store("ram", model.weights_path, model.manifest)
     program = backend.build(model, plan, None, arena, Bases(plan.workspace_bytes, 0), store)
     backend.executor.load(program)
-    outputs = [t.clone() for t in backend.executor.run(program, model.examples(2)).outputs]
+    outputs = [t.clone() for t in backend.executor.run(program, model.examples(Bucket(2))).outputs]
     backend.executor.release(program)
     store.close()
     return outputs
@@ -174,7 +175,7 @@ def test_copies_of_whole_models_are_waited_for_before_the_first_op(
         shared.stores = [ClockedStore(m.weights_path, m.manifest) for m in lowered]
         shared.add_all()
         shared.run(0)
-        result = shared.shared.run(shared.programs[1], lowered[1].examples(2), traced=True)
+        result = shared.shared.run(shared.programs[1], lowered[1].examples(Bucket(2)), traced=True)
         assert result.timeline is not None
         copies = [span for span in result.timeline.spans if span.lane == "swap_in"]
         if SHARINGS[layout].blocking:
@@ -256,7 +257,7 @@ def test_programs_prepared_for_places_are_given_back_beyond_the_last_few(
 
 def test_a_plan_that_needs_a_larger_workspace_or_moves_parameters_itself_is_refused(lowered: list[Lowered]) -> None:
     shared = Shared(cpu(), "lru", lowered[:1], region_for(lowered, 1.5))
-    graph = lowered[0].graphs[2]
+    graph = lowered[0].graphs[Bucket(2)]
     large = structs.replace(resident_plan(graph), workspace_bytes=2 * WORKSPACE_BYTES)
     with pytest.raises(
         MemoryExceeded, match=r"wide0: the plan has a workspace of .* there are .* below the region"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from planner.shapes import Bucket
 from runtime.binding.cache import ProgramCache
 from runtime.binding.program import Bases
 from runtime.cpu.arena import CpuArena
@@ -133,16 +134,19 @@ def overwrite_the_table(path: Path) -> None:
 def test_a_gather_from_a_table_that_was_changed_fails_and_does_not_end_the_process(
     lowered: Lowered, change: Callable[[Path], None]
 ) -> None:
-    store, plan = open_store("file", lowered.weights_path, lowered.manifest), resident_plan(lowered.graphs[1])
+    store, plan = (
+        open_store("file", lowered.weights_path, lowered.manifest),
+        resident_plan(lowered.graphs[Bucket(1)]),
+    )
     arena = CpuArena(4 * lowered.manifest.segment_bytes)
     bases = Bases(0, 2 * lowered.manifest.segment_bytes)
     program = ProgramCache().build(lowered, plan, None, arena, bases, store)
     with arena, CpuExecutor() as executor:
         executor.load(program)
-        executor.run(program, lowered.examples(1))
+        executor.run(program, lowered.examples(Bucket(1)))
         change(lowered.weights_path)
         with pytest.raises(StoreChanged, match=r"table .* was changed after it was loaded"):
-            executor.run(program, lowered.examples(1))
+            executor.run(program, lowered.examples(Bucket(1)))
         assert executor.lost is not None
     store.close()
 
@@ -152,16 +156,16 @@ def test_a_changed_weights_file_is_the_loss_of_the_device(wide: Lowered, tmp_pat
     path = tmp_path / "weights.bin"
     path.write_bytes(wide.weights_path.read_bytes())
     description_path(path).write_bytes(description_path(wide.weights_path).read_bytes())
-    store, plan = open_store("file", path, wide.manifest), streaming_plan(wide.graphs[2])
+    store, plan = open_store("file", path, wide.manifest), streaming_plan(wide.graphs[Bucket(2)])
     arena = CpuArena(4 * wide.manifest.segment_bytes)
     program = ProgramCache().build(wide, plan, None, arena, Bases(0, 2 * wide.manifest.segment_bytes), store)
     with arena, CpuExecutor() as executor:
         executor.load(program)
-        executor.run(program, wide.examples(2))
+        executor.run(program, wide.examples(Bucket(2)))
         assert executor.lost is None
         path.write_bytes(bytes(path.stat().st_size))
         with pytest.raises(DeviceError, match="was changed after it was loaded"):
-            executor.run(program, wide.examples(2))
+            executor.run(program, wide.examples(Bucket(2)))
         assert executor.lost is not None
 
 

@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 lowered = lower(folder / "model.pt2", "net", [1], folder / "cache")
 with opened(cpu, lowered) as bench:
-    program = bench.beside(lowered, resident_plan(lowered.graphs[1]), Bases(0, 32 << 20))
-    answers, inputs = [], lowered.examples(1)
+    program = bench.beside(lowered, resident_plan(lowered.graphs[Bucket(1)]), Bases(0, 32 << 20))
+    answers, inputs = [], lowered.examples(Bucket(1))
     def compute():
         before = len(os.listdir("/proc/self/task"))
         for _ in range(2):

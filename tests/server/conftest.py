@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from server_fakes import FakeLoaded, Running, running, serving, standard_models
 
+from planner.shapes import Bucket
 from server.ipc.model import ModelFootprint, ModelKey
 
 
@@ -12,7 +13,8 @@ from server.ipc.model import ModelFootprint, ModelKey
 def loaded() -> FakeLoaded:
     loaded = serving(*standard_models())
     loaded.failures = {ModelKey("damaged", 1): "model.pt2 is truncated"}
-    loaded.footprints = {ModelKey("adder", 3): ModelFootprint(100, 400, 80, {1: 0.5, 2: 0.75}, {1: 0.5, 2: 0.6})}
+    predicted_s, bound_s = {Bucket(1): 0.5, Bucket(2): 0.75}, {Bucket(1): 0.5, Bucket(2): 0.6}
+    loaded.footprints = {ModelKey("adder", 3): ModelFootprint(100, 400, 80, predicted_s, bound_s)}
     return loaded
 
 

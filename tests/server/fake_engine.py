@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.shapes import Bucket
 from server.config.config import ServeConfig
 from server.engine_host import Engine, OnProgress
 from server.engine_process import main
@@ -66,7 +67,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
         on_progress(source.name, "made")
     doubler, slow = identity("double", "FP32"), identity("slow", "FP32")
     doubler.function = double
-    slow.seconds_by_batch = {1: 1e3}
+    slow.predicted_s = {Bucket(1): 1e3}
     negative = adder(version=2)
     negative.function = lambda a, b: {"diff": b - a, "sum": -a - b}
     return serving(doubler, slow, negative, adder())

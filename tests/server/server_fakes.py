@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from planner.shapes import Bucket
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
 from server.engine.execution import Execution, Servable
@@ -32,13 +33,15 @@ class FakeServable:
     calls: list[int] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     """Batches that were announced to come next."""
-    seconds_by_batch: Mapping[int, float] = field(default_factory=dict)
+    predicted_s: Mapping[Bucket, float] = field(default_factory=dict)
     swap_timing: SwapTiming = field(default_factory=SwapTiming)
     lost: str | None = None
-    captures: Mapping[int, GraphCapture] = field(default_factory=lambda: {1: GraphCapture(1, 4096, None)})
+    captures: Mapping[Bucket, GraphCapture] = field(
+        default_factory=lambda: {Bucket(1): GraphCapture(1, 4096, None)}
+    )
 
-    def expect(self, batch: int, followed: bool = False) -> None:
-        self.expected.append(batch)
+    def expect(self, rows: int, sizes: tuple[int, ...] = (), followed: bool = False) -> None:
+        self.expected.append(rows)
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: object = None) -> Execution:
         self.calls.append(rows)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from server_fakes import FakeServable, Gate, identity
 
+from planner.shapes import Bucket
 from server.engine.compute_lane import ComputeLane
 from server.errors import (
     DeviceUnavailable,
@@ -25,7 +26,7 @@ from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
 from server.scheduling.scheduler import Scheduler
 
-FASTER = {1: 1.0, 2: 1.1, 4: 1.2}
+FASTER = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2}
 """Predicted seconds of a model for which batches pay."""
 
 
@@ -112,7 +113,7 @@ async def run_queued(servable: FakeServable, values: list[float]) -> tuple[list[
 
 
 async def test_queued_requests_are_executed_as_batches_and_get_their_own_rows() -> None:
-    servable = replace(identity("m", "FP32"), seconds_by_batch=FASTER)
+    servable = replace(identity("m", "FP32"), predicted_s=FASTER)
     values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     outcomes, statistics = await run_queued(servable, values)
     assert servable.calls == [4, 2]
@@ -131,7 +132,7 @@ async def test_a_request_that_fails_in_a_batch_fails_alone() -> None:
             raise InvalidRequest("7 is outside of the table")
         return {"y": x}
 
-    servable = FakeServable(identity("m", "FP32").info, refuse_seven, seconds_by_batch=FASTER)
+    servable = FakeServable(identity("m", "FP32").info, refuse_seven, predicted_s=FASTER)
     outcomes, statistics = await run_queued(servable, [1.0, 7.0, 3.0, 4.0])
     assert servable.calls == [4, 1, 1, 1, 1]
     assert [isinstance(o, InvalidRequest) for o in outcomes] == [False, True, False, False]
@@ -145,10 +146,10 @@ async def test_the_start_of_an_execution_is_marked_with_its_prediction() -> None
         def started(self, now_s: float, predicted_s: float) -> None:
             marks.append((now_s, predicted_s))
 
-    async with lane_of(replace(identity("m", "FP32"), seconds_by_batch=FASTER)) as lane:
+    async with lane_of(replace(identity("m", "FP32"), predicted_s=FASTER)) as lane:
         asked = InferRequest(ModelKey("m", 1), {"x": np.zeros((2, 4), np.float32)}, 2, (), start_mark=Mark())
         timing = (await lane.infer(asked)).timing
-    assert marks == [(timing.started_s, FASTER[2])]
+    assert marks == [(timing.started_s, FASTER[Bucket(2)])]
 
 
 # Chores.

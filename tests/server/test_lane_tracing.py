@@ -15,6 +15,7 @@ from server_fakes import FakeServable, Gate, Running, eventually, identity, runn
 from server_http import infer, x
 
 from planner.plan import Compute, SwapIn
+from planner.shapes import Bucket
 from runtime.backend import Result
 from runtime.binding.program import Program
 from runtime.cpu.executor import CpuExecutor
@@ -41,7 +42,7 @@ def servable(bench: Bench, program: Program, executor: Any = None) -> ProgramSer
     info = describe(bench.lowered, 1, 2)
     info = type(info)(program.name, 1, info.inputs, info.outputs, info.max_batch_size)
     lowered = bench.lowered
-    return ProgramServable(info, {2: program}, lowered.inputs, lowered.outputs, executor or bench.executor)
+    return ProgramServable(info, {Bucket(2): program}, lowered.inputs, lowered.outputs, executor or bench.executor)
 
 
 def written(handle: Running, bench: Bench, path: Path) -> list[Event]:

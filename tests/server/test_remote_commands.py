@@ -11,6 +11,7 @@ from rich.console import Console
 from server_fakes import FakeLoaded, Running, adder, identity, running, serving
 from server_http import infer, x
 
+from planner.shapes import Bucket
 from server.cli import main
 from server.ipc.histogram import SECONDS, Histogram
 from server.ipc.model import ModelFootprint, ModelKey
@@ -42,7 +43,9 @@ class Orders:
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loaded: FakeLoaded = serving(adder(), identity("id", "FP32"))
     loaded.failures = {ModelKey("damaged", 1): "model.pt2 is [truncated]"}
-    loaded.footprints = {ModelKey("adder", 3): ModelFootprint(3 << 20, 400, 100, {1: 0.5}, {1: 0.4})}
+    loaded.footprints = {
+        ModelKey("adder", 3): ModelFootprint(3 << 20, 400, 100, {Bucket(1): 0.5}, {Bucket(1): 0.4})
+    }
     with running(loaded, strict_readiness=False) as handle:
         assert infer(handle, "id", {"inputs": [x()]}).status == 200
         yield handle

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
+from planner.shapes import Bucket
 from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
 from server.models.repository import FileState, ModelSource, Unloadable, scan, versions_of
@@ -299,7 +300,10 @@ def test_numbers_of_a_config_are_numbers_in_json() -> None:
 
 
 def test_the_configuration_says_how_each_batch_is_issued() -> None:
-    captures = {1: GraphCapture(2, 4096, None), 8: GraphCapture(0, 0, "op item reads a number on the host")}
+    captures = {
+        Bucket(1): GraphCapture(2, 4096, None),
+        Bucket(8): GraphCapture(0, 0, "op item reads a number on the host"),
+    }
     written = config_as_json(config_of(INFO, captures=captures))
     assert written["parameters"] == {
         "cohabit.execution.batch_1": {"string_value": "one graph; 2 of them take 4096 bytes"},

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from planner.shapes import Bucket
 from server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
 from server.ipc.model import ModelKey
 from server.protocol.request import InferRequest
@@ -13,8 +14,8 @@ from server.scheduling.policy import LevelPolicy, Policy
 from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import PATIENCE_S, Scheduler, Work
 
-SWAP_BOUND = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}
-COMPUTE_BOUND = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
+SWAP_BOUND = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2, Bucket(8): 1.3}
+COMPUTE_BOUND = {Bucket(1): 1.0, Bucket(2): 2.0, Bucket(4): 4.0, Bucket(8): 8.0}
 
 
 def key(name: str) -> ModelKey:
@@ -22,9 +23,10 @@ def key(name: str) -> ModelKey:
 
 
 def request(
-    model: str = "m", timeout_s: float | None = None, batch: int = 1, priority: int | None = None
+    model: str = "m", timeout_s: float | None = None, batch: int = 1, priority: int | None = None, length: int = 0
 ) -> InferRequest:
-    return InferRequest(key(model), {}, batch, (), timeout_s=timeout_s, priority=priority)
+    sizes = (length,) if length else ()
+    return InferRequest(key(model), {}, batch, (), timeout_s=timeout_s, priority=priority, sizes=sizes)
 
 
 def scheduler_of(*models: str, queue_limit: int = 16, policy: Policy | None = None) -> Scheduler:
@@ -76,8 +78,8 @@ def test_under_overload_a_request_is_passed_over_unless_the_model_preserves_the_
 
 def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
     scheduler = Scheduler(2)
-    scheduler.add(key("a"), {1: 3.0})
-    scheduler.add(key("b"), {1: 1.0})
+    scheduler.add(key("a"), {Bucket(1): 3.0})
+    scheduler.add(key("b"), {Bucket(1): 1.0})
     for _ in range(2):
         scheduler.submit(0.0, request("a"))
     with pytest.raises(QueueFull, match=r"Exceeds maximum queue size: 2 requests wait for model 'a'") as refusal:
@@ -113,7 +115,7 @@ def test_clear_forgets_what_waited() -> None:
 
 def test_request_that_could_never_be_in_time_is_refused_on_arrival() -> None:
     scheduler = Scheduler(16)
-    scheduler.add(key("m"), {1: 2.0})
+    scheduler.add(key("m"), {Bucket(1): 2.0})
     with pytest.raises(RequestTimedOut, match="cannot answer within 1000 ms"):
         scheduler.submit(0.0, request(timeout_s=1.0))
     assert len(scheduler) == 0
@@ -122,7 +124,7 @@ def test_request_that_could_never_be_in_time_is_refused_on_arrival() -> None:
 def test_request_that_what_is_ahead_makes_late_is_refused_on_arrival() -> None:
     scheduler = Scheduler(16)
     for model in "ab":
-        scheduler.add(key(model), {1: 1.0})
+        scheduler.add(key(model), {Bucket(1): 1.0})
     scheduler.submit(0.0, request("a"))
     assert scheduler.next(0.0) is not None
     scheduler.submit(0.0, request("b"))
@@ -133,7 +135,7 @@ def test_request_that_what_is_ahead_makes_late_is_refused_on_arrival() -> None:
 
 def test_request_is_refused_when_it_becomes_hopeless_and_not_before() -> None:
     scheduler = Scheduler(16)
-    scheduler.add(key("m"), {1: 1.0})
+    scheduler.add(key("m"), {Bucket(1): 1.0})
     ticket = scheduler.submit(0.0, request(timeout_s=5.0))
     latest_s = scheduler.expiry_s()
     assert 3.5 < latest_s <= 4.0, "the predicted second must fit, with a margin"
@@ -144,8 +146,8 @@ def test_request_is_refused_when_it_becomes_hopeless_and_not_before() -> None:
 
 def test_work_that_begins_dooms_what_can_no_longer_follow_it() -> None:
     scheduler = Scheduler(16)
-    scheduler.add(key("long"), {1: 10.0})
-    scheduler.add(key("short"), {1: 1.0})
+    scheduler.add(key("long"), {Bucket(1): 10.0})
+    scheduler.add(key("short"), {Bucket(1): 1.0})
     scheduler.submit(0.0, request("short", timeout_s=12.0))
     assert scheduler.next(0.0) is not None
     hasty = scheduler.submit(0.0, request("short", timeout_s=5.0))
@@ -159,7 +161,7 @@ def test_work_that_begins_dooms_what_can_no_longer_follow_it() -> None:
 def test_the_nearer_deadline_runs_first() -> None:
     scheduler = Scheduler(16)
     for model in "abc":
-        scheduler.add(key(model), {1: 0.01})
+        scheduler.add(key(model), {Bucket(1): 0.01})
     scheduler.submit(0.0, request("a"))
     scheduler.submit(0.0, request("b", timeout_s=0.5))
     scheduler.submit(0.0, request("c", timeout_s=0.2))
@@ -169,7 +171,7 @@ def test_the_nearer_deadline_runs_first() -> None:
 def test_age_outweighs_deadlines_in_the_end() -> None:
     scheduler = Scheduler(16)
     for model in "ab":
-        scheduler.add(key(model), {1: 0.01})
+        scheduler.add(key(model), {Bucket(1): 0.01})
     scheduler.submit(0.0, request("a"))
     scheduler.submit(PATIENCE_S, request("b", timeout_s=0.5))
     assert served(scheduler, PATIENCE_S) == ["a", "b"]
@@ -184,7 +186,7 @@ def test_saying_a_long_timeout_does_not_make_a_request_less_urgent() -> None:
 
 def test_measured_times_correct_the_predictions_both_ways() -> None:
     scheduler = Scheduler(16)
-    scheduler.add(key("m"), {1: 1.0, 8: 4.0})
+    scheduler.add(key("m"), {Bucket(1): 1.0, Bucket(8): 4.0})
 
     def run(seconds: float, times: int) -> None:
         for _ in range(times):
@@ -214,7 +216,7 @@ def test_refusals_do_not_keep_a_model_of_unknown_times_from_running() -> None:
 
 def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> None:
     scheduler = Scheduler(16)
-    scheduler.add(key("m"), {1: 1.0})
+    scheduler.add(key("m"), {Bucket(1): 1.0})
     first, tight, patient = (scheduler.submit(0.0, request(timeout_s=timeout_s)) for timeout_s in (2.0, 4.0, 60.0))
     work = scheduler.next(0.0)
     assert work is not None
@@ -229,7 +231,7 @@ def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> No
 
 def test_model_that_was_slow_once_is_tried_again() -> None:
     scheduler = Scheduler(16)
-    scheduler.add(key("m"), {1: 1.0})
+    scheduler.add(key("m"), {Bucket(1): 1.0})
     scheduler.submit(0.0, request())
     work = scheduler.next(0.0)
     assert work is not None
@@ -243,7 +245,7 @@ def test_model_that_was_slow_once_is_tried_again() -> None:
 def test_an_idle_device_tries_what_it_expects_to_be_in_time() -> None:
     """After a slow execution, the time that few exceed is twice the usual one; it counts where requests would wait."""
     scheduler = Scheduler(16)
-    scheduler.add(key("m"), {1: 1.0}, max_rows=1)
+    scheduler.add(key("m"), {Bucket(1): 1.0}, max_rows=1)
 
     def executed(*tickets: Ticket, seconds: float) -> None:
         for ticket in tickets:
@@ -308,7 +310,7 @@ def test_model_bound_by_arithmetic_does_not_keep_its_requests_waiting_for_each_o
 
 def test_model_without_a_batch_is_never_put_together() -> None:
     scheduler = Scheduler(16)
-    scheduler.add(key("m"), {1: 1.0}, max_rows=0)
+    scheduler.add(key("m"), {Bucket(1): 1.0}, max_rows=0)
     for _ in range(2):
         scheduler.submit(0.0, request())
     assert batches_taken(scheduler) == [[1], [1]]
@@ -319,7 +321,7 @@ def test_requests_that_are_never_put_together_are_expected_to_take_their_time_on
     batch: int, timeout_s: float
 ) -> None:
     scheduler = Scheduler(16)
-    scheduler.add(key("m"), {1: 1.0, 8: 2.0}, max_rows=0)
+    scheduler.add(key("m"), {Bucket(1): 1.0, Bucket(8): 2.0}, max_rows=0)
     for _ in range(8):
         scheduler.submit(0.0, request(batch=batch))
     with pytest.raises(RequestTimedOut):
@@ -340,7 +342,7 @@ def test_requests_of_other_models_and_of_a_replaced_version_do_not_join() -> Non
 
 def test_batch_grows_only_while_all_in_it_stay_in_time() -> None:
     scheduler = Scheduler(16)
-    scheduler.add(key("m"), {1: 1.0, 2: 1.2, 4: 2.0, 8: 3.0}, max_rows=8)
+    scheduler.add(key("m"), {Bucket(1): 1.0, Bucket(2): 1.2, Bucket(4): 2.0, Bucket(8): 3.0}, max_rows=8)
     scheduler.submit(0.0, request(timeout_s=2.2))
     for _ in range(5):
         scheduler.submit(0.0, request())
@@ -388,6 +390,62 @@ def test_delay_never_costs_a_deadline() -> None:
     assert 0.0 < wake_s <= 1.0
     assert scheduler.shed(wake_s) == []
     assert scheduler.next(wake_s) is not None
+
+
+# Shapes.
+
+BY_LENGTH = {Bucket(b, (n,)): n / 16 * seconds for n in (16, 64) for b, seconds in ((1, 1.0), (8, 1.3))}
+
+
+def lengths_taken(scheduler: Scheduler) -> list[list[int]]:
+    taken = []
+    while (work := scheduler.next(0.0)) is not None:
+        taken.append([t.request.sizes[0] for t in work.tickets])
+        scheduler.finished(work, 0.0, None)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("keeps_order", "expected"), [(False, [[5, 5], [9, 9], [50]]), (True, [[5], [9], [5], [9], [50]])]
+)
+def test_requests_of_the_same_shape_are_batched_even_within_a_bucket(
+    keeps_order: bool, expected: list[list[int]]
+) -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", BY_LENGTH, Policy(keeps_order=keeps_order), max_rows=8)
+    for length in (5, 9, 5, 9, 50):
+        scheduler.submit(0.0, request(length=length))
+    assert lengths_taken(scheduler) == expected
+
+
+def test_a_request_is_expected_to_take_the_time_of_its_bucket() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add("m", BY_LENGTH, max_rows=8)
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=3.0, length=17))
+    scheduler.submit(0.0, request(timeout_s=3.0, length=16))
+    with pytest.raises(RequestTimedOut):  # behind the other, which is of another shape
+        scheduler.submit(0.0, request(timeout_s=1.9, length=15))
+    work = scheduler.next(0.0)
+    assert work is not None
+    assert work.predicted_s == 1.0
+    scheduler.finished(work, 2.0, 2.0)
+    corrected = scheduler.correction("m")
+    assert corrected > 1.0
+    scheduler.submit(2.0, request(length=64))
+    work = scheduler.next(2.0)
+    assert work is not None
+    assert work.predicted_s == 4.0, "what one bucket took says nothing of another"
+
+
+def test_under_overload_a_batch_still_has_one_shape() -> None:
+    scheduler = Scheduler(32)
+    scheduler.add("m", BY_LENGTH, max_rows=8)
+    for n in range(16):
+        scheduler.submit(0.0, request(timeout_s=60.0, length=(5, 9)[n % 2]))
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=0.1, length=5))
+    assert lengths_taken(scheduler) == [[5] * 8, [9] * 8]
 
 
 # Priorities and limits.
@@ -464,7 +522,7 @@ def test_rate_allows_bursts_and_then_its_mean() -> None:
 def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() -> None:
     scheduler = Scheduler(16)
     for model, prefix_s in (("running", 0.0), ("announced", 0.5), ("older", 0.0)):
-        scheduler.add(key(model), {1: 1.0}, swap_timing=SwapTiming(prefix_s=prefix_s))
+        scheduler.add(key(model), {Bucket(1): 1.0}, swap_timing=SwapTiming(prefix_s=prefix_s))
     scheduler.submit(0.0, request("running"))
     scheduler.next(0.0)
     older = scheduler.submit(0.1, request("older"))
@@ -485,7 +543,7 @@ def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() ->
 def test_model_whose_residents_are_on_their_way_back_lets_another_go_first() -> None:
     scheduler = Scheduler(16)
     for model in "ab":
-        scheduler.add(key(model), {1: 1.0}, swap_timing=SwapTiming(recovery_s=0.5))
+        scheduler.add(key(model), {Bucket(1): 1.0}, swap_timing=SwapTiming(recovery_s=0.5))
     for now_s, model in ((0.0, "a"), (0.1, "a"), (0.2, "b")):
         scheduler.submit(now_s, request(model))
     assert served(scheduler, 0.2) == ["a", "b", "a"]
@@ -515,7 +573,7 @@ def test_work_of_a_removed_model_says_nothing_about_its_successor() -> None:
     work = scheduler.next(0.0)
     assert work is not None
     scheduler.remove(key("m"))
-    scheduler.add(key("m"), {1: 1.0}, Policy(concurrency=1))
+    scheduler.add(key("m"), {Bucket(1): 1.0}, Policy(concurrency=1))
     scheduler.submit(0.0, request())
     scheduler.finished(work, 9.0, 9.0)
     assert scheduler.correction(key("m")) == 1.0

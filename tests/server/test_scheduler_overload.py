@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from planner.shapes import Bucket
 from server.errors import QueueFull, RequestTimedOut
 from server.ipc.model import ModelKey
 from server.protocol.request import InferRequest
@@ -15,8 +16,8 @@ from server.scheduling.queues import Ticket
 from server.scheduling.scheduler import Scheduler
 
 NAMES = ("a", "b", "c", "d")
-SWAP_BOUND = {1: 8e-3, 2: 9e-3, 4: 11e-3, 8: 15e-3}
-COMPUTE_BOUND = {1: 8e-3, 2: 16e-3, 4: 32e-3, 8: 64e-3}
+SWAP_BOUND = {Bucket(1): 8e-3, Bucket(2): 9e-3, Bucket(4): 11e-3, Bucket(8): 15e-3}
+COMPUTE_BOUND = {Bucket(1): 8e-3, Bucket(2): 16e-3, Bucket(4): 32e-3, Bucket(8): 64e-3}
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Outcome:
 class Simulation:
     """One device and Poisson arrivals, for `duration_s`."""
 
-    seconds_by_batch: Mapping[int, float]
+    predicted_s: Mapping[Bucket, float]
     rate_per_s: float
     timeout_s: float | None = None
     queue_limit: int = 64
@@ -49,13 +50,13 @@ class Simulation:
         rng, outcome = random.Random(seed), Outcome(duration_s=self.duration_s)
         scheduler = Scheduler(self.queue_limit)
         for name in NAMES:
-            scheduler.add(ModelKey(name, 1), self.seconds_by_batch, max_rows=8)
+            scheduler.add(ModelKey(name, 1), self.predicted_s, max_rows=8)
         now_s, arrival_s = 0.0, rng.expovariate(self.rate_per_s)
         while now_s < self.duration_s:
             work = scheduler.next(now_s)
             end_s = math.inf
             if work is not None:
-                end_s = now_s + self.seconds_by_batch[_padded(work.rows)] * self.slowness(rng)
+                end_s = now_s + self.predicted_s[_padded(work.rows)] * self.slowness(rng)
             begun_s = now_s
             while min(arrival_s, scheduler.expiry_s()) < end_s:
                 if scheduler.expiry_s() < arrival_s:
@@ -89,16 +90,16 @@ class Simulation:
             outcome.longest_refusal_s = max(outcome.longest_refusal_s, now_s - ticket.arrived_s)
 
 
-def _padded(rows: int) -> int:
-    return min(batch for batch in SWAP_BOUND if batch >= rows)
+def _padded(rows: int) -> Bucket:
+    return min(bucket for bucket in SWAP_BOUND if bucket.batch >= rows)
 
 
-def saturation_per_s(seconds_by_batch: Mapping[int, float]) -> float:
-    return max(batch / seconds for batch, seconds in seconds_by_batch.items())
+def saturation_per_s(predicted_s: Mapping[Bucket, float]) -> float:
+    return max(bucket.batch / seconds for bucket, seconds in predicted_s.items())
 
 
 @pytest.mark.parametrize("seconds", [SWAP_BOUND, COMPUTE_BOUND], ids=["swap-bound", "compute-bound"])
-def test_five_times_too_much_keeps_the_device_as_busy_as_it_can_be(seconds: Mapping[int, float]) -> None:
+def test_five_times_too_much_keeps_the_device_as_busy_as_it_can_be(seconds: Mapping[Bucket, float]) -> None:
     capacity = saturation_per_s(seconds)
     outcome = Simulation(seconds, 5 * capacity).run()
     assert outcome.per_s >= 0.95 * capacity
@@ -116,7 +117,7 @@ def test_five_times_too_much_keeps_the_device_as_busy_as_it_can_be(seconds: Mapp
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_answered_under_overload_is_in_time_and_as_much_as_can_be(
-    seconds: Mapping[int, float], timeout_s: float, share: float, seed: int
+    seconds: Mapping[Bucket, float], timeout_s: float, share: float, seed: int
 ) -> None:
     """A nearest deadline that made small batches of large ones would halve what is answered."""
     capacity = saturation_per_s(seconds)

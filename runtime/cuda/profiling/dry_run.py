@@ -39,7 +39,7 @@ def fitting_pools(
         else:
             pool.close()
     raise MemoryExceeded(
-        f"{graph.name}, batch {graph.batch}: torch's allocator cannot place its activations and scratch in the"
+        f"{graph.name}, batch {graph.bucket}: torch's allocator cannot place its activations and scratch in the"
         f" {format_bytes(memory.nbytes)} that the plan has for them; measure the model on this device, or give it a"
         " larger workspace"
     )

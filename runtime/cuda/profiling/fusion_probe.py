@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from planner.shapes import Bucket
 from runtime.lowering.fused_ops import PLAIN
 from runtime.lowering.lower import Lowered
 from runtime.lowering.trace import Instruction
@@ -48,8 +49,8 @@ class FusionProbe:
         return None
 
 
-def with_probes(lowered: Lowered, batch: int) -> tuple[Lowered, dict[int, FusionProbe]]:
-    """Return the model with a probe for each fused op of one batch size, and the probes by op."""
+def with_probes(lowered: Lowered, bucket: Bucket) -> tuple[Lowered, dict[int, FusionProbe]]:
+    """Return the model with a probe for each fused op of one bucket, and the probes by op."""
     probes: dict[int, FusionProbe] = {}
 
     def probe(instruction: Instruction) -> Callable[..., Any]:
@@ -57,22 +58,22 @@ def with_probes(lowered: Lowered, batch: int) -> tuple[Lowered, dict[int, Fusion
         probes[instruction.op] = FusionProbe(instruction.target, lowered.options.tolerance)
         return probes[instruction.op]
 
-    fused = {i.op for i in lowered.traces[batch].instructions if i.op is not None and i.target in PLAIN}
-    return _with_targets(lowered, batch, fused, probe), probes
+    fused = {i.op for i in lowered.traces[bucket].instructions if i.op is not None and i.target in PLAIN}
+    return _with_targets(lowered, bucket, fused, probe), probes
 
 
-def with_plain(lowered: Lowered, batch: int, refused: Collection[int]) -> Lowered:
-    """The same model with plain kernels for these fused ops of one batch size."""
-    return _with_targets(lowered, batch, refused, lambda instruction: PLAIN[instruction.target])
+def with_plain(lowered: Lowered, bucket: Bucket, refused: Collection[int]) -> Lowered:
+    """The same model with plain kernels for these fused ops of one bucket."""
+    return _with_targets(lowered, bucket, refused, lambda instruction: PLAIN[instruction.target])
 
 
-def refused_ops(lowered: Lowered, batch: int, probes: dict[int, FusionProbe]) -> tuple[int, ...]:
+def refused_ops(lowered: Lowered, bucket: Bucket, probes: dict[int, FusionProbe]) -> tuple[int, ...]:
     """Return the ops without a fused kernel, and log them."""
     reasons = {op: a.refused for op, a in probes.items() if a.refused is not None}
     if reasons:
         fields = {
             "model": lowered.name,
-            "batch": batch,
+            "batch": str(bucket),
             "plain": len(reasons),
             "fused": len(probes) - len(reasons),
             "reason": next(iter(reasons.values())),
@@ -82,12 +83,12 @@ def refused_ops(lowered: Lowered, batch: int, probes: dict[int, FusionProbe]) ->
 
 
 def _with_targets(
-    lowered: Lowered, batch: int, ops: Collection[int], target_of: Callable[[Instruction], Callable[..., Any]]
+    lowered: Lowered, bucket: Bucket, ops: Collection[int], target_of: Callable[[Instruction], Callable[..., Any]]
 ) -> Lowered:
     if not ops:
         return lowered
-    trace = lowered.traces[batch]
+    trace = lowered.traces[bucket]
     instructions = tuple(
         replace(i, target=target_of(i)) if i.op in ops and i.target in PLAIN else i for i in trace.instructions
     )
-    return replace(lowered, traces={**lowered.traces, batch: replace(trace, instructions=instructions)})
+    return replace(lowered, traces={**lowered.traces, bucket: replace(trace, instructions=instructions)})

@@ -16,6 +16,7 @@ from planner.errors import FormatError
 from planner.graph import Graph, decode_as, fingerprint
 from planner.plan import Plan
 from planner.profile import Link, Profile
+from planner.shapes import Bucket
 from runtime.backend import DeviceBackend, OnProgress
 from runtime.binding.program import Bases
 from runtime.cuda.issue import Streams
@@ -28,7 +29,7 @@ from runtime.lowering.lower import Lowered
 from runtime.memory import HostStore
 from runtime.profiling.profile import resident_plan
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CudaDevice = DeviceBackend[CudaProgram]
 _ROUNDS = 9
 _AMPLE_BYTES = 1 << 30
@@ -38,14 +39,13 @@ _QUEUE_S = 0.03
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured of a model, by batch size; `scratch[b]` has the ops' bytes.
+    """What was measured of a model, per bucket in order."""
 
-    `refused[b]` has the fused ops for which the device has no kernel.
-    """
-
-    scratch: dict[int, tuple[int, ...]]
-    profiles: dict[int, Profile]
-    refused: dict[int, tuple[int, ...]] = {}
+    scratch: tuple[tuple[int, ...], ...]
+    """Bytes by op."""
+    profiles: tuple[Profile, ...]
+    refused: tuple[tuple[int, ...], ...]
+    """The fused ops for which the device has no kernel."""
     format_version: int = FORMAT_VERSION
 
 
@@ -57,12 +57,12 @@ def measured(
     store: HostStore[torch.Tensor],
     cache: Path | None,
     on_progress: OnProgress,
-) -> tuple[Lowered, dict[int, Profile]]:
+) -> tuple[Lowered, dict[Bucket, Profile]]:
     """The model with the scratch that its kernels take here, and its profiles; from the cache if it has them.
 
     Raises MemoryExceeded if the device cannot hold the model at once, and DeviceError.
     """
-    graphs = [lowered.graphs[b].fingerprint for b in lowered.batches]
+    graphs = [lowered.graphs[b].fingerprint for b in lowered.buckets]
     key = fingerprint([*graphs, device.name, store.kind, store.staged, lowered.options.tf32])
     path = None if cache is None else cache / f"cuda-{key[:32]}.json"
     known = None if path is None else _read(path)
@@ -70,10 +70,9 @@ def measured(
         known = _measure(device, streams, pinned, lowered, store, on_progress)
         if path is not None:
             cache_file.write(path, msgspec.json.encode(known))
-    for batch in lowered.batches:
-        lowered = with_scratch(lowered, batch, known.scratch[batch])
-        lowered = with_plain(lowered, batch, known.refused.get(batch, ()))
-    return lowered, known.profiles
+    for bucket, scratch, refused in zip(lowered.buckets, known.scratch, known.refused, strict=True):
+        lowered = with_plain(with_scratch(lowered, bucket, scratch), bucket, refused)
+    return lowered, dict(zip(lowered.buckets, known.profiles, strict=True))
 
 
 def _read(path: Path) -> Measurement | None:
@@ -91,32 +90,31 @@ def _measure(
     store: HostStore[torch.Tensor],
     on_progress: OnProgress,
 ) -> Measurement:
-    scratch: dict[int, tuple[int, ...]] = {}
-    profiles: dict[int, Profile] = {}
-    refused: dict[int, tuple[int, ...]] = {}
+    scratch: list[tuple[int, ...]] = []
+    profiles: list[Profile] = []
+    refused: list[tuple[int, ...]] = []
     bench = LinkBench(streams, pinned)
     try:
         figures = bench.figures()
-        for batch in lowered.batches:
-            on_progress(f"{lowered.name}: measuring batch {batch}")
-            graph, examples = lowered.graphs[batch], lowered.examples(batch)
-            tried, probes = with_probes(lowered, batch)
+        for bucket in lowered.buckets:
+            on_progress(f"{lowered.name}: measuring batch {bucket}")
+            graph, examples = lowered.graphs[bucket], lowered.examples(bucket)
+            tried, probes = with_probes(lowered, bucket)
             with _resident(device, tried, store, graph) as program:
                 beyond = kernel_scratch(streams, program, graph, examples)
                 seconds = _op_seconds(device, streams, program, examples)
                 slowdowns = _slowdowns(device, program, examples, bench, figures.swap_in)
                 swap_in = _staged_link(device, program, figures.swap_in) if program.staged else figures.swap_in
-            refused[batch] = refused_ops(lowered, batch, probes)
-            lowered = with_scratch(lowered, batch, beyond)
-            waste = wasted_bytes(streams, lowered.graphs[batch])
-            scratch[batch] = tuple(nbytes + waste for nbytes in beyond)
-            lowered = with_scratch(lowered, batch, scratch[batch])
-            profiles[batch] = Profile(
-                lowered.graphs[batch].fingerprint, device.name, seconds, swap_in, figures.swap_out, *slowdowns
-            )
+            refused.append(refused_ops(lowered, bucket, probes))
+            lowered = with_scratch(lowered, bucket, beyond)
+            waste = wasted_bytes(streams, lowered.graphs[bucket])
+            scratch.append(tuple(nbytes + waste for nbytes in beyond))
+            lowered = with_scratch(lowered, bucket, scratch[-1])
+            measured_graph = lowered.graphs[bucket].fingerprint
+            profiles.append(Profile(measured_graph, device.name, seconds, swap_in, figures.swap_out, *slowdowns))
     finally:
         bench.close()
-    return Measurement(scratch, profiles, refused)
+    return Measurement(tuple(scratch), tuple(profiles), tuple(refused))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 
 from planner.graph import Graph
 from planner.plan import Compute
+from planner.shapes import Bucket
 from runtime.cuda.arena import CudaArena
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Streams
@@ -24,13 +25,13 @@ from runtime.errors import MemoryExceeded
 from runtime.lowering.lower import Lowered
 
 
-def with_scratch(lowered: Lowered, batch: int, scratch: Sequence[int]) -> Lowered:
-    """The same model with other scratch sizes of one batch size's ops."""
-    trace = lowered.traces[batch]
+def with_scratch(lowered: Lowered, bucket: Bucket, scratch: Sequence[int]) -> Lowered:
+    """The same model with other scratch sizes of one bucket's ops."""
+    trace = lowered.traces[bucket]
     ops = tuple(
         msgspec.structs.replace(op, scratch_bytes=nbytes) for op, nbytes in zip(trace.ops, scratch, strict=True)
     )
-    return replace(lowered, traces={**lowered.traces, batch: replace(trace, ops=ops)})
+    return replace(lowered, traces={**lowered.traces, bucket: replace(trace, ops=ops)})
 
 
 def kernel_scratch(

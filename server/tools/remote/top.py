@@ -1,7 +1,7 @@
 """The live view of `cohabit top`: figures of a server and its models between two readings of its metrics."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -46,7 +46,9 @@ def snapshot(before: Samples, now: Samples, seconds: float) -> Snapshot:
 
 
 def _figures(now: Samples, grown: Samples, seconds: float) -> dict[str, float | None]:
-    gaps = now.labelled("cohabit_plan_gap", "batch")
+    gaps = [
+        (_bucket(dict(labels)), gap) for (name, labels), gap in now.values.items() if name == "cohabit_plan_gap"
+    ]
     return {
         "answered_per_s": (grown.get("nv_inference_request_success") or 0.0) / seconds,
         "failed_per_s": grown.total("nv_inference_request_failure", "reason") / seconds,
@@ -60,7 +62,7 @@ def _figures(now: Samples, grown: Samples, seconds: float) -> dict[str, float | 
         "stall_share": _over(grown.get("cohabit_stall_seconds"), grown.get("cohabit_compute_seconds_sum")),
         "partition_bytes": now.get("cohabit_partition_bytes"),
         "resident_share": now.get("cohabit_resident_share"),
-        "plan_gap": gaps[min(gaps, key=int)] if gaps else None,  # of the smallest batch
+        "plan_gap": min(gaps)[1] if gaps else None,  # of the smallest bucket
         "measured_over_predicted": now.get("cohabit_measured_over_predicted"),
     }
 
@@ -68,6 +70,15 @@ def _figures(now: Samples, grown: Samples, seconds: float) -> dict[str, float | 
 def _by_number(row: tuple[tuple[str, str], bool]) -> tuple[str, int]:
     (name, version), _ = row
     return name, int(version or 0)
+
+
+def _bucket(labels: Mapping[str, str]) -> list[int]:
+    """Return a batch size, then the sizes of other dynamic dimensions."""
+    return (
+        [int(labels["batch"]), *map(int, labels["sizes"].split("x"))]
+        if "sizes" in labels
+        else [int(labels["batch"])]
+    )
 
 
 def _over(part: float | None, whole: float | None) -> float | None:

@@ -1,0 +1,199 @@
+"""Shapes: the buckets that plans are made for, and sizes that depend on dynamic dimensions."""
+
+import ast
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from planner.errors import CohabitError
+
+LEAST_BUCKET = 16
+"""The smallest bucket by default: smaller sizes save little time."""
+_MOST_CHARACTERS, _LARGEST_EXPONENT = 1000, 8
+
+
+class Bucket(NamedTuple):
+    """What one plan is for: a batch size, and the largest size of each other dynamic dimension.
+
+    Buckets are ordered by batch, then by sizes.
+    """
+
+    batch: int
+    sizes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return "x".join(map(str, (self.batch, *self.sizes)))
+
+
+class UnknownExpression(CohabitError):
+    """An expression of sizes has a word that is not known."""
+
+
+class Dimension(msgspec.Struct, frozen=True):
+    """A dynamic dimension other than the batch. Other sizes are expressions of its symbol."""
+
+    symbol: str
+    input: int
+    """Index of an input that has it."""
+    axis: int
+    """Of that input, the batch counted."""
+    step: int
+    """Its size is `step` times the symbol, plus `offset`."""
+    offset: int
+    least: int
+    most: int | None
+    """The sizes that the model was exported for; None if there is no limit."""
+    buckets: tuple[int, ...] = ()
+    """The sizes that plans are made for, ascending."""
+
+    def allows(self, size: int) -> bool:
+        """Whether requests may have a size: one that the model was exported for, up to the largest bucket."""
+        return self.least <= size <= self.buckets[-1] and (size - self.offset) % self.step == 0
+
+    def symbol_value(self, size: int) -> int:
+        return (size - self.offset) // self.step
+
+    @property
+    def range(self) -> str:
+        """Its sizes, for messages."""
+        steps = f" in steps of {self.step}" if self.step > 1 else ""
+        return f"{self.least} to {self.buckets[-1]}{steps}"
+
+
+class DynamicShape(msgspec.Struct, frozen=True):
+    """The dynamic dimensions of a model other than the batch, and conditions on their symbols."""
+
+    dimensions: tuple[Dimension, ...] = ()
+    constraints: tuple[str, ...] = ()
+    """Expressions that the program was exported with."""
+
+    @property
+    def buckets(self) -> list[tuple[int, ...]]:
+        """Every combination of the dimensions' buckets."""
+        return list(product(*(d.buckets for d in self.dimensions)))
+
+    def bucketed(self, wanted: Collection[int]) -> "DynamicShape":
+        """Return the shape with buckets of the wanted sizes, or powers of two, up to what was exported.
+
+        A size of 1 has a bucket of its own, because kernels and views treat it apart. Where no size is possible,
+        there are no buckets.
+        """
+        dimensions = []
+        for d in self.dimensions:
+            most = max(wanted, default=0) if d.most is None else d.most
+            powers = (LEAST_BUCKET << n for n in range(most.bit_length()))
+            sizes = {min(size, most) for size in wanted or (*(p for p in powers if p < most), most)}
+            valid = [self.valid(d, size) for size in (sizes if d.least > 1 else sizes | {d.least})]
+            dimensions.append(replace(d, buckets=tuple(sorted({size for size in valid if size is not None}))))
+        return replace(self, dimensions=tuple(dimensions))
+
+    def valid(self, dimension: Dimension, size: int) -> int | None:
+        """Return the largest size up to this one that a dimension can have; None if there is none."""
+        conditions = [c for c in self.constraints if _names(c) == {dimension.symbol}]
+        for value in range(dimension.symbol_value(size), dimension.symbol_value(dimension.least) - 1, -1):
+            if all(evaluate(c, {dimension.symbol: value}) for c in conditions):
+                return value * dimension.step + dimension.offset
+        return None
+
+    def checked(self, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return sizes that stand for those of a bucket: the largest, the smallest, and some in between."""
+        least, middle = [], []
+        for d, size in zip(self.dimensions, sizes, strict=True):
+            below = max((b for b in d.buckets if b < size), default=d.least - d.step)
+            least.append(next(s for s in range(below + d.step, size + 1, d.step) if self.valid(d, s) == s))
+            middle.append(self.valid(d, (least[-1] + size) // 2) or size)
+        return list(dict.fromkeys([sizes, tuple(least), tuple(middle)]))
+
+    def symbols(self, sizes: Sequence[int]) -> dict[str, int]:
+        """Return the symbols' values, given the dimensions' sizes."""
+        return {d.symbol: d.symbol_value(size) for d, size in zip(self.dimensions, sizes, strict=True)}
+
+    def broken_constraint(self, symbols: Mapping[str, int]) -> str | None:
+        """Return a constraint that these values do not satisfy, or None."""
+        return next((c for c in self.constraints if not evaluate(c, symbols)), None)
+
+
+STATIC = DynamicShape()
+
+
+def smallest_holding(buckets: Collection[tuple[int, ...]], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the smallest of some buckets' sizes that holds these sizes; the largest, where none does."""
+    return min((bucket for bucket in buckets if all(map(operator.ge, bucket, sizes))), default=max(buckets))
+
+
+def evaluate(expression: str, values: Mapping[str, int]) -> int:
+    """Return the value of a size, or the truth of a condition, such as `2*s0 + 1` or `Eq(Mod(s0, 8), 0)`.
+
+    Nothing but arithmetic is evaluated. Raises UnknownExpression.
+    """
+    value: int = _value(_parsed(expression), values)
+    return value
+
+
+_BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+}
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_FUNCTIONS: Mapping[str, Callable[..., int]] = {
+    "Max": max,
+    "Min": min,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Eq": operator.eq,
+    "Ne": operator.ne,
+}
+
+
+def _names(expression: str) -> set[str]:
+    """Return the symbols of an expression."""
+    called = {node.func for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Call)}
+    return {node.id for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Name) and node not in called}
+
+
+@lru_cache(maxsize=4096)
+def _parsed(expression: str) -> ast.expr:
+    if len(expression) > _MOST_CHARACTERS:
+        raise UnknownExpression(f"a size has {len(expression)} characters, the limit is {_MOST_CHARACTERS}")
+    try:
+        return ast.parse(expression, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UnknownExpression(f"the size {expression[:80]} cannot be read") from error
+
+
+def _value(node: ast.expr, values: Mapping[str, int]) -> Any:
+    match node:
+        case ast.Constant(int(value)):
+            return value
+        case ast.Name(name) if name in values:
+            return values[name]
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_value(operand, values)
+        case ast.BinOp(left, ast.Pow(), ast.Constant(int(exponent))) if 0 <= exponent <= _LARGEST_EXPONENT:
+            return _value(left, values) ** exponent
+        case ast.BinOp(left, op, right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_value(left, values), _value(right, values))
+        case ast.Compare(left, [op], [right]):
+            return _COMPARISONS[type(op)](_value(left, values), _value(right, values))
+        case ast.Call(ast.Name(name), args, []) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*(_value(a, values) for a in args))
+    raise UnknownExpression(f"{ast.unparse(node)[:80]} in a size is not known")
