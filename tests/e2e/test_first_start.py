@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.plan import Plan
+from planner.shapes import Bucket
 from server.models.prepared import Prepared
 from server.models.preparer import ModelPreparer
 from tests.e2e.archives import Archives
@@ -16,11 +17,11 @@ from tests.e2e.serving import Running, infer, serving
 MODEL, BATCHES = "bert_small", (1, 2)
 
 
-def plans_of(server: Running) -> dict[int, Plan]:
-    return dict(server.loaded.placed_models[MODEL].plans)
+def plans_of(server: Running) -> dict[Bucket, Plan]:
+    return dict(server.loaded.placed_models[MODEL, 1].plans)
 
 
-def evaluations(plans: dict[int, Plan]) -> set[int]:
+def evaluations(plans: dict[Bucket, Plan]) -> set[int]:
     return {plan.provenance.evaluations for plan in plans.values() if plan.provenance is not None}
 
 
@@ -36,7 +37,7 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
     monkeypatch.setattr(ModelPreparer, "measured", measured_later)
     repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
-        placed, quick = server.loaded.placed_models[MODEL], plans_of(server)
+        placed, quick = server.loaded.placed_models[MODEL, 1], plans_of(server)
         assert placed.prepared.known.is_provisional
         assert evaluations(quick) == {1}
         first = infer(server.address, MODEL, inputs)
@@ -44,9 +45,9 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
         server.until_planned()
         best = plans_of(server)
         assert not placed.prepared.known.is_provisional
-        assert all(best[batch] is not quick[batch] for batch in BATCHES)
+        assert all(best[batch] is not quick[batch] for batch in map(Bucket, BATCHES))
         assert all(program.plan is best[batch] for batch, program in placed.servable.programs.items())
-        for batch in BATCHES:
+        for batch in map(Bucket, BATCHES):
             profile, provenance = placed.prepared.profiles[batch], best[batch].provenance
             assert provenance is not None
             assert best[batch].profile == profile.fingerprint
@@ -59,8 +60,8 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
         assert server.loaded.placement is not None
         assert not server.loaded.placement._tasks, "a warm start has nothing to improve"
-        assert not server.loaded.placed_models[MODEL].prepared.known.is_provisional
-        if server.loaded.placed_models[MODEL].footprint.partition_bytes == partition:
+        assert not server.loaded.placed_models[MODEL, 1].prepared.known.is_provisional
+        if server.loaded.placed_models[MODEL, 1].footprint.partition_bytes == partition:
             assert plans_of(server) == best
 
 
@@ -94,7 +95,7 @@ def test_without_a_quick_start_a_model_is_measured_and_planned_before_it_is_serv
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
         assert server.loaded.placement is not None
         assert not server.loaded.placement._tasks
-        assert not server.loaded.placed_models["ranker"].prepared.known.is_provisional
+        assert not server.loaded.placed_models["ranker", 1].prepared.known.is_provisional
 
 
 def test_an_engine_imports_neither_compilers_nor_transports(archives: Archives, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -88,13 +87,20 @@ def test_a_server_that_is_not_installed_is_reported(repository: Path, capsys: py
     assert "'no-such-server' is not installed" in capsys.readouterr().err
 
 
+HEARING_SIGINT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from loadgen.cli import main
+sys.exit(main())
+"""
+"""Shells start background commands with SIGINT ignored."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_stops_its_server(repository: Path, tmp_path: Path, number: signal.Signals) -> None:
     arguments = ["--repository", str(repository), "--server", FAKE, "--duration", "600"]
-    command = [sys.executable, "-m", "loadgen", *arguments]
-    # Shells start background commands with SIGINT ignored.
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=heard) as run:
+    command = [sys.executable, "-c", HEARING_SIGINT, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
         try:
             assert run.stderr is not None
             assert b"with --memory 25%" in run.stderr.readline()
