@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, BertModel, T5Config, T5Model
+from transformers import BertForSequenceClassification, BertModel, RobertaModel, T5Config, T5Model
 
 from server.cli import main
 
@@ -139,10 +139,9 @@ def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(refused: Any) -> N
     assert "text.safetensors is no safetensors file" in refused("text.safetensors", *LINEAR)
 
 
-def tiny(folder: str, model: type = BertModel, **changes: Any) -> None:
+def tiny(folder: str, model: Any = BertModel, **changes: Any) -> None:
     sizes = {"vocab_size": 20, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    config = BertConfig(**sizes, num_hidden_layers=1, max_position_embeddings=16)
-    model(config).save_pretrained(folder)
+    model(model.config_class(**sizes, num_hidden_layers=1, max_position_embeddings=16)).save_pretrained(folder)
     path = Path(folder) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -151,6 +150,8 @@ def test_a_folder_that_cannot_be_imported_says_why(refused: Any) -> None:
     tiny("bert")
     assert refused("bert").endswith("choose it with --sequence-length N, at most 16")
     assert "--sequence-length is 17, the model has 16 positions" in refused("bert", "--sequence-length", "17")
+    tiny("roberta", RobertaModel)  # its positions begin after that of padding, which is 1
+    assert "--sequence-length is 15, the model has 14 positions" in refused("roberta", "--sequence-length", "15")
     tiny("own", architectures=["MyModel"], auto_map={"AutoModel": "code.MyModel"})
     assert "has no architecture MyModel; its own code is never run" in refused("own")
     tiny("headless", architectures=[BertForSequenceClassification.__name__])
