@@ -86,7 +86,8 @@ def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
     worst = max(entry.errors.values())
     out.print(f"largest difference from eager PyTorch: {worst:.1e} of an output's largest value{batches}")
     if entry.info.only_batches:
-        out.print(f"note: rows influence one another, so requests run alone, in batches of {batches[10:]} only")
+        only = ", ".join(map(str, entry.info.only_batches))
+        out.print(f"note: rows influence one another, so requests run alone, in batches of {only}")
     for note in entry.notes:
         out.print(f"note: {note}", soft_wrap=True)
     needed = write_size(-(-entry.memory_bytes // _MIB) * _MIB)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import nn
 from transformers import BertForSequenceClassification, BertModel, RobertaModel, T5Config, T5Model
 
@@ -35,6 +35,23 @@ class Noisy(nn.Module):
 class TwoRows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(2, 4)
+
+
+class Centering(nn.Module):
+    """Its rows influence one another, and it computes in bfloat16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
 
 
 class Code:
@@ -178,3 +195,27 @@ def test_an_entry_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "models" / "linear").mkdir(parents=True)
     assert main(["import", f"{HERE}:linear", *X, "--repository", str(tmp_path / "models")]) == 1
     assert "exists; give another --name, or remove it" in capsys.readouterr().err
+
+
+def imported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["import", *arguments, "--cache", "cache", "--max-batch", "2"]) == 0
+    return capsys.readouterr().out
+
+
+def test_rows_that_influence_one_another_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = imported(capsys, f"{HERE}:Centering", "--input", "x:BF16:-1,4")
+    assert "note: rows influence one another, so requests run alone, in batches of 1, 2" in said
+    assert "BF16" in said
+
+
+def test_tied_weights_are_in_safetensors_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_model(Tied(), "tied.safetensors")
+    said = imported(capsys, "tied.safetensors", "--factory", f"{HERE}:Tied", *X, "--name", "other")
+    assert said.startswith("models/other: ")
+    assert (tmp_path / "models" / "other" / "1" / "model.pt2").is_file()
