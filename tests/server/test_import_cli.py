@@ -219,3 +219,13 @@ def test_tied_weights_are_in_safetensors_once(
     said = imported(capsys, "tied.safetensors", "--factory", f"{HERE}:Tied", *X, "--name", "other")
     assert said.startswith("models/other: ")
     assert (tmp_path / "models" / "other" / "1" / "model.pt2").is_file()
+
+
+def test_pickled_weights_of_tensors_alone_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny("bert")
+    torch.save(BertModel.from_pretrained("bert").state_dict(), "bert/pytorch_model.bin")
+    (tmp_path / "bert" / "model.safetensors").unlink()
+    assert imported(capsys, "bert", "--sequence-length", "4").startswith("models/bert: ")
