@@ -13,6 +13,8 @@ from torch import nn
 from transformers import BertForSequenceClassification, BertModel, RobertaModel, T5Config, T5Model
 
 from server.cli import main
+from server.importing import huggingface
+from server.importing.exporting import export
 
 
 class Doubling(nn.Module):
@@ -229,3 +231,19 @@ def test_pickled_weights_of_tensors_alone_are_taken(
     torch.save(BertModel.from_pretrained("bert").state_dict(), "bert/pytorch_model.bin")
     (tmp_path / "bert" / "model.safetensors").unlink()
     assert imported(capsys, "bert", "--sequence-length", "4").startswith("models/bert: ")
+
+
+def test_one_switch_exports_text_models_with_a_dynamic_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface, "DYNAMIC_SEQUENCE", True)
+    tiny("bert")
+    subject = huggingface.from_folder(Path("bert"), (), None)
+    program = export(subject, 8)
+    names = program.graph_signature.user_inputs
+    shapes = {str(tuple(n.meta["val"].shape)) for n in program.graph.nodes if n.name in names}
+    assert len(names) == 3
+    assert len(shapes) == 1, "the inputs have one batch and one length"
+    assert sorted((int(r.lower), int(r.upper)) for r in program.range_constraints.values()) == [(1, 8), (2, 16)]
+    assert [answer.shape for answer in subject.answer(subject.examples(3, 1))] == [(3, 16, 8), (3, 8)]
