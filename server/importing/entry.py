@@ -66,7 +66,6 @@ def write_entry(
 
     The entry is loaded as `cohabit serve` loads it, so that its first start finds everything in the cache.
     """
-    refuse_name(repository, name)
     try:
         repository.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=repository, prefix=".import-") as staging:

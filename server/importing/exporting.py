@@ -13,6 +13,8 @@ from server.importing.subject import Subject, reason_of
 
 _EXAMPLE_BATCH = 2
 """Above 1, because export would take 1 for a constant."""
+_LEAST_RANGE = 3
+"""Export takes dimensions of 1 to 2 for different ones, even if they have one name."""
 _LEAST_TOKENS = 2
 
 
@@ -52,7 +54,7 @@ def _dynamic_dims(subject: Subject, max_batch: int) -> dict[str, dict[int, Any]]
     """Return the dynamic dimensions of each input by position."""
     dims = {}
     if max_batch > 1:
-        dims[0] = Dim("batch", min=1, max=max_batch)
+        dims[0] = Dim("batch", min=1, max=max(max_batch, _LEAST_RANGE))
     if subject.most_tokens:
         dims[1] = Dim("sequence", min=_LEAST_TOKENS, max=subject.most_tokens)
     return {

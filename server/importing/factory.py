@@ -69,7 +69,10 @@ def _load(module: nn.Module, path: Path) -> None:
             " save module.state_dict()"
         )
     own = module.state_dict()
-    problems = [f"{key} is missing" for key in own if key not in state]
+    loaded = {
+        tensor.data_ptr() for key, tensor in own.items() if key in state
+    }  # safetensors hold tied weights once
+    problems = [f"{key} is missing" for key in own if key not in state and own[key].data_ptr() not in loaded]
     problems += [f"the module has no {key}" for key in state if key not in own]
     problems += [
         f"{key} has shape {list(state[key].shape)}, the module's {list(own[key].shape)}"
@@ -79,7 +82,7 @@ def _load(module: nn.Module, path: Path) -> None:
     if problems:
         more = f", and {len(problems) - _MOST_KEYS} more" if len(problems) > _MOST_KEYS else ""
         raise ImportFailed(f"{path.name} does not fit the module: {'; '.join(problems[:_MOST_KEYS])}{more}")
-    module.load_state_dict(state)
+    module.load_state_dict(state, strict=False)
 
 
 def _safetensors(path: Path) -> Mapping[str, Any]:

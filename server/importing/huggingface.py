@@ -58,7 +58,7 @@ def from_folder(folder: Path, inputs: Sequence[DeclaredInput], sequence_length: 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     written = _json(folder / _CONFIG)
     config, model = _load(transformers, folder, written)
-    most = int(getattr(config, "max_position_embeddings", 0) or 0)
+    most = _positions(config, model)
     if not inputs:
         inputs = _inputs(folder, config, model, sequence_length, most)
     subject = declared(
@@ -114,6 +114,14 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any]) -> tuple[Any
             " ones would answer nonsense; set `architectures` of config.json to the class that was trained"
         )
     return config, model
+
+
+def _positions(config: Any, model: nn.Module) -> int:
+    """Return the largest number of tokens; 0 where there is no limit. RoBERTa's begin after that of padding."""
+    most = int(getattr(config, "max_position_embeddings", 0) or 0)
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    padding = [t.padding_idx for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None]
+    return most - padding[0] - 1 if padding else most
 
 
 def _inputs(

@@ -82,11 +82,12 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
 def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
     out.print(f"{entry.folder}: {format_bytes(entry.archive_bytes)}, {format_bytes(entry.weight_bytes)} of weights")
     out.print(tensor_table(entry.info))
-    batches = ", ".join(map(str, entry.errors))
-    out.print(
-        f"largest difference from eager PyTorch: {max(entry.errors.values()):.1e} of an output's largest value"
-        f" (batch {batches})"
-    )
+    batches = f" at batch {', '.join(map(str, entry.errors))}" if entry.info.max_batch_size else ""
+    worst = max(entry.errors.values())
+    out.print(f"largest difference from eager PyTorch: {worst:.1e} of an output's largest value{batches}")
+    if entry.info.only_batches:
+        only = ", ".join(map(str, entry.info.only_batches))
+        out.print(f"note: rows influence one another, so requests run alone, in batches of {only}")
     for note in entry.notes:
         out.print(f"note: {note}", soft_wrap=True)
     needed = write_size(-(-entry.memory_bytes // _MIB) * _MIB)

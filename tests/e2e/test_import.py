@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from server.cli import main
-from server.protocol.model_config import ModelConfig
+from server.protocol.model_config import ModelConfig, ModelInput
 from tests.e2e.serving import Process, ask, infer, process
 
 TOKENS, CLASSES = 12, {0: "cat", 1: "striped\ncat", 2: "dog"}
@@ -83,7 +83,9 @@ def server(folder: Path) -> Iterator[Process]:
     flags = ("--repository", str(folder / "models"), "--cache", str(folder / "cache"))
     assert main(["import", str(folder / "bert"), "--sequence-length", str(TOKENS), *flags]) == 0
     assert main(["import", str(folder / "vit"), "--max-batch", "4", *flags]) == 0
-    assert main(["import", str(folder / "ranker.pt"), "--factory", FACTORY, *INPUTS, *flags]) == 0
+    assert (
+        main(["import", str(folder / "ranker.pt"), "--factory", FACTORY, *INPUTS, "--max-batch", "2", *flags]) == 0
+    )
     with process(folder / "models", "1MiB", folder / "cache") as running:
         running.until_ready()
         yield running
@@ -126,7 +128,7 @@ def test_an_image_model_answers_with_the_names_of_its_classes(server: Process, f
 def test_a_checkpoint_gives_the_module_its_weights(server: Process, folder: Path) -> None:
     ranker = Ranker().eval()
     ranker.load_state_dict(torch.load(folder / "ranker.pt", weights_only=True))
-    features, categories = torch.rand(3, 4), torch.randint(0, 30, (3, 2))
+    features, categories = torch.rand(2, 4), torch.randint(0, 30, (2, 2))
     answers = infer(server.address, "ranker", {"features": features.numpy(), "categories": categories.numpy()})
     with torch.no_grad():
         assert close(answers["score"], ranker(features, categories)["score"])
@@ -135,6 +137,7 @@ def test_a_checkpoint_gives_the_module_its_weights(server: Process, folder: Path
 def test_the_configuration_says_what_the_program_takes(server: Process, folder: Path) -> None:
     config = text_format.Parse((folder / "models" / "vit" / "config.pbtxt").read_text(), ModelConfig())
     assert (config.name, config.max_batch_size, config.output[0].label_filename) == ("vit", 4, "labels.txt")
+    assert config.input[0].format == ModelInput.FORMAT_NCHW  # image clients read the order of dimensions from it
     status, metadata = ask(server.address, "GET", "/v2/models/bert")
     assert status == 200
     assert {tensor["name"]: (tensor["datatype"], tensor["shape"]) for tensor in metadata["inputs"]} == {

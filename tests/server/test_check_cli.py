@@ -50,6 +50,11 @@ def test_a_model_that_can_be_served(folder: Path, capsys: pytest.CaptureFixture[
         assert text in shown
     for field in ("response_cache.enable", "parameters[tuned]"):
         assert f"config.pbtxt: {field} is ignored: " in shown
+    archive = folder / "wide" / "1" / "model.pt2"
+    assert (
+        main(["check", str(archive), "--threads", "1", "--cache", str(folder / "cache"), "--batch-sizes", "1"]) == 0
+    )
+    assert "batch sizes   1\n" in capsys.readouterr().out
     status, report = reported(folder, capsys)
     assert (status, report["servable"], report["batch_sizes"]) == (0, True, [1, 2, 4])
     memory = report["memory"]

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, BertModel, T5Config, T5Model
+from transformers import BertForSequenceClassification, BertModel, RobertaModel, T5Config, T5Model
 
 from server.cli import main
+from server.importing import huggingface
+from server.importing.exporting import export
 
 
 class Doubling(nn.Module):
@@ -35,6 +37,23 @@ class Noisy(nn.Module):
 class TwoRows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(2, 4)
+
+
+class Centering(nn.Module):
+    """Its rows influence one another, and it computes in bfloat16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
 
 
 class Code:
@@ -139,10 +158,9 @@ def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(refused: Any) -> N
     assert "text.safetensors is no safetensors file" in refused("text.safetensors", *LINEAR)
 
 
-def tiny(folder: str, model: type = BertModel, **changes: Any) -> None:
+def tiny(folder: str, model: Any = BertModel, **changes: Any) -> None:
     sizes = {"vocab_size": 20, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    config = BertConfig(**sizes, num_hidden_layers=1, max_position_embeddings=16)
-    model(config).save_pretrained(folder)
+    model(model.config_class(**sizes, num_hidden_layers=1, max_position_embeddings=16)).save_pretrained(folder)
     path = Path(folder) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -151,6 +169,8 @@ def test_a_folder_that_cannot_be_imported_says_why(refused: Any) -> None:
     tiny("bert")
     assert refused("bert").endswith("choose it with --sequence-length N, at most 16")
     assert "--sequence-length is 17, the model has 16 positions" in refused("bert", "--sequence-length", "17")
+    tiny("roberta", RobertaModel)  # its positions begin after that of padding, which is 1
+    assert "--sequence-length is 15, the model has 14 positions" in refused("roberta", "--sequence-length", "15")
     tiny("own", architectures=["MyModel"], auto_map={"AutoModel": "code.MyModel"})
     assert "has no architecture MyModel; its own code is never run" in refused("own")
     tiny("headless", architectures=[BertForSequenceClassification.__name__])
@@ -177,3 +197,53 @@ def test_an_entry_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "models" / "linear").mkdir(parents=True)
     assert main(["import", f"{HERE}:linear", *X, "--repository", str(tmp_path / "models")]) == 1
     assert "exists; give another --name, or remove it" in capsys.readouterr().err
+
+
+def imported(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["import", *arguments, "--cache", "cache", "--max-batch", "2"]) == 0
+    return capsys.readouterr().out
+
+
+def test_rows_that_influence_one_another_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = imported(capsys, f"{HERE}:Centering", "--input", "x:BF16:-1,4")
+    assert "note: rows influence one another, so requests run alone, in batches of 1, 2" in said
+    assert "BF16" in said
+
+
+def test_tied_weights_are_in_safetensors_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_model(Tied(), "tied.safetensors")
+    said = imported(capsys, "tied.safetensors", "--factory", f"{HERE}:Tied", *X, "--name", "other")
+    assert said.startswith("models/other: ")
+    assert (tmp_path / "models" / "other" / "1" / "model.pt2").is_file()
+
+
+def test_pickled_weights_of_tensors_alone_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny("bert")
+    torch.save(BertModel.from_pretrained("bert").state_dict(), "bert/pytorch_model.bin")
+    (tmp_path / "bert" / "model.safetensors").unlink()
+    assert imported(capsys, "bert", "--sequence-length", "4").startswith("models/bert: ")
+
+
+def test_one_switch_exports_text_models_with_a_dynamic_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface, "DYNAMIC_SEQUENCE", True)
+    tiny("bert")
+    subject = huggingface.from_folder(Path("bert"), (), None)
+    program = export(subject, 8)
+    names = program.graph_signature.user_inputs
+    shapes = {str(tuple(n.meta["val"].shape)) for n in program.graph.nodes if n.name in names}
+    assert len(names) == 3
+    assert len(shapes) == 1, "the inputs have one batch and one length"
+    assert sorted((int(r.lower), int(r.upper)) for r in program.range_constraints.values()) == [(1, 8), (2, 16)]
+    assert [answer.shape for answer in subject.answer(subject.examples(3, 1))] == [(3, 16, 8), (3, 8)]
