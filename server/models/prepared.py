@@ -26,7 +26,6 @@ from server.models.known_models import FileState, KnownModel
 from server.models.options import options_of
 from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcesses
-from server.protocol.config_fields import ignored_fields
 from server.protocol.model_config import ModelConfig, config_mismatch, config_names
 
 _log = logging.getLogger("cohabit.models")
@@ -63,13 +62,6 @@ class Prepared:
     @property
     def demand(self) -> ModelDemand:
         return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s)
-
-
-def warn_of_ignored_config(source: ModelSource, device: str) -> None:
-    """Log the fields of a model's configuration that have no effect, with the reasons."""
-    ignored = {} if source.config is None else ignored_fields(source.config, device)
-    if ignored:
-        _log.warning("fields of config.pbtxt have no effect", extra={"fields": {"model": source.name, **ignored}})
 
 
 def warn_of_interaction(lowered: Lowered) -> None:

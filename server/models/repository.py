@@ -1,5 +1,6 @@
 """A model repository in Triton's layout: `NAME/VERSION/model.pt2`, and an optional `NAME/config.pbtxt`."""
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.errors import RepositoryError
-from server.protocol.config_fields import refuse_fields
+from server.protocol.config_fields import ignored_fields, refuse_fields
 from server.protocol.model_config import ModelConfig, read_config
 from server.scheduling.policy import Policy
 from server.scheduling.policy_config import policy_of
+
+_log = logging.getLogger("cohabit.models")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
@@ -89,6 +92,13 @@ def source_of(repository: Path, name: str, override: ModelConfig | None = None) 
         return _source(folder, root, override) if folder.is_dir() else None
     except OSError as error:
         raise RepositoryError(f"model '{name}' of {repository} cannot be read: {error}") from error
+
+
+def warn_of_ignored_config(source: ModelSource, device: str) -> None:
+    """Log the fields of a model's configuration that have no effect, with the reasons."""
+    ignored = {} if source.config is None else ignored_fields(source.config, device)
+    if ignored:
+        _log.warning("fields of config.pbtxt have no effect", extra={"fields": {"model": source.name, **ignored}})
 
 
 def _models(folders: Sequence[Path], root: Path) -> Iterator[ModelSource | Unloadable]:
