@@ -84,8 +84,8 @@ def measure(
 ) -> dict[int, Profile]:
     """Run a model with every parameter resident, at every batch size, alone and alongside a busy link.
 
-    `arena` holds the model's segments twice. The link, and how much it and the ops slow each other down, are
-    measured at the smallest batch.
+    `arena` holds the model's segments. The link, and how much it and the ops slow each other down, are measured at the
+    smallest batch.
     """
     profiles: dict[int, Profile] = {}
     cold = ColdCaches.for_model(lowered.manifest)
@@ -112,7 +112,7 @@ def traced_profiles(
 ) -> dict[int, Profile] | None:
     """Return provisional profiles with the times of the runs that traced a model; None for a model from the cache.
 
-    `arena` holds the model's segments twice. The link is measured once, alone.
+    `arena` holds the model's segments. The link is measured once, alone.
     """
     seconds = {batch: trace.op_seconds for batch, trace in lowered.traces.items()}
     if not all(seconds.values()):

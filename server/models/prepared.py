@@ -16,6 +16,7 @@ from planner.sizing.deployment import ModelDemand
 from runtime.backend import Backend
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
+from runtime.host.pages import release_free_memory
 from runtime.lowering import packing
 from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, NotCached, lower
@@ -124,6 +125,7 @@ def prepare(
     lowered = lower(
         source.path, source.name, batches, cache / "weights", progress, options, cached_only=cached_only
     )
+    release_free_memory()  # lowering has packed the weights one by one
     weights = FileState.of(lowered.weights_path)
     lowered = _with_config_names(source, lowered)
     _refuse_mismatch(source, lowered)
