@@ -28,7 +28,7 @@ from loadgen.server_process import server_command
 
 CASES: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
     # title, number of models, what they are built from, memory
-    ("ResNet-50", 1, ("resnet50",), "50%"),
+    ("ResNet-50", 1, ("resnet50",), "75%"),
     ("MiniLM", 1, ("minilm",), "50%"),
     ("the demo's 16 models", 16, (), "25%"),
 )

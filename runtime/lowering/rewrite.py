@@ -26,6 +26,8 @@ SPLIT_SHARE, LEAST_SPLIT_BYTES = 1 / 8, 1 << 20
 """So is one with a larger share of the model's weights, from this size on: a quarter of the weights must do."""
 SLICE_SHARE, LEAST_SLICE_BYTES, MOST_SLICE_BYTES = 1 / 12, 512 << 10, 8 << 20
 """Size of a slice: large enough for the link, small enough to start early."""
+_FOLDED_BYTES = 1 << 20
+"""Batch norms are folded into so much of a weight at a time: float64 copies of whole weights stay in the heap."""
 HOST_TABLE_BYTES = 1 << 20
 """An embedding table at least this large stays in the host store, and its rows are gathered there."""
 
@@ -260,8 +262,11 @@ def _fold(
     shift = ((0.0 if bias is None else bias.double()) - mean.double()) * scale
     if beta is not None:
         shift = shift + beta.double()
-    folded = weight.double() * scale.reshape(-1, *[1] * (weight.dim() - 1))
-    return folded.to(weight.dtype), shift.to(weight.dtype)
+    scale, folded = scale.reshape(-1, *[1] * (weight.dim() - 1)), torch.empty_like(weight)
+    rows = max(1, _FOLDED_BYTES * weight.shape[0] // max(1, weight.nbytes))
+    for part, own, factors in zip(*(t.split(rows) for t in (folded, weight, scale)), strict=True):
+        part.copy_(own.double() * factors)
+    return folded, shift.to(weight.dtype)
 
 
 def gather_on_host(model: FxModel) -> None:

@@ -25,12 +25,15 @@ _LEAST_SHARE = 0.05
 def segment_copies(
     manifest: Manifest, store: HostStore[Any], arena: DeviceArena[Any], most_bytes: int | None = None
 ) -> list[Copy]:
-    """Return copies of all segments, or of their first bytes, to the arena's second half."""
+    """Return copies of all segments, or of their first bytes, to where they lie in the arena.
+
+    Ops that read them meanwhile read the same bytes: they are replaced by themselves.
+    """
     copies = []
     for n, segment in enumerate(manifest.segments):
         nbytes = segment.nbytes if most_bytes is None else min(segment.nbytes, most_bytes)
         if nbytes:
-            copies.append(store.copy(n, arena.bytes(manifest.segment_bytes + segment.offset, nbytes)))
+            copies.append(store.copy(n, arena.bytes(segment.offset, nbytes)))
     return copies
 
 

@@ -85,8 +85,8 @@ def measure(
 ) -> dict[Bucket, Profile]:
     """Run a model with every parameter resident, in every bucket, alone and alongside a busy link.
 
-    `arena` holds the model's segments twice. The link, and how much it and the ops slow each other down, are
-    measured in the smallest bucket.
+    `arena` holds the model's segments. The link, and how much it and the ops slow each other down, are measured in the
+    smallest bucket.
     """
     profiles: dict[Bucket, Profile] = {}
     cold = ColdCaches.for_model(lowered.manifest)
@@ -113,7 +113,7 @@ def traced_profiles(
 ) -> dict[Bucket, Profile] | None:
     """Return provisional profiles with the times of the runs that traced a model; None for a model from the cache.
 
-    `arena` holds the model's segments twice. The link is measured once, alone.
+    `arena` holds the model's segments. The link is measured once, alone.
     """
     seconds = {bucket: trace.op_seconds for bucket, trace in lowered.traces.items()}
     if not all(seconds.values()):

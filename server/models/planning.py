@@ -1,14 +1,14 @@
 """The planner's long calls, as functions for worker processes.
 
 They import what they need when they are called: the planner's compiled code takes a second and 100 MiB, and the
-engine's process only reads stored plans.
+engine's process only reads stored plans. Nothing here imports torch, which a process that plans does without.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planner.library import Library
+from planner.plan import Plan
 from planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
-from server.models.known_models import Plans
 
 
 def divide(
@@ -22,7 +22,7 @@ def divide(
 
 def plan_model(
     model: ModelDemand, room: Room, library: Library | None, searcher: str, quick: bool = False
-) -> Plans:
+) -> Mapping[int, Plan]:
     """See `planner.sizing.fitting.plan_model`."""
     from planner.sizing import fitting
 

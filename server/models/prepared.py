@@ -17,6 +17,7 @@ from planner.sizing.deployment import ModelDemand
 from runtime.backend import Backend
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
+from runtime.host.pages import release_free_memory
 from runtime.lowering import packing
 from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, NotCached, lower
@@ -29,7 +30,6 @@ from server.models.known_models import KnownModel
 from server.models.options import options_of
 from server.models.repository import FileState, ModelSource
 from server.models.worker_process import WorkerProcesses
-from server.protocol.config_fields import ignored_fields
 from server.protocol.model_config import ModelConfig, config_mismatch, config_names
 
 _log = logging.getLogger("cohabit.models")
@@ -68,13 +68,6 @@ class Prepared:
     @property
     def demand(self) -> ModelDemand:
         return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s)
-
-
-def warn_of_ignored_config(source: ModelSource, device: str) -> None:
-    """Log the fields of a model's configuration that have no effect, with the reasons."""
-    ignored = {} if source.config is None else ignored_fields(source.config, device)
-    if ignored:
-        _log.warning("fields of config.pbtxt have no effect", extra={"fields": {**source.key.fields, **ignored}})
 
 
 def warn_of_interaction(lowered: Lowered) -> None:
@@ -144,6 +137,7 @@ def prepare(
         shape_buckets=wanted_buckets(source, config),
         cached_only=cached_only,
     )
+    release_free_memory()  # lowering has packed the weights one by one
     weights = FileState.of(lowered.weights_path)
     lowered = _with_config_names(source, lowered)
     _refuse_mismatch(source, lowered)

@@ -3,6 +3,7 @@
 The `version_policy` of a configuration chooses the versions to serve: the latest ones, all, or the named ones.
 """
 
+import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,10 +12,12 @@ from pathlib import Path
 
 from server.errors import RepositoryError
 from server.ipc.model import ModelKey
-from server.protocol.config_fields import refuse_fields
+from server.protocol.config_fields import ignored_fields, refuse_fields
 from server.protocol.model_config import ModelConfig, read_config
 from server.scheduling.policy import Policy
 from server.scheduling.policy_config import policy_of
+
+_log = logging.getLogger("cohabit.models")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
@@ -147,6 +150,13 @@ def versions_of(
         return _versions(folder, root, override, exactly) if folder.is_dir() else []
     except OSError as error:
         raise RepositoryError(f"model '{name}' of {repository} cannot be read: {error}") from error
+
+
+def warn_of_ignored_config(source: ModelSource, device: str) -> None:
+    """Log the fields of a model's configuration that have no effect, with the reasons."""
+    ignored = {} if source.config is None else ignored_fields(source.config, device)
+    if ignored:
+        _log.warning("fields of config.pbtxt have no effect", extra={"fields": {**source.key.fields, **ignored}})
 
 
 def _models(folders: Sequence[Path], root: Path) -> Iterator[Found]:

@@ -5,9 +5,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from importlib import import_module
+from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, TypeVar
 
 from planner.errors import CohabitError, format_bytes
@@ -24,6 +24,8 @@ MOST_AT_START = min(2, os.cpu_count() or 1)
 PREPARING = ("runtime.lowering.archive", "server.models.prepared")
 PLANNING = ("planner.sizing.division", "planner.sizing.fitting")
 """Modules that preparing and planning need, and take seconds to import."""
+_KILLED_S = 1.0
+"""A process that is killed leaves within this time, unless its device hangs."""
 _NICENESS = 10
 """The kernel schedules the engine's threads first."""
 
@@ -41,8 +43,8 @@ class WorkerProcesses:
         self._memory_bytes = memory_bytes
         self._room = threading.Semaphore(most)
         self._lock = threading.Lock()
-        self._idle: list[ProcessPoolExecutor] = []
-        self._busy: set[ProcessPoolExecutor] = set()
+        self._idle: list[_WorkerProcess] = []
+        self._busy: set[_WorkerProcess] = set()
         self._closed = False
 
     def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -50,8 +52,8 @@ class WorkerProcesses:
         with self._room:
             process = self._take()
             try:
-                result, failure = process.submit(_guarded, function, args, kwargs).result(self._timeout_s)
-            except BrokenProcessPool as error:
+                result, failure = process.call(function, args, kwargs, self._timeout_s)
+            except (EOFError, ConnectionError) as error:
                 self._end(process)
                 raise WorkerFailed(
                     f"the process that prepares models has died; perhaps memory has run out{self._limit}"
@@ -69,25 +71,21 @@ class WorkerProcesses:
 
     def start(self, modules: Sequence[str], count: int = 1) -> None:
         """Start processes before they are needed, and have them import these modules. Does not wait."""
-        processes = [self._take() for _ in range(count)]
-        for process in processes:
-            process.submit(_import, modules)
         with self._lock:
-            self._busy.difference_update(processes)
-            self._idle += processes
+            self._idle += [_WorkerProcess(self._memory_bytes, modules) for _ in range(count)]
 
     def release(self) -> None:
         """End the idle processes."""
         with self._lock:
-            processes, self._idle = self._idle, []
-        for process in processes:
-            self._end(process)
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.end()
 
     def close(self) -> None:
         """End the processes, even during a call."""
         with self._lock:
             self._closed = True
-            processes = [*self._busy]
+            processes = list(self._busy)
         for process in processes:
             self._end(process)
         self.release()
@@ -97,43 +95,56 @@ class WorkerProcesses:
         limit = self._memory_bytes
         return "" if limit is None else f" (--prepare-memory is {format_bytes(limit)})"
 
-    def _take(self) -> ProcessPoolExecutor:
+    def _take(self) -> "_WorkerProcess":
         with self._lock:
             if self._closed:
                 raise WorkerFailed("the server is stopping")
-            if self._idle:
-                process = self._idle.pop()
-            else:
-                context = multiprocessing.get_context("spawn")
-                process = ProcessPoolExecutor(1, context, _begin, (self._memory_bytes,))
+            process = self._idle.pop() if self._idle else _WorkerProcess(self._memory_bytes)
             self._busy.add(process)
             return process
 
-    def _give_back(self, process: ProcessPoolExecutor) -> None:
+    def _give_back(self, process: "_WorkerProcess") -> None:
         """Keep one idle process, because starting one takes seconds."""
         with self._lock:
             self._busy.discard(process)
             if not self._idle and not self._closed:
                 self._idle.append(process)
                 return
-        self._end(process)
+        process.end()
 
-    def _end(self, process: ProcessPoolExecutor) -> None:
+    def _end(self, process: "_WorkerProcess") -> None:
         with self._lock:
             self._busy.discard(process)
-        children = list((process._processes or {}).values())
-        process.shutdown(wait=False, cancel_futures=True)
-        for child in children:
-            child.kill()
+        process.end()
+
+
+class _WorkerProcess:
+    """A process that answers calls over a pipe, one at a time."""
+
+    def __init__(self, memory_bytes: int | None, modules: Sequence[str] = ()) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, others = context.Pipe()
+        self._process = context.Process(target=_serve, args=(others, memory_bytes, modules), daemon=True)
+        self._process.start()
+        others.close()  # so that its end is the end of the pipe
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
+    ) -> tuple[Any, str | None]:
+        """Return the result, or the error as text. Raises EOFError or ConnectionError if it dies, or TimeoutError."""
+        self._pipe.send((function, args, kwargs))
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError
+        answer: tuple[Any, str | None] = self._pipe.recv()
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(_KILLED_S)
 
 
 def preparing_workers(config: ServeConfig) -> WorkerProcesses:
     return WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, MOST_PREPARING)
-
-
-def _import(modules: Sequence[str]) -> None:
-    for module in modules:
-        import_module(module)
 
 
 def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -141,13 +152,18 @@ def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs
     return function(*args, **kwargs)
 
 
-def _begin(memory_bytes: int | None) -> None:
-    """Set up a process: low priority, few rights, no interrupts from the terminal, and an end with the server."""
+def _serve(pipe: Connection, memory_bytes: int | None, modules: Sequence[str]) -> None:
+    """Answer calls until the pipe ends, with low priority, few rights, and no interrupts from the terminal."""
     os.nice(_NICENESS)
     no_new_privileges()
     yield_memory(memory_bytes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    for module in modules:
+        import_module(module)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            pipe.send(_guarded(*pipe.recv()))
 
 
 def _end_with_parent() -> None:

@@ -13,9 +13,8 @@ from server.config.config import ServeConfig
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown, load_reason
 from server.ipc.model import ModelKey
-from server.models.prepared import warn_of_ignored_config
 from server.models.registry import Registry
-from server.models.repository import Found, ModelSource, Unloadable, versions_of
+from server.models.repository import Found, ModelSource, Unloadable, versions_of, warn_of_ignored_config
 from server.models.worker_process import MOST_PREPARING
 from server.protocol.model_config import parse_config
 

@@ -23,11 +23,10 @@ from server.models.prepared import (
     Prepared,
     open_backend,
     prepare,
-    warn_of_ignored_config,
     warn_without_packing,
 )
 from server.models.preparer import ModelPreparer
-from server.models.repository import FileState, ModelSource
+from server.models.repository import FileState, ModelSource, warn_of_ignored_config
 from server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
