@@ -34,6 +34,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     labels: tuple[str, ...] = ()
     """Names of an output's classes, by index; a class may have none."""
+    default: float | None = None
+    """What fills an input that a request omits; None for one that every request must have."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from server.errors import RepositoryError
 from server.ipc.model import ModelKey
-from server.protocol.config_fields import refuse_fields
+from server.protocol.config_fields import defaults_of, refuse_fields
 from server.protocol.model_config import ModelConfig, read_config
 from server.scheduling.policy import Policy
 from server.scheduling.policy_config import policy_of
@@ -175,6 +175,7 @@ def _versions(
         raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
     if config is not None:
         refuse_fields(config)
+        defaults_of(config)
     wanted = _wanted(versions, config) if exactly is None else sorted(exactly)
     policy = policy_of(config) if config is not None else Policy()
     sent = None if override is None else bytes(override.SerializeToString())

@@ -1,5 +1,6 @@
 """What becomes of each field of Triton's ModelConfig: honoured, refused, or warned of when the model is loaded."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +24,8 @@ PARAMETERS: Mapping[str, str] = {
 """Keys of `parameters`, for settings that have no field."""
 _OWN_PARAMETERS = "cohabit."
 """Prefix of parameters in the configuration that the server returns."""
+_DEFAULT = "cohabit.default."
+"""Prefix of parameters that fill omitted inputs."""
 
 
 Applies = Callable[[Any, str], bool]
@@ -100,7 +103,10 @@ _FIELDS = (
     _refused("input.reshape", _RESHAPE),
     _refused("input.is_shape_tensor", _SHAPE_TENSOR),
     _refused("input.allow_ragged_batch", _RAGGED),
-    _refused("input.optional", "the program takes every input; let clients send all of them"),
+    _honoured(
+        "input.optional",
+        "with the parameter cohabit.default.NAME, the number that fills the input where a request omits it",
+    ),
     _refused("input.is_non_linear_format_io", _LINEAR),
     _honoured("output.name", "compared with the program"),
     _honoured("output.data_type", "compared with the program"),
@@ -168,6 +174,31 @@ def refuse_fields(config: ModelConfig) -> None:
     for field, value in _present(config, ""):
         if field.concerns("refused", value, ""):
             raise RepositoryError(f"config.pbtxt: {field.path}{_shown(value)} is not supported: {field.note}")
+
+
+def defaults_of(config: ModelConfig) -> dict[str, float]:
+    """Return what fills each optional input. Raises RepositoryError for one that has no number, and the reverse."""
+    optional = {tensor.name for tensor in config.input if tensor.optional}
+    given = {
+        key.removeprefix(_DEFAULT): value for key, value in config.parameters.items() if key.startswith(_DEFAULT)
+    }
+    for name in sorted(optional - given.keys()):
+        raise RepositoryError(
+            f"config.pbtxt: input '{name}' is optional, but an exported program takes every input; give the number"
+            f" that fills it where a request omits it as parameter {_DEFAULT}{name}"
+        )
+    for name in sorted(given.keys() - optional):
+        raise RepositoryError(f"config.pbtxt: parameter {_DEFAULT}{name}: there is no optional input '{name}'")
+    return {name: _number(name, value.string_value) for name, value in given.items()}
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        if math.isfinite(number := float(text)):
+            return number
+    except ValueError:
+        pass
+    raise RepositoryError(f"config.pbtxt: parameter {_DEFAULT}{name}: '{text[:40]}' is no number")
 
 
 def ignored_fields(config: ModelConfig, device: str) -> dict[str, str]:
