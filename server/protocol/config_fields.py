@@ -158,7 +158,9 @@ _FIELDS = (
     _warned("cc_model_filenames", "one file serves on every device; see default_model_filename"),
     _warned("metric_tags", "metrics have the labels model and version"),
     _honoured("parameters", f"{', '.join(PARAMETERS)}; others are warned of by their key"),
-    _warned("model_warmup", "no request is made up; a model's first execution may be slower"),
+    _honoured(
+        "model_warmup", "before the model is ready; random_data is from 0 to 1, a file is one row's raw bytes"
+    ),
     _refused("model_operations", "a program may call aten's operators only"),
     _refused("model_transaction_policy.decoupled", "a request has exactly one response"),
     _refused("model_repository_agents", "the repository is read as it is"),

@@ -8,7 +8,14 @@ from typing import Any
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from msgspec.structs import replace
-from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+from tritonclient.grpc.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+    ModelWarmup,
+)
 
 from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
@@ -17,7 +24,9 @@ from server.protocol.datatypes import config_type
 from server.protocol.tensors import filled
 
 __all__ = [
+    "DataType",
     "ModelConfig",
+    "ModelWarmup",
     "config_as_json",
     "config_mismatch",
     "config_names",

@@ -93,7 +93,7 @@ def test_what_would_change_answers_is_refused_by_name(tmp_path: Path, text: str,
             "optimization.input_pinned_memory", "optimization.priority", "optimization.cuda"]),
         ("parameters { key: 'precision' value { } } parameters { key: 'INFERENCE_MODE' value { } }", "cpu",
          ["parameters[INFERENCE_MODE]"]),
-        ("model_warmup { name: 'w' } metric_tags { key: 'a' value: 'b' }", "cpu", ["model_warmup", "metric_tags"]),
+        ("model_warmup { name: 'w' } metric_tags { key: 'a' value: 'b' }", "cpu", ["metric_tags"]),
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_warned_of_by_name(text: str, device: str, named: list[str]) -> None:
