@@ -23,6 +23,7 @@ from server.models.repository import Found, ModelSource, Unloadable, by_name, sc
 from server.models.worker_process import MOST_AT_START, PREPARING, preparing_workers
 from server.placement.lifecycle import Lifecycle
 from server.placement.polling import Poller
+from server.placement.warmup import warm_up
 from server.protocol.model_config import ModelConfig
 from server.protocol.request import InferRequest
 
@@ -148,18 +149,21 @@ class Engine:
             on_progress(model, stage)
 
         loaded = await _in_daemon_thread(lambda: self._load(sources, config, progress))
-        self._adopt(loaded, sources)
+        memory_map = loaded.memory_map  # as everything was placed
+        await self._adopt(loaded, sources)
         if config.model_control == "poll":
             poller = Poller(config.repository, self._lifecycle, self.registry, found | chosen)
             self._poller = asyncio.create_task(poller.run(config.poll_interval_s))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
-        nothing = bool(sources) and not loaded.servables and config.model_control == "none"
+        nothing = (
+            bool(sources) and not any(entry.is_ready for entry in self.registry) and config.model_control == "none"
+        )
         if nothing or (failed and config.exit_on_error):
             reasons = "; ".join(f"{_shown(entry)}: {entry.reason}" for entry in failed)
             which = "no model" if nothing else "not every model"
             raise StartFailed(f"{which} of {config.repository} could be loaded: {reasons}")
         self.started = True
-        return loaded.memory_map
+        return memory_map
 
     async def infer(self, request: InferRequest) -> InferResult:
         """Execute a request. See `ComputeLane.infer`."""
@@ -243,21 +247,34 @@ class Engine:
                 self.registry.failed(entry.name, entry.version, entry.reason)
         return sources
 
-    def _adopt(self, loaded: LoadedRepository, sources: Sequence[ModelSource]) -> None:
+    async def _adopt(self, loaded: LoadedRepository, sources: Sequence[ModelSource]) -> None:
         self._loaded = loaded
-        for source in sources:
-            key = source.key
-            if key in loaded.servables:
-                servable, footprint = loaded.servables[key], loaded.footprints.get(key, ModelFootprint())
-                statistics = self.registry.loaded(servable, source, footprint)
-                self._lanes.add(servable, statistics, source.policy, footprint.lane)
-            else:
-                self.registry.failed(*key, loaded.failures.get(key, "the loader left it out"))
+        failures = {source.key: await self._serve_loaded(loaded, source) for source in sources}
+        failures = {key: reason for key, reason in failures.items() if reason is not None}
+        for key, reason in failures.items():
+            self.registry.failed(*key, reason or "")
         for entry in self.registry:
             if entry.state is ModelState.UNAVAILABLE:
                 _log.warning("model not served", extra={"fields": {"model": _shown(entry), "reason": entry.reason}})
         if loaded.placement is not None:
-            self._lifecycle.open(loaded.placement, loaded.placed_models)
+            placed_models = loaded.placed_models
+            self._lifecycle.open(loaded.placement, {k: p for k, p in placed_models.items() if k not in failures})
+            for key in failures.keys() & placed_models.keys():
+                await loaded.placement.release(placed_models[key])
+
+    async def _serve_loaded(self, loaded: LoadedRepository, source: ModelSource) -> str | None:
+        """Serve a version that was loaded at the start; returns why it is not served, or None."""
+        key = source.key
+        if key not in loaded.servables:
+            return loaded.failures.get(key, "the loader left it out")
+        servable, footprint = loaded.servables[key], loaded.footprints.get(key, ModelFootprint())
+        try:
+            await warm_up(self._lanes[footprint.lane], servable, source)
+        except RepositoryError as error:
+            return str(error)
+        statistics = self.registry.loaded(servable, source, footprint)
+        self._lanes.add(servable, statistics, source.policy, footprint.lane)
+        return None
 
     def _is_wanted(self, model: str) -> bool:
         """Whether a model is loaded at the start."""

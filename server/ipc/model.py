@@ -38,6 +38,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """Names of an output's classes, by index; a class may have none."""
     sizes: tuple[int | str, ...] = ()
     """`shape`, with an expression for each dynamic size; empty where there is none."""
+    default: float | None = None
+    """What fills an input that a request omits; None for one that every request must have."""
 
     def at(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
         """Return its shape without the batch, given the values of the symbols in its sizes."""

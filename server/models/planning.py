@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from planner.library import Library
 from planner.plan import Plan
+from planner.shapes import Bucket
 from planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
 
 
@@ -22,7 +23,7 @@ def divide(
 
 def plan_model(
     model: ModelDemand, room: Room, library: Library | None, searcher: str, quick: bool = False
-) -> Mapping[int, Plan]:
+) -> Mapping[Bucket, Plan]:
     """See `planner.sizing.fitting.plan_model`."""
     from planner.sizing import fitting
 

@@ -72,6 +72,7 @@ class Registry:
 
     def unloaded(self, model: ModelKey) -> None:
         old, nothing = self._entry(model), ModelFootprint()
+        self._statistics.pop(model, None)
         self._put(replace(old, state=ModelState.UNAVAILABLE, reason="unloaded", footprint=nothing, wanted=False))
 
     def rejected(self, model: ModelKey, error: Exception) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from server.errors import RepositoryError
 from server.ipc.model import ModelKey
-from server.protocol.config_fields import ignored_fields, refuse_fields
+from server.protocol.config_fields import defaults_of, ignored_fields, refuse_fields
 from server.protocol.model_config import ModelConfig, read_config
 from server.scheduling.policy import Policy
 from server.scheduling.policy_config import policy_of
@@ -23,6 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _PROGRAM = "model.pt2"
 _MOST_LABEL_BYTES = 1 << 20
+_WARMUP = "warmup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class ModelSource:
     """Names of classes by output."""
     state: FileState | None = None
     """The file's state when it was found."""
+    warmup_files: Mapping[str, tuple[Path, FileState | None]] = field(default_factory=dict)
+    """The files of `model_warmup`, by their names there."""
     rate_share: float = field(default=1.0, compare=False)
     """This version's part of the model's request rate, which its versions share equally."""
 
@@ -67,7 +70,9 @@ class ModelSource:
 
     def loads_as(self, other: "ModelSource") -> bool:
         """Whether to load the other one instead would change nothing: file and configuration are the same."""
-        ours, theirs = ((s.path, s.state, s.labels, _without_version_policy(s.config)) for s in (self, other))
+        ours, theirs = (
+            (s.path, s.state, s.labels, s.warmup_files, _without_version_policy(s.config)) for s in (self, other)
+        )
         return ours == theirs
 
 
@@ -185,10 +190,12 @@ def _versions(
         raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
     if config is not None:
         refuse_fields(config)
+        defaults_of(config)
     wanted = _wanted(versions, config) if exactly is None else sorted(exactly)
     policy = policy_of(config) if config is not None else Policy()
     sent = None if override is None else bytes(override.SerializeToString())
     labels = {} if config is None else _labels(folder, root, config)
+    warmup = {} if config is None else _warmup_files(folder, root, config)
     found: list[Found] = []
     for version in wanted:
         try:
@@ -197,7 +204,9 @@ def _versions(
             found.append(Unloadable(folder.name, str(error), version))
         else:
             state, share = FileState.of(path), 1 / len(wanted)
-            found.append(ModelSource(folder.name, version, path, config, policy, sent, labels, state, share))
+            found.append(
+                ModelSource(folder.name, version, path, config, policy, sent, labels, state, warmup, share)
+            )
     return found
 
 
@@ -213,12 +222,10 @@ def _labels(folder: Path, root: Path, config: ModelConfig) -> dict[str, tuple[st
     """Read the label files of a model's folder, which have a class per line. Raises RepositoryError."""
     labels = {}
     for output in config.output:
-        file = Path(output.label_filename)
-        if not output.label_filename:
+        file = output.label_filename
+        if not file:
             continue
-        if file.is_absolute() or ".." in file.parts or not (folder / file).exists():
-            raise RepositoryError(f"config.pbtxt: output '{output.name}': its folder has no label file '{file}'")
-        path = _regular(_confine(folder / file, root))
+        path = _named_file(folder, file, root, f"output '{output.name}': its folder has no label file '{file}'")
         if path.stat().st_size > _MOST_LABEL_BYTES:
             raise RepositoryError(f"label file '{file}' is over {_MOST_LABEL_BYTES} bytes")
         try:
@@ -227,6 +234,25 @@ def _labels(folder: Path, root: Path, config: ModelConfig) -> dict[str, tuple[st
             raise RepositoryError(f"label file '{file}' cannot be read: {error}") from error
         labels[output.name] = tuple(line.removesuffix("\r") for line in text.removesuffix("\n").split("\n"))
     return labels
+
+
+def _warmup_files(folder: Path, root: Path, config: ModelConfig) -> dict[str, tuple[Path, FileState | None]]:
+    """Find the files of a model's warm-up. Raises RepositoryError."""
+    files = {}
+    for sample in config.model_warmup:
+        for name in (given.input_data_file for given in sample.inputs.values() if given.input_data_file):
+            missing = f"model_warmup '{sample.name}': its folder has no file '{_WARMUP}/{name}'"
+            path = _named_file(folder / _WARMUP, name, root, missing)
+            files[name] = path, FileState.of(path)
+    return files
+
+
+def _named_file(folder: Path, name: str, root: Path, missing: str) -> Path:
+    """Return a file of a folder that a configuration names. Raises RepositoryError."""
+    file = Path(name)
+    if file.is_absolute() or ".." in file.parts or not (folder / file).exists():
+        raise RepositoryError(f"config.pbtxt: {missing}")
+    return _regular(_confine(folder / file, root))
 
 
 def _wanted(versions: Sequence[int], config: ModelConfig | None) -> Sequence[int]:

@@ -18,6 +18,7 @@ from server.models.prepared import Prepared, warn_of_interaction
 from server.placement.lane_choice import least_busy
 from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
+from server.protocol.model_config import with_defaults
 
 Programs = dict[Bucket, Program]
 
@@ -152,7 +153,7 @@ class PartitionedMemory:
         most = max(programs).batch
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
-        info = describe(lowered, prepared.source.version, most, prepared.source.labels)
+        info = with_defaults(describe(lowered, prepared.source.version, most, prepared.source.labels), config)
         runner = self.executors[lane] if self.shared is None else self.shared
         servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
         self.placed_models[owner] = placed = PlacedModel(

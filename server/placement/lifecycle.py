@@ -16,6 +16,7 @@ from server.ipc.model import ModelKey
 from server.models.registry import Registry
 from server.models.repository import Found, ModelSource, Unloadable, versions_of, warn_of_ignored_config
 from server.models.worker_process import MOST_PREPARING
+from server.placement.warmup import warm_up
 from server.protocol.model_config import parse_config
 
 if TYPE_CHECKING:
@@ -163,6 +164,11 @@ class Lifecycle:
             if old is not None and old.key != source.key and self._serving.get(old.key) is not old:
                 self._registry.unloaded(old.key)
         warn_of_ignored_config(source, self._config.device)
+        try:
+            await warm_up(self._lanes[placed.lane], placed.servable, source)
+        except Exception:
+            await placement.release(placed)
+            raise
         statistics = self._registry.loaded(placed.servable, source, placed.footprint)
         self._lanes.add(placed.servable, statistics, source.policy, placed.lane)
         self._serving[source.key] = placed

@@ -1,5 +1,6 @@
 """What becomes of each field of Triton's ModelConfig: honoured, refused, or warned of when the model is loaded."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +25,8 @@ PARAMETERS: Mapping[str, str] = {
 """Keys of `parameters`, for settings that have no field."""
 _OWN_PARAMETERS = "cohabit."
 """Prefix of parameters in the configuration that the server returns."""
+_DEFAULT = "cohabit.default."
+"""Prefix of parameters that fill omitted inputs."""
 
 
 Applies = Callable[[Any, str], bool]
@@ -105,7 +108,10 @@ _FIELDS = (
     _refused("input.reshape", _RESHAPE),
     _refused("input.is_shape_tensor", _SHAPE_TENSOR),
     _refused("input.allow_ragged_batch", _RAGGED),
-    _refused("input.optional", "the program takes every input; let clients send all of them"),
+    _honoured(
+        "input.optional",
+        "with the parameter cohabit.default.NAME, the number that fills the input where a request omits it",
+    ),
     _refused("input.is_non_linear_format_io", _LINEAR),
     _honoured("output.name", "compared with the program"),
     _honoured("output.data_type", "compared with the program"),
@@ -157,7 +163,9 @@ _FIELDS = (
     _warned("cc_model_filenames", "one file serves on every device; see default_model_filename"),
     _warned("metric_tags", "metrics have the labels model and version"),
     _honoured("parameters", f"{', '.join(PARAMETERS)}; others are warned of by their key"),
-    _warned("model_warmup", "no request is made up; a model's first execution may be slower"),
+    _honoured(
+        "model_warmup", "before the model is ready; random_data is from 0 to 1, a file is one row's raw bytes"
+    ),
     _refused("model_operations", "a program may call aten's operators only"),
     _refused("model_transaction_policy.decoupled", "a request has exactly one response"),
     _refused("model_repository_agents", "the repository is read as it is"),
@@ -181,6 +189,31 @@ def refused_fields(config: ModelConfig) -> dict[str, str]:
         for field, value in _present(config, "")
         if field.concerns("refused", value, "")
     }
+
+
+def defaults_of(config: ModelConfig) -> dict[str, float]:
+    """Return what fills each optional input. Raises RepositoryError for one that has no number, and the reverse."""
+    optional = {tensor.name for tensor in config.input if tensor.optional}
+    given = {
+        key.removeprefix(_DEFAULT): value for key, value in config.parameters.items() if key.startswith(_DEFAULT)
+    }
+    for name in sorted(optional - given.keys()):
+        raise RepositoryError(
+            f"config.pbtxt: input '{name}' is optional, but an exported program takes every input; give the number"
+            f" that fills it where a request omits it as parameter {_DEFAULT}{name}"
+        )
+    for name in sorted(given.keys() - optional):
+        raise RepositoryError(f"config.pbtxt: parameter {_DEFAULT}{name}: there is no optional input '{name}'")
+    return {name: _number(name, value.string_value) for name, value in given.items()}
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        if math.isfinite(number := float(text)):
+            return number
+    except ValueError:
+        pass
+    raise RepositoryError(f"config.pbtxt: parameter {_DEFAULT}{name}: '{text[:40]}' is no number")
 
 
 def ignored_fields(config: ModelConfig, device: str) -> dict[str, str]:

@@ -34,6 +34,7 @@ from tritonclient.grpc.model_config_pb2 import (
     ModelInstanceGroup,
     ModelOutput,
     ModelQueuePolicy,
+    ModelWarmup,
 )
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "ModelInstanceGroup",
     "ModelOutput",
     "ModelQueuePolicy",
+    "ModelWarmup",
 ]

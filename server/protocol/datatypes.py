@@ -39,6 +39,12 @@ def float32_of_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.f
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def bf16_of_float32(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Round finite numbers to the nearest bfloat16, ties to even; returns its bits."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
 def config_type(datatype: str) -> str:
     """Return ModelConfig's name for a datatype: TYPE_FP32."""
     return f"TYPE_{datatype}"

@@ -12,6 +12,7 @@ from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY, BYTES
 from server.protocol.request import InferRequest, RequestedOutput
 from server.protocol.shared_memory import RegionUse, Window
+from server.protocol.tensors import filled
 
 Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -88,6 +89,10 @@ def fit(
     batch = _batch(message.inputs, info)
     sizes = _sizes(message.inputs, info) if info.dynamic.dimensions else ()
     inputs = {body.name: read(body) for body in message.inputs}
+    for tensor in info.inputs:
+        if tensor.default is not None and tensor.name not in inputs:
+            shape = (batch, *tensor.shape) if info.max_batch_size > 0 else tensor.shape
+            inputs[tensor.name] = filled(tensor.default, tensor.datatype, shape)
     if parameters:
         binary = _flag(parameters, "binary_data_output", binary)
         priority = unsigned(parameters, "priority", "the request") or None
@@ -142,7 +147,7 @@ def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
             raise TensorMismatch(f"input '{body.name}' already exists in request")
         seen.add(body.name)
         _match_input(body, specs[body.name], info)
-    missing = [name for name in specs if name not in seen]
+    missing = [tensor.name for tensor in info.inputs if tensor.name not in seen and tensor.default is None]
     if missing:
         raise TensorMismatch(
             f"expected {len(specs)} inputs but got {len(bodies)} inputs for model '{info.name}'. Got input(s)"

@@ -7,15 +7,27 @@ from typing import Any
 
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from msgspec.structs import replace
 
 from planner.shapes import Bucket
 from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
-from server.protocol.config_messages import DataType, ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+from server.protocol.config_fields import defaults_of
+from server.protocol.config_messages import (
+    DataType,
+    ModelConfig,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+    ModelWarmup,
+)
 from server.protocol.datatypes import config_type
+from server.protocol.tensors import filled
 
 __all__ = [
+    "DataType",
     "ModelConfig",
+    "ModelWarmup",
     "config_as_json",
     "config_mismatch",
     "config_names",
@@ -23,6 +35,7 @@ __all__ = [
     "config_text",
     "parse_config",
     "read_config",
+    "with_defaults",
 ]
 
 _LARGEST_FILE_BYTES = 1 << 20
@@ -162,10 +175,32 @@ def config_mismatch(config: ModelConfig, info: ModelInfo) -> str | None:
             f"config.pbtxt has max_batch_size {config.max_batch_size}, the program takes at most"
             f" {info.max_batch_size}"
         )
+    if (reason := _default_mismatch(config, info)) is not None:
+        return reason
     batch_in_dims = config.max_batch_size == 0 and info.max_batch_size > 0
     return _tensors_mismatch("input", config.input, info.inputs, batch_in_dims) or _tensors_mismatch(
         "output", config.output, info.outputs, batch_in_dims
     )
+
+
+def with_defaults(info: ModelInfo, config: ModelConfig | None) -> ModelInfo:
+    """Return the description with what fills the optional inputs of a configuration, which agrees with it."""
+    if config is None or not (defaults := defaults_of(config)):
+        return info
+    return replace(info, inputs=tuple(replace(tensor, default=defaults.get(tensor.name)) for tensor in info.inputs))
+
+
+def _default_mismatch(config: ModelConfig, info: ModelInfo) -> str | None:
+    for tensor in with_defaults(info, config).inputs:
+        if tensor.default is None:
+            continue
+        if any(size < 0 for size in tensor.shape):
+            return f"input '{tensor.name}' cannot be optional, because its shape {list(tensor.shape)} is not fixed"
+        try:
+            filled(tensor.default, tensor.datatype, ())
+        except (ValueError, OverflowError):
+            return f"the default of input '{tensor.name}', {tensor.default:g}, is no {tensor.datatype}"
+    return None
 
 
 def _tensors_mismatch(

@@ -10,7 +10,7 @@ import numpy as np
 from server.errors import InvalidRequest, TensorMismatch
 from server.ipc.model import Array
 from server.protocol import json_numbers
-from server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
+from server.protocol.datatypes import BF16, BINARY_ONLY, BYTES, DTYPES, bf16_of_float32
 from server.protocol.shared_memory import Window
 
 _LENGTH = struct.Struct("<I")
@@ -46,6 +46,20 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
             f" '{name}'"
         )
     return json_numbers.decode(memoryview(data), name, datatype, shape)
+
+
+def filled(value: float, datatype: str, shape: Sequence[int]) -> Array:
+    """Return a tensor all of whose elements are `value`. Raises OverflowError or ValueError if that does not fit."""
+    dtype = DTYPES[datatype]
+    if datatype == BF16:
+        return np.full(shape, bf16_of_float32(np.array([value], np.float32))[0])
+    if dtype.kind in "iub":
+        exact = int(value)
+        limits = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        if exact != value or not limits[0] <= exact <= limits[1]:
+            raise ValueError(f"{value:g} is no {datatype}")
+        return np.full(shape, exact, dtype)
+    return np.full(shape, value, dtype)
 
 
 def to_binary(array: Array, datatype: str) -> bytes | memoryview:

@@ -8,13 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.serving import Running, eventually
+from tests.e2e.serving import Process, Running, eventually, infer, process
 from tests.e2e.stacks import Stacks, X, answer, controlled, held, is_answer_of, under_load
+
+
+def engine_of(server: Process) -> psutil.Process:
+    children = psutil.Process(server.popen.pid).children()
+    (engine,) = (child for child in children if "server.engine_process" in child.cmdline())
+    return engine
 
 
 def policy(text: str) -> str:
@@ -179,3 +186,24 @@ def test_version_folders_are_followed(stacks: Stacks, plans: Path, tmp_path: Pat
         assert odd == []
         shutil.rmtree(tmp_path / "a")
         eventually(lambda: held(server) == {})
+
+
+def test_a_new_engine_serves_the_versions_of_the_one_that_died(stacks: Stacks, plans: Path, tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        stacks.put(tmp_path, "a", version, version)
+    flags = ("--model-control", "explicit", "--load-model", "a", "--batch-sizes", "1")
+    with process(tmp_path, "24MiB", plans, *flags) as server:
+        server.until_ready()
+        with triton.InferenceServerClient(server.address, network_timeout=120) as client:
+            client.load_model("a", config=policy('{"specific": {"versions": [1, 2]}}'))
+            stacks.put(tmp_path, "a", 4, 4)
+            killed = engine_of(server)
+            killed.kill()
+            for version in (1, 2):
+                (output,) = infer(server.address, "a", {"x": X}, str(version)).values()
+                assert is_answer_of(version, output)
+            assert ready_versions(client) == ["1", "2"], "those of the policy that a client had sent"
+            assert client.get_model_config("a")["version_policy"] == {"specific": {"versions": [1, 2]}}
+            assert engine_of(server) != killed
+            index = {row["version"]: row["state"] for row in client.get_model_repository_index()}
+            assert index == {"1": "READY", "2": "READY", "3": "UNAVAILABLE"}

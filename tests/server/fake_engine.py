@@ -70,7 +70,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
     slow.predicted_s = {Bucket(1): 1e3}
     negative = adder(version=2)
     negative.function = lambda a, b: {"diff": b - a, "sum": -a - b}
-    return serving(doubler, slow, negative, adder())
+    return serving(doubler, slow, identity("empty", "FP32", (0,)), negative, adder())
 
 
 def make(config: ServeConfig, **options: Any) -> Engine:

@@ -23,7 +23,8 @@ from tests.server import fake_engine
 from tests.server.server_fakes import adder, config, identity, serving, write_repository
 
 COMMAND = (sys.executable, "-m", "tests.server.fake_engine")
-MODELS = serving(identity("double", "FP32"), identity("slow", "FP32"), adder(version=2), adder())
+EMPTY = identity("empty", "FP32", (0,))
+MODELS = serving(identity("double", "FP32"), identity("slow", "FP32"), EMPTY, adder(version=2), adder())
 
 
 @dataclass

@@ -11,8 +11,8 @@ from google.protobuf import text_format
 from server.errors import RepositoryError
 from server.ipc.model import ModelInfo, TensorSpec
 from server.models.repository import Unloadable, scan
-from server.protocol.config_fields import FIELDS, ConfigField, ignored_fields, refuse_fields
-from server.protocol.model_config import ModelConfig, config_as_json, config_of, parse_config
+from server.protocol.config_fields import FIELDS, ConfigField, defaults_of, ignored_fields, refuse_fields
+from server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of, parse_config
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-triton.md"
 
@@ -61,7 +61,6 @@ def test_the_document_has_the_table() -> None:
         ("platform: 'tensorrt_plan'", "platform 'tensorrt_plan'"),
         ("backend: 'python'", "backend 'python'"),
         ("max_batch_size: -1", "max_batch_size -1"),
-        ("input { name: 'x' } input { name: 'y' optional: true }", "input.optional"),
         ("input { name: 'x' reshape { } }", "input.reshape"),
         ("output { name: 'x' is_shape_tensor: true }", "output.is_shape_tensor"),
         ("batch_input { }", "batch_input"),
@@ -94,7 +93,7 @@ def test_what_would_change_answers_is_refused_by_name(tmp_path: Path, text: str,
             "optimization.input_pinned_memory", "optimization.priority", "optimization.cuda"]),
         ("parameters { key: 'precision' value { } } parameters { key: 'INFERENCE_MODE' value { } }", "cpu",
          ["parameters[INFERENCE_MODE]"]),
-        ("model_warmup { name: 'w' } metric_tags { key: 'a' value: 'b' }", "cpu", ["model_warmup", "metric_tags"]),
+        ("model_warmup { name: 'w' } metric_tags { key: 'a' value: 'b' }", "cpu", ["metric_tags"]),
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_warned_of_by_name(text: str, device: str, named: list[str]) -> None:
@@ -111,6 +110,40 @@ def test_the_configuration_that_is_returned_may_be_sent_back(device: str) -> Non
     sent = parse_config(json.dumps(answered))
     refuse_fields(sent)
     assert ignored_fields(sent, device) == {}
+
+
+DEFAULT = "parameters {{ key: 'cohabit.default.{}' value {{ string_value: '{}' }} }}"
+
+
+@pytest.mark.parametrize(
+    ("parameter", "reason"),
+    [
+        ("", "input 'y' is optional, but an exported program takes every input; give the number"),
+        (DEFAULT.format("y", "none"), "parameter cohabit.default.y: 'none' is no number"),
+        (DEFAULT.format("y", "inf"), "parameter cohabit.default.y: 'inf' is no number"),
+        (DEFAULT.format("y", "1") + DEFAULT.format("x", "1"), "there is no optional input 'x'"),
+    ],
+)
+def test_an_optional_input_needs_a_number(parameter: str, reason: str) -> None:
+    with pytest.raises(RepositoryError, match=reason):
+        defaults_of(config("input { name: 'x' } input { name: 'y' optional: true }" + parameter))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "value", "mismatch"),
+    [
+        ("FP32", (4,), "-1.5", None),
+        ("BOOL", (4,), "1", None),
+        ("BOOL", (4,), "2", "the default of input 'y', 2, is no BOOL"),
+        ("INT8", (4,), "0.5", "the default of input 'y', 0.5, is no INT8"),
+        ("UINT8", (4,), "-1", "the default of input 'y', -1, is no UINT8"),
+        ("FP32", (4, -1), "0", "input 'y' cannot be optional, because its shape [4, -1] is not fixed"),
+    ],
+)
+def test_a_default_fits_its_input(datatype: str, shape: tuple[int, ...], value: str, mismatch: str | None) -> None:
+    given = f"input {{ name: 'y' data_type: TYPE_{datatype} dims: {list(shape)} optional: true }}"
+    info = ModelInfo("m", 1, (TensorSpec("y", datatype, shape),), (), 8)
+    assert config_mismatch(config(f"max_batch_size: 8 {given} {DEFAULT.format('y', value)}"), info) == mismatch
 
 
 def test_a_field_is_refused_wherever_it_stands() -> None:

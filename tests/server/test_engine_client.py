@@ -65,6 +65,11 @@ async def test_a_failed_request_fails_alone_and_with_the_models_words(
     np.testing.assert_array_equal(await front_end.double(4), rows(4) * 2)
 
 
+async def test_tensors_may_have_no_elements(front_end: FrontEnd) -> None:
+    answer = (await front_end.infer("empty", x=np.zeros((3, 0), np.float32)))["y"]
+    assert (answer.shape, answer.dtype) == ((3, 0), np.float32)
+
+
 async def test_a_model_that_is_not_there_is_an_error(front_end: FrontEnd) -> None:
     info = front_end.client.catalog.require("double")
     unknown = ModelInfo("unknown", 1, info.inputs, info.outputs, 8)
@@ -117,7 +122,7 @@ async def test_the_report_counts_requests_and_rejections(front_end: FrontEnd) ->
 
 async def test_the_catalog_has_every_model(front_end: FrontEnd) -> None:
     states = {entry.name: entry.state for entry in front_end.client.catalog}
-    assert states == dict.fromkeys(("adder", "double", "slow"), ModelState.READY)
+    assert states == dict.fromkeys(("adder", "double", "empty", "slow"), ModelState.READY)
     assert front_end.client.unavailable is None
     assert front_end.client.catalog.not_ready() is None
 

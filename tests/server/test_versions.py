@@ -15,13 +15,16 @@ from tritonclient.utils import InferenceServerException
 
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
+from server.engine_host import Engine
 from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
 from server.frontend.dataplane import DataPlane
 from server.frontend.memory import RequestMemory
 from server.ipc.catalog import Catalog, ModelEntry, ModelState
+from server.ipc.messages import RestoredModel
 from server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 from server.models.prepared import _rate
-from server.models.repository import ModelSource
+from server.models.repository import ModelSource, Unloadable
+from server.protocol.model_config import ModelConfig
 from server.protocol.request import InferRequest
 from server.protocol.shared_memory import Regions
 from server.tools.remote import tables
@@ -196,6 +199,23 @@ def test_a_models_rate_is_shared_equally_by_its_versions() -> None:
         name: _rate(ModelSource(name, 1, Path("model.pt2"), rate_share=1 / 3), config) for name in ("m", "third")
     }
     assert rates == {"m": pytest.approx(10.0), "third": pytest.approx(20.0 / 3)}
+
+
+def test_a_restart_loads_the_versions_that_were_served_with_the_configurations_that_clients_sent(
+    tmp_path: Path,
+) -> None:
+    for version in (1, 2, 3):
+        (tmp_path / "m" / str(version)).mkdir(parents=True)
+        (tmp_path / "m" / str(version) / "model.pt2").touch()
+    engine = Engine(ServeConfig(tmp_path, FixedSize(1 << 20)), lambda entry: None)
+    sent = bytes(ModelConfig(max_batch_size=4).SerializeToString())
+    served = [RestoredModel(ModelKey("m", 1), sent), RestoredModel(ModelKey("m", 2), None)]
+    found = engine._restored([*served, RestoredModel(ModelKey("m", 4), None)])["m"]
+    sources = {entry.version: entry for entry in found if isinstance(entry, ModelSource)}
+    assert {version: source.override for version, source in sources.items()} == {1: sent, 2: None}
+    assert [entry for entry in found if isinstance(entry, Unloadable)] == [
+        Unloadable("m", "it has no file model.pt2", 4)
+    ]
 
 
 # A version that is replaced after a request for no particular version has chosen it.

@@ -119,6 +119,20 @@ def test_inference(client: Client) -> None:
     assert [output["name"] for output in response["outputs"]] == ["sum", "diff"]  # the model's order
 
 
+def test_optional_inputs_may_be_omitted(client: Client) -> None:
+    x = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.float32)
+    shift = np.array([[10, 20, 30, 40]] * 2)
+    scale = np.array([[0.5], [3.0]], ml_dtypes.bfloat16)
+    optional = {"shift": (shift, "INT64"), "scale": (scale, "BF16")}
+    for sent in ((), ("shift",), ("scale",), ("shift", "scale")):
+        inputs = [client.input(name, *optional[name]) for name in sent]
+        answer = client.raw.infer("optional", [*inputs, client.input("x", x, "FP32")]).as_numpy("y")
+        factor = scale.astype(np.float32) if "scale" in sent else 2.5
+        np.testing.assert_array_equal(answer, x * factor + (shift if "shift" in sent else -1))
+    with pytest.raises(InferenceServerException, match=r"missing required input\(s\) \['x'\]"):
+        client.raw.infer("optional", [client.input("shift", shift, "INT64")])
+
+
 @pytest.mark.parametrize("binary_in", [True, False])
 @pytest.mark.parametrize("binary_out", [True, False])
 def test_http_with_json_and_binary(server: Ports, binary_in: bool, binary_out: bool) -> None:

@@ -26,6 +26,7 @@ from server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
 from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from server.observe.access import OPEN, Access
 from server.observe.settings import LogSettings
+from server.protocol.datatypes import float32_of_bf16
 from server.protocol.request import InferRequest
 from server.protocol.shared_memory import Regions, no_system, open_region
 
@@ -134,7 +135,15 @@ def standard_models() -> list[FakeModel]:
             raise InvalidRequest("row 7 is outside the table")
         raise RuntimeError("the kernel caught fire")
 
+    def with_optional(x: Array, scale: Array, shift: Array) -> dict[str, Array]:
+        return {"y": x * float32_of_bf16(scale) + shift}
+
     pair = tensors(("a", "FP32", (4,)), ("b", "FP32", (4,)))
+    optional = (
+        TensorSpec("x", "FP32", (4,)),
+        TensorSpec("scale", "BF16", (1,), default=2.5),
+        TensorSpec("shift", "INT64", (4,), default=-1.0),
+    )
     sums = tensors(("sum", "FP32", (4,)), ("diff", "FP32", (4,)))
     whole = tensors(("x", "INT32", (2, 3))), tensors(("y", "INT32", (2, 3)))
     datatypes = ("BOOL", "UINT8", "INT32", "INT64", "UINT64", "FP16", "BF16", "FP64")
@@ -143,6 +152,7 @@ def standard_models() -> list[FakeModel]:
         FakeModel(ModelInfo("fixed", 1, *whole), lambda x: {"y": x * 2}),
         FakeModel(identity("broken").info, broken),
         identity("wide", shape=(4096,)),
+        FakeModel(ModelInfo("optional", 1, optional, tensors(("y", "FP32", (4,))), 8), with_optional),
         *(identity(f"id_{d.lower()}", d) for d in datatypes),
     ]
 
