@@ -96,7 +96,7 @@ class DynamicShape(msgspec.Struct, frozen=True):
         """Return the largest size up to this one that a dimension can have; None if there is none."""
         conditions = [c for c in self.constraints if _names(c) == {dimension.symbol}]
         for value in range(dimension.symbol_value(size), dimension.symbol_value(dimension.least) - 1, -1):
-            if all(evaluate(c, {dimension.symbol: value}) for c in conditions):
+            if all(_holds(c, {dimension.symbol: value}) for c in conditions):
                 return value * dimension.step + dimension.offset
         return None
 
@@ -115,10 +115,17 @@ class DynamicShape(msgspec.Struct, frozen=True):
 
     def broken_constraint(self, symbols: Mapping[str, int]) -> str | None:
         """Return a constraint that these values do not satisfy, or None."""
-        return next((c for c in self.constraints if not evaluate(c, symbols)), None)
+        return next((c for c in self.constraints if not _holds(c, symbols)), None)
 
 
 STATIC = DynamicShape()
+
+
+def _holds(condition: str, symbols: Mapping[str, int]) -> bool:
+    try:
+        return bool(evaluate(condition, symbols))
+    except ZeroDivisionError:
+        return False
 
 
 def smallest_holding(buckets: Collection[tuple[int, ...]], sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -155,6 +162,8 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
 _FUNCTIONS: Mapping[str, Callable[..., int]] = {
     "Max": max,
     "Min": min,
+    "max": max,
+    "min": min,
     "Mod": operator.mod,
     "PythonMod": operator.mod,
     "FloorDiv": operator.floordiv,
@@ -188,6 +197,11 @@ def _value(node: ast.expr, values: Mapping[str, int]) -> Any:
             return values[name]
         case ast.UnaryOp(ast.USub(), operand):
             return -_value(operand, values)
+        case ast.UnaryOp(ast.Not(), operand):
+            return not _value(operand, values)
+        case ast.BoolOp(op, operands):
+            truths = (_value(operand, values) for operand in operands)
+            return all(truths) if isinstance(op, ast.And) else any(truths)
         case ast.BinOp(left, ast.Pow(), ast.Constant(int(exponent))) if 0 <= exponent <= _LARGEST_EXPONENT:
             return _value(left, values) ** exponent
         case ast.BinOp(left, op, right) if type(op) in _BINARY:

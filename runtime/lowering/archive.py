@@ -78,6 +78,13 @@ def read(path: Path) -> ExportedProgram:
     return program
 
 
+def guards(path: Path) -> list[str]:
+    """Read the conditions on the inputs' sizes that stand beside a program: Python text, which must not be executed."""
+    with open_archive(path) as archive:
+        document = json.loads(_Records(path, archive).checked(_MODEL, _MAX_JSON_BYTES))
+    return [text for text in document.get("guards_code", ()) if isinstance(text, str)]
+
+
 class _Records:
     """The records of one archive, by their names below the archive's root folder."""
 

@@ -1,6 +1,7 @@
 """Converts an exported program to the form in which it is lowered."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,19 @@ from runtime.lowering.model import FxModel, Port
 from runtime.lowering.trace import DYNAMIC
 
 _UNLIMITED = 1 << 20
+_TRIED = 5040
+"""A value of symbols for which no quotient that occurs is zero."""
+_INPUT_SIZE = re.compile(r"L((?:\['[^']+'\]|\[\d+\])+)\.size\(\)\[(\d+)\]", re.ASCII)
+"""How guards name the size of an input's dimension: `L['x'].size()[1]`."""
+_KEY = re.compile(r"\['?([^'\]]+)'?\]")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
-def from_program(name: str, program: ExportedProgram) -> FxModel:
-    """Convert an exported program. Raises UnsupportedModel for state, tokens, and sizes that depend on values."""
+def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()) -> FxModel:
+    """Convert an exported program; `guards` are the conditions on its inputs' sizes that stand beside it.
+
+    Raises UnsupportedModel for state, tokens, and sizes that depend on values.
+    """
     signature = program.graph_signature
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
@@ -59,7 +69,12 @@ def from_program(name: str, program: ExportedProgram) -> FxModel:
         outputs=_outputs(name, program, graph, batch, symbols),
         max_batch=None if batch is None else _range(program, batch)[1] or _UNLIMITED,
         batch_symbol=batch,
-        dynamic=DynamicShape(dimensions, _constraints(program.graph, symbols)),
+        dynamic=DynamicShape(
+            dimensions,
+            _constraints(name, program, guards, {names.get(n.name, n.name): n for n in inputs}, symbols, batch)
+            if symbols
+            else (),
+        ),
     )
 
 
@@ -135,15 +150,45 @@ def _range(program: ExportedProgram, symbol: str) -> tuple[int, int | None]:
     return 1, None
 
 
-def _constraints(graph: fx.Graph, symbols: set[str]) -> tuple[str, ...]:
-    """The conditions on dynamic dimensions that export has written into the program."""
-    found: dict[str, None] = {}
-    for node in graph.nodes:
-        if getattr(node.target, "_opname", "") == "_assert_scalar" and isinstance(node.args[0], fx.Node):
-            value = node.args[0].meta.get("val")
-            if isinstance(value, torch.SymBool) and _symbols(value) and _symbols(value) <= symbols:
-                found[str(value)] = None
-    return tuple(found)
+def _constraints(
+    name: str,
+    program: ExportedProgram,
+    guards: Sequence[str],
+    inputs: dict[str, fx.Node],
+    symbols: set[str],
+    batch: str | None,
+) -> tuple[str, ...]:
+    """The conditions on dynamic dimensions that export has written into the program, and beside it."""
+    found = [str(value) for node in program.graph.nodes if (value := _asserted(node)) is not None]
+    found += [_INPUT_SIZE.sub(lambda match: _size_of(inputs, match), guard) for guard in guards]
+    kept: dict[str, None] = {}
+    for condition in found:
+        unclear = ".size()" in condition
+        if unclear or not symbols.isdisjoint(_NAME.findall(condition)):
+            if unclear or not _is_known(condition, {*symbols, batch}):
+                raise UnsupportedModel(
+                    f"{name}: it was exported under the condition {condition[:200]}, which cannot be checked"
+                )
+            kept[condition] = None
+    return tuple(kept)
+
+
+def _asserted(node: fx.Node) -> torch.SymBool | None:
+    """The condition that a node asserts, if it is one on symbols."""
+    if getattr(node.target, "_opname", "") != "_assert_scalar" or not isinstance(node.args[0], fx.Node):
+        return None
+    value = node.args[0].meta.get("val")
+    return value if isinstance(value, torch.SymBool) and not any(map(_is_value, _symbols(value))) else None
+
+
+def _is_value(symbol: str) -> bool:
+    return symbol.startswith(("u", "zuf"))
+
+
+def _size_of(inputs: dict[str, fx.Node], match: re.Match[str]) -> str:
+    """The expression for the size of an input's dimension that a guard names."""
+    node = inputs.get("_".join(_KEY.findall(match[1])))
+    return match[0] if node is None else f"({node.meta['val'].shape[int(match[2])]})"
 
 
 def _port(model: str, name: str, node: fx.Node, batch: str | None, symbols: set[str]) -> Port:
@@ -168,10 +213,10 @@ def _port(model: str, name: str, node: fx.Node, batch: str | None, symbols: set[
     return Port(name, value.dtype, tuple(dims))
 
 
-def _is_known(expression: str, symbols: set[str]) -> bool:
+def _is_known(expression: str, symbols: Iterable[str | None]) -> bool:
     """Whether a server can evaluate an expression."""
     try:
-        evaluate(expression, dict.fromkeys(symbols, 1))
+        evaluate(expression, {s: _TRIED for s in symbols if s is not None})
     except (UnknownExpression, ArithmeticError):
         return False
     return True

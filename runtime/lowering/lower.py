@@ -2,11 +2,13 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 import torch
 
 from planner import cache_file
@@ -143,10 +145,10 @@ def lower(
 
 def _read(path: Path, name: str) -> FxModel:
     """Read an archive. Torch's deserializer takes seconds to import, which a server with a full cache need not."""
-    from runtime.lowering.archive import read
+    from runtime.lowering.archive import guards, read
     from runtime.lowering.exported import from_program
 
-    return from_program(name, read(path))
+    return from_program(name, read(path), guards(path))
 
 
 def compute_sizes_first(model: FxModel) -> None:
@@ -194,7 +196,9 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int
             f"{model.name}: {_named(model, d)} was exported without a largest size; export it with"
             " Dim(..., max=N), or give the sizes to plan for with --shape-buckets"
         )
-    model.dynamic = model.dynamic.bucketed(shape_buckets)
+    usable = _usable(model, batches)
+    constraints = tuple(_at_batches(model, usable))
+    model.dynamic = msgspec.structs.replace(model.dynamic, constraints=constraints).bucketed(shape_buckets)
     dimensions = model.dynamic.dimensions
     for d in dimensions:
         if not d.buckets:
@@ -202,7 +206,6 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int
                 f"{model.name}: {_named(model, d)} is {d.least} or larger; --shape-buckets has"
                 f" {', '.join(map(str, shape_buckets))}"
             )
-    usable = _usable(model, batches)
     count = len(usable) * math.prod(len(d.buckets) for d in dimensions)
     if dimensions and count > MOST_BUCKETS:
         sizes = "; ".join(f"{_named(model, d)} {', '.join(map(str, d.buckets))}" for d in dimensions)
@@ -211,6 +214,13 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int
             f" combinations to plan, the limit is {MOST_BUCKETS}; name fewer with --shape-buckets or --batch-sizes"
         )
     return [Bucket(batch, sizes) for batch in usable for sizes in model.dynamic.buckets]
+
+
+def _at_batches(model: FxModel, batches: Sequence[int]) -> Iterator[str]:
+    """Yield the conditions on dynamic dimensions, with each batch size in place of the batch's symbol."""
+    for condition in model.dynamic.constraints:
+        parts = re.split(rf"\b{model.batch_symbol}\b", condition)
+        yield from dict.fromkeys(str(batch).join(parts) for batch in batches)
 
 
 def _named(model: FxModel, dimension: Dimension) -> str:

@@ -350,6 +350,39 @@ def test_buckets_that_cannot_be_are_refused_with_the_way_out(
     assert "--shape-buckets" in str(refused.value)
 
 
+class Checked(nn.Module):
+    """A length that the model checks itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[1] % 4 == 0)
+        torch._check(x.shape[1] != 20)
+        return x.reshape(x.shape[0], x.shape[1] // 4, 16).sum(2)
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["guards", "assertions"])
+def test_a_request_may_have_the_sizes_that_the_exported_program_takes(deferred: bool, tmp_path: Path) -> None:
+    program = torch.export.export(
+        Checked(),
+        (),
+        kwargs={"x": torch.randn(3, 16, 4)},
+        dynamic_shapes={"x": {0: BATCH, 1: Dim.DYNAMIC(max=40)}},
+        prefer_deferred_runtime_asserts_over_guards=deferred,
+    )
+    torch.export.save(program, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "checked", [2], tmp_path / "cache")
+    assert [bucket.sizes for bucket in lowered.buckets] == [(16,), (32,), (40,)]
+    (dimension,), module = lowered.dynamic.dimensions, program.module()
+    for length in range(1, 41):
+        try:
+            module(x=torch.randn(2, length, 4))
+        except (AssertionError, RuntimeError):
+            taken = False
+        else:
+            taken = True
+        symbols = lowered.dynamic.symbols((length,))
+        assert (dimension.allows(length) and lowered.dynamic.broken_constraint(symbols) is None) == taken, length
+
+
 class Doubling(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2

@@ -286,7 +286,8 @@ async def start():
 asyncio.run(start())
 heavy = {{name.partition('.')[0] for name in sys.modules}}
 heavy &= {{'torch', 'numba', 'llvmlite', 'scipy', 'runtime', 'transformers'}}
-planner = {{name for name in sys.modules if name.startswith('planner.')}} - {{'planner.errors', 'planner.free_list'}}
+words = {{'planner.errors', 'planner.free_list', 'planner.shapes'}}
+planner = {{name for name in sys.modules if name.startswith('planner.')}} - words
 assert not heavy, heavy
 assert not planner, planner
 """
