@@ -3,9 +3,6 @@
 import re
 from dataclasses import dataclass
 
-DYNAMIC_SEQUENCE = False
-"""Whether text models are exported with a dynamic sequence length unless --sequence-length is given."""
-
 _DECLARED = re.compile(r"([^:]+):([A-Za-z0-9]+):(-?[0-9]+(?:,-?[0-9]+)*)")
 
 

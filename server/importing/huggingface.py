@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from server.errors import ImportFailed
-from server.importing.declared_input import DYNAMIC_SEQUENCE, DeclaredInput
+from server.importing.declared_input import DeclaredInput
 from server.importing.subject import Subject, Tensors, declared, reason_of
 
 _CONFIG = "config.json"
@@ -137,11 +137,10 @@ def _inputs(
         raise ImportFailed(
             f"{folder}: the sizes of its input {main} are not known; declare it with --input {main}:FP32:-1,DIM,..."
         )
-    if sequence_length is None and not (DYNAMIC_SEQUENCE and most):
-        limit = f", at most {most}" if most else ""
+    if sequence_length is None and not most:
         raise ImportFailed(
-            f"{folder}: the length of its sequences is fixed when it is exported, and clients pad to it; choose it with"
-            f" --sequence-length N{limit}"
+            f"{folder}: the model has no largest sequence length, for which memory could be planned; choose a fixed"
+            " length, to which clients pad, with --sequence-length N"
         )
     if sequence_length is not None and most and sequence_length > most:
         raise ImportFailed(f"{folder}: --sequence-length is {sequence_length}, the model has {most} positions")

@@ -55,7 +55,7 @@ The model is lowered and measured as `cohabit serve` does it at its first start,
 cache. Exit status: 0 if the model can be served, and in every memory size of --memory; 1 if not.
 """
 _IMPORT_EXAMPLES = """examples:
-  cohabit import ~/bert-base-uncased --sequence-length 128
+  cohabit import ~/bert-base-uncased
   cohabit import ~/vit-base --repository models --name classifier
   cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
   cohabit import ranker.safetensors --factory mypackage.models:make_ranker
@@ -176,7 +176,10 @@ def add_import_flags(parser: argparse.ArgumentParser) -> None:
         " module's `example_inputs`, or what the model of Hugging Face takes)",
     )
     parser.add_argument(
-        "--sequence-length", type=_type(integer(1, 1 << 20)), metavar="N", help="tokens of a text model's inputs"
+        "--sequence-length",
+        type=_type(integer(1, 1 << 20)),
+        metavar="N",
+        help="export a text model for sequences of N tokens only",
     )
     parser.add_argument(
         "--max-batch",

@@ -81,7 +81,7 @@ def server(folder: Path) -> Iterator[Process]:
     vit(folder / "vit")
     torch.save(make_ranker().state_dict(), folder / "ranker.pt")
     flags = ("--repository", str(folder / "models"), "--cache", str(folder / "cache"))
-    assert main(["import", str(folder / "bert"), "--sequence-length", str(TOKENS), *flags]) == 0
+    assert main(["import", str(folder / "bert"), *flags]) == 0
     assert main(["import", str(folder / "vit"), "--max-batch", "4", *flags]) == 0
     assert (
         main(["import", str(folder / "ranker.pt"), "--factory", FACTORY, *INPUTS, "--max-batch", "2", *flags]) == 0
@@ -95,13 +95,13 @@ def close(found: np.ndarray, expected: torch.Tensor) -> bool:
     return bool(np.abs(found - expected.numpy()).max() <= TOLERANCE * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_a_text_model_answers_as_transformers_does(server: Process, folder: Path, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "tokens"), [(1, TOKENS), (3, TOKENS), (8, 13), (2, 5)])
+def test_a_text_model_answers_as_transformers_does(server: Process, folder: Path, rows: int, tokens: int) -> None:
     draws = torch.Generator().manual_seed(rows)
     inputs = {
-        "input_ids": torch.randint(0, 90, (rows, TOKENS), generator=draws),
-        "attention_mask": (torch.arange(TOKENS) < torch.arange(5, 5 + rows)[:, None]).long(),
-        "token_type_ids": torch.randint(0, 2, (rows, TOKENS), generator=draws),
+        "input_ids": torch.randint(0, 90, (rows, tokens), generator=draws),
+        "attention_mask": (torch.arange(tokens) < torch.arange(5, 5 + rows)[:, None]).long(),
+        "token_type_ids": torch.randint(0, 2, (rows, tokens), generator=draws),
     }
     model: PreTrainedModel = AutoModel.from_pretrained(folder / "bert").eval()
     with torch.no_grad():

@@ -167,7 +167,6 @@ def tiny(folder: str, model: Any = BertModel, **changes: Any) -> None:
 
 def test_a_folder_that_cannot_be_imported_says_why(refused: Any) -> None:
     tiny("bert")
-    assert refused("bert").endswith("choose it with --sequence-length N, at most 16")
     assert "--sequence-length is 17, the model has 16 positions" in refused("bert", "--sequence-length", "17")
     tiny("roberta", RobertaModel)  # its positions begin after that of padding, which is 1
     assert "--sequence-length is 15, the model has 14 positions" in refused("roberta", "--sequence-length", "15")
@@ -223,6 +222,14 @@ def test_tied_weights_are_in_safetensors_once(
     assert (tmp_path / "models" / "other" / "1" / "model.pt2").is_file()
 
 
+def test_a_text_model_without_a_largest_length_needs_a_fixed_one(
+    refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("bert")
+    monkeypatch.setattr(huggingface, "_positions", lambda *_: 0)
+    assert "the model has no largest sequence length" in refused("bert")
+
+
 def test_pickled_weights_of_tensors_alone_are_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,11 +240,8 @@ def test_pickled_weights_of_tensors_alone_are_taken(
     assert imported(capsys, "bert", "--sequence-length", "4").startswith("models/bert: ")
 
 
-def test_one_switch_exports_text_models_with_a_dynamic_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_models_are_exported_with_a_dynamic_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface, "DYNAMIC_SEQUENCE", True)
     tiny("bert")
     subject = huggingface.from_folder(Path("bert"), (), None)
     program = export(subject, 8)
