@@ -90,11 +90,11 @@ class Recording:
                 case SwapStep():
                     name = program.graph.tensors[step.tensor].name
                     is_next = ahead or program is not self.program
-                    yield LaneSpan(program.name, step.lane, name, *times, nbytes=step.nbytes, ahead=is_next)
+                    yield LaneSpan(program.graph.name, step.lane, name, *times, nbytes=step.nbytes, ahead=is_next)
                 case ComputeStep():
-                    yield LaneSpan(program.name, "compute", ops[step.step], *times, stalled=note.stalled)
+                    yield LaneSpan(program.graph.name, "compute", ops[step.step], *times, stalled=note.stalled)
                 case None:
-                    yield LaneSpan(program.name, "compute", "inference", *times)
+                    yield LaneSpan(program.graph.name, "compute", "inference", *times)
 
 
 Follow = Callable[[Recording], None]

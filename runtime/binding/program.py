@@ -31,6 +31,7 @@ class Program:
     """A draft bound to addresses. What an executor needs to run one inference."""
 
     name: str
+    """Which programs share their residents: executors keep state by it. `graph.name` is the model's."""
     draft: Draft
     statics: Sequence[Any]
     """The values of `draft.statics`: views of the arena."""

@@ -192,7 +192,7 @@ class CpuExecutor:
             self._note_loss(error)
             raise
         except Exception as error:
-            raise DeviceError(f"{program.name}: {error}") from error
+            raise DeviceError(f"{program.graph.name}: {error}") from error
         finally:
             # Whatever happened, the swap-in lane goes on to the end, so that the residents are back for the next run.
             self._computes.advance(run.compute_base + len(program.computes))
@@ -300,7 +300,7 @@ class CpuExecutor:
             if earlier is not None and earlier.error is not None:
                 self._stale.add(program.name)
                 self._note_loss(earlier.error)
-                raise DeviceError(f"{program.name}: a copy failed: {earlier.error}") from earlier.error
+                raise DeviceError(f"{program.graph.name}: a copy failed: {earlier.error}") from earlier.error
 
     def _note_loss(self, error: BaseException) -> None:
         if isinstance(error, StoreChanged):

@@ -277,7 +277,7 @@ class CudaExecutor:
             self.run(program, program.examples())
             self.settle()
         else:
-            fields = {"model": program.name, "batch": str(program.bucket), "reason": program.admission.refused}
+            fields = {"model": program.graph.name, "batch": str(program.bucket), "reason": program.admission.refused}
             _log.warning("program is issued op by op, not as one graph", extra={"fields": fields})
 
     def _first_run(self, program: CudaProgram) -> None:
@@ -290,8 +290,8 @@ class CudaExecutor:
         self.settle()
         if program.pool.held_bytes:
             raise DeviceError(
-                f"{program.name}: {format_bytes(program.pool.held_bytes)} of its workspace stay taken by a library"
-                " after an inference; what a library keeps must not lie there"
+                f"{program.graph.name}: {format_bytes(program.pool.held_bytes)} of its workspace stay taken by a"
+                " library after an inference; what a library keeps must not lie there"
             )
 
     def release(self, program: CudaProgram) -> None:
@@ -308,7 +308,9 @@ class CudaExecutor:
     def _faults(self, program: CudaProgram) -> Iterator[None]:
         """Turn any exception into DeviceError, or into DeviceLost where the device does not work any more."""
         if self._shared.lost is not None:
-            raise DeviceLost(f"{program.name}: the device is lost ({self._shared.lost}); start the server anew")
+            raise DeviceLost(
+                f"{program.graph.name}: the device is lost ({self._shared.lost}); start the server anew"
+            )
         try:
             yield
         except Exception as error:
@@ -318,22 +320,22 @@ class CudaExecutor:
                 well = self._driver.well()
             if not well:
                 self._shared.lost = str(error)
-                raise DeviceLost(f"{program.name}: the device is lost: {error}") from error
+                raise DeviceLost(f"{program.graph.name}: the device is lost: {error}") from error
             program.forget()
             if isinstance(error.__cause__, StoreChanged):
                 self._shared.lost = str(error)
             if isinstance(error, DeviceError):
                 raise
-            raise DeviceError(f"{program.name}: {error}") from error
+            raise DeviceError(f"{program.graph.name}: {error}") from error
 
 
 def _raise_if_refused(program: CudaProgram) -> None:
     """Raise MemoryExceeded if the pool refused an allocation, even if the kernel made do: that may change bits."""
     if (wanted := program.pool.refused_bytes) is not None:
         raise MemoryExceeded(
-            f"{program.name}, batch {program.bucket}: torch's allocator wanted {format_bytes(wanted)} more than the"
-            f" {format_bytes(program.pool_memory.nbytes)} that the plan has for activations and scratch; measure the"
-            " model again on this device, or give it a larger workspace"
+            f"{program.graph.name}, batch {program.bucket}: torch's allocator wanted {format_bytes(wanted)} more than"
+            f" the {format_bytes(program.pool_memory.nbytes)} that the plan has for activations and scratch; measure"
+            " the model again on this device, or give it a larger workspace"
         )
 
 
@@ -341,4 +343,4 @@ def _raise_if_failed(program: CudaProgram, transfers: Sequence[Transfer]) -> Non
     """Raise DeviceError if one of the transfers failed."""
     for transfer in transfers:
         if transfer.error is not None:
-            raise DeviceError(f"{program.name}: a copy failed: {transfer.error}") from transfer.error
+            raise DeviceError(f"{program.graph.name}: a copy failed: {transfer.error}") from transfer.error

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.shapes import Bucket
 from planner.sizing.deployment import Room
@@ -114,6 +114,7 @@ class PartitionedMemory:
 
     def bind(
         self,
+        owner: str,
         prepared: Prepared,
         plans: Plans,
         extent: Extent,
@@ -122,7 +123,7 @@ class PartitionedMemory:
         workspace_bytes: int | None = None,
         yields: bool = False,
     ) -> Programs:
-        """Make programs of plans for a partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
+        """Make programs of plans for an owner's partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
 
         `workspace_bytes` is each lane's workspace when the programs run; None for the present one. Binding holds
         the interpreter lock; with `yields`, it sleeps for half of the time, so that serving threads can run.
@@ -133,9 +134,8 @@ class PartitionedMemory:
         for bucket, plan in plans.items():
             start_s = time.perf_counter()
             profile = prepared.profiles[bucket]
-            programs[bucket] = self.backend.build(
-                prepared.lowered, plan, profile, self.arena, bases, prepared.store
-            )
+            program = self.backend.build(prepared.lowered, plan, profile, self.arena, bases, prepared.store)
+            programs[bucket] = replace(program, name=owner)  # two versions, or two loads of one, share no residents
             if yields:
                 time.sleep(time.perf_counter() - start_s)
         return programs
@@ -144,6 +144,9 @@ class PartitionedMemory:
         """Make programs for the shared region, of plans with every parameter resident. Raises as `bind` does."""
         assert self.shared is not None
         lowered, profiles, store = prepared.lowered, prepared.profiles, prepared.store
+        if any(placed.key.name == lowered.name for placed in self.placed_models.values()):
+            version = f"{lowered.name} version {prepared.source.version}"
+            lowered = replace(lowered, name=version)  # the region's key
         return {bucket: self.shared.add(lowered, plan, profiles[bucket], store) for bucket, plan in plans.items()}
 
     def add(self, owner: str, prepared: Prepared, plans: Plans, programs: Programs, lane: int = 0) -> PlacedModel:

@@ -223,7 +223,7 @@ def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress
             memory.add(owner, model, entry.plans, memory.bind_shared(model, entry.plans))
             continue
         memory.partitions.put(owner, extent)
-        programs = memory.bind(model, entry.plans, extent, lane)
+        programs = memory.bind(owner, model, entry.plans, extent, lane)
         memory.add(owner, model, entry.plans, programs, lane)
         residents = memory.resident_load(programs, lane)
         while not residents.advance():

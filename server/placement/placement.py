@@ -126,7 +126,7 @@ class ModelPlacement:
         assert extent is not None
         programs: Programs = {}
         try:
-            programs = await asyncio.to_thread(memory.bind, prepared, plans, extent, lane, yields=True)
+            programs = await asyncio.to_thread(memory.bind, owner, prepared, plans, extent, lane, yields=True)
             await self._lanes[lane].perform(memory.resident_load(programs, lane))
             return memory.add(owner, prepared, plans, programs, lane)
         except BaseException:
@@ -229,6 +229,7 @@ class ModelPlacement:
         return {
             t.owner: await asyncio.to_thread(
                 self.memory.bind,
+                t.owner,
                 t.prepared,
                 plans.get(t.owner, t.plans),
                 wanted[t.owner],
@@ -340,7 +341,7 @@ class ModelPlacement:
             placed.prepared = measured
             extent = self.memory.partitions.held[placed.owner]
             programs = await asyncio.to_thread(
-                self.memory.bind, placed.prepared, plans, extent, placed.lane, yields=True
+                self.memory.bind, placed.owner, placed.prepared, plans, extent, placed.lane, yields=True
             )
             if plans[min(plans)].residents == plan.residents:
                 old = placed.servable.programs

@@ -19,6 +19,7 @@ from server.models import preparer
 from server.models.known_models import Plans
 from server.models.prepared import Prepared
 from server.models.repository import ModelSource
+from server.placement.device_memory import Programs
 from tests.e2e.serving import eventually, repository_index
 from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
 
@@ -105,13 +106,14 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
         bound: list[Program] = [p for t in memory.placed_models.values() for p in t.servable.programs.values()]
         released: list[Program] = []
         monkeypatch.setattr(memory.backend.executor, "release", released.append)
-        build = memory.backend.build
+        bind = memory.bind
 
-        def noted(*arguments: Any) -> Program:
-            bound.append(build(*arguments))
-            return bound[-1]
+        def noted(*arguments: Any, **options: Any) -> Programs:
+            programs = bind(*arguments, **options)
+            bound.extend(programs.values())
+            return programs
 
-        monkeypatch.setattr(memory.backend, "build", noted)
+        monkeypatch.setattr(memory, "bind", noted)
         host, port = server.address.split(":")
         with under_load(server, {"a": 0, "b": 1}) as wrong:
             with socket.create_connection((host, int(port))) as impatient:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from server.config.config import Layout
 from tests.e2e.serving import Process, Running, eventually, infer, process
 from tests.e2e.stacks import Stacks, X, answer, controlled, held, is_answer_of, under_load
 
@@ -48,6 +50,9 @@ def assert_apart(server: Running, versions: list[int]) -> None:
     ordered = sorted(found.values())
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
     assert all(end > start for start, end in ordered)
+    placed_models = server.loaded.memory.placed_models.values()
+    names = [{program.name for program in placed.servable.programs.values()} for placed in placed_models]
+    assert len(set[str]().union(*names)) == len(names) == sum(map(len, names)), "executors keep their states apart"
 
 
 @contextmanager
@@ -111,6 +116,20 @@ def test_the_policy_of_a_load_adds_and_removes_versions_and_disturbs_no_other(
         assert partitions.free_bytes == partitions.arena_bytes
         states = {row["version"]: (row["state"], row["reason"]) for row in client.get_model_repository_index()}
         assert states == dict.fromkeys("123", ("UNAVAILABLE", "unloaded"))
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_versions_that_share_memory_are_told_apart(
+    stacks: Stacks, plans: Path, tmp_path: Path, layout: str
+) -> None:
+    for version in (1, 2, 3):
+        stacks.put(tmp_path, "a", version, version)
+    (tmp_path / "a" / "config.pbtxt").write_text("version_policy { all { } }")
+    memory = "13MiB" if layout == "resident" else "6MiB"
+    with controlled(tmp_path, memory, plans, layout=layout, model_control="none") as (server, client):
+        assert ready_versions(client) == ["1", "2", "3"]
+        for version in (1, 2, 3, 1, 3, 2, 2, 1):
+            assert is_answer_of(version, answer(server, "a", str(version)))
 
 
 def test_a_version_that_fails_is_named_and_the_others_are_served(
