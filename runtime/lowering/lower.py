@@ -99,7 +99,7 @@ def lower(
     usable = _usable(model, wanted)
     rewrite(model, options, usable)
     own = own_storages(model.weights)
-    on_progress(f"{name}: tracing batches of {', '.join(map(str, usable))}, and comparing their rows")
+    on_progress(f"{name}: tracing batches, and comparing their rows")
     runs = _Runs(model, own)
     interaction = find_interaction(model, usable, runs.outputs)
     traces = {batch: runs.trace(batch) for batch in usable}

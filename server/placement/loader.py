@@ -98,6 +98,7 @@ def load(
         if config.has_partitions:
             placement = ModelPlacement(memory, preparer, all_resident=config.layout == "resident")
         loaded = Loaded(memory, deployment, placement, failures)
+        preparer.quick_planners.release()
         _place(loaded, prepared, on_progress)
     except BaseException:
         preparer.close()
