@@ -2,28 +2,51 @@
 
 numba trusts a cached function until its own file changes. But a function holds the code and the array layouts of the
 functions that it calls: a cache from before they changed makes it crash. So each state of the planner's sources has
-its own cache folder, in `NUMBA_CACHE_DIR` or the user's cache."""
+its own cache folder, in `NUMBA_CACHE_DIR` or the user's cache.
+
+Compiling takes half a minute, which is long for a few plans. With `COHABIT_INTERPRET` in the environment, loops that
+were not compiled before are interpreted; they give the same plans."""
 
 import hashlib
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+INTERPRET = "COHABIT_INTERPRET"
 
 
 def compiled(function: _F) -> _F:
     """Compile `function` to machine code when it is first called, without the GIL."""
+    if _is_interpreted():
+        return cast(_F, wraps(function)(lambda *args: _plain(function(*args))))
     others = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(cache_folder())
     try:
         return cast(_F, numba.njit(cache=True, nogil=True)(function))
     finally:
         numba.config.CACHE_DIR = others
+
+
+def _plain(result: Any) -> Any:
+    """Return numpy's numbers as Python's, as compiled functions do."""
+    if isinstance(result, np.generic):
+        return result.item()
+    if isinstance(result, tuple):
+        plain = map(_plain, result)
+        return type(result)(*plain) if hasattr(result, "_fields") else tuple(plain)
+    return result
+
+
+@cache
+def _is_interpreted() -> bool:
+    return INTERPRET in os.environ and not any(cache_folder().rglob("*.nbi"))
 
 
 @cache

@@ -277,7 +277,11 @@ class CudaExecutor:
             self.run(program, program.examples())
             self.settle()
         else:
-            fields = {"model": program.graph.name, "batch": str(program.bucket), "reason": program.admission.refused}
+            fields = {
+                "model": program.graph.name,
+                "batch": str(program.bucket),
+                "reason": program.admission.refused,
+            }
             _log.warning("program is issued op by op, not as one graph", extra={"fields": fields})
 
     def _first_run(self, program: CudaProgram) -> None:

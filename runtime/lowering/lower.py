@@ -122,7 +122,7 @@ def lower(
     compute_sizes_first(model)
     own = own_storages(model.weights)
     runs, batches = _Runs(model, own, _without_ones(buckets)[0].sizes), sorted({b.batch for b in buckets})
-    on_progress(f"{name}: tracing batches of {', '.join(map(str, batches))}, and comparing their rows")
+    on_progress(f"{name}: tracing batches, and comparing their rows")
     interaction = find_interaction(model, batches, runs.symbols, runs.outputs)
     traces = {
         bucket: covering(name, [runs.trace(bucket, sizes) for sizes in model.dynamic.checked(bucket.sizes)])

@@ -264,8 +264,7 @@ def _fold(
         shift = shift + beta.double()
     scale, folded = scale.reshape(-1, *[1] * (weight.dim() - 1)), torch.empty_like(weight)
     rows = max(1, _FOLDED_BYTES * weight.shape[0] // max(1, weight.nbytes))
-    parts = (torch.split(tensor, rows) for tensor in (folded, weight, scale))
-    for part, own, factors in zip(*parts, strict=True):
+    for part, own, factors in zip(*(torch.split(t, rows) for t in (folded, weight, scale)), strict=True):
         part.copy_(own.double() * factors)
     return folded, shift.to(weight.dtype)
 

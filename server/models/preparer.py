@@ -20,7 +20,7 @@ from server.models.prepared import (
     prepare_known,
 )
 from server.models.repository import ModelSource
-from server.models.worker_process import WorkerProcesses, preparing_workers
+from server.models.worker_process import WorkerProcesses, planning_workers, preparing_workers
 
 _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
 """After opening a cached model, the load pauses for this multiple of the time taken: a client that loads small
@@ -36,7 +36,8 @@ class ModelPreparer:
         self._backend = backend
         self._library = Library(cache_of(config))
         self.workers = workers or preparing_workers(config)
-        self.planners = WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, most=2)
+        self.planners = planning_workers(config)
+        self.quick_planners = planning_workers(config, quick=True)
         self._searching = threading.Lock()
         """One full search at a time, so that quick ones need not wait."""
         self._cache = new_cache()
@@ -87,7 +88,7 @@ class ModelPreparer:
 
     def quick_plans(self, prepared: Prepared, room: Room) -> Plans:
         """Return plans to start with: the library's, or else the first feasible ones."""
-        return self.known_plans(prepared, room) or self.planners.call(
+        return self.known_plans(prepared, room) or self.quick_planners.call(
             planning.plan_model, prepared.demand, room, None, self._config.search, quick=True
         )
 
@@ -108,17 +109,17 @@ class ModelPreparer:
     ) -> Division:
         """Return the sizes of workspace and partitions. Raises WorkerFailed for too little memory."""
         demands = [model.demand for model in models]
-        return self.planners.call(
+        return self.quick_planners.call(
             planning.divide, demands, memory_bytes, "partitioned", lanes, least_workspace_bytes
         )
 
     def workspaces(self, prepared: Prepared, memory_bytes: int) -> list[int]:
         """Return the sizes of a workspace that are worth trying for a model."""
-        return self.planners.call(planning.workspaces_for, prepared.demand, memory_bytes)
+        return self.quick_planners.call(planning.workspaces_for, prepared.demand, memory_bytes)
 
     def fit(self, prepared: Prepared, rooms: Sequence[Room]) -> Room | None:
         """Return the part of one of these rooms in which a model is fastest; None if it fits in none."""
-        return self.planners.call(planning.fit, prepared.demand, rooms)
+        return self.quick_planners.call(planning.fit, prepared.demand, rooms)
 
     def plan_next_start(self, models: Sequence[Prepared]) -> None:
         """Store how memory is divided among these models at the next start, and their plans. Raises WorkerFailed."""
@@ -133,13 +134,13 @@ class ModelPreparer:
 
     def release(self) -> None:
         """End the worker processes that have nothing to do."""
-        self.workers.release()
-        self.planners.release()
+        for processes in (self.workers, self.planners, self.quick_planners):
+            processes.release()
 
     def close(self) -> None:
         """End the worker processes."""
-        self.workers.close()
-        self.planners.close()
+        for processes in (self.workers, self.planners, self.quick_planners):
+            processes.close()
 
 
 def is_better(plans: Plans, than: Plans) -> bool:

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -37,10 +37,20 @@ class WorkerFailed(CohabitError):
 class WorkerProcesses:
     """Processes that are started when needed, one call at a time each. Any thread may call."""
 
-    def __init__(self, timeout_s: float | None = None, memory_bytes: int | None = None, most: int = 1) -> None:
-        """A call that takes longer than `timeout_s` ends with its process. With `most` calls under way, others wait."""
+    def __init__(
+        self,
+        timeout_s: float | None = None,
+        memory_bytes: int | None = None,
+        most: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """A call that takes longer than `timeout_s` ends with its process. With `most` calls under way, others wait.
+
+        `environment` has the processes' own variables.
+        """
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
+        self._environment = environment or {}
         self._room = threading.Semaphore(most)
         self._lock = threading.Lock()
         self._idle: list[_WorkerProcess] = []
@@ -72,7 +82,7 @@ class WorkerProcesses:
     def start(self, modules: Sequence[str], count: int = 1) -> None:
         """Start processes before they are needed, and have them import these modules. Does not wait."""
         with self._lock:
-            self._idle += [_WorkerProcess(self._memory_bytes, modules) for _ in range(count)]
+            self._idle += [_WorkerProcess(self._memory_bytes, self._environment, modules) for _ in range(count)]
 
     def release(self) -> None:
         """End the idle processes."""
@@ -99,7 +109,7 @@ class WorkerProcesses:
         with self._lock:
             if self._closed:
                 raise WorkerFailed("the server is stopping")
-            process = self._idle.pop() if self._idle else _WorkerProcess(self._memory_bytes)
+            process = self._idle.pop() if self._idle else _WorkerProcess(self._memory_bytes, self._environment)
             self._busy.add(process)
             return process
 
@@ -121,10 +131,13 @@ class WorkerProcesses:
 class _WorkerProcess:
     """A process that answers calls over a pipe, one at a time."""
 
-    def __init__(self, memory_bytes: int | None, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, memory_bytes: int | None, environment: Mapping[str, str], modules: Sequence[str] = ()
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, others = context.Pipe()
-        self._process = context.Process(target=_serve, args=(others, memory_bytes, modules), daemon=True)
+        arguments = others, memory_bytes, environment, modules
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         others.close()  # so that its end is the end of the pipe
 
@@ -147,18 +160,27 @@ def preparing_workers(config: ServeConfig) -> WorkerProcesses:
     return WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, MOST_PREPARING)
 
 
+def planning_workers(config: ServeConfig, *, quick: bool = False) -> WorkerProcesses:
+    """Processes for planning; `quick` ones for few plans, which do not wait until the planner is compiled."""
+    environment = {"COHABIT_INTERPRET": "1"} if quick else None
+    return WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, 2, environment)
+
+
 def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Stands in for `WorkerProcesses.call` where everything is to be one process."""
     return function(*args, **kwargs)
 
 
-def _serve(pipe: Connection, memory_bytes: int | None, modules: Sequence[str]) -> None:
+def _serve(
+    pipe: Connection, memory_bytes: int | None, environment: Mapping[str, str], modules: Sequence[str]
+) -> None:
     """Answer calls until the pipe ends, with low priority, few rights, and no interrupts from the terminal."""
     os.nice(_NICENESS)
     no_new_privileges()
     yield_memory(memory_bytes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(environment)
     for module in modules:
         import_module(module)
     with suppress(EOFError, ConnectionError):

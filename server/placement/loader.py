@@ -87,7 +87,7 @@ def load(
     warn_without_packing(config)
     preparer = ModelPreparer(config, backend, workers)
     if workers is not None:
-        preparer.planners.start(PLANNING)
+        preparer.quick_planners.start(PLANNING)
     try:
         prepared, failures = _prepared(sources, config, backend, preparer, on_progress)
         memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
@@ -99,6 +99,7 @@ def load(
         if config.has_partitions:
             placement = ModelPlacement(memory, preparer, all_resident=config.layout == "resident")
         loaded = Loaded(memory, deployment, placement, failures)
+        preparer.quick_planners.release()
         _place(loaded, prepared, on_progress)
     except BaseException:
         preparer.close()
@@ -184,23 +185,26 @@ def _deployment(
 
     Plans that are made may be quick ones, if the configuration allows that; all others are noted as known.
     """
-    call = preparer.planners.call if config.engine == "process" else call_here
+    call_quickly, call = preparer.quick_planners.call, preparer.planners.call
+    if config.engine == "in-process":
+        call_quickly, call = call_here, call_here
     library, layout, lanes = Library(cache_of(config)), config.layout, config.compute_lanes
     demands = [model.demand for model in models]
     division = library.division(demands, memory_bytes, layout, lanes)
     if division is None:
         on_progress("planning", "dividing the memory")
-        division = call(planning.divide, demands, memory_bytes, layout, lanes)
+        division = call_quickly(planning.divide, demands, memory_bytes, layout, lanes)
         library.store_division(demands, memory_bytes, layout, lanes, division)
     plans = []
     for done, (model, partition_bytes) in enumerate(zip(models, division.partition_bytes, strict=True)):
         room = Room(division.workspace_bytes, partition_bytes)
         found: Plans | None = library.plans(model.demand, room, config.search)
-        quick = found is None and config.plans_later
         if found is None:
             on_progress("planning", f"{done} of {len(models)}, {model.source.name}")
-            found = call(planning.plan_model, model.demand, room, library, config.search, quick=quick)
-        if not quick:
+        if found is None and config.plans_later:
+            found = call_quickly(planning.plan_model, model.demand, room, None, config.search, quick=True)
+        else:
+            found = found or call(planning.plan_model, model.demand, room, library, config.search)
             model.known.plans[room] = found
         plans.append(found)
     return laid_out(layout, demands, division, plans, lanes)

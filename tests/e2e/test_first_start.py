@@ -88,6 +88,20 @@ def test_a_model_that_cannot_be_measured_is_still_served(
         assert infer(server.address, MODEL, inputs)
 
 
+def test_a_model_that_is_loaded_later_begins_with_quick_plans_too(archives: Archives, tmp_path: Path) -> None:
+    repository, inputs = archives.repository("ranker"), archives.inputs("ranker", 1)
+    with serving(repository, "8MiB", tmp_path, engine="process", model_control="explicit") as server:
+        server.on_loop(server.engine.load("ranker", None))
+        (placed,) = server.loaded.memory.placed_models.values()
+        answer = infer(server.address, "ranker", inputs)["score"]
+        server.until_planned()
+        assert not placed.prepared.known.is_provisional
+        assert all(
+            plan.profile == placed.prepared.profiles[batch].fingerprint for batch, plan in placed.plans.items()
+        )
+        assert infer(server.address, "ranker", inputs)["score"].tobytes() == answer.tobytes()
+
+
 def test_without_a_quick_start_a_model_is_measured_and_planned_before_it_is_served(
     archives: Archives, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -61,6 +62,26 @@ def test_processes_have_few_rights() -> None:
     assert workers.call(Path.read_text, Path("/proc/self/oom_score_adj")).strip() == "1000"
     assert int(workers.call(os.nice, 0)) > os.nice(0)
     workers.close()
+
+
+def test_processes_are_started_before_they_are_needed_and_end_when_they_are_not() -> None:
+    workers = WorkerProcesses(most=2, environment={"COHABIT_TEST": "own"})
+    workers.start(["wave"], count=2)
+    first = workers.call(os.getpid)
+    assert workers.call(is_imported, "wave")
+    assert not is_imported("wave")
+    assert workers.call(os.getenv, "COHABIT_TEST") == "own"
+    assert os.getenv("COHABIT_TEST") is None
+    workers.release()
+    assert workers.call(os.getpid) != first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    workers.close()
+
+
+def is_imported(module: str) -> bool:
+    """Called in the process."""
+    return module in sys.modules
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Loops that are cached as machine code are compiled again when code that they hold changes."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -50,3 +51,38 @@ def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
     assert scaled(tmp_path, 2) == "10"
     assert list((tmp_path / "cache").rglob("caller.scaled*.nbi"))
     assert scaled(tmp_path, 3) == "15"
+
+
+def test_without_compiled_loops_the_same_plan_is_made_by_interpreting_them(tmp_path: Path) -> None:
+    """A search with a few evaluations, of a chain whose parameters take twice the memory."""
+    own = {"compiled": {}, "interpreted": {planner.compiled.INTERPRET: "1", "NUMBA_CACHE_DIR": str(tmp_path)}}
+    plans = {
+        how: subprocess.run(
+            [sys.executable, "-c", QUICK_PLAN],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for how, environment in own.items()
+    }
+    assert plans["compiled"] == ["compiled", plans["interpreted"][1]]
+    assert plans["interpreted"][0] == "interpreted"
+    assert not list(tmp_path.rglob("*.nbi"))
+
+
+QUICK_PLAN = """
+import planner.plan
+from planner.problem import Limit, Problem
+from planner.search.driver import search
+from planner.streaming import stream
+from planner.sizing.fitting import split_budget
+from tests.planner.graphs import chain, profile_of
+
+graph = chain([1 << 20] * 8)
+profile = profile_of(graph)
+partition, workspace = split_budget({1: graph}, {1: profile}, 4 << 20)
+plan = search(Problem(graph, profile, partition, workspace), limit=Limit(evaluations=3))
+print("compiled" if "Dispatcher" in type(stream.play).__name__ else "interpreted")
+print(planner.plan.encode(plan).decode())
+"""
