@@ -27,6 +27,8 @@ from runtime.options import DEFAULTS, Options
 
 MOST_BUCKETS = 64
 """Each has a plan, and programs in memory."""
+_CHECKED_BATCHES = 2
+"""How many batch sizes are traced at several shapes of a bucket: a batch of 1 is special to torch, others are alike."""
 _LOWERING = "10"
 """Changes whenever lowering writes other bytes for the same archive."""
 
@@ -122,13 +124,12 @@ def lower(
     compute_sizes_first(model)
     own = own_storages(model.weights)
     traces: dict[Bucket, Trace] = {}
+    usable = sorted({bucket.batch for bucket in buckets})
     for bucket in buckets:
         on_progress(f"{name}: tracing batch {bucket}")
-        traces[bucket] = covering(
-            name, [_trace(model, own, bucket, sizes) for sizes in model.dynamic.checked(bucket.sizes)]
-        )
+        sizes = model.dynamic.checked(bucket.sizes) if bucket.batch in usable[:_CHECKED_BATCHES] else [bucket.sizes]
+        traces[bucket] = covering(name, [_trace(model, own, bucket, s) for s in sizes])
     on_progress(f"{name}: comparing rows in different batches")
-    usable = sorted({bucket.batch for bucket in buckets})
     interaction = find_interaction(model, own, usable, _symbols(model, _without_ones(buckets)[0]))
     first = traces[min(traces)]
     readers = first.readers()
