@@ -27,6 +27,8 @@ from runtime.options import DEFAULTS, Options
 
 MOST_BUCKETS = 64
 """Each has a plan, and programs in memory."""
+_CHECKED_BATCHES = 2
+"""How many batch sizes are traced at several shapes of a bucket: a batch of 1 is special to torch, others are alike."""
 _LOWERING = "11"
 """Changes whenever lowering writes other bytes for the same archive."""
 
@@ -121,13 +123,13 @@ def lower(
     rewrite(model, options, [_symbols(model, bucket) for bucket in _without_ones(buckets)])
     compute_sizes_first(model)
     own = own_storages(model.weights)
-    runs, batches = _Runs(model, own, _without_ones(buckets)[0].sizes), sorted({b.batch for b in buckets})
+    runs, usable = _Runs(model, own, _without_ones(buckets)[0].sizes), sorted({b.batch for b in buckets})
     on_progress(f"{name}: tracing batches, and comparing their rows")
-    interaction = find_interaction(model, batches, runs.symbols, runs.outputs)
-    traces = {
-        bucket: covering(name, [runs.trace(bucket, sizes) for sizes in model.dynamic.checked(bucket.sizes)])
-        for bucket in buckets
-    }
+    interaction = find_interaction(model, usable, runs.symbols, runs.outputs)
+    traces: dict[Bucket, Trace] = {}
+    for bucket in buckets:
+        sizes = model.dynamic.checked(bucket.sizes) if bucket.batch in usable[:_CHECKED_BATCHES] else [bucket.sizes]
+        traces[bucket] = covering(name, [runs.trace(bucket, s) for s in sizes])
     first = traces[min(traces)]
     readers = first.readers()
     uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]

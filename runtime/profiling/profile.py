@@ -25,6 +25,7 @@ from runtime.profiling.stopwatch import ColdCaches, measure_ops
 
 logger = logging.getLogger(__name__)
 
+_LEAST_S = 1e-9
 _METHOD = 3
 """Changes with the method of measurement, so that cached profiles are measured again."""
 
@@ -83,14 +84,17 @@ def measure(
     executor: Executor,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[Bucket, Profile]:
-    """Run a model with every parameter resident, in every bucket, alone and alongside a busy link.
+    """Run a model with every parameter resident, alone and alongside a busy link.
 
-    `arena` holds the model's segments. The link, and how much it and the ops slow each other down, are measured in the
+    At the smallest batch size every bucket is measured, at others one; `_scaled_from` says how the rest follow. `arena`
+    holds the model's segments. The link, and how much it and the ops slow each other down, are measured in the
     smallest bucket.
     """
     profiles: dict[Bucket, Profile] = {}
     cold = ColdCaches.for_model(lowered.manifest)
     for bucket, graph in sorted(lowered.graphs.items()):
+        if _scaled_from(lowered, bucket) is not None:
+            continue
         on_progress(f"{lowered.name}: measuring batch {bucket}")
         program = build(lowered, resident_plan(graph), None, arena, Bases(0, 0), store)
 
@@ -105,6 +109,11 @@ def measure(
             copies = segment_copies(lowered.manifest, store, arena)
             slowdowns = measure_contention(program, examples, executor, copies, cold, alone_s)
         profiles[bucket] = Profile(graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns)
+    for bucket, graph in lowered.graphs.items():
+        if (known := _scaled_from(lowered, bucket)) is not None:
+            times = zip(*(profiles[b].op_seconds for b in known), strict=True)
+            op_seconds = tuple(at_size * at_batch / max(at_both, _LEAST_S) for at_size, at_batch, at_both in times)
+            profiles[bucket] = Profile(graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns)
     return profiles
 
 
@@ -123,6 +132,23 @@ def traced_profiles(
         bucket: Profile(graph.fingerprint, device, seconds[bucket], *link, provisional=True)
         for bucket, graph in lowered.graphs.items()
     }
+
+
+def _scaled_from(lowered: Lowered, bucket: Bucket) -> tuple[Bucket, Bucket, Bucket] | None:
+    """Return the buckets from which a bucket's times follow; None for one that is measured itself.
+
+    These are its sizes at the smallest batch size, and the middle sizes at its own batch size and at the smallest: an
+    op's time is taken to grow by the same factor with the batch at all sizes. To run large batches of large sizes would
+    take most of a model's first start.
+    """
+    least = lowered.batches[0]
+    alike = [b for b in lowered.buckets if b.batch == bucket.batch and 1 not in b.sizes]
+    if bucket.batch == least or bucket not in alike:
+        return None
+    middle = alike[len(alike) // 2]
+    known = (Bucket(least, bucket.sizes), middle, Bucket(least, middle.sizes))
+    ops = {tuple(op.name for op in lowered.graphs[b].ops) for b in (bucket, *known)}
+    return known if bucket != middle and len(ops) == 1 else None
 
 
 def resident_plan(graph: Graph) -> Plan:

@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from loadgen.zoo.exporting import save_model
 from loadgen.zoo.seeded import seeded
-from tests.e2e.serving import Running, ask, infer, serving
+from tests.e2e.serving import Running, ask, infer, process, serving
 from tests.e2e.test_memory import NON_PARAMETERS, Watch, allocated_peak_bytes, deployed, within
 from tests.planner.reference import peak_bytes
 
@@ -159,3 +159,12 @@ def test_bits_are_equal_and_memory_is_within_the_plan_at_every_length(bert: Bert
                     assert allocated <= peak_bytes(program.graph, program.plan, NON_PARAMETERS), (batch, length)
             swapped = sum(program.link_bytes for program in servable.programs.values())
             assert (swapped > 0) == (memory == "25%")
+
+
+def test_two_processes_have_room_for_the_outputs_of_every_length(bert: Bert) -> None:
+    flags = ("--batch-sizes", ",".join(map(str, BATCHES)))
+    with process(bert.repository, "100%", bert.cache, *flags) as server:
+        server.until_ready()
+        for batch, length in ((1, 1), (4, 64), (3, 17), (2, 33)):
+            inputs = texts(batch, length)
+            bert.assert_right(inputs, infer(server.address, "bert", inputs))

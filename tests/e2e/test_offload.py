@@ -13,6 +13,7 @@ from loadgen.zoo.exporting import export_model, save_model
 from planner.errors import InfeasibleBudget
 from planner.layout.feasible import Footprint
 from planner.plan import SwapIn, SwapOut
+from planner.shapes import Bucket
 from runtime.binding.calls import Call
 from runtime.binding.draft import ComputeStep
 from runtime.binding.program import Program
@@ -22,7 +23,8 @@ from tests.e2e.test_memory import NON_PARAMETERS, Deployed, FrameWatch, allocate
 from tests.planner.reference import peak_bytes
 
 LEVELS = 6
-BATCH = 4
+ROWS = 4
+BATCH = Bucket(ROWS)
 
 
 class LongSkips(nn.Module):
@@ -129,10 +131,10 @@ def test_torch_allocates_no_more_than_the_plan_counts(small: Deployed) -> None:
 def test_it_is_served_in_the_least_memory_and_a_page_less_is_refused(
     repository: Path, cache: Path, least: int
 ) -> None:
-    x = np.random.default_rng(0).random((BATCH, 3, 64, 64), np.float32)
+    x = np.random.default_rng(0).random((ROWS, 3, 64, 64), np.float32)
     answers = []
     for memory in (str(least), "256MiB"):
-        with serving(repository, memory, cache, batch_sizes=(1, BATCH)) as server:
+        with serving(repository, memory, cache, batch_sizes=(1, ROWS)) as server:
             answers.append(infer(server.address, "skips", {"x": x})["y"])
     assert np.array_equal(*answers)
     with pytest.raises(InfeasibleBudget), deployed(repository, str(least - 4096), cache):

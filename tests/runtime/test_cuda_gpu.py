@@ -201,6 +201,7 @@ LOSING = """
 import sys, torch
 from pathlib import Path
 from msgspec import structs
+from planner.shapes import Bucket
 from runtime.errors import DeviceError, DeviceLost
 from runtime.lowering.lower import lower
 from runtime.profiling.profile import resident_plan

@@ -149,7 +149,7 @@ def test_a_pool_with_too_few_segments_for_small_tensors_is_followed_by_the_next(
     driver = FakeDriver()
     backend = CudaBackend(driver)
     store = backend.open_store("ram", tied.weights_path, tied.manifest)
-    plan = resident_plan(tied.graphs[1])
+    plan = resident_plan(tied.graphs[Bucket(1)])
     roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 32 * MIB)
     arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
     program = backend.build(tied, roomy, None, arena, Bases(0, roomy.partition_bytes), store)

@@ -164,6 +164,7 @@ _STEADY = """
 import sys
 import torch
 from pathlib import Path
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.lowering import fusion
 from runtime.lowering.lower import lower

@@ -22,7 +22,7 @@ def bench(wide: Lowered) -> Iterator[Bench]:
 
 def test_every_op_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
-    profile = CpuBackend().measure(bench.lowered, bench.store, None, lambda text: None)[1][2]
+    profile = CpuBackend().measure(bench.lowered, bench.store, None, lambda text: None)[1][Bucket(2)]
     assert len(profile.op_seconds) == len(bench.graph.ops)
     assert min(profile.op_seconds) > 0
 
@@ -32,7 +32,7 @@ def test_a_profile_of_one_link_is_not_taken_for_another_s(
 ) -> None:
     asked: list[str] = []
 
-    def measured(lowered: Lowered, device: str, *_: object) -> dict[int, Profile]:
+    def measured(lowered: Lowered, device: str, *_: object) -> dict[Bucket, Profile]:
         asked.append(device)
         link, ops = Link(1e-5, 1e9), lowered.graphs[Bucket(2)].ops
         return {Bucket(2): Profile(lowered.graphs[Bucket(2)].fingerprint, device, (1e-3,) * len(ops), link, link)}
@@ -41,6 +41,6 @@ def test_a_profile_of_one_link_is_not_taken_for_another_s(
     found = []
     for bandwidth in (None, 1e9, None, 1e9):
         backend = CpuBackend(bandwidth)
-        found.append(backend.measure(bench.lowered, bench.store, tmp_path, lambda text: None)[1][2])
+        found.append(backend.measure(bench.lowered, bench.store, tmp_path, lambda text: None)[1][Bucket(2)])
     assert len(asked) == 2
     assert found[0] == found[2] != found[1] == found[3]

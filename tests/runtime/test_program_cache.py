@@ -7,6 +7,7 @@ import torch
 
 from planner.errors import FingerprintMismatch, InvalidPlan
 from planner.plan import Plan
+from planner.shapes import Bucket
 from runtime.binding.cache import ProgramCache
 from runtime.binding.program import Bases, Program
 from runtime.cpu.arena import CpuArena
@@ -17,7 +18,7 @@ from runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 
-BATCH = 2
+BATCH = Bucket(2)
 TOKENS = torch.tensor([[1, 7, 8999, 0, 3], [4, 4, 4, 4, 4]])
 
 
@@ -27,7 +28,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
     folder = tmp_path_factory.mktemp("tied")
     torch.manual_seed(0)
     models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "tied", [BATCH], folder / "cache")
+    return lower(folder / "model.pt2", "tied", [BATCH.batch], folder / "cache")
 
 
 @pytest.fixture(params=["resident", "streaming"])

@@ -191,7 +191,7 @@ def test_a_first_run_on_demand_copies_when_an_op_is_next_and_later_ones_ahead(lo
     waits = []
     for n in (0, 1, 0):
         shared.run(n)
-        last = next(reversed(shared.shared._models[f"wide{n}", 2].programs.values()))
+        last = next(reversed(shared.shared._models[f"wide{n}", Bucket(2)].programs.values()))
         waits.append([step.computes_before for step in last.swap_ins])
     first_reads = waits[0]
     assert first_reads == sorted(set(first_reads)), "each copy waits for the op before its own"

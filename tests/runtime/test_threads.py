@@ -14,6 +14,7 @@ _PROGRAM = """
 import os, sys, threading
 from pathlib import Path
 import torch
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.lowering.lower import lower
 from runtime.profiling.profile import resident_plan

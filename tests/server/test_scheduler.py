@@ -412,7 +412,7 @@ def test_requests_of_the_same_shape_are_batched_even_within_a_bucket(
     keeps_order: bool, expected: list[list[int]]
 ) -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", BY_LENGTH, Policy(keeps_order=keeps_order), max_rows=8)
+    scheduler.add(key("m"), BY_LENGTH, Policy(keeps_order=keeps_order), max_rows=8)
     for length in (5, 9, 5, 9, 50):
         scheduler.submit(0.0, request(length=length))
     assert lengths_taken(scheduler) == expected
@@ -420,7 +420,7 @@ def test_requests_of_the_same_shape_are_batched_even_within_a_bucket(
 
 def test_a_request_is_expected_to_take_the_time_of_its_bucket() -> None:
     scheduler = Scheduler(16)
-    scheduler.add("m", BY_LENGTH, max_rows=8)
+    scheduler.add(key("m"), BY_LENGTH, max_rows=8)
     with pytest.raises(RequestTimedOut):
         scheduler.submit(0.0, request(timeout_s=3.0, length=17))
     scheduler.submit(0.0, request(timeout_s=3.0, length=16))
@@ -430,7 +430,7 @@ def test_a_request_is_expected_to_take_the_time_of_its_bucket() -> None:
     assert work is not None
     assert work.predicted_s == 1.0
     scheduler.finished(work, 2.0, 2.0)
-    corrected = scheduler.correction("m")
+    corrected = scheduler.correction(key("m"))
     assert corrected > 1.0
     scheduler.submit(2.0, request(length=64))
     work = scheduler.next(2.0)
@@ -440,7 +440,7 @@ def test_a_request_is_expected_to_take_the_time_of_its_bucket() -> None:
 
 def test_under_overload_a_batch_still_has_one_shape() -> None:
     scheduler = Scheduler(32)
-    scheduler.add("m", BY_LENGTH, max_rows=8)
+    scheduler.add(key("m"), BY_LENGTH, max_rows=8)
     for n in range(16):
         scheduler.submit(0.0, request(timeout_s=60.0, length=(5, 9)[n % 2]))
     with pytest.raises(RequestTimedOut):
