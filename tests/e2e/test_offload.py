@@ -92,7 +92,7 @@ def test_a_budget_below_the_activations_peak_gives_the_resident_run_s_bits(
     assert any(isinstance(step, SwapOut) for step in plan.steps)
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(small.run("skips", BATCH), resident, strict=True))
-    small.run("skips", 1)
+    small.run("skips", Bucket(1))
 
 
 def test_no_step_holds_more_than_the_plan_has_for_activations(small: Deployed) -> None:
