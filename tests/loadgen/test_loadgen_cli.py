@@ -66,7 +66,8 @@ def test_a_run_without_url_starts_a_server_and_stops_it(
     arguments = ["--repository", str(repository), "--server", FAKE, "--json", str(tmp_path / "r.json")]
     assert main([*arguments, "--memory", "1MiB", "--layout", "lru", *QUICK]) == 0
     served = (tmp_path / "stopped").read_text()
-    assert served == f"serve {repository} --memory 1MiB --layout lru --http-port 0 --grpc-port off --metrics-port 0"
+    ports = "--http-port 0 --grpc-port off --metrics-port 0"
+    assert served == f"serve {repository} --memory 1MiB --layout lru {ports} --no-quick-start"
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["completed"] == report["sent"] > 0
     assert [m["model"] for m in report["models"]] == ["a", "b"]
