@@ -13,6 +13,7 @@ from loadgen.zoo.exporting import export_model, save_model
 from planner.errors import InfeasibleBudget
 from planner.layout.feasible import Footprint
 from planner.plan import SwapIn, SwapOut
+from planner.shapes import Bucket
 from runtime.binding.calls import Call
 from runtime.binding.draft import ComputeStep
 from runtime.binding.program import Program
@@ -23,6 +24,7 @@ from tests.planner.reference import peak_bytes
 
 LEVELS = 6
 BATCH = 4
+BUCKET = Bucket(BATCH)
 
 
 class LongSkips(nn.Module):
@@ -62,9 +64,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resident(repository: Path, cache: Path) -> list[torch.Tensor]:
     """The outputs with all the memory that there could be use for."""
     with deployed(repository, "256MiB", cache) as device:
-        plan = device.entry("skips").plans[BATCH]
+        plan = device.entry("skips").plans[BUCKET]
         assert not any(isinstance(step, SwapIn | SwapOut) for step in plan.steps)
-        return device.run("skips", BATCH)
+        return device.run("skips", BUCKET)
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +87,18 @@ def small(request: pytest.FixtureRequest, repository: Path, cache: Path, least: 
 def test_a_budget_below_the_activations_peak_gives_the_resident_run_s_bits(
     small: Deployed, resident: list[torch.Tensor]
 ) -> None:
-    graph, plan = small.lowered["skips"].graphs[BATCH], small.entry("skips").plans[BATCH]
+    graph, plan = small.lowered["skips"].graphs[BUCKET], small.entry("skips").plans[BUCKET]
     assert small.deployment.memory_bytes < Footprint.of(graph).activations.peak_bytes
     assert any(isinstance(step, SwapOut) for step in plan.steps)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(small.run("skips", BATCH), resident, strict=True))
-    small.run("skips", 1)
+        assert all(torch.equal(a, b) for a, b in zip(small.run("skips", BUCKET), resident, strict=True))
+    small.run("skips", Bucket(1))
 
 
 def test_no_step_holds_more_than_the_plan_has_for_activations(small: Deployed) -> None:
     watch = FrameWatch(range(small.arena.address, small.arena.address + small.arena.nbytes))
     for _ in range(3):
-        small.run("skips", BATCH, watch.observe)
+        small.run("skips", BUCKET, watch.observe)
         assert max(watch.held.values()) <= small.deployment.workspace_bytes
 
 
@@ -118,10 +120,10 @@ def on_one_thread(program: Program) -> Program:
 
 def test_torch_allocates_no_more_than_the_plan_counts(small: Deployed) -> None:
     servable, examples = small.servables["skips"], small.lowered["skips"].examples
-    graph, plan = small.lowered["skips"].graphs[BATCH], small.entry("skips").plans[BATCH]
-    program = on_one_thread(servable.programs[BATCH])
-    servable.executor.run(program, examples(BATCH))
-    allocated = allocated_peak_bytes(program, examples(BATCH), servable)
+    graph, plan = small.lowered["skips"].graphs[BUCKET], small.entry("skips").plans[BUCKET]
+    program = on_one_thread(servable.programs[BUCKET])
+    servable.executor.run(program, examples(BUCKET))
+    allocated = allocated_peak_bytes(program, examples(BUCKET), servable)
     assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS) <= small.deployment.workspace_bytes
     assert allocated < Footprint.of(graph).activations.peak_bytes
 
