@@ -15,6 +15,7 @@ from rich.progress import track
 from benchmarks.record import markdown_table, record
 from loadgen.repository import prepare_visibly, recipes
 from loadgen.zoo import ZOO
+from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.backend import CpuBackend
@@ -92,7 +93,7 @@ def _compare(name: str, dtype: Dtype, folder: Path) -> list[str]:
 
 def _outputs(lowered: Lowered) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
     """Inputs of each batch, and the first output for them."""
-    plan = resident_plan(lowered.graphs[BATCH])
+    plan = resident_plan(lowered.graphs[Bucket(BATCH)])
     store = open_store("ram", lowered.weights_path, lowered.manifest)
     generator = torch.Generator().manual_seed(0)
     workspace = -(-plan.workspace_bytes // 4096) * 4096

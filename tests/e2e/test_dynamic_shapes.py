@@ -168,3 +168,11 @@ def test_two_processes_have_room_for_the_outputs_of_every_length(bert: Bert) -> 
         for batch, length in ((1, 1), (4, 64), (3, 17), (2, 33)):
             inputs = texts(batch, length)
             bert.assert_right(inputs, infer(server.address, "bert", inputs))
+
+
+@pytest.mark.parametrize("layout", ["lru", "on_demand"])
+def test_a_region_that_models_share_serves_every_length(layout: str, bert: Bert) -> None:
+    with serving(bert.repository, "64MiB", bert.cache, batch_sizes=BATCHES, layout=layout) as server:
+        for batch, length in ((1, 1), (4, 64), (3, 17), (1, 17)):
+            inputs = texts(batch, length)
+            bert.assert_right(inputs, infer(server.address, "bert", inputs))

@@ -23,8 +23,8 @@ from tests.e2e.test_memory import NON_PARAMETERS, Deployed, FrameWatch, allocate
 from tests.planner.reference import peak_bytes
 
 LEVELS = 6
-ROWS = 4
-BATCH = Bucket(ROWS)
+BATCH = 4
+BUCKET = Bucket(BATCH)
 
 
 class LongSkips(nn.Module):
@@ -64,9 +64,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resident(repository: Path, cache: Path) -> list[torch.Tensor]:
     """The outputs with all the memory that there could be use for."""
     with deployed(repository, "256MiB", cache) as device:
-        plan = device.entry("skips").plans[BATCH]
+        plan = device.entry("skips").plans[BUCKET]
         assert not any(isinstance(step, SwapIn | SwapOut) for step in plan.steps)
-        return device.run("skips", BATCH)
+        return device.run("skips", BUCKET)
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +87,18 @@ def small(request: pytest.FixtureRequest, repository: Path, cache: Path, least: 
 def test_a_budget_below_the_activations_peak_gives_the_resident_run_s_bits(
     small: Deployed, resident: list[torch.Tensor]
 ) -> None:
-    graph, plan = small.lowered["skips"].graphs[BATCH], small.entry("skips").plans[BATCH]
+    graph, plan = small.lowered["skips"].graphs[BUCKET], small.entry("skips").plans[BUCKET]
     assert small.deployment.memory_bytes < Footprint.of(graph).activations.peak_bytes
     assert any(isinstance(step, SwapOut) for step in plan.steps)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(small.run("skips", BATCH), resident, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(small.run("skips", BUCKET), resident, strict=True))
     small.run("skips", Bucket(1))
 
 
 def test_no_step_holds_more_than_the_plan_has_for_activations(small: Deployed) -> None:
     watch = FrameWatch(range(small.arena.address, small.arena.address + small.arena.nbytes))
     for _ in range(3):
-        small.run("skips", BATCH, watch.observe)
+        small.run("skips", BUCKET, watch.observe)
         assert max(watch.held.values()) <= small.deployment.workspace_bytes
 
 
@@ -120,10 +120,10 @@ def on_one_thread(program: Program) -> Program:
 
 def test_torch_allocates_no_more_than_the_plan_counts(small: Deployed) -> None:
     servable, examples = small.servables["skips"], small.lowered["skips"].examples
-    graph, plan = small.lowered["skips"].graphs[BATCH], small.entry("skips").plans[BATCH]
-    program = on_one_thread(servable.programs[BATCH])
-    servable.executor.run(program, examples(BATCH))
-    allocated = allocated_peak_bytes(program, examples(BATCH), servable)
+    graph, plan = small.lowered["skips"].graphs[BUCKET], small.entry("skips").plans[BUCKET]
+    program = on_one_thread(servable.programs[BUCKET])
+    servable.executor.run(program, examples(BUCKET))
+    allocated = allocated_peak_bytes(program, examples(BUCKET), servable)
     assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS) <= small.deployment.workspace_bytes
     assert allocated < Footprint.of(graph).activations.peak_bytes
 
@@ -131,10 +131,10 @@ def test_torch_allocates_no_more_than_the_plan_counts(small: Deployed) -> None:
 def test_it_is_served_in_the_least_memory_and_a_page_less_is_refused(
     repository: Path, cache: Path, least: int
 ) -> None:
-    x = np.random.default_rng(0).random((ROWS, 3, 64, 64), np.float32)
+    x = np.random.default_rng(0).random((BATCH, 3, 64, 64), np.float32)
     answers = []
     for memory in (str(least), "256MiB"):
-        with serving(repository, memory, cache, batch_sizes=(1, ROWS)) as server:
+        with serving(repository, memory, cache, batch_sizes=(1, BATCH)) as server:
             answers.append(infer(server.address, "skips", {"x": x})["y"])
     assert np.array_equal(*answers)
     with pytest.raises(InfeasibleBudget), deployed(repository, str(least - 4096), cache):

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from server.errors import InvalidRequest, RequestError, Unsupported
+from planner.shapes import Dimension, DynamicShape
+from server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
 from server.http.codec import decode_request, encode_response, parse_header_length
 from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol import json_numbers
@@ -234,3 +235,36 @@ def test_long_arrays_that_are_wrong(change: Any, message: str) -> None:
 def test_infinities_in_long_arrays() -> None:
     values = json.loads(json_numbers.encode(np.where(LONG > 0, np.inf, LONG)))
     assert values == [np.inf if value > 0 else value for value in LONG]
+
+
+SIZED = ModelInfo(
+    "sized",
+    1,
+    (TensorSpec("x", "FP32", (-1,), sizes=("s",)), TensorSpec("y", "FP32", (-1, 2), sizes=("2*s + 1", 2))),
+    (TensorSpec("z", "FP32", (-1,), sizes=("s//2",)),),
+    max_batch_size=4,
+    dynamic=DynamicShape((Dimension("s", 0, 1, 1, 0, 2, 64, (16, 32)),), ("Ne(s, 20)",)),
+)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "error"),
+    [
+        (7, 15, None),
+        (32, 65, None),
+        (33, 67, "input 'x' for model 'sized': dimension 1 is 33, it can be 2 to 32"),
+        (7, 14, r"input 'y' .* its last dimensions must be \[15, 2\], got \[14, 2\]"),
+        (20, 41, r"exported under the condition Ne\(s, 20\), where s is 20"),
+    ],
+)
+def test_sizes_must_be_those_that_the_model_was_exported_for(x: int, y: int, error: str | None) -> None:
+    inputs = [
+        {"name": "x", "datatype": "FP32", "shape": [1, x], "data": [0] * x},
+        {"name": "y", "datatype": "FP32", "shape": [1, y, 2], "data": [0] * 2 * y},
+    ]
+    body = memoryview(json.dumps({"inputs": inputs}).encode())
+    if error is None:
+        assert decode(body, None, SIZED).sizes == (x,)
+        return
+    with pytest.raises(TensorMismatch, match=error):
+        decode(body, None, SIZED)
