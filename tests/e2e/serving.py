@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import tritonclient.http as triton
 import uvloop
 from numpy.typing import NDArray
@@ -153,6 +154,12 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
     assert stopped
 
 
+def _peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (text for text in status.splitlines() if text.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
 @dataclass(frozen=True)
 class Process:
     """A server that runs as a process of its own, in a session of its own."""
@@ -164,10 +171,9 @@ class Process:
     grpc_address: str = ""
 
     def peak_bytes(self) -> int:
-        """The most memory that the process had at once, as the kernel counts it."""
-        status = Path(f"/proc/{self.popen.pid}/status").read_text()
-        (line,) = (text for text in status.splitlines() if text.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+        """The most memory that the front end and the engine had, each at once, as the kernel counts it."""
+        front_end = psutil.Process(self.popen.pid)
+        return sum(_peak_bytes(process.pid) for process in (front_end, *front_end.children()))
 
     def is_anything_left(self) -> bool:
         """Whether any process of its session lives."""
