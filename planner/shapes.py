@@ -14,7 +14,7 @@ from planner.errors import CohabitError
 
 LEAST_BUCKET = 16
 """The smallest bucket by default: smaller sizes save little time."""
-_MOST_CHARACTERS, _LARGEST_EXPONENT = 1000, 8
+_MOST_CHARACTERS, _LARGEST_EXPONENT, _LARGEST = 1000, 8, 1 << 63
 
 
 class Bucket(NamedTuple):
@@ -136,7 +136,7 @@ def smallest_holding(buckets: Collection[tuple[int, ...]], sizes: tuple[int, ...
 def evaluate(expression: str, values: Mapping[str, int]) -> int:
     """Return the value of a size, or the truth of a condition, such as `2*s0 + 1` or `Eq(Mod(s0, 8), 0)`.
 
-    Nothing but arithmetic is evaluated. Raises UnknownExpression.
+    Nothing but arithmetic of 64-bit numbers is evaluated. Raises UnknownExpression.
     """
     value: int = _value(_parsed(expression), values)
     return value
@@ -203,11 +203,18 @@ def _value(node: ast.expr, values: Mapping[str, int]) -> Any:
             truths = (_value(operand, values) for operand in operands)
             return all(truths) if isinstance(op, ast.And) else any(truths)
         case ast.BinOp(left, ast.Pow(), ast.Constant(int(exponent))) if 0 <= exponent <= _LARGEST_EXPONENT:
-            return _value(left, values) ** exponent
+            return _bounded(_value(left, values) ** exponent)
         case ast.BinOp(left, op, right) if type(op) in _BINARY:
-            return _BINARY[type(op)](_value(left, values), _value(right, values))
+            return _bounded(_BINARY[type(op)](_value(left, values), _value(right, values)))
         case ast.Compare(left, [op], [right]):
             return _COMPARISONS[type(op)](_value(left, values), _value(right, values))
         case ast.Call(ast.Name(name), args, []) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*(_value(a, values) for a in args))
     raise UnknownExpression(f"{ast.unparse(node)[:80]} in a size is not known")
+
+
+def _bounded(value: int) -> int:
+    """Refuse a number that powers of powers have made long: to compute with it would take for ever."""
+    if abs(value) >= _LARGEST:
+        raise UnknownExpression(f"a size has {value.bit_length()} bits, the limit is {_LARGEST.bit_length() - 1}")
+    return value

@@ -79,3 +79,9 @@ def test_functions_of_shapes_are_known() -> None:
 def test_nothing_but_arithmetic_is_evaluated(text: str) -> None:
     with pytest.raises(UnknownExpression):
         evaluate(text, {"s": 7})
+
+
+def test_powers_of_powers_end_before_they_take_for_ever() -> None:
+    text = "(" * 60 + "s" + ")**8" * 60
+    with pytest.raises(UnknownExpression, match="the limit is 63"):
+        evaluate(text, {"s": 7})
