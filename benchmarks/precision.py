@@ -107,7 +107,7 @@ def _outputs(lowered: Lowered) -> Iterator[tuple[list[torch.Tensor], torch.Tenso
 
 
 def _random(port: Port, generator: torch.Generator) -> torch.Tensor:
-    shape = port.at(BATCH)
+    shape = port.at(BATCH, {})
     if port.dtype.is_floating_point:
         return torch.randn(shape, generator=generator)
     if "mask" in port.name or "type" in port.name:
