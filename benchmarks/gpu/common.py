@@ -1,7 +1,7 @@
 """What the GPU benchmarks share: the device, a lowered ResNet-152, a clock, and timing of programs."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from planner.profile import Profile
 from planner.search.driver import search
 from planner.shapes import Bucket
 from runtime.binding.program import Bases
+from runtime.cuda.api import AllocatorPool
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.driver import CudaDriver
 from runtime.cuda.profiling.measure import ample_plan
@@ -24,7 +25,9 @@ from runtime.options import DEFAULTS, Options
 
 FOLDER = Path(".gpu")
 PLAN_S = 3.0
-RUNS, WARM_UP = 30, 5
+RUNS, WARM_UP, REPLAYS = 30, 5, 7
+_QUEUE_S = 0.004
+"""How long the stream is kept busy while a graph is launched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,23 @@ def latencies_s(backend: CudaBackend, program: CudaProgram) -> list[float]:
         times.append(backend.executor.run(program, inputs).latency_s)
         backend.executor.settle()
     return times[WARM_UP:]
+
+
+def replay_s(backend: CudaBackend, pool: AllocatorPool, issue: Callable[[], None]) -> float:
+    """Median device time of copies in a graph of their own: issued from Python, there would be gaps between them."""
+    driver, times = backend.driver, []
+    with driver.on(backend.streams.swap_in):
+        graph = driver.capture(pool, issue)
+        for _ in range(REPLAYS):
+            start, end = driver.event(timed=True), driver.event(timed=True)
+            driver.hold(_QUEUE_S)
+            driver.record(start)
+            graph.replay()
+            driver.record(end)
+            driver.synchronize(end)
+            times.append(driver.seconds(start, end))
+    graph.close()
+    return statistics.median(times)
 
 
 def median_ms(times: list[float]) -> str:

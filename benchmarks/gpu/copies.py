@@ -4,7 +4,6 @@ What a plain copy of all bytes at once reaches is the last row. A program joins 
 from which on the rate is no better.
 """
 
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,16 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu import steps
-from benchmarks.gpu.common import open_gpu
+from benchmarks.gpu.common import REPLAYS, open_gpu, replay_s
 from benchmarks.record import markdown_table
 from runtime.cuda.backend import CudaBackend
 
 WHOLE_BYTES = 256 << 20
 SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 64 << 20, WHOLE_BYTES)
 MOST_COPIES = 512
-ROUNDS = 7
-_QUEUE_S = 0.004
-"""How long the stream is kept busy while a graph is launched."""
 DIRECTIONS = ("to the device", "to the host")
 
 
@@ -53,21 +49,11 @@ def _row(backend: CudaBackend, direction: str, device: torch.Tensor, host: torch
         for n in range(count):
             driver.copy(*(end[n * nbytes : (n + 1) * nbytes] for end in ends))
 
-    times = []
     with driver.on(backend.streams.swap_in):
         pool = driver.pool(device[:0], 0)
-        graph = driver.capture(pool, issue)
-        for _ in range(ROUNDS):
-            start, end = driver.event(timed=True), driver.event(timed=True)
-            driver.hold(_QUEUE_S)
-            driver.record(start)
-            graph.replay()
-            driver.record(end)
-            driver.synchronize(end)
-            times.append(driver.seconds(start, end))
-        graph.close()
-        pool.close()
-    return Row(direction, nbytes, count, statistics.median(times))
+    seconds = replay_s(backend, pool, issue)
+    pool.close()
+    return Row(direction, nbytes, count, seconds)
 
 
 def _sections(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
@@ -79,7 +65,7 @@ def _sections(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
         each = f"{r.seconds / r.copies * 1e6:.1f}"
         table.append([f"{r.direction}, {r.nbytes >> 10} KiB", str(r.copies), each, f"{rate / 1e9:.2f}", share])
     header = ("copies of", "copies", "us each", "GB/s", "of the plain copy")
-    about = f"Medians of {ROUNDS} replays of a graph of copies from and to pinned memory, on an idle device.\n"
+    about = f"Medians of {REPLAYS} replays of a graph of copies from and to pinned memory, on an idle device.\n"
     return [about, markdown_table(header, table), *(f"{note}\n" for note in notes)]
 
 

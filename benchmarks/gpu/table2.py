@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu import steps
-from benchmarks.gpu.common import Measured, latencies_s, loaded, open_gpu, planned, resident, resnet
+from benchmarks.gpu.common import Measured, latencies_s, loaded, open_gpu, planned, replay_s, resident, resnet
 from benchmarks.record import markdown_table
 from planner.errors import InfeasibleBudget
 from planner.shapes import Bucket
@@ -91,32 +91,16 @@ def _cell(
 
 
 def _copy_rate(backend: CudaBackend, program: CudaProgram) -> float:
-    """Bytes per second of a program's copies by themselves, one behind the other in a graph.
-
-    Issued from Python, there would be gaps between them.
-    """
-    driver, times = backend.driver, []
-    issues = program.schedule.whole.issues
-    copies = [program.copies[i.command] for i in issues if isinstance(i.command, Copy)]
-    if not copies or program.staged:
+    """Bytes per second of a program's copies by themselves, one behind the other."""
+    commands = [i.command for i in program.schedule.whole.issues if isinstance(i.command, Copy)]
+    if not commands or program.staged:
         return 0.0
-    nbytes = sum(i.command.nbytes for i in issues if isinstance(i.command, Copy))
 
     def issue() -> None:
-        for copy in copies:
-            copy()
+        for command in commands:
+            program.copies[command]()
 
-    with driver.on(backend.streams.swap_in):
-        graph = driver.capture(program.pool, issue)
-        for _ in range(5):
-            start, end = driver.event(timed=True), driver.event(timed=True)
-            driver.record(start)
-            graph.replay()
-            driver.record(end)
-            driver.synchronize(end)
-            times.append(driver.seconds(start, end))
-    graph.close()
-    return nbytes / statistics.median(times)
+    return sum(command.nbytes for command in commands) / replay_s(backend, program.pool, issue)
 
 
 def _plain_rate(backend: CudaBackend, nbytes: int) -> float:

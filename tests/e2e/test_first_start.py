@@ -25,16 +25,22 @@ def evaluations(plans: dict[Bucket, Plan]) -> set[int]:
     return {plan.provenance.evaluations for plan in plans.values() if plan.provenance is not None}
 
 
-def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_are_found(
-    archives: Archives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_measure, measured = threading.Event(), ModelPreparer.measured
+@pytest.fixture
+def may_measure(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Models are measured in the background once it is set."""
+    allowed, measured = threading.Event(), ModelPreparer.measured
 
     def measured_later(self: ModelPreparer, prepared: Prepared) -> Prepared:
-        assert may_measure.wait(60)
+        assert allowed.wait(60)
         return measured(self, prepared)
 
     monkeypatch.setattr(ModelPreparer, "measured", measured_later)
+    return allowed
+
+
+def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_are_found(
+    archives: Archives, tmp_path: Path, may_measure: threading.Event
+) -> None:
     repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
         placed, quick = server.loaded.placed_models[MODEL, 1], plans_of(server)
@@ -66,16 +72,9 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
 
 
 def test_a_model_that_cannot_be_measured_is_still_served(
-    archives: Archives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    archives: Archives, tmp_path: Path, may_measure: threading.Event
 ) -> None:
     """Its archive changes while the server runs, so that what a worker measures is another model."""
-    may_measure, measured = threading.Event(), ModelPreparer.measured
-
-    def measured_later(self: ModelPreparer, prepared: Prepared) -> Prepared:
-        assert may_measure.wait(60)
-        return measured(self, prepared)
-
-    monkeypatch.setattr(ModelPreparer, "measured", measured_later)
     repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
         quick = plans_of(server)
