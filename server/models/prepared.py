@@ -168,14 +168,13 @@ def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
 
 
 def prepare_in_worker(
-    source: ModelSource, config: ServeConfig, backend: Backend, workers: WorkerProcesses
+    source: ModelSource, config: ServeConfig, backend: Backend, workers: WorkerProcesses, *, quick: bool = False
 ) -> Prepared:
     """Lower and measure a model in a worker process, unless the cache has it, and open it from the cache.
 
-    Archives come from clients, so nothing else reads them. A damaged cache is made anew. Its profiles may be
-    provisional, if the configuration allows that. Raises CohabitError.
+    Archives come from clients, so nothing else reads them. A damaged cache is made anew. With `quick`, its profiles may
+    be provisional. Raises CohabitError.
     """
-    quick = config.plans_later
     if _marker(source, config).exists() or (quick and _marker(source, config, "provisional").exists()):
         try:
             return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)

@@ -38,14 +38,19 @@ class ModelPreparer:
         self.workers = workers or preparing_workers(config)
         self.planners = planning_workers(config)
         self.quick_planners = planning_workers(config, quick=True)
+        self._measuring = threading.Lock()
         self._searching = threading.Lock()
         """One full search at a time, so that quick ones need not wait."""
         self._cache = new_cache()
         self._lock = threading.Lock()
         """Guards the cache and its entries."""
 
-    def prepare(self, source: ModelSource) -> Prepared:
-        """Open a model, after lowering and measuring it if it is not cached. Raises CohabitError."""
+    def prepare(self, source: ModelSource, *, quick: bool | None = None) -> Prepared:
+        """Open a model, after lowering and measuring it if it is not cached. Raises CohabitError.
+
+        With `quick`, its profiles may be provisional; by default, as configured.
+        """
+        quick = self._config.plans_later if quick is None else quick
         key = key_of(source, self._config)
         with self._lock:
             known = self._cache.get(key)
@@ -55,16 +60,23 @@ class ModelPreparer:
                 prepared = prepare_known(source, known, self._config, self._backend)
                 time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
                 return prepared
-        prepared = prepare_in_worker(source, self._config, self._backend, self.workers)
+        prepared = prepare_in_worker(source, self._config, self._backend, self.workers, quick=quick)
         with self._lock:
             self._cache[key] = prepared.known
         return prepared
 
     def measured(self, prepared: Prepared) -> Prepared:
-        """Return the model with measured profiles instead of provisional ones. Raises CohabitError."""
+        """Return the model with measured profiles instead of provisional ones, one model at a time.
+
+        Two at once would measure each other. Raises CohabitError.
+        """
         if not prepared.known.is_provisional:
             return prepared
-        return measure_in_worker(prepared, self._config, self.workers)
+        with self._measuring:
+            measured = measure_in_worker(prepared, self._config, self.workers)
+        with self._lock:
+            self._cache[key_of(measured.source, self._config)] = measured.known
+        return measured
 
     def known_plans(self, prepared: Prepared, room: Room) -> Plans | None:
         """Return the best plans for a room, if they are cached."""

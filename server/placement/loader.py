@@ -122,8 +122,8 @@ def _prepared(
     def one(source: ModelSource) -> Prepared | str:
         try:
             if config.engine == "process":
-                on_progress(source.name, f"lowering and measuring{progress.left}")
-                prepared = preparer.prepare(source)
+                on_progress(source.name, f"lowering{progress.left}")
+                prepared = preparer.prepare(source, quick=True)
             else:
                 prepared = prepare(source, config, backend, on_progress)
             warn_of_ignored_config(source, config.device)
@@ -139,11 +139,25 @@ def _prepared(
     if config.engine == "process":
         with ThreadPoolExecutor(MOST_AT_START, thread_name_prefix="preparing") as pool:
             results = list(pool.map(one, sources))
+        if not config.plans_later:
+            results = [_measured(result, preparer, on_progress) for result in results]
     else:
         results = [one(source) for source in sources]
     prepared = [result for result in results if isinstance(result, Prepared)]
     failures = {s.key: result for s, result in zip(sources, results, strict=True) if isinstance(result, str)}
     return prepared, failures
+
+
+def _measured(prepared: Prepared | str, preparer: ModelPreparer, on_progress: OnProgress) -> Prepared | str:
+    """Measure a model while no other is prepared; returns why it cannot be measured."""
+    if isinstance(prepared, str) or not prepared.known.is_provisional:
+        return prepared
+    on_progress(prepared.source.name, "measuring")
+    try:
+        return preparer.measured(prepared)
+    except CohabitError as error:
+        prepared.store.close()
+        return load_reason(prepared.source.name, error)
 
 
 class _TimeLeft:

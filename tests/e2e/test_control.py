@@ -167,9 +167,9 @@ def test_a_model_that_comes_back_is_opened_from_memory_unless_its_files_have_cha
     opened: list[str] = []
     prepare = preparer.prepare_in_worker
 
-    def noted(source: ModelSource, *arguments: Any) -> Prepared:
+    def noted(source: ModelSource, *arguments: Any, **options: Any) -> Prepared:
         opened.append(source.name)
-        return prepare(source, *arguments)
+        return prepare(source, *arguments, **options)
 
     monkeypatch.setattr(preparer, "prepare_in_worker", noted)
     stacks.put(tmp_path, "a", 0)

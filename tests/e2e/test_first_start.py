@@ -3,12 +3,15 @@
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planner.plan import Plan
 from planner.shapes import Bucket
+from server.models import preparer
 from server.models.prepared import Prepared
 from server.models.preparer import ModelPreparer
 from tests.e2e.archives import Archives
@@ -101,14 +104,28 @@ def test_a_model_that_is_loaded_later_begins_with_quick_plans_too(archives: Arch
         assert infer(server.address, "ranker", inputs)["score"].tobytes() == answer.tobytes()
 
 
-def test_without_a_quick_start_a_model_is_measured_and_planned_before_it_is_served(
-    archives: Archives, tmp_path: Path
+def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before_they_are_served(
+    archives: Archives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repository = archives.repository("ranker")
+    """Models that are prepared or measured meanwhile would be in the times."""
+    models, steps = ("ranker", "lstm"), []
+
+    def noted(step: str, function: Any, *arguments: Any, **options: Any) -> Any:
+        steps.append(f"{step} begins")
+        try:
+            return function(*arguments, **options)
+        finally:
+            steps.append(f"{step} ends")
+
+    for step in ("prepare_in_worker", "measure_in_worker"):
+        monkeypatch.setattr(preparer, step, partial(noted, step, getattr(preparer, step)))
+    repository = archives.repository(*models)
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
         assert server.loaded.placement is not None
         assert not server.loaded.placement._tasks
-        assert not server.loaded.placed_models["ranker", 1].prepared.known.is_provisional
+        assert all(not server.loaded.placed_models[m, 1].prepared.known.is_provisional for m in models)
+    assert steps[-4:] == ["measure_in_worker begins", "measure_in_worker ends"] * 2
+    assert sorted(steps[:-4]) == ["prepare_in_worker begins"] * 2 + ["prepare_in_worker ends"] * 2
 
 
 def test_an_engine_imports_neither_compilers_nor_transports(archives: Archives, tmp_path: Path) -> None:
