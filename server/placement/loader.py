@@ -99,7 +99,7 @@ def load(
         if config.has_partitions:
             placement = ModelPlacement(memory, preparer, all_resident=config.layout == "resident")
         loaded = Loaded(memory, deployment, placement, failures)
-        preparer.quick_planners.release()
+        (preparer.quick_planners if config.plans_later else preparer).release()
         _place(loaded, prepared, on_progress)
     except BaseException:
         preparer.close()

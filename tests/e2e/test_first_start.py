@@ -1,5 +1,6 @@
 """The first start: models are served on quick plans, which are replaced; and what an engine's process imports."""
 
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -124,6 +125,7 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
         assert server.loaded.placement is not None
         assert not server.loaded.placement._tasks
         assert all(not server.loaded.placed_models[m, 1].prepared.known.is_provisional for m in models)
+        assert not multiprocessing.active_children(), "nothing is left to prepare or to plan"
     assert steps[-4:] == ["measure_in_worker begins", "measure_in_worker ends"] * 2
     assert sorted(steps[:-4]) == ["prepare_in_worker begins"] * 2 + ["prepare_in_worker ends"] * 2
 
