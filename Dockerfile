@@ -35,7 +35,7 @@ USER cohabit
 VOLUME ["/cache"]
 EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=10s --timeout=3s --start-period=600s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=2)"]
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/v2/health/live', timeout=2)"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["cohabit"]
 CMD ["serve", "/models", "--memory", "50%", "--host", "0.0.0.0"]

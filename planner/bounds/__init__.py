@@ -1,1 +1,1 @@
-"""What no plan can be faster than."""
+"""Lower bounds of a plan's latency."""

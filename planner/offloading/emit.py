@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from planner.offloading.zone import ActivationZone
 from planner.plan import Placement, Plan
-from planner.sequence.sequence import Verb
+from planner.sequence.sequence import ActionKind
 from planner.streaming.emit import ParameterCopies
 from planner.streaming.stream import Swaps
 from planner.streaming.workload import Workload
@@ -46,17 +46,17 @@ class OffloadingEmitter:
         self._issue(-1)
         for index, action in enumerate(self._zone.actions):
             match action.verb:
-                case Verb.COMPUTE:
+                case ActionKind.COMPUTE:
                     last = action.what
                     self._compute(index, last)
                     self._copies.drop_after(last)
                     self._issue(last)
-                case Verb.SWAP_IN:
+                case ActionKind.SWAP_IN:
                     self._returning.append((action.what, self._starting[action.what, index]))
                     self._issue(last)
-                case Verb.SWAP_OUT:
+                case ActionKind.SWAP_OUT:
                     writer.swap_out(action.what)
-                case Verb.DROP:
+                case ActionKind.DROP:
                     writer.drop(action.what)
         assert not self._returning, "an activation returns without a use"
         return writer.plan(self._work.profile.fingerprint)
@@ -105,8 +105,8 @@ class OffloadingEmitter:
         due: list[int] = []
         upcoming = {t: len(self._graph.ops) - 1 for t in self._graph.outputs}
         for action in reversed(self._zone.actions):
-            if action.verb is Verb.COMPUTE:
+            if action.verb is ActionKind.COMPUTE:
                 upcoming |= dict.fromkeys(self._graph.ops[action.what].reads, action.what)
-            elif action.verb is Verb.SWAP_IN:
+            elif action.verb is ActionKind.SWAP_IN:
                 due.append(upcoming[action.what])
         return list(accumulate(due, min))[::-1]

@@ -16,7 +16,7 @@ from planner.sequence.alap import COMPUTE, SWAP_IN, AlapSequence, alap, codes, t
 from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gap, Gaps
 from planner.sequence.no_wait import no_wait
-from planner.sequence.sequence import Action, Placed, Verb, lay_out
+from planner.sequence.sequence import Action, ActionKind, Placed, lay_out
 
 SHARES: Final = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)
 """Shares of the zone that activations may occupy at once; the rest is for fragmentation."""
@@ -111,7 +111,7 @@ class ActivationZones:
             decided = no_wait(self._gaps, 1 << 62, fates, ahead_bytes)
             assert decided is not None, "nothing is computed again"
             actions, _ = decided
-            if profile is not None and any(action.verb is Verb.SWAP_OUT for action in actions):
+            if profile is not None and any(action.verb is ActionKind.SWAP_OUT for action in actions):
                 actions = delay_drops(self.graph, profile, actions, (), ahead_bytes)
         return ActivationZone(tuple(actions), lay_out(self.graph, actions, (), enough_bytes))
 

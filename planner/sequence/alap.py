@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from planner.arrays import Bools, Ints, ints
 from planner.compiled import compiled
 from planner.sequence.gaps import START, Fate, Gaps
-from planner.sequence.sequence import Verb
+from planner.sequence.sequence import ActionKind
 
 Codes = NDArray[np.int8]
 """A fate per gap, as a number."""
@@ -23,7 +23,7 @@ KEEP, SWAP, RECOMPUTE, RESTORE = map(int, Fate)
 GONE: Final = 4
 """Not needed any more."""
 
-COMPUTE, SWAP_IN, SWAP_OUT, DROP = map(int, Verb)
+COMPUTE, SWAP_IN, SWAP_OUT, DROP = map(int, ActionKind)
 
 _NONE: Final = -1
 _PARAMETER: Final = 0

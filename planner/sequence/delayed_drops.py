@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from planner.graph import Graph
 from planner.profile import Profile
-from planner.sequence.sequence import Action, Verb
+from planner.sequence.sequence import Action, ActionKind
 
 
 def delay_drops(
@@ -38,18 +38,18 @@ class _DelayedDrops:
     def replayed(self, actions: Sequence[Action]) -> list[Action]:
         for action in actions:
             match action.verb:
-                case Verb.COMPUTE:
+                case ActionKind.COMPUTE:
                     self._compute(action)
-                case Verb.SWAP_IN:
+                case ActionKind.SWAP_IN:
                     self._coming.append(action.what)
                     self._bring()
-                case Verb.SWAP_OUT:
+                case ActionKind.SWAP_OUT:
                     self._fetch_until((action.what,))
                     begin_s = max(self._out_s, self._there_s.get(action.what, 0.0))
                     self._out_s = begin_s + self._profile.swap_out.seconds(self._graph.tensors[action.what].nbytes)
                     self._saved_s[action.what] = self._out_s
                     self._actions.append(action)
-                case Verb.DROP:
+                case ActionKind.DROP:
                     self._fetch_until((action.what,))
                     self._leaving.append(action.what)
                     if self._saved_s.get(action.what, 0.0) <= self._now_s:
@@ -94,7 +94,7 @@ class _DelayedDrops:
         self._in_s = begin_s + self._profile.swap_in.seconds(self._graph.tensors[tensor].nbytes)
         self._there_s[tensor] = self._in_s
         self._held_bytes += self._nbytes[tensor]
-        self._actions.append(Action(Verb.SWAP_IN, tensor))
+        self._actions.append(Action(ActionKind.SWAP_IN, tensor))
 
     def _let_go(self, now_s: float) -> None:
         while self._leaving and self._saved_s.get(self._leaving[0], 0.0) <= now_s:
@@ -112,4 +112,4 @@ class _DelayedDrops:
 
     def _drop(self, tensor: int) -> None:
         self._held_bytes -= self._nbytes[tensor]
-        self._actions.append(Action(Verb.DROP, tensor))
+        self._actions.append(Action(ActionKind.DROP, tensor))

@@ -16,7 +16,7 @@ from planner.problem import Problem
 from planner.sequence.alap import COMPUTE, DROP, SWAP_IN, AlapSequence, alap, codes, tables
 from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.sequence import Action, Verb, lay_out, plan_of
+from planner.sequence.sequence import Action, ActionKind, lay_out, plan_of
 from planner.sequence.serial import least_bytes, serial
 
 Decided = tuple[list[Action], frozenset[int]]
@@ -39,7 +39,7 @@ def no_wait(gaps: Gaps, memory_bytes: int, fates: Sequence[Fate], ahead_bytes: i
         return None
     order = hastened(made, tables(gaps).nbytes, memory_bytes if ahead_bytes is None else ahead_bytes)
     steps = zip(made.verb[order].tolist(), made.what[order].tolist(), strict=True)
-    actions = [Action(Verb(verb), what) for verb, what in steps]
+    actions = [Action(ActionKind(verb), what) for verb, what in steps]
     residents = (g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not Fate.SWAP)
     return actions, frozenset(residents)
 
@@ -71,7 +71,7 @@ def fit(
         if decided is None:
             return None
         actions, residents = decided
-        if delayed and any(action.verb is Verb.SWAP_OUT for action in actions):
+        if delayed and any(action.verb is ActionKind.SWAP_OUT for action in actions):
             actions = delay_drops(graph, profile, actions, residents, room_bytes)
         if actions == before:
             continue

@@ -16,7 +16,7 @@ from planner.profile import Profile
 from planner.sequence.plan_writer import PlanWriter
 
 
-class Verb(IntEnum):
+class ActionKind(IntEnum):
     COMPUTE = 0
     SWAP_IN = 1
     SWAP_OUT = 2
@@ -27,24 +27,24 @@ class Verb(IntEnum):
 class Action:
     """`what` is an op's id for COMPUTE and a tensor's for all others. An op may be computed again."""
 
-    verb: Verb
+    verb: ActionKind
     what: int
 
 
 def compute(op: int) -> Action:
-    return Action(Verb.COMPUTE, op)
+    return Action(ActionKind.COMPUTE, op)
 
 
 def swap_in(tensor: int) -> Action:
-    return Action(Verb.SWAP_IN, tensor)
+    return Action(ActionKind.SWAP_IN, tensor)
 
 
 def swap_out(tensor: int) -> Action:
-    return Action(Verb.SWAP_OUT, tensor)
+    return Action(ActionKind.SWAP_OUT, tensor)
 
 
 def drop(tensor: int) -> Action:
-    return Action(Verb.DROP, tensor)
+    return Action(ActionKind.DROP, tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ def tensor_ranges(graph: Graph, actions: Sequence[Action], residents: Collection
     since = dict.fromkeys((*graph.inputs, *residents), 0)
     found: list[TensorRange] = []
     for i, action in enumerate(actions):
-        if action.verb is Verb.DROP:
+        if action.verb is ActionKind.DROP:
             found.append(TensorRange(action.what, Lifespan(since.pop(action.what), i + 1)))
             continue
-        brought = graph.ops[action.what].writes if action.verb is Verb.COMPUTE else ()
-        for t in (action.what,) if action.verb is Verb.SWAP_IN else brought:
+        brought = graph.ops[action.what].writes if action.verb is ActionKind.COMPUTE else ()
+        for t in (action.what,) if action.verb is ActionKind.SWAP_IN else brought:
             if t in since:
                 raise ValueError(f"action {i} brings {graph.tensors[t].name}, which is in memory")
             since[t] = i
@@ -109,7 +109,7 @@ def lay_out(
         blocks.append(Block(tensor.nbytes, tensor.alignment, live.span, again))
     scratch = {}
     for i, action in enumerate(actions):
-        if action.verb is Verb.COMPUTE and graph.ops[action.what].scratch_bytes:
+        if action.verb is ActionKind.COMPUTE and graph.ops[action.what].scratch_bytes:
             scratch[i] = len(blocks)
             nbytes = graph.ops[action.what].scratch_bytes
             blocks.append(Block(nbytes, SCRATCH_ALIGNMENT, Lifespan(i, i + 1)))
@@ -153,18 +153,18 @@ def write(
         {t: starting[t, 0] for t in graph.inputs},
         {t: starting[t, 0] for t in residents},
     )
-    last = max((i for i, a in enumerate(actions) if a.verb is Verb.COMPUTE), default=None)
+    last = max((i for i, a in enumerate(actions) if a.verb is ActionKind.COMPUTE), default=None)
     for i, action in enumerate(actions):
         match action.verb:
-            case Verb.COMPUTE:
+            case ActionKind.COMPUTE:
                 writes = graph.ops[action.what].writes
                 arrived = [t for t in graph.outputs if t not in writes] if i == last else ()
                 offsets = [starting[t, i] for t in writes]
                 writer.compute(action.what, offsets, placed.scratch.get(i), arrived)
-            case Verb.SWAP_IN:
+            case ActionKind.SWAP_IN:
                 writer.swap_in(action.what, starting[action.what, i])
-            case Verb.SWAP_OUT:
+            case ActionKind.SWAP_OUT:
                 writer.swap_out(action.what)
-            case Verb.DROP:
+            case ActionKind.DROP:
                 writer.drop(action.what)
     return writer.plan(profile.fingerprint)

@@ -11,7 +11,17 @@ from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.graph import SCRATCH_ALIGNMENT, Graph, aligned
 from planner.plan import Plan
 from planner.problem import Problem
-from planner.sequence.sequence import Action, Placed, Verb, compute, drop, swap_in, swap_out, tensor_ranges, write
+from planner.sequence.sequence import (
+    Action,
+    ActionKind,
+    Placed,
+    compute,
+    drop,
+    swap_in,
+    swap_out,
+    tensor_ranges,
+    write,
+)
 
 
 def least_bytes(graph: Graph) -> int:
@@ -77,7 +87,7 @@ def _lay_out(graph: Graph, actions: Sequence[Action]) -> Placed:
     No tensor stays from one op to the next, so each op's tensors lie next to each other, coarsest alignment first.
     """
     ranges = tensor_ranges(graph, actions, ())
-    op_at = list(accumulate((a.verb is Verb.COMPUTE for a in actions), initial=0))  # ops before each action
+    op_at = list(accumulate((a.verb is ActionKind.COMPUTE for a in actions), initial=0))  # ops before each action
     together: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # per op: alignment, bytes, index
     for i, found in enumerate(ranges):
         tensor, first = graph.tensors[found.tensor], found.span.first
@@ -86,7 +96,7 @@ def _lay_out(graph: Graph, actions: Sequence[Action]) -> Placed:
     scratch = {
         i: graph.ops[a.what].scratch_bytes
         for i, a in enumerate(actions)
-        if a.verb is Verb.COMPUTE and graph.ops[a.what].scratch_bytes
+        if a.verb is ActionKind.COMPUTE and graph.ops[a.what].scratch_bytes
     }
     for i, nbytes in scratch.items():
         together[op_at[i]].append((SCRATCH_ALIGNMENT, nbytes, len(ranges) + i))

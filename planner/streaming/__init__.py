@@ -1,1 +1,1 @@
-"""Ours: what `planner.streaming.searcher` plays, anneals and writes."""
+"""The searcher `streaming`: quick choices of residents, the linear relaxation, simulated annealing."""

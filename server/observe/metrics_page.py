@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from server.ipc.catalog import ModelEntry
 from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from server.observe.machine import Machine
-from server.observe.model_metrics import View, families_of
+from server.observe.model_metrics import ReadyModel, families_of
 from server.observe.prometheus import Family, written
 
 
@@ -14,7 +14,7 @@ def metrics_page(
 ) -> bytes:
     """Write all metrics in Prometheus' text format. Any thread."""
     ready = [entry for entry in entries if entry.is_ready]
-    views = [View(e, report.models.get(e.key) or ModelCounters(ModelStatistics())) for e in ready]
+    views = [ReadyModel(e, report.models.get(e.key) or ModelCounters(ModelStatistics())) for e in ready]
     wanted = [entry for entry in entries if entry.wanted]
     engine = Family(
         "cohabit_engine_restarts", "counter", "Times that the engine's process was started again", [({}, restarts)]

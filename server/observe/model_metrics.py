@@ -9,11 +9,11 @@ from server.ipc.catalog import ModelEntry
 from server.ipc.statistics import ModelCounters, ModelStatistics
 from server.observe.prometheus import Family, Kind, Sample, Value
 
-Read = Callable[["View"], Iterable[Sample]]
+Read = Callable[["ReadyModel"], Iterable[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ReadyModel:
     """A model that is ready, and its counters."""
 
     entry: ModelEntry
@@ -28,7 +28,7 @@ class _Metric:
     read: Read
 
 
-def families_of(views: Sequence[View], requested: Sequence[ModelEntry]) -> Iterator[Family]:
+def families_of(views: Sequence[ReadyModel], requested: Sequence[ModelEntry]) -> Iterator[Family]:
     """Read every metric of these models, and the readiness of each requested one."""
     yield Family(
         "cohabit_model_ready",
@@ -40,7 +40,7 @@ def families_of(views: Sequence[View], requested: Sequence[ModelEntry]) -> Itera
         yield Family(metric.name, metric.kind, metric.help, _samples(metric, views))
 
 
-def _samples(metric: _Metric, views: Iterable[View]) -> Iterator[Sample]:
+def _samples(metric: _Metric, views: Iterable[ReadyModel]) -> Iterator[Sample]:
     for view in views:
         identity = _identity(view.entry)
         for labels, value in metric.read(view):
@@ -51,7 +51,7 @@ def _identity(entry: ModelEntry) -> dict[str, str]:
     return {"model": entry.name, "version": "" if entry.version is None else str(entry.version)}
 
 
-def _one(name: str, kind: Kind, text: str, value: Callable[[View], Value]) -> _Metric:
+def _one(name: str, kind: Kind, text: str, value: Callable[[ReadyModel], Value]) -> _Metric:
     return _Metric(name, kind, text, lambda view: [({}, value(view))])
 
 
@@ -63,7 +63,7 @@ def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Value]) 
     return _one(name, "histogram", text, lambda view: value(view.report.statistics))
 
 
-def _gauge(name: str, text: str, value: Callable[[View], float]) -> _Metric:
+def _gauge(name: str, text: str, value: Callable[[ReadyModel], float]) -> _Metric:
     return _one(name, "gauge", text, value)
 
 

@@ -7,7 +7,7 @@ from server.placement.partitions import Extent
 
 
 @dataclass(frozen=True, slots=True)
-class Vacate:
+class ReleaseForMove:
     """Release a model's bytes; its requests wait until it has moved."""
 
     owner: str
@@ -21,7 +21,9 @@ class Move:
     extent: Extent
 
 
-def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_bytes: int) -> list[Vacate | Move]:
+def moves(
+    now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_bytes: int
+) -> list[ReleaseForMove | Move]:
     """Return the steps that move every model to its wanted extent.
 
     The first `workspace_bytes` of the arena are vacated first. Cycles are broken by vacating few models; every
@@ -29,7 +31,9 @@ def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_byt
     """
     at = dict(now)
     workspace = Extent(0, workspace_bytes)
-    steps: list[Vacate | Move] = [Vacate(name) for name, extent in at.items() if extent.overlaps(workspace)]
+    steps: list[ReleaseForMove | Move] = [
+        ReleaseForMove(name) for name, extent in at.items() if extent.overlaps(workspace)
+    ]
     for step in steps:
         del at[step.owner]
     waiting = [name for name in wanted if at.get(name) != wanted[name]]
@@ -38,7 +42,7 @@ def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_byt
         if free is None:
             away = min(waiting, key=lambda name: min(len(_blockers(name, at, wanted)), len(at)))
             for name in _blockers(away, at, wanted):
-                steps.append(Vacate(name))
+                steps.append(ReleaseForMove(name))
                 del at[name]
             free = away
         steps.append(Move(free, wanted[free]))
@@ -47,9 +51,9 @@ def moves(now: Mapping[str, Extent], wanted: Mapping[str, Extent], workspace_byt
     return steps
 
 
-def vacate_all(wanted: Mapping[str, Extent]) -> list[Vacate | Move]:
+def vacate_all(wanted: Mapping[str, Extent]) -> list[ReleaseForMove | Move]:
     """Return the steps that vacate every model before the first one moves, for a change of all workspaces."""
-    return [*(Vacate(name) for name in wanted), *(Move(name, extent) for name, extent in wanted.items())]
+    return [*(ReleaseForMove(name) for name in wanted), *(Move(name, extent) for name, extent in wanted.items())]
 
 
 def _blockers(owner: str, at: Mapping[str, Extent], wanted: Mapping[str, Extent]) -> list[str]:

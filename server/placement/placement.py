@@ -18,7 +18,7 @@ from server.models.known_models import Plans
 from server.models.prepared import Prepared
 from server.models.preparer import ModelPreparer, is_better
 from server.placement.device_memory import PartitionedMemory, PlacedModel, Programs
-from server.placement.moves import Move, Vacate, moves, packed, vacate_all
+from server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
 from server.placement.partitions import Extent
 
 _log = logging.getLogger("cohabit.placement")
@@ -243,20 +243,22 @@ class ModelPlacement:
     async def _migrate(
         self,
         placed_models: Mapping[str, PlacedModel],
-        steps: Sequence[Vacate | Move],
+        steps: Sequence[ReleaseForMove | Move],
         workspace: int,
         plans: Mapping[str, Plans],
         programs: Mapping[str, Programs],
     ) -> None:
         partitions = self.memory.partitions
         for step in steps:
-            if isinstance(step, Vacate):
+            if isinstance(step, ReleaseForMove):
                 self._lanes.hold(placed_models[step.owner].key, True)
                 partitions.release(step.owner)
-        await self._settle_lanes({placed_models[step.owner].lane for step in steps if isinstance(step, Vacate)})
+        await self._settle_lanes(
+            {placed_models[step.owner].lane for step in steps if isinstance(step, ReleaseForMove)}
+        )
         partitions.grow_workspace(workspace)
         for step in steps:
-            if not isinstance(step, Vacate):
+            if not isinstance(step, ReleaseForMove):
                 placed = placed_models[step.owner]
                 partitions.put(step.owner, step.extent)
                 await self._move(placed, plans.get(step.owner, placed.plans), programs[step.owner])

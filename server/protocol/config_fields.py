@@ -1,4 +1,4 @@
-"""What becomes of each field of Triton's ModelConfig: honoured, refused, or warned of when the model is loaded."""
+"""How each field of Triton's ModelConfig is supported: honoured, refused, or warned of when the model is loaded."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

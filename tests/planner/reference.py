@@ -7,7 +7,7 @@ from fractions import Fraction
 from planner.graph import Graph, TensorKind
 from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut, lane_of
 from planner.profile import Profile
-from planner.sequence.sequence import Action, Verb
+from planner.sequence.sequence import Action, ActionKind
 
 ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "state", "input", "activation")
 
@@ -143,12 +143,12 @@ def sequence_held_bytes(graph: Graph, actions: Sequence[Action], residents: Coll
     for action in actions:
         scratch = 0
         match action.verb:
-            case Verb.COMPUTE:
+            case ActionKind.COMPUTE:
                 held += sum(size[t] for t in graph.ops[action.what].writes)
                 scratch = graph.ops[action.what].scratch_bytes
-            case Verb.SWAP_IN:
+            case ActionKind.SWAP_IN:
                 held += size[action.what]
         found.append(held + scratch)
-        if action.verb is Verb.DROP:
+        if action.verb is ActionKind.DROP:
             held -= size[action.what]
     return found

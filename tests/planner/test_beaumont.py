@@ -15,7 +15,7 @@ from planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers,
 from planner.papers.beaumont.layers import LayerChain
 from planner.papers.beaumont.offload import greedy, relaxed_s, whole
 from planner.papers.beaumont.offload_choices import Choice
-from planner.papers.beaumont.prefetching import Line, best, eager, latency_s
+from planner.papers.beaumont.prefetching import WeightChain, best, eager, latency_s
 from planner.papers.beaumont.searcher import DynProg, Greedy
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Problem
@@ -322,7 +322,7 @@ def test_peak_of_every_chain_is_that_of_its_graph() -> None:
             assert found.least_bytes() <= found.peak_bytes()
 
 
-def prefetched_s(line: Line, keeps: Sequence[bool]) -> float:
+def prefetched_s(line: WeightChain, keeps: Sequence[bool]) -> float:
     """The same by the clock: all fetches in order, each byte when the search likes; what was used is forgotten."""
     kept = sum(n for n, keep in zip(line.weight_bytes, keeps, strict=True) if keep)
     fetched = [0 if keep else int(n) for n, keep in zip(line.weight_bytes, keeps, strict=True)]
@@ -353,12 +353,12 @@ def prefetched_s(line: Line, keeps: Sequence[bool]) -> float:
     return math.inf
 
 
-def random_line(rng: random.Random, most: int) -> tuple[Line, int]:
+def random_line(rng: random.Random, most: int) -> tuple[WeightChain, int]:
     count = rng.randint(1, most)
     weights = [rng.randint(0, 4) for _ in range(count)]
     memory = rng.randint(3, sum(weights) + 4)
     room = [memory - rng.randint(0, 3) for _ in range(count)]
-    return Line([rng.randint(0, 3) for _ in range(count)], weights, weights, room, 1), memory
+    return WeightChain([rng.randint(0, 3) for _ in range(count)], weights, weights, room, 1), memory
 
 
 def test_prefetching_agrees_with_the_clock() -> None:
@@ -385,16 +385,16 @@ def test_best_weights_to_keep_are_those_of_exhaustive_search() -> None:
     assert chosen > 500
 
 
-def _with_room(line: Line, keeps: Sequence[bool], most: int) -> float:
+def _with_room(line: WeightChain, keeps: Sequence[bool], most: int) -> float:
     """Latency when `most` bytes are set aside for what is kept."""
     kept = sum(n for n, keep in zip(line.weight_bytes, keeps, strict=True) if keep)
     room = [r - (most - kept) for r in line.room_bytes]
-    rest = Line(line.op_s, line.weight_bytes, line.copy_s, room, line.bytes_per_s)
+    rest = WeightChain(line.op_s, line.weight_bytes, line.copy_s, room, line.bytes_per_s)
     return latency_s(rest, keeps) if kept <= most else math.inf
 
 
 def test_weights_used_first_are_kept() -> None:
-    line = Line([1] * 4, [2] * 4, [2] * 4, [6] * 4, 1)
+    line = WeightChain([1] * 4, [2] * 4, [2] * 4, [6] * 4, 1)
     assert eager(line) == (True, True, False, False)
     assert latency_s(line, eager(line)) == 4 + 2
     assert latency_s(line, (False, False, True, True)) == 4 + 2 + 2

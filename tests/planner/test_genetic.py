@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planner.check import check
 from planner.errors import InvalidPlan
 from planner.graph import Graph, Op, Tensor
-from planner.papers.swapadvisor.allocations import Allocation, Space, raised, shrink
+from planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, raised, shrink
 from planner.papers.swapadvisor.evolution import Evolution, select, survival
 from planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
 from planner.papers.swapadvisor.pool_lanes import evaluate, write
@@ -44,7 +44,7 @@ def random_case(seed: int) -> tuple[Graph, Profile, random.Random]:
     return graph, random_profile(rng, graph), rng
 
 
-def random_allocation(space: Space, rng: random.Random) -> Allocation:
+def random_allocation(space: AllocationSpace, rng: random.Random) -> Allocation:
     """As few objects as ops need at once, or a few more."""
     classes = space.random_classes(np.random.default_rng(rng.randrange(10**6)))
     least = space.least(classes)
@@ -58,7 +58,7 @@ def test_costs_are_those_of_the_written_plan(seed: int) -> None:
     uses, sizes = uses_of(graph, profile)
     if not len(sizes.nbytes):
         return
-    space = Space(sizes, 0, restricted=rng.random() < 0.5)
+    space = AllocationSpace(sizes, 0, restricted=rng.random() < 0.5)
     order = random_schedule(precedence(graph), np.random.default_rng(seed))
     allocation = random_allocation(space, rng)
     pool = pool_of(sizes, allocation.classes, allocation.counts)
@@ -84,7 +84,7 @@ def test_too_few_objects_for_an_op_are_unfit(seed: int) -> None:
     uses, sizes = uses_of(graph, profile)
     if not len(sizes.nbytes):
         return
-    space = Space(sizes, 0)
+    space = AllocationSpace(sizes, 0)
     allocation = random_allocation(space, rng)
     counts = allocation.counts.copy()
     scarce = rng.choice(np.flatnonzero(space.least(allocation.classes)).tolist())
@@ -249,7 +249,9 @@ def test_allocations_stay_in_their_space(seed: int) -> None:
     if not len(sizes.nbytes):
         return
     draw = np.random.default_rng(seed)
-    space = Space(sizes, least_bytes(graph) + rng.choice((0, PAGE, 10 * PAGE)), restricted=rng.random() < 0.7)
+    space = AllocationSpace(
+        sizes, least_bytes(graph) + rng.choice((0, PAGE, 10 * PAGE)), restricted=rng.random() < 0.7
+    )
     parents = [space.random(space.random_classes(draw), draw) for _ in range(2)]
     children = space.cross(*parents, rng.randint(0, len(sizes.nbytes)))
     for child in (*parents, *children, *(space.mutated(c, 0.3, draw) for c in children)):
@@ -270,7 +272,7 @@ def test_the_leanest_cls_needs_least_memory(seed: int) -> None:
     _, sizes = uses_of(graph, profile)
     if not 0 < len(sizes.nbytes) <= 9:
         return
-    space = Space(sizes, 0)
+    space = AllocationSpace(sizes, 0)
 
     def needed(classes: tuple[int, ...]) -> int:
         cls = np.array(classes)
@@ -317,7 +319,7 @@ def test_the_first_generation_has_pools_that_fit_where_any_restricted_one_does()
     """From the least memory of a restricted pool on. One byte less, nothing but the serial plan fits."""
     graph = roomy().graph
     _, sizes = uses_of(graph, profile_of(graph))
-    space = Space(sizes, 0)
+    space = AllocationSpace(sizes, 0)
     least = int(space.least(space.leanest) @ object_bytes(sizes, space.leanest))
     for memory, fits in ((least, True), (least - 1, False)):
         searcher = Genetic(problem_of(memory), 1, population=12)

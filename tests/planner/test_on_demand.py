@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
 from planner.papers.swapadvisor.on_demand import (
+    EvictAndFetch,
     Eviction,
     OnDemand,
-    Turn,
     least_recently_used,
     on_demand,
     prefetched,
@@ -19,7 +19,7 @@ from planner.papers.swapadvisor.on_demand import (
 )
 from planner.problem import Problem
 from planner.search.driver import search
-from planner.sequence.sequence import Verb, compute, drop, swap_in, swap_out
+from planner.sequence.sequence import ActionKind, compute, drop, swap_in, swap_out
 from planner.sequence.serial import least_bytes
 from tests.planner.graphs import (
     PAGE,
@@ -65,13 +65,15 @@ def test_least_recently_used_leaves_and_an_activation_is_saved_first() -> None:
     """Five pages hold all that ops 0 and 1 touch. Op 2 brings W2 and C: W0 and X go, which only op 0 has used."""
     course = least_recently_used(backwards(), 5 * PAGE, frozenset())
     assert course.turns == (
-        Turn((), (W0,)),
-        Turn((), (W1,)),
-        Turn((Eviction(W0, 0, save=False), Eviction(X, 0, save=True)), (W2,)),
-        Turn((Eviction(W1, 1, save=False),), ()),
-        Turn((Eviction(C, 3, save=False), Eviction(B, 3, save=False)), (W1,)),
-        Turn((Eviction(D, 4, save=False), Eviction(A, 4, save=False), Eviction(W2, 3, save=False)), (W0, X)),
-        Turn(
+        EvictAndFetch((), (W0,)),
+        EvictAndFetch((), (W1,)),
+        EvictAndFetch((Eviction(W0, 0, save=False), Eviction(X, 0, save=True)), (W2,)),
+        EvictAndFetch((Eviction(W1, 1, save=False),), ()),
+        EvictAndFetch((Eviction(C, 3, save=False), Eviction(B, 3, save=False)), (W1,)),
+        EvictAndFetch(
+            (Eviction(D, 4, save=False), Eviction(A, 4, save=False), Eviction(W2, 3, save=False)), (W0, X)
+        ),
+        EvictAndFetch(
             (
                 Eviction(E, 5, save=False),
                 Eviction(X, 5, save=False),
@@ -159,7 +161,7 @@ def test_decisions_fit_and_hold_from_one_iteration_to_the_next(seed: int) -> Non
     assert least_recently_used(graph, problem.memory_bytes, course.residents) == course
     assert course.residents <= course.kept
     assert sorted(demand, key=repr) == sorted(early, key=repr)
-    arrivals = [[a for a in actions if a.verb is Verb.SWAP_IN] for actions in (demand, early)]
+    arrivals = [[a for a in actions if a.verb is ActionKind.SWAP_IN] for actions in (demand, early)]
     assert arrivals[0] == arrivals[1]
 
 

@@ -5,11 +5,11 @@ import pytest
 
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
-from planner.papers.swapadvisor.allocations import Allocation, Space, average, extend, raised, shrink
+from planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, average, extend, raised, shrink
 from planner.papers.swapadvisor.evolution import survival
 from planner.papers.swapadvisor.genetic import THRESHOLD
 from planner.papers.swapadvisor.pool_lanes import write
-from planner.papers.swapadvisor.pools import Sizes, object_bytes, pool_of, uses_of
+from planner.papers.swapadvisor.pools import TensorSizes, object_bytes, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import cross_schedules
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Problem
@@ -159,13 +159,13 @@ def test_figure_4_children_begin_like_one_parent_and_go_on_like_the_other() -> N
     assert [(c + 1).tolist() for c in children] == [[2, 3, 4, 1, 5], [1, 2, 3, 4, 5]]
 
 
-def figure_5() -> tuple[Space, Allocation, Allocation]:
+def figure_5() -> tuple[AllocationSpace, Allocation, Allocation]:
     """Sizes of 1 to 4 MB in 12 MB. (The first parent's four objects of 4 MB take 16: the paper's slip.)"""
     mb = np.arange(1, 5) * MB
-    sizes = Sizes(mb, np.ones(4, np.int64), np.full(4, 8), np.eye(4, dtype=np.int64))
+    sizes = TensorSizes(mb, np.ones(4, np.int64), np.full(4, 8), np.eye(4, dtype=np.int64))
     first = Allocation(np.array([1, 1, 1, 1]), np.array([4]))
     second = Allocation(np.array([1, 2, 2, 2]), np.array([8, 1]))
-    return Space(sizes, 12 * MB), first, second
+    return AllocationSpace(sizes, 12 * MB), first, second
 
 
 def test_figure_5_step_by_step() -> None:

@@ -22,7 +22,7 @@ from planner.profile import Profile
 from planner.search.driver import search
 from planner.sequence.gaps import Fate, Gaps
 from planner.sequence.no_wait import no_wait
-from planner.sequence.sequence import Verb, lay_out, swap_in, swap_out, write
+from planner.sequence.sequence import ActionKind, lay_out, swap_in, swap_out, write
 from planner.sequence.serial import least_bytes
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
@@ -142,7 +142,7 @@ def test_large_tensor_at_the_peak_goes_out_as_early_and_comes_back_as_late_as_po
     assert [gap.back for gap in track.gaps] == [TransferSpan(5 * S, 7 * S)]
     assert system.usage.peak().nbytes == 4 * PAGE
     actions, _ = actions_of(system.axis)
-    computes = [i for i, a in enumerate(actions) if a.verb is Verb.COMPUTE]
+    computes = [i for i, a in enumerate(actions) if a.verb is ActionKind.COMPUTE]
     assert computes[0] < actions.index(swap_out(BIG)) < computes[1]
     assert computes[4] < actions.index(swap_in(BIG)) < computes[5]
 

@@ -7,7 +7,7 @@ from msgspec import structs
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
 from planner.sequence.plan_writer import PlanWriter
-from planner.sequence.sequence import Action, Verb, compute, drop, lay_out, swap_in, swap_out
+from planner.sequence.sequence import Action, ActionKind, compute, drop, lay_out, swap_in, swap_out
 
 
 def _up(value: int, multiple: int) -> int:
@@ -69,17 +69,17 @@ def offloading_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
     )
     for n, action in enumerate(actions):
         match action.verb:
-            case Verb.COMPUTE:
+            case ActionKind.COMPUTE:
                 scratch = placed.scratch.get(n)
                 outputs = [partition + at[t, n] for t in graph.ops[action.what].writes]
                 arrived = graph.outputs if action.what == len(graph.ops) - 1 else ()
                 arrived = tuple(t for t in arrived if t not in graph.ops[action.what].writes)
                 writer.compute(action.what, outputs, None if scratch is None else partition + scratch, arrived)
-            case Verb.SWAP_IN:
+            case ActionKind.SWAP_IN:
                 writer.swap_in(action.what, partition + at[action.what, n])
-            case Verb.SWAP_OUT:
+            case ActionKind.SWAP_OUT:
                 writer.swap_out(action.what, after_uses=True)
-            case Verb.DROP:
+            case ActionKind.DROP:
                 writer.drop(action.what)
     return writer.plan("")
 

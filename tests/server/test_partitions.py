@@ -5,7 +5,7 @@ import random
 import pytest
 
 from planner.sizing.deployment import Room
-from server.placement.moves import Move, Vacate, moves, packed, vacate_all
+from server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
 from server.placement.partitions import Extent, Partitions
 
 
@@ -102,18 +102,23 @@ def test_shrinking_models_move_together_without_leaving() -> None:
 def test_models_in_each_others_place_cannot_both_stay() -> None:
     now = {"a": Extent(0, 50), "b": Extent(50, 50)}
     steps = moves(now, {"a": Extent(50, 50), "b": Extent(0, 50)}, 0)
-    assert [type(step) for step in steps] == [Vacate, Move, Move]
+    assert [type(step) for step in steps] == [ReleaseForMove, Move, Move]
 
 
 def test_where_all_workspaces_move_every_model_leaves_before_the_first_one_comes() -> None:
     wanted = {"a": Extent(80, 20), "b": Extent(100, 0)}
-    assert vacate_all(wanted) == [Vacate("a"), Vacate("b"), Move("a", wanted["a"]), Move("b", wanted["b"])]
+    assert vacate_all(wanted) == [
+        ReleaseForMove("a"),
+        ReleaseForMove("b"),
+        Move("a", wanted["a"]),
+        Move("b", wanted["b"]),
+    ]
 
 
 def test_a_model_that_lies_where_the_workspace_grows_leaves_first() -> None:
     now = {"a": Extent(60, 40), "b": Extent(20, 30)}
     steps = moves(now, {"a": Extent(70, 30), "b": Extent(45, 25)}, 30)
-    assert steps[0] == Vacate("b")
+    assert steps[0] == ReleaseForMove("b")
     assert set(steps[1:]) == {Move("a", Extent(70, 30)), Move("b", Extent(45, 25))}
 
 
@@ -135,7 +140,7 @@ def test_moves_end_where_they_should_and_overwrite_no_model(seed: int) -> None:
     wanted = places([*names, "new"], workspace)
     at = dict(now)
     for step in moves(now, wanted, workspace):
-        if isinstance(step, Vacate):
+        if isinstance(step, ReleaseForMove):
             del at[step.owner]
         else:
             others = [extent for name, extent in at.items() if name != step.owner]

@@ -16,7 +16,7 @@ from planner.arrays import Ints
 from planner.papers.beaumont.grouping import Grouped, alive_bytes, grouped, short_layers, turn, virtual_layers
 from planner.papers.beaumont.layers import LayerChain
 from planner.papers.beaumont.offload import relaxed_s
-from planner.papers.beaumont.prefetching import Line, fetching_s
+from planner.papers.beaumont.prefetching import WeightChain, fetching_s
 from planner.problem import Problem
 from planner.sequence.gaps import Fate, Gap, Gaps
 
@@ -30,7 +30,7 @@ BEST: Final = 4
 
 Offload = Callable[[LayerChain, float], Sequence[Sequence[bool]]]
 """Choices on a chain for an amount of memory that is at least the chain's least, the best first."""
-Keep = Callable[[Line], Sequence[Sequence[bool]]]
+Keep = Callable[[WeightChain], Sequence[Sequence[bool]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Chooser:
         pairs = [(nbytes, seconds) for nbytes, seconds in fetched.tolist()]
         return fetching_s(line.op_s, pairs, line.room_bytes, line.bytes_per_s)
 
-    def _line(self, memory_bytes: float, chain_bytes: float, last: bool) -> tuple[Line, list[list[int]]]:
+    def _line(self, memory_bytes: float, chain_bytes: float, last: bool) -> tuple[WeightChain, list[list[int]]]:
         """All ops with the weights they are the first to use, or the backward ones with those last used there."""
         graph, profile = self._graph, self._profile
         start = self._turn if last else 0
@@ -167,7 +167,7 @@ class Chooser:
             at = next((u for u in uses if u >= start), None)
             here[at - start if at is not None else 0].append(t)
         alive = np.minimum(self._alive, chain_bytes)[start:]
-        line = Line(
+        line = WeightChain(
             profile.op_seconds[start:],
             [float(sum(self._nbytes[t] for t in ts)) for ts in here],
             [sum(profile.swap_in.seconds(self._nbytes[t]) for t in ts) for ts in here],

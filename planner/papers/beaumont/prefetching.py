@@ -26,7 +26,7 @@ from planner.papers.beaumont.dynprog import GRID_UNITS, rounded
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class WeightChain:
     """Ops in a row, each with the weights that it is the first (or the last) to use."""
 
     op_s: Sequence[float]
@@ -38,7 +38,7 @@ class Line:
     bytes_per_s: float
 
 
-def latency_s(line: Line, keeps: Sequence[bool]) -> float:
+def latency_s(line: WeightChain, keeps: Sequence[bool]) -> float:
     """Time of the ops and the waits between them; infinite where the weights do not fit."""
     weights = list(zip(line.weight_bytes, line.copy_s, keeps, strict=True))
     kept = sum(nbytes for nbytes, _, keep in weights if keep)
@@ -65,7 +65,7 @@ def fetching_s(
     return sum(op_s) + wait_s + ahead_bytes / bytes_per_s
 
 
-def eager(line: Line, window_bytes: float = 0.0) -> tuple[bool, ...]:
+def eager(line: WeightChain, window_bytes: float = 0.0) -> tuple[bool, ...]:
     """Keep the weights of the first k ops, k the most that leave `window_bytes` in addition to what each op needs."""
     before = list(accumulate(line.weight_bytes, initial=0.0))
     for k in reversed(range(len(line.op_s) + 1)):
@@ -76,7 +76,7 @@ def eager(line: Line, window_bytes: float = 0.0) -> tuple[bool, ...]:
     return (False,) * len(line.op_s)
 
 
-def best(line: Line, kept_bytes: float) -> tuple[bool, ...] | None:
+def best(line: WeightChain, kept_bytes: float) -> tuple[bool, ...] | None:
     """The least latency of all choices that keep at most `kept_bytes`; None where none fits.
 
     Rounded to a grid as in planner.papers.beaumont.dynprog; entries that are no better than another are forgotten.

@@ -12,7 +12,7 @@ from typing import Final
 from planner.papers.beaumont.dynprog import optima
 from planner.papers.beaumont.offload import greedy
 from planner.papers.beaumont.offload_choices import BEST, Choice, Chooser, Keep, Offload
-from planner.papers.beaumont.prefetching import Line, best, eager
+from planner.papers.beaumont.prefetching import WeightChain, best, eager
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.search.searcher import PlanSearcher
@@ -117,11 +117,11 @@ class DynProg(_ChainSearcher):
         super().__init__("dynprog", problem, optima, _best_by_windows)
 
 
-def _eager_by_windows(line: Line) -> list[Sequence[bool]]:
+def _eager_by_windows(line: WeightChain) -> list[Sequence[bool]]:
     return [eager(line, window * max(line.weight_bytes)) for window in (0.0, *WINDOWS)]
 
 
-def _best_by_windows(line: Line) -> list[Sequence[bool]]:
+def _best_by_windows(line: WeightChain) -> list[Sequence[bool]]:
     room, largest = min(line.room_bytes), max(line.weight_bytes)
     kept_bytes = dict.fromkeys(max(room - window * largest, 0.0) for window in WINDOWS)
     return [keeps for kept in kept_bytes if (keeps := best(line, kept)) is not None]

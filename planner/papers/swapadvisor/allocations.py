@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from planner.arrays import Ints
-from planner.papers.swapadvisor.pools import Sizes, object_bytes
+from planner.papers.swapadvisor.pools import TensorSizes, object_bytes
 
 SPREAD: Final = 0.25
 """Standard deviation of a mutated count, as a share of the count; at least one object. The paper gives no number."""
@@ -26,10 +26,10 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Space:
+class AllocationSpace:
     """The allocations of one graph in one amount of memory."""
 
-    sizes: Sizes
+    sizes: TensorSizes
     memory_bytes: int
     restricted: bool = True
 

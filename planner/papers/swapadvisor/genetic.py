@@ -21,7 +21,7 @@ import numpy as np
 
 from planner.arrays import Ints
 from planner.papers.swapadvisor import pool_lanes
-from planner.papers.swapadvisor.allocations import Allocation, Space
+from planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
 from planner.papers.swapadvisor.evolution import Evolution, Selection
 from planner.papers.swapadvisor.pools import MemoryPool, pool_of, uses_of
 from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
@@ -74,7 +74,7 @@ class Genetic(Evolution[Chromosome]):
         self._schedules = schedules
         self._allocations = allocations
         self._uses, sizes = uses_of(problem.graph, problem.profile)
-        self._space = Space(sizes, problem.memory_bytes, restricted)
+        self._space = AllocationSpace(sizes, problem.memory_bytes, restricted)
         self._precedence = precedence(problem.graph)
         self._steps = self._evolve()
 

@@ -65,7 +65,7 @@ class Eviction:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class EvictAndFetch:
     """What happens right before an op, or after the last one: first evictions, then fetches."""
 
     leaves: tuple[Eviction, ...]
@@ -78,7 +78,7 @@ class LruDecisions:
 
     room_bytes: int
     residents: frozenset[int]
-    turns: tuple[Turn, ...]
+    turns: tuple[EvictAndFetch, ...]
     kept: frozenset[int]
     """Weights in memory at the end, but none that was there at the start and was evicted before its first use."""
 
@@ -143,7 +143,7 @@ def prefetched(graph: Graph, course: LruDecisions) -> list[Action]:
                 held[at] += nbytes[t]
             fetches[at].append(t)
             earliest = at
-    moved = [Turn(tuple(a), tuple(b)) for a, b in zip(leaves, fetches, strict=True)]
+    moved = [EvictAndFetch(tuple(a), tuple(b)) for a, b in zip(leaves, fetches, strict=True)]
     return on_demand(graph, LruDecisions(course.room_bytes, course.residents, tuple(moved), course.kept))
 
 
@@ -164,7 +164,7 @@ class _LruMemory:
         self._evict(())
         self._leaving += [self._leave(t) for t in inputs if t not in self._last]
 
-    def turn(self, k: int) -> Turn:
+    def turn(self, k: int) -> EvictAndFetch:
         """Make room for op k and run it."""
         op, needed = self._graph.ops[k], self._graph.needed_by(k)
         missing = [t for t in needed if t not in self._used]
@@ -172,7 +172,7 @@ class _LruMemory:
         self._free -= scratch + sum(self._nbytes[t] for t in missing)
         self._evict(needed)
         self._free += scratch
-        turn = Turn(tuple(self._leaving), tuple(t for t in missing if t not in op.writes))
+        turn = EvictAndFetch(tuple(self._leaving), tuple(t for t in missing if t not in op.writes))
         for t in sorted(needed):
             self._used.pop(t, None)
             self._used[t] = k
@@ -184,7 +184,7 @@ class _LruMemory:
         """What the iteration may start with, as far as it has shown."""
         return frozenset(t for t in self._used if self._is_weight(t)) - self._evicted_unused
 
-    def end(self) -> Turn:
+    def end(self) -> EvictAndFetch:
         """All but outputs and residents leaves; no changed state goes unsaved but a resident's."""
         for t in list(self._used):
             if t not in self._residents and self._is_weight(t):
@@ -192,7 +192,7 @@ class _LruMemory:
                     self._leaving.append(self._leave(t))
                 elif t in self._unsaved:
                     self._leaving.append(Eviction(t, self._used[t], save=True, stays=True))
-        return Turn(tuple(self._leaving), ())
+        return EvictAndFetch(tuple(self._leaving), ())
 
     def _evict(self, needed: Collection[int]) -> None:
         for t in list(self._used) if self._free < 0 else ():

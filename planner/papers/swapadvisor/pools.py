@@ -34,9 +34,9 @@ class OpUses(NamedTuple):
     changed: Bools
     """Whether a use leaves the tensor other than its host copy: it is written, or changed in place."""
     scratch: Ints
-    """Index of each op's scratch in `Sizes.nbytes`, or NO_SIZE, [ops]."""
+    """Index of each op's scratch in `TensorSizes.nbytes`, or NO_SIZE, [ops]."""
     size: Ints
-    """Index of each tensor in `Sizes.nbytes`, or NO_SIZE, [tensors]."""
+    """Index of each tensor in `TensorSizes.nbytes`, or NO_SIZE, [tensors]."""
     kind: Ints
     nbytes: Ints
     in_s: Floats
@@ -49,7 +49,7 @@ class OpUses(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TensorSizes:
     """TS, the sorted sizes that occur in a graph (section 5.3), and how often."""
 
     nbytes: Ints
@@ -86,7 +86,7 @@ class MemoryPool:
         return np.concatenate(offsets)
 
 
-def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, Sizes]:
+def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, TensorSizes]:
     """Turn a graph into arrays."""
     tensors, kinds = graph.tensors, {"parameter": CONSTANT, "state": STATE}
     touched = {t for op in graph.ops for t in (*op.reads, *op.writes)} | set(graph.outputs)
@@ -122,7 +122,7 @@ def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, Sizes]:
     return uses, _sizes(uses, order, [alignment[n] for n in order], sorted(held))
 
 
-def _sizes(uses: OpUses, order: Sequence[int], alignment: Sequence[int], held: Sequence[int]) -> Sizes:
+def _sizes(uses: OpUses, order: Sequence[int], alignment: Sequence[int], held: Sequence[int]) -> TensorSizes:
     count = np.bincount(uses.size[list(held)], minlength=len(order))
     count[np.unique(uses.scratch[uses.scratch != NO_SIZE])] += 1
     needs = {_tally(uses.size[uses.inputs], len(order))}
@@ -132,14 +132,14 @@ def _sizes(uses: OpUses, order: Sequence[int], alignment: Sequence[int], held: S
             tensors = np.union1d(tensors, uses.outputs)
         sizes = uses.size[tensors]
         needs.add(_tally(sizes if scratch == NO_SIZE else np.append(sizes, scratch), len(order)))
-    return Sizes(ints(order), ints(alignment), count, np.array(sorted(needs), dtype=np.int64))
+    return TensorSizes(ints(order), ints(alignment), count, np.array(sorted(needs), dtype=np.int64))
 
 
 def _tally(sizes: Ints, length: int) -> tuple[int, ...]:
     return tuple(np.bincount(sizes, minlength=length).tolist())
 
 
-def object_bytes(sizes: Sizes, classes: Ints) -> Ints:
+def object_bytes(sizes: TensorSizes, classes: Ints) -> Ints:
     """Size of each class's objects: its largest tensor's, rounded up so that all its tensors are aligned.
 
     `classes` count from 1, as in the paper.
@@ -147,13 +147,13 @@ def object_bytes(sizes: Sizes, classes: Ints) -> Ints:
     return _round_up(*_extremes(sizes, classes))
 
 
-def pool_of(sizes: Sizes, classes: Ints, counts: Ints) -> MemoryPool:
+def pool_of(sizes: TensorSizes, classes: Ints, counts: Ints) -> MemoryPool:
     """The pool of an allocation: CLS and CNT."""
     largest, alignment = _extremes(sizes, classes)
     return MemoryPool(classes - 1, counts, _round_up(largest, alignment), alignment)
 
 
-def _extremes(sizes: Sizes, classes: Ints) -> tuple[Ints, Ints]:
+def _extremes(sizes: TensorSizes, classes: Ints) -> tuple[Ints, Ints]:
     """Largest size and coarsest alignment in each class."""
     largest, alignment = np.zeros(classes.max(), np.int64), np.ones(classes.max(), np.int64)
     np.maximum.at(largest, classes - 1, sizes.nbytes)

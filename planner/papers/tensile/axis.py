@@ -66,7 +66,7 @@ class AccessGap:
 
 
 @dataclass(eq=False, slots=True)
-class Track:
+class TensorAccesses:
     """One tensor: its accesses in order of time, and its gaps."""
 
     tensor: int
@@ -155,10 +155,10 @@ class Axis:
     def scratch_bytes(self, run: OpRun) -> int:
         return self.graph.ops[run.op].aligned_scratch_bytes
 
-    def in_ns(self, track: Track) -> int:
+    def in_ns(self, track: TensorAccesses) -> int:
         return _transfer_ns(self.profile.swap_in, self.graph.tensors[track.tensor].nbytes)
 
-    def out_ns(self, track: Track) -> int:
+    def out_ns(self, track: TensorAccesses) -> int:
         return _transfer_ns(self.profile.swap_out, self.graph.tensors[track.tensor].nbytes)
 
     def end_of(self, run: OpRun | None) -> int:
@@ -185,12 +185,12 @@ class Axis:
         insort(self.runs, again, key=lambda r: r.start_ns)
         return again
 
-    def gone_ns(self, track: Track, gap: AccessGap) -> int:
+    def gone_ns(self, track: TensorAccesses, gap: AccessGap) -> int:
         """When the tensor has left, in a gap with a swap or a recomputation."""
         gone = self.end_of(gap.before)
         return max(gone, track.outs[gap.version].end_ns) if track.needs_out(gap) and gap.rerun is None else gone
 
-    def stays(self, track: Track) -> Iterator[TransferSpan]:
+    def stays(self, track: TensorAccesses) -> Iterator[TransferSpan]:
         """When the tensor is in memory."""
         yield from (TransferSpan(run.start_ns, run.end_ns) for run in track.extra)
         if not track.accesses:
@@ -210,10 +210,10 @@ class Axis:
                 since = gap.returns_ns
         yield TransferSpan(since, until)
 
-    def _track(self, t: int) -> Track:
+    def _track(self, t: int) -> TensorAccesses:
         tensor = self.graph.tensors[t]
         stays = t in self.graph.outputs and tensor.kind != "parameter"
-        return Track(t, tensor.aligned_bytes, tensor.kind, stays)
+        return TensorAccesses(t, tensor.aligned_bytes, tensor.kind, stays)
 
 
 def _back_to_back(op_seconds: Sequence[float]) -> Iterator[OpRun]:

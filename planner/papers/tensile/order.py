@@ -7,7 +7,7 @@ memory holds at every action what the schedule says for that time.
 from collections.abc import Iterator
 from enum import IntEnum
 
-from planner.papers.tensile.axis import Axis, Track
+from planner.papers.tensile.axis import Axis, TensorAccesses
 from planner.sequence.gaps import START, Fate, Gaps
 from planner.sequence.sequence import Action, compute, drop, swap_in, swap_out
 
@@ -31,7 +31,7 @@ def actions_of(axis: Axis) -> tuple[list[Action], frozenset[int]]:
     return [action for _, _, action in timed], frozenset(residents)
 
 
-def _actions(axis: Axis, track: Track) -> Iterator[tuple[int, _Rank, Action]]:
+def _actions(axis: Axis, track: TensorAccesses) -> Iterator[tuple[int, _Rank, Action]]:
     leave, t = drop(track.tensor), track.tensor
     yield from ((run.end_ns, _Rank.DROP, leave) for run in track.extra)
     if not track.is_weight and not track.stays:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.papers.tensile.axis import Axis, Track
+from planner.papers.tensile.axis import Axis, TensorAccesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class MemoryUsage:
         for track in self._axis.tracks.values():
             self.update(track)
 
-    def update(self, track: Track) -> None:
+    def update(self, track: TensorAccesses) -> None:
         """Count a tensor again, whose gaps have changed."""
         slot = self._slot[track.tensor]
         slots = slice(slot, slot + len(track.gaps) + len(track.extra) + 1)

@@ -19,7 +19,7 @@ Sections of the paper, and where it leaves something open or contradicts itself:
 from typing import Final
 
 from planner.graph import Graph
-from planner.papers.tensile.axis import AccessGap, Axis, Track
+from planner.papers.tensile.axis import AccessGap, Axis, TensorAccesses
 from planner.papers.tensile.channel import Channel, TransferSpan
 from planner.papers.tensile.peak import MemoryUsage, Peak
 from planner.profile import Profile
@@ -81,7 +81,7 @@ class TensileSchedule:
             if excess == peak.nbytes - memory_bytes:
                 return
 
-    def _gap_around(self, track: Track, time_ns: int) -> AccessGap | None:
+    def _gap_around(self, track: TensorAccesses, time_ns: int) -> AccessGap | None:
         """The gap that a moment lies in, if the tensor may leave in it."""
         for gap in track.gaps:
             after, before = time_ns < gap.after.start_ns, time_ns >= self.axis.end_of(gap.before)
@@ -89,7 +89,7 @@ class TensileSchedule:
                 return gap
         return None
 
-    def _put(self, track: Track, gap: AccessGap, out: TransferSpan | None, back: TransferSpan) -> None:
+    def _put(self, track: TensorAccesses, gap: AccessGap, out: TransferSpan | None, back: TransferSpan) -> None:
         """End a gap with a swap-in, and add a swap-out where the host store lacks a copy."""
         if out is not None:
             track.outs[gap.version] = out
@@ -118,7 +118,7 @@ class TensileSchedule:
             self._refused.add((tensor, peak.time_ns))
         return False
 
-    def _swap(self, track: Track, gap: AccessGap, peak_ns: int) -> bool:
+    def _swap(self, track: TensorAccesses, gap: AccessGap, peak_ns: int) -> bool:
         axis = self.axis
         ahead = gap.across and peak_ns < gap.after.start_ns  # the peak comes before the first access
         out = None
@@ -143,12 +143,12 @@ class TensileSchedule:
         self._put(track, gap, out, back)
         return True
 
-    def _swap_out(self, track: Track, gap: AccessGap, gone_by_ns: int) -> TransferSpan | None:
+    def _swap_out(self, track: TensorAccesses, gap: AccessGap, gone_by_ns: int) -> TransferSpan | None:
         changed = track.changes[gap.version - 1] if gap.version else None
         accesses = [TransferSpan(r.start_ns, r.end_ns) for r in track.accesses]
         return self._outbound.earliest(self.axis.out_ns(track), self.axis.end_of(changed), gone_by_ns, accesses)
 
-    def _swap_rest(self, track: Track) -> None:
+    def _swap_rest(self, track: TensorAccesses) -> None:
         """Release the tensor before its other accesses too, in order of time, wherever a swap-in finds room."""
         for gap in track.gaps:
             if gap.kept and not gap.across and (not track.needs_out(gap) or gap.version in track.outs):
@@ -157,7 +157,7 @@ class TensileSchedule:
                 if back is not None:
                     self._put(track, gap, None, back)
 
-    def _swap_with_pause(self, track: Track, gap: AccessGap) -> None:
+    def _swap_with_pause(self, track: TensorAccesses, gap: AccessGap) -> None:
         """The tensor leaves right after the access before the gap and returns right before the access after it."""
         if gap.back is not None:
             self._inbound.release(gap.back)
@@ -176,7 +176,7 @@ class TensileSchedule:
 
         The recomputation must need less memory than the peak.
         """
-        found: list[tuple[float, Track, AccessGap]] = []
+        found: list[tuple[float, TensorAccesses, AccessGap]] = []
         for tensor in peak.tensors:
             track = self.axis.tracks[tensor]
             gap = self._gap_around(track, peak.time_ns)
@@ -189,7 +189,7 @@ class TensileSchedule:
                 return True
         return False
 
-    def _repeatable(self, track: Track, gap: AccessGap) -> bool:
+    def _repeatable(self, track: TensorAccesses, gap: AccessGap) -> bool:
         """Whether the tensor's op can run again right before the access after the gap."""
         axis = self.axis
         if track.kind != "activation" or track.released:
@@ -200,12 +200,12 @@ class TensileSchedule:
         others = (axis.tracks[t] for t in op.writes if t != track.tensor)
         return all(_is_there(axis.tracks[t], at_ns) for t in op.reads) and all(_is_gone(t, at_ns) for t in others)
 
-    def _rerun_bytes(self, track: Track, gap: AccessGap) -> int:
+    def _rerun_bytes(self, track: TensorAccesses, gap: AccessGap) -> int:
         run = track.changes[0]
         others = sum(self.axis.tracks[t].nbytes for t in self.axis.graph.ops[run.op].writes if t != track.tensor)
         return self.usage.held_through(gap.after.start_ns) + others + self.axis.scratch_bytes(run)
 
-    def _recompute(self, track: Track, gap: AccessGap) -> None:
+    def _recompute(self, track: TensorAccesses, gap: AccessGap) -> None:
         axis, op = self.axis, track.changes[0].op
         gap.rerun = axis.insert(op, gap.after)
         for t in axis.graph.ops[op].reads:
@@ -221,14 +221,14 @@ class TensileSchedule:
         self._refused.clear()
 
 
-def _counts(track: Track, gap: AccessGap) -> bool:
+def _counts(track: TensorAccesses, gap: AccessGap) -> bool:
     """Whether the swap counts for the maximum rate: what the optimizing phase updates does not (lines 26-27)."""
     return not (gap.across and gap.version > 0) and all(g.back is None for g in track.gaps)
 
 
-def _is_there(track: Track, at_ns: int) -> bool:
+def _is_there(track: TensorAccesses, at_ns: int) -> bool:
     return not track.released and (track.is_weight or track.stays or track.accesses[-1].start_ns >= at_ns)
 
 
-def _is_gone(track: Track, at_ns: int) -> bool:
+def _is_gone(track: TensorAccesses, at_ns: int) -> bool:
     return not track.stays and track.accesses[-1].end_ns <= at_ns
