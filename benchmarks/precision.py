@@ -14,7 +14,7 @@ from rich.progress import track
 
 from benchmarks.record import markdown_table, record
 from loadgen.repository import prepare_visibly, recipes
-from loadgen.zoo import ZOO
+from loadgen.zoo import ZOO, Inputs
 from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cpu.arena import CpuArena
@@ -40,7 +40,6 @@ MODELS = (
 )
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
 BATCH, BATCHES = 8, 8
-SMALLEST_VOCABULARY = 10_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,9 +77,9 @@ def _compare(name: str, dtype: Dtype, folder: Path) -> list[str]:
     archive, cache = folder / "zoo" / name / "1" / "model.pt2", folder / "precision-cache"
     packed = packing.unavailable() is None
     lowered = lower(archive, name, [BATCH], cache, options=Options(dtype, packed=packed))
-    model, _ = ZOO[name].build(0)
+    model, examples = ZOO[name].build(0)
     equal, cosines, error = 0, [], 0.0
-    for inputs, output in _outputs(lowered):
+    for inputs, output in _outputs(lowered, examples):
         expected = model(**{port.name: tensor for port, tensor in zip(lowered.inputs, inputs, strict=True)})
         want = (expected if isinstance(expected, torch.Tensor) else next(iter(expected.values()))).flatten(1)
         got = output.flatten(1).float()
@@ -91,7 +90,7 @@ def _compare(name: str, dtype: Dtype, folder: Path) -> list[str]:
     return [f"{equal} of {len(cosines)}", f"{mean:.5f}", f"{least:.5f}", f"{error:.1e}"]
 
 
-def _outputs(lowered: Lowered) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+def _outputs(lowered: Lowered, examples: Inputs) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
     """Inputs of each batch, and the first output for them."""
     plan = resident_plan(lowered.graphs[Bucket(BATCH)])
     store = open_store("ram", lowered.weights_path, lowered.manifest)
@@ -101,18 +100,18 @@ def _outputs(lowered: Lowered) -> Iterator[tuple[list[torch.Tensor], torch.Tenso
         program = CpuBackend().build(lowered, plan, None, arena, Bases(workspace, 0), store)
         executor.load(program)
         for _ in range(BATCHES):
-            inputs = [_random(port, generator) for port in lowered.inputs]
+            inputs = [_random(port, examples[port.name], generator) for port in lowered.inputs]
             yield inputs, executor.run(program, [tensor.clone() for tensor in inputs]).outputs[0]
     store.close()
 
 
-def _random(port: Port, generator: torch.Generator) -> torch.Tensor:
+def _random(port: Port, example: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     shape = port.at(BATCH, {})
     if port.dtype.is_floating_point:
         return torch.randn(shape, generator=generator)
     if "mask" in port.name or "type" in port.name:
         return torch.full(shape, int("mask" in port.name), dtype=port.dtype)
-    return torch.randint(0, SMALLEST_VOCABULARY, shape, generator=generator).to(port.dtype)
+    return torch.randint(0, int(example.max()) + 1, shape, generator=generator).to(port.dtype)
 
 
 if __name__ == "__main__":
