@@ -1,9 +1,9 @@
 """SwapAdvisor's Figure 8 on this machine: every layout in one run, at several rates, over HTTP.
 
-A server per layout is started. At each rate they are measured in turns, in several rounds, while the others are idle:
-other load on the machine affects all of them. In one round all get the same requests, drawn beforehand (open loop).
-`resident` has all of the memory; the others are compared with it round by round. Seven servers take about 5 GiB of
-memory. Models and caches are those of `make demo`, in `.demo`.
+In each of several rounds, the layouts take turns: a server is started, gets the load at each rate, and is stopped. Two
+servers of one layout differ, for example in where their memory lies; new ones in each round show what that does. In one
+round all get the same requests, drawn beforehand (open loop). `resident` has all of the memory; the others are compared
+with it round by round. Models and caches are those of `make demo`, in `.demo`.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import asyncio
 import math
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +49,14 @@ GIVE_UP_S = 5.0
 """Behind the last arrival of a rate that is too high, what still waits is given up after so long."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Point:
     """One layout at one rate: a report per round."""
 
     layout: str
     rate_per_s: float
-    reports: Sequence[Report]
-    swapped_bytes: float
+    reports: list[Report]
+    swapped_bytes: float = 0.0
 
     def percentiles_s(self, name: str) -> NDArray[np.float64]:
         """A percentile of the latency, such as `p99_s`, by round."""
@@ -110,35 +110,37 @@ class Running:
 
 async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[Point], list[str], float]:
     """Every layout at every rate, ordered by layout; why a layout is missing; and the bytes that are ever copied."""
-    notes: list[str] = []
-    servers: list[Running] = []
-    points: list[Point] = []
-    async with AsyncExitStack() as stack:
-        for layout in LAYOUTS:
-            memory = "100%" if layout == "resident" else options.memory
-            console.print(f"starting {layout}, memory {memory} of the weights")
-            try:
-                servers.append(await stack.enter_async_context(_serving(layout, memory, options.folder)))
-            except ServerFailed as failure:
-                notes.append(f"{layout}: {str(failure).splitlines()[-1]}\n")
-                console.print(notes[-1], soft_wrap=True)
-        swappable_bytes = sum(by_model(servers[0].metrics_url, "cohabit_parameter_bytes").values())
-        for rate in sorted(options.rates):
-            console.rule(f"{rate:g} requests/s")
-            before = {server.layout: _swapped(server) for server in servers}
-            reports: dict[str, list[Report]] = {server.layout: [] for server in servers}
-            for turn in track(range(options.rounds), f"{rate:g}/s", console=console, transient=True):
-                for server in servers[turn % len(servers) :] + servers[: turn % len(servers)]:
-                    reports[server.layout].append(await run_load(server.url, _load(rate, turn, options)))
-            for server in servers:
-                swapped = _swapped(server) - before[server.layout]
-                points.append(Point(server.layout, rate, reports[server.layout], swapped))
-                console.print(f"{server.layout}: p99 {_ms(points[-1].p99_s)} ms", soft_wrap=True)
-    return sorted(points, key=lambda point: list(LAYOUTS).index(point.layout)), notes, swappable_bytes
+    layouts, rates = list(LAYOUTS), sorted(options.rates)
+    points = {(layout, rate): Point(layout, rate, []) for layout in layouts for rate in rates}
+    notes: dict[str, str] = {}
+    swappable_bytes = 0.0
+    turns = [
+        (n, layout)
+        for n in range(options.rounds)
+        for layout in layouts[n % len(layouts) :] + layouts[: n % len(layouts)]
+    ]
+    for n, layout in track(turns, "rounds", console=console, transient=True):
+        if layout in notes:
+            continue
+        memory = "100%" if layout == "resident" else options.memory
+        try:
+            async with _serving(layout, memory, options.folder) as server:
+                swappable_bytes = _sum(server, "cohabit_parameter_bytes")
+                for rate in rates:
+                    point, before = points[layout, rate], _sum(server, "cohabit_swapped_bytes")
+                    point.reports.append(await run_load(server.url, _load(rate, n, options)))
+                    point.swapped_bytes += _sum(server, "cohabit_swapped_bytes") - before
+        except ServerFailed as failure:
+            notes[layout] = f"{layout}: {str(failure).splitlines()[-1]}\n"
+            console.print(notes[layout], soft_wrap=True)
+            continue
+        p99s = ", ".join(f"{_ms(points[layout, rate].p99_s)} at {rate:g}/s" for rate in rates)
+        console.print(f"round {n + 1}, {layout}: median p99 so far, ms: {p99s}", soft_wrap=True)
+    return [point for point in points.values() if point.reports], list(notes.values()), swappable_bytes
 
 
-def _swapped(server: Running) -> float:
-    return sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values())
+def _sum(server: Running, metric: str) -> float:
+    return sum(by_model(server.metrics_url, metric).values())
 
 
 @asynccontextmanager
@@ -190,7 +192,7 @@ def _table(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
                 f"{within:.0%}",
                 _ms(float(np.median(point.percentiles_s("p50_s")))),
                 _ms(point.p99_s),
-                str(Ratio.of(p99s / resident[point.rate_per_s])) if compared else "",
+                str(Ratio.of(p99s / resident[point.rate_per_s][: len(p99s)])) if compared else "",
                 f"{point.swapped_bytes / 2**20 / max(1, completed):.2f}",
             ]
         )
@@ -223,9 +225,9 @@ def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: floa
         f" {copied:.1f} MiB are ever copied to the device. *Resident* has all of the memory, the others"
         f" {options.memory} of the weights. *{GENETIC}* has the plans of SwapAdvisor's genetic search alone, the other"
         f" layouts the default's. Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
-        " rate, in turns. p50 and p99 are medians over the rounds. The ratio is the geometric mean of the rounds, with"
-        f" its {LIKELY:.0%} bootstrap interval. Load generator and servers share the CPUs. Latency counts from the"
-        " intended send time, over the answered requests.\n"
+        " rate, in turns, each with a new server. p50 and p99 are medians over the rounds. The ratio is the geometric"
+        f" mean of the rounds, with its {LIKELY:.0%} bootstrap interval. Load generator and servers"
+        " share the CPUs. Latency counts from the intended send time, over the answered requests.\n"
     )
 
 
