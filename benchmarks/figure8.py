@@ -9,6 +9,7 @@ with it round by round. Models and caches are those of `make demo`, in `.demo`.
 import argparse
 import asyncio
 import math
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -35,10 +36,12 @@ from loadgen.server_process import running_server, server_command
 from planner.sizing.deployment import ONE_REGION, LayoutName
 
 GENETIC = "partitioned, genetic planner"
+ALL_CORES = "partitioned, all cores"
 LAYOUTS: dict[str, tuple[LayoutName, Sequence[str]]] = {
     "resident": ("resident", ()),
     "partitioned": ("partitioned", ()),
     GENETIC: ("partitioned", ("--search", "genetic")),
+    ALL_CORES: ("partitioned", ("--threads", str(len(os.sched_getaffinity(0))))),
     **{layout: (layout, ()) for layout in ONE_REGION},
 }
 """By the name in the table: the layout, and further flags."""
@@ -224,7 +227,7 @@ def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: floa
         " embedding tables, which stay in the host store in every layout;"
         f" {copied:.1f} MiB are ever copied to the device. *Resident* has all of the memory, the others"
         f" {options.memory} of the weights. *{GENETIC}* has the plans of SwapAdvisor's genetic search alone, the other"
-        f" layouts the default's. Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
+        f" layouts the default's. *{ALL_CORES}* computes with a thread per core, the others with one less. Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
         " rate, in turns, each with a new server. p50 and p99 are medians over the rounds. The ratio is the geometric"
         f" mean of the rounds, with its {LIKELY:.0%} bootstrap interval. Load generator and servers"
         " share the CPUs. Latency counts from the intended send time, over the answered requests.\n"
