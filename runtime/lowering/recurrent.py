@@ -1,4 +1,4 @@
-"""Rewrites of recurrent layers: one call per layer, and with packed weights one per direction."""
+"""Rewrites of recurrent layers: one call per layer and direction."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -43,6 +43,29 @@ def split_recurrent_layers(model: FxModel) -> None:
                     final.append(call(operator.getitem, (result, i + 1)))
             outputs = [x, *(call(aten.cat.default, (final, 0)) for final in finals)]
         replace_items(model, node, outputs)
+
+
+def split_directions(model: FxModel) -> None:
+    """Issue each direction of a layer that is not packed as a call of its own, the second one on reversed input."""
+    for node in list(model.graph.nodes):
+        states = _RECURRENT.get(node.target) if node.op == "call_function" else None
+        if states is None or not node.args[7] or node.args[4] != 1:
+            continue
+        x, hidden, weights, has_biases, _, dropout, train, _, batch_first = cast(Any, node.args)
+        time, half = [1 if batch_first else 0], len(weights) // 2
+        call: Callable[..., Any] = model.graph.call_function
+        with model.graph.inserting_before(node):
+            outputs: list[list[fx.Node]] = [[] for _ in range(states + 1)]
+            for d in range(2):
+                start = [call(aten.slice.Tensor, (h, 0, d, d + 1)) for h in (hidden if states == 2 else [hidden])]
+                arguments = (call(aten.flip.default, (x, time)) if d else x, start if states == 2 else start[0])
+                own = weights[d * half : (d + 1) * half]
+                result = call(node.target, (*arguments, own, has_biases, 1, dropout, train, False, batch_first))
+                for i, output in enumerate(outputs):
+                    output.append(call(operator.getitem, (result, i)))
+            outputs[0][1] = call(aten.flip.default, (outputs[0][1], time))
+            joined = [call(aten.cat.default, (output, 2 if i == 0 else 0)) for i, output in enumerate(outputs)]
+        replace_items(model, node, joined)
 
 
 def replace_items(model: FxModel, node: fx.Node, outputs: Sequence[fx.Node]) -> None:

@@ -5,7 +5,8 @@ Splits depend on the model alone, never on the budget, so that outputs are bit-e
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from runtime.lowering.fused_ops import PLAIN
 from runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from runtime.lowering.model import FxModel, same_form
 from runtime.lowering.precision import apply_options
-from runtime.lowering.recurrent import pack_lstms, split_recurrent_layers
+from runtime.lowering.recurrent import pack_lstms, split_directions, split_recurrent_layers
 from runtime.options import Options
 
 aten = torch.ops.aten
@@ -37,6 +38,8 @@ _PADDED_BY_WORD = {
     aten.conv2d.padding: aten.conv2d.default,
     aten.conv3d.padding: aten.conv3d.default,
 }
+_BY_ELEMENT = (aten.to.dtype, aten.mul.Tensor, aten.sub.Tensor, aten.add.Tensor, aten.div.Tensor)
+"""Operators by which weights become others of the same shape, such as integers and their scales."""
 _DROPOUTS = (aten.dropout.default, aten.dropout_.default, aten.feature_dropout.default)
 _FRESH = frozenset(
     {
@@ -97,6 +100,7 @@ def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int
         fuse(model, OneDnnKernels(model.weights, symbols))
     elif options.fused:
         fuse(model, CudnnKernels())
+    split_directions(model)
     work_in_place(model)
     drop_unused(model)
 
@@ -297,50 +301,125 @@ def gather_on_host(model: FxModel) -> None:
         model.graph.erase_node(node)
 
 
-def split_large_layers(model: FxModel) -> None:
-    """Compute linear layers and convolutions with large weights in slices of output features or channels.
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """An op whose result can be computed in parts: each reads a part of its weight."""
 
-    Each slice has its part of the weight, so that it can start, and be dropped, on its own.
+    weight: fx.Node
+    operands: Sequence[Any]
+    cuts: Sequence[int | None]
+    """Per operand, the dimension in which a part reads its rows; None where each part reads all."""
+    joined: int
+    """The dimension in which parts are put together."""
+    arguments: Callable[[Sequence[Any]], tuple[Any, ...]]
+    """The op's arguments, given the operands."""
+
+
+def split_large_layers(model: FxModel) -> None:
+    """Compute layers with large weights in parts: of output features, of output channels, or of experts.
+
+    Each part has its part of the weight, so that it can start, and be dropped, on its own. A weight that is stored
+    as integers is multiplied by its scales part by part, too.
     """
     total = sum(w.nbytes for w in model.weights.values())
     most = min(SPLIT_BYTES, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
     slice_bytes = min(MOST_SLICE_BYTES, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
-    slices: dict[str, list[fx.Node]] = {}
+    known: dict[tuple[fx.Node, int, int], fx.Node] = {}
     for node in list(model.graph.nodes):
-        if node.op != "call_function" or node.target not in (aten.linear.default, *_CONVOLUTIONS):
+        layer = _layer(model, node) if node.op == "call_function" and not node.kwargs else None
+        if layer is None or (nbytes := _stored_bytes(model, layer.weight)) <= most:
             continue
-        x, weight_node, bias_node, *rest = (*node.args, None)[: max(3, len(node.args))]
-        weight, bias = model.weight_of(weight_node), model.weight_of(bias_node)
-        if weight is None or weight.nbytes <= most or (bias_node is not None and bias is None) or _grouped(node):
-            continue
-        count = -(-weight.nbytes // slice_bytes)
-        rows = -(-weight.shape[0] // count)
+        count = _shape(model, layer.weight)[0]
+        rows = -(-count // -(-nbytes // slice_bytes))
         call: Callable[..., fx.Node] = model.graph.call_function
-        weights = _sliced(model, slices, weight_node, weight, rows)
-        biases = [None] * len(weights) if bias is None else _sliced(model, slices, bias_node, bias, rows)
-        features = -1 if node.target is aten.linear.default else -(weight.dim() - 1)
         with model.graph.inserting_before(node):
-            pairs = zip(weights, biases, strict=True)
-            parts = [call(node.target, (x, w, b, *rest)) for w, b in pairs]
-            whole = call(aten.cat.default, (parts, features))
+            parts = []
+            for start in range(0, count, rows):
+                own = [
+                    o if cut is None or o is None else _rows(model, known, o, cut, start, min(start + rows, count))
+                    for o, cut in zip(layer.operands, layer.cuts, strict=True)
+                ]
+                parts.append(call(node.target, layer.arguments(own)))
+            whole = call(aten.cat.default, (parts, layer.joined))
         whole.meta = dict(node.meta)
         node.replace_all_uses_with(whole)
         model.graph.erase_node(node)
+    model.graph.eliminate_dead_code()  # what whole weights were computed by
+
+
+def _layer(model: FxModel, node: fx.Node) -> _Layer | None:
+    """How an op can be computed in parts; None if it cannot, or has no weight."""
+    if node.target is aten.linear.default or (node.target in _CONVOLUTIONS and not _grouped(node)):
+        x, weight, bias, *rest = cast(Any, (*node.args, None)[: max(3, len(node.args))])
+        if not _stored_bytes(model, weight) or (bias is not None and not _stored_bytes(model, bias)):
+            return None
+        joined = -1 if node.target is aten.linear.default else 1 - len(_shape(model, weight))
+        return _Layer(weight, (x, weight, bias), (None, 0, 0), joined, lambda own: (*own, *rest))
+    if node.target is aten.bmm.default:
+        return _product(model, "bij,bjk->bik", node.args, lambda own: tuple(own))
+    if node.target is aten.einsum.default and isinstance(node.args[1], list | tuple):
+        equation = str(node.args[0]).replace(" ", "")
+        return _product(model, equation, node.args[1], lambda own: (equation, list(own)))
+    return None
+
+
+def _product(
+    model: FxModel, equation: str, operands: Sequence[Any], arguments: Callable[[Sequence[Any]], tuple[Any, ...]]
+) -> _Layer | None:
+    """A product in Einstein's notation, in parts of its weight's first dimension, if the result has that dimension."""
+    given, _, result = equation.partition("->")
+    names = given.split(",")
+    weights = [(node, own) for node, own in zip(operands, names, strict=True) if _stored_bytes(model, node)]
+    if "." in equation or len(weights) != 1 or weights[0][1][0] not in result:
+        return None
+    weight, first = weights[0][0], weights[0][1][0]
+    cuts = [own.index(first) if first in own else None for own in names]
+    return _Layer(weight, operands, cuts, result.index(first), arguments)
+
+
+def _stored_bytes(model: FxModel, node: Any) -> int:
+    """Bytes of a weight, or of those from which a value is computed element by element; 0 for any other value."""
+    weight = model.weight_of(node)
+    if weight is not None:
+        return weight.nbytes
+    if not isinstance(node, fx.Node) or node.target not in _BY_ELEMENT or len(node.users) > 1 or node.kwargs:
+        return 0
+    read = [_stored_bytes(model, n) for n in node.all_input_nodes]
+    return sum(read) if all(read) else 0
+
+
+def _shape(model: FxModel, node: fx.Node) -> Sequence[int]:
+    weight = model.weight_of(node)
+    return (node.meta["val"] if weight is None else weight).shape
+
+
+def _rows(
+    model: FxModel, known: dict[tuple[fx.Node, int, int], fx.Node], node: fx.Node, dim: int, start: int, end: int
+) -> fx.Node:
+    """Some rows of an operand: a weight of their own, the same of what it is computed from, or a view."""
+    weight = model.weight_of(node)
+    if weight is None and not _stored_bytes(model, node):
+        return model.graph.call_function(aten.slice.Tensor, (node, dim, start, end))
+    if weight is None:
+        count = len(_shape(model, node))
+        arguments: list[Any] = list(node.args)
+        for i, a in enumerate(arguments):
+            if _has_rows(model, a, count):
+                arguments[i] = _rows(model, known, a, dim, start, end)
+        return model.graph.call_function(cast(Any, node.target), tuple(arguments))
+    if (node, start, end) not in known:
+        known[node, start, end] = model.add_weight(f"{node.name}_rows{start}", weight[start:end])
+    return known[node, start, end]
+
+
+def _has_rows(model: FxModel, operand: Any, dims: int) -> bool:
+    """Whether an operand of an elementwise op has a row for each of the result's, and is not the same for all."""
+    return isinstance(operand, fx.Node) and len(shape := _shape(model, operand)) == dims and shape[0] != 1
 
 
 def _grouped(node: fx.Node) -> bool:
     """Whether a convolution's output channels see only their group's inputs."""
-    return node.target in _CONVOLUTIONS and len(node.args) > 6 and bool(node.args[6] != 1)
-
-
-def _sliced(
-    model: FxModel, known: dict[str, list[fx.Node]], node: fx.Node, tensor: torch.Tensor, rows: int
-) -> list[fx.Node]:
-    key = f"{node.name}/{rows}"
-    if key not in known:
-        starts = range(0, tensor.shape[0], rows)
-        known[key] = [model.add_weight(f"{node.name}_rows{s}", tensor[s : s + rows]) for s in starts]
-    return known[key]
+    return len(node.args) > 6 and bool(node.args[6] != 1)
 
 
 def undo_own_changes(model: FxModel) -> None:

@@ -144,6 +144,39 @@ class LargeLayers(nn.Module):
         return self.head(self.grouped(y).mean((2, 3)))
 
 
+class Experts(nn.Module):
+    """Stacked experts, by `einsum` and by `bmm`, and a weighted sum of them, which is over the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(48, 8)
+        self.up = nn.Parameter(torch.randn(8, 48, 512) / 7)
+        self.down = nn.Parameter(torch.randn(8, 512, 480) / 22)
+        self.mix = nn.Parameter(torch.randn(8, 480, 640) / 62)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.einsum("bd, edf -> ebf", x, self.up).relu()
+        return torch.einsum("ebd,edf,be->bf", torch.bmm(hidden, self.down), self.mix, self.gate(x).softmax(-1))
+
+
+class IntegerWeights(nn.Module):
+    """Linear layers whose weights are stored as bytes, with a scale per row and with one for all, and offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("up", torch.randint(-127, 127, (2048, 640), dtype=torch.int8))
+        self.register_buffer("offsets", torch.randint(-9, 9, (2048, 1), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(2048, 1) / 127)
+        self.register_buffer("bias", torch.rand(2048))
+        self.register_buffer("down", torch.randint(-127, 127, (700, 2048), dtype=torch.int8))
+        self.register_buffer("scale", torch.tensor(1 / 127))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = (self.up.to(x.dtype) - self.offsets) * self.scales
+        hidden = nn.functional.linear(x, up, self.bias).relu()
+        return nn.functional.linear(hidden, self.down.to(x.dtype) * self.scale)
+
+
 class Residual(nn.Module):
     """Sums and activations that may overwrite an operand, and ones that must not: it is read again, or broadcast."""
 
@@ -253,6 +286,8 @@ CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "scalar": (Scalar, {"x": torch.zeros(3, 8)}),
     "constants": (Constants, {"x": torch.zeros(3, 4), "flag": torch.zeros(3, 4, dtype=torch.bool)}),
     "large_layers": (LargeLayers, {"x": torch.zeros(3, 64, 20)}),
+    "experts": (Experts, {"x": torch.zeros(3, 48)}),
+    "integer_weights": (IntegerWeights, {"x": torch.zeros(3, 640)}),
     "own_sums": (OwnSums, {"x": torch.zeros(3, 16)}),
     "residual": (Residual, {"x": torch.zeros(3, 16)}),
     "wide": (Wide, {"x": torch.zeros(3, 384)}),

@@ -159,6 +159,27 @@ def test_layers_with_a_large_share_of_the_weights_are_split(tmp_path: Path) -> N
     assert largest <= lowered.manifest.segment_bytes / 8 + 4096
 
 
+@pytest.mark.parametrize("name", ["experts", "integer_weights"])
+def test_experts_and_integer_weights_are_computed_in_parts(name: str, tmp_path: Path) -> None:
+    graph = lowered_case(name, tmp_path).graphs[Bucket(1)]
+    read = [sum(graph.tensors[t].nbytes for t in op.reads if graph.tensors[t].is_weight) for op in graph.ops]
+    whole = [op.target for op, nbytes in zip(graph.ops, read, strict=True) if nbytes > graph.weight_bytes / 6]
+    assert whole == (["aten.einsum.default"] if name == "experts" else []), "the sum over the experts stays whole"
+    made = [sum(graph.tensors[t].nbytes for t in op.writes) for op in graph.ops]
+    assert max(made) < graph.weight_bytes, "floats of a whole weight would be twice as much"
+
+
+def test_each_direction_of_a_recurrent_layer_is_an_op(tmp_path: Path) -> None:
+    model = models.Recurrent("GRU", True)
+    model.rnn = torch.nn.GRU(64, 96, 3, batch_first=True, bidirectional=True)
+    models.export(model, {"x": torch.zeros(3, 5, 64)}, tmp_path / "model.pt2")
+    graph = lower(tmp_path / "model.pt2", "gru", [1], tmp_path / "cache").graphs[Bucket(1)]
+    calls = [op for op in graph.ops if op.target == "aten.gru.input"]
+    read = [{t for t in op.reads if graph.tensors[t].is_weight} for op in calls]
+    assert len(calls) == 2 * 3
+    assert sum(map(len, read)) == len(set().union(*read)), "each reads its own weights"
+
+
 def test_elementwise_ops_overwrite_operands_that_die(tmp_path: Path) -> None:
     graph = lowered_case("residual", tmp_path).graphs[Bucket(1)]
     targets = [op.target.removeprefix("aten.") for op in graph.ops]
