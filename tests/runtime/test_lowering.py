@@ -163,7 +163,7 @@ def test_layers_with_a_large_share_of_the_weights_are_split(tmp_path: Path) -> N
 def test_experts_and_integer_weights_are_computed_in_parts(name: str, tmp_path: Path) -> None:
     graph = lowered_case(name, tmp_path).graphs[Bucket(1)]
     read = [sum(graph.tensors[t].nbytes for t in op.reads if graph.tensors[t].is_weight) for op in graph.ops]
-    whole = [op.target for op, nbytes in zip(graph.ops, read, strict=True) if nbytes > graph.weight_bytes / 6]
+    whole = [op.target for op, nbytes in zip(graph.ops, read, strict=True) if nbytes > graph.weight_bytes / 5]
     assert whole == (["aten.einsum.default"] if name == "experts" else []), "the sum over the experts stays whole"
     made = [sum(graph.tensors[t].nbytes for t in op.writes) for op in graph.ops]
     assert max(made) < graph.weight_bytes, "floats of a whole weight would be twice as much"
