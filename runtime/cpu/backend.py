@@ -71,9 +71,9 @@ class CpuBackend:
         device = device_name(torch.get_num_threads(), store, limit)
 
         def measured() -> dict[Bucket, Profile]:
+            if quick and (traced := traced_profiles(lowered, device, CpuArena, store)) is not None:
+                return traced
             with CpuArena(lowered.manifest.segment_bytes) as arena, CpuExecutor() as executor:
-                if quick and (traced := traced_profiles(lowered, device, arena, store)) is not None:
-                    return traced
                 return measure(lowered, device, self.build, arena, store, executor, on_progress)
 
         return lowered, cached_profiles(lowered, device, cache, measured, quick=quick)

@@ -28,13 +28,6 @@ def use_huge_pages(region: Bytes) -> None:
     _libc.madvise(region.ctypes.data, region.nbytes, _MADV_COLLAPSE)
 
 
-def release_free_memory() -> None:
-    """Give the system back what was freed and the C library has kept, if it can do that (glibc's can)."""
-    trim = getattr(_libc, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def release_pages(region: Bytes) -> None:
     """Release a region's pages now; views that still exist read zeros.
 

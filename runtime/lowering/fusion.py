@@ -280,10 +280,11 @@ class OneDnnKernels:
         if key not in self._packed:
             sizes = self._sizes(layer)
             if window is None:
-                self._packed[key] = packing.pack_linear(plain, [_rows(size) for size in sizes])
+                packed = packing.pack_linear(plain, [_rows(size) for size in sizes])
             else:
                 stride, padding, dilation, groups = window
-                self._packed[key] = packing.pack_convolution(plain, padding, stride, dilation, groups, sizes)
+                packed = packing.pack_convolution(plain, padding, stride, dilation, groups, sizes)
+            self._packed[key] = model.in_file(packed)
         return model.add_weight(f"{node.name}_packed", self._packed[key])
 
 

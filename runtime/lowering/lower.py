@@ -119,6 +119,8 @@ def lower(
         raise NotCached(f"{name}: the cache has no undamaged copy of it")
     on_progress(f"{name}: reading {path.name}")
     model = _read(path, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.folder = folder
     buckets = _buckets(model, wanted, shape_buckets)
     rewrite(model, options, [_symbols(model, bucket) for bucket in _without_ones(buckets)])
     compute_sizes_first(model)

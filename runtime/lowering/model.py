@@ -2,12 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from planner.shapes import STATIC, DynamicShape, evaluate
+from runtime.file_memory import file_memory
+from runtime.lowering import packing
+
+LEAST_FILE_BYTES = 64 << 10
+"""Computed weights of this size and more are kept in file memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,10 @@ class FxModel:
     batch_symbol: str | None = None
     dynamic: DynamicShape = STATIC
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
+    folder: Path | None = None
+    """Where computed weights have their files; None for anonymous memory."""
+    memory: list[torch.Tensor] = field(default_factory=list)
+    """The bytes of packed weights, which live as long as the model."""
 
     @property
     def input_nodes(self) -> list[fx.Node]:
@@ -54,6 +64,19 @@ class FxModel:
             node = self.graph.placeholder(name)
         self.weights[node.name] = tensor
         return node
+
+    def in_file(self, computed: torch.Tensor) -> torch.Tensor:
+        """Return a dense or packed weight in file memory; a small one as it is. Raises OSError."""
+        nbytes = packing.stored_bytes(computed)
+        if self.folder is None or nbytes < LEAST_FILE_BYTES:
+            return computed
+        raw = file_memory(nbytes, self.folder)
+        if not packing.is_packed(computed):
+            return raw.view(computed.dtype).as_strided(computed.shape, computed.stride()).copy_(computed)
+        raw.numpy()[:] = packing.raw_bytes(computed)
+        self.memory.append(raw)
+        layout = packing.layout_of(computed)
+        return packing.packed_tensor(raw.data_ptr(), computed.dtype, tuple(computed.shape), layout)
 
     def weight_of(self, node: Any) -> torch.Tensor | None:
         """The weight that a node stands for, or None for anything else."""

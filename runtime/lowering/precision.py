@@ -21,7 +21,7 @@ def apply_options(model: FxModel, options: Options) -> None:
 
 def _cast(model: FxModel, dtype: torch.dtype) -> None:
     for tensors in (model.weights, model.tables):
-        tensors |= {name: t.to(dtype) for name, t in tensors.items() if t.dtype is torch.float32}
+        tensors |= {n: model.in_file(t.to(dtype)) for n, t in tensors.items() if t.dtype is torch.float32}
     for node in model.graph.nodes:
         if node.op == "call_function":
             _compute_in(node, dtype)
@@ -63,4 +63,5 @@ def _channels_last(model: FxModel) -> None:
         if node.op == "call_function" and node.target is torch.ops.aten.conv2d.default:
             weight = model.weight_of(node.args[1])
             if weight is not None:
-                model.weights[node.args[1].name] = weight.contiguous(memory_format=torch.channels_last)
+                turned = weight.contiguous(memory_format=torch.channels_last)
+                model.weights[node.args[1].name] = model.in_file(turned)

@@ -124,5 +124,5 @@ def _packed_direction(model: FxModel, weights: Sequence[fx.Node], reverse: bool)
     plain = model.weights[by_input.name], model.weights[by_state.name]
     packed = packing.pack_lstm(*plain, reverse=reverse)
     names = by_input.name, by_state.name
-    placeholders = [model.add_weight(f"{n}_packed", w) for n, w in zip(names, packed, strict=True)]
+    placeholders = [model.add_weight(f"{n}_packed", model.in_file(w)) for n, w in zip(names, packed, strict=True)]
     return [*placeholders, *biases], int(plain[1].shape[1])

@@ -180,7 +180,8 @@ def fold_constants(model: FxModel) -> None:
         made = [v.nbytes for n in results if isinstance(v := n.meta.get("val"), torch.Tensor)]
         if len(made) == len(results) and sum(made) <= given and written.isdisjoint(results):
             for node in results:
-                node.replace_all_uses_with(model.add_weight(f"{node.name}_value", _value(model, node).contiguous()))
+                value = model.in_file(_value(model, node).contiguous())
+                node.replace_all_uses_with(model.add_weight(f"{node.name}_value", value))
 
 
 def _written(model: FxModel) -> set[fx.Node]:
@@ -226,7 +227,8 @@ def use_linear(model: FxModel) -> None:
         if weight is None or any((b := model.weight_of(n)) is None or b.dim() != 1 for n in bias):
             continue
         if weight_node not in turned:
-            turned[weight_node] = model.add_weight(f"{weight_node.name}_turned", weight.t().contiguous())
+            value = model.in_file(weight.t().contiguous())
+            turned[weight_node] = model.add_weight(f"{weight_node.name}_turned", value)
         node.target, node.args = aten.linear.default, (x, turned[weight_node], *bias)
 
 
@@ -249,7 +251,7 @@ def fold_batch_norms(model: FxModel) -> None:
             continue
         folded, shift = _fold(weight, bias, statistics, norm.args[7])
         name = conv.args[1].name
-        new_weight, new_bias = model.add_weight(f"{name}_folded", folded), model.add_weight(f"{name}_shift", shift)
+        new_weight, new_bias = model.add_weight(f"{name}_folded", model.in_file(folded)), model.add_weight(f"{name}_shift", shift)
         conv.args = (conv.args[0], new_weight, new_bias, *conv.args[3:])
         norm.replace_all_uses_with(conv)
         model.graph.erase_node(norm)

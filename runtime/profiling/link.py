@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from planner.profile import Link
@@ -20,6 +21,12 @@ ROUNDS = 5
 _ACTIVATION_BYTES = (4 << 20, BLOCK_BYTES)
 _LEAST_SHARE = 0.05
 """The least share of a large copy's time that counts as transfer rather than latency."""
+
+
+def leading(manifest: Manifest, most_bytes: int) -> Manifest:
+    """Return a manifest of the first segments, of so many bytes at most; the first one always."""
+    fitting = [s for n, s in enumerate(manifest.segments) if not n or s.offset + s.nbytes <= most_bytes]
+    return msgspec.structs.replace(manifest, segments=tuple(fitting), tables=())
 
 
 def segment_copies(

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from runtime.binding.program import Bases, Program
 from runtime.lowering.lower import Lowered
 from runtime.lowering.packing import processor
 from runtime.memory import DeviceArena, HostStore
-from runtime.profiling.link import measure_contention, measure_swap_in, measure_swap_out, segment_copies
+from runtime.profiling.link import leading, measure_contention, measure_swap_in, measure_swap_out, segment_copies
 from runtime.profiling.stopwatch import ColdCaches, measure_ops
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ _LEAST_S = 1e-9
 _METHOD = 3
 """Changes with the method of measurement, so that cached profiles are measured again."""
 
+_SAMPLE_BYTES = 64 << 20
+"""So much of a model is copied to time the link provisionally: lowering, in the same process, needs memory, too."""
+
+OpenArena = Callable[[int], AbstractContextManager[DeviceArena[Any]]]
 Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]], Program]
 
 
@@ -118,16 +122,18 @@ def measure(
 
 
 def traced_profiles(
-    lowered: Lowered, device: str, arena: DeviceArena[Any], store: HostStore[Any]
+    lowered: Lowered, device: str, open_arena: OpenArena, store: HostStore[Any]
 ) -> dict[Bucket, Profile] | None:
     """Return provisional profiles with the times of the runs that traced a model; None for a model from the cache.
 
-    `arena` holds the model's segments. The link is measured once, alone.
+    The link is measured once, alone, with the first segments.
     """
     seconds = {bucket: trace.op_seconds for bucket, trace in lowered.traces.items()}
     if not all(seconds.values()):
         return None
-    link = measure_swap_in(lowered.manifest, store, arena, ColdCaches(0), rounds=1), measure_swap_out(store)
+    sample = leading(lowered.manifest, _SAMPLE_BYTES)
+    with open_arena(sample.segment_bytes) as arena:
+        link = measure_swap_in(sample, store, arena, ColdCaches(0), rounds=1), measure_swap_out(store)
     return {
         bucket: Profile(graph.fingerprint, device, seconds[bucket], *link, provisional=True)
         for bucket, graph in lowered.graphs.items()

@@ -17,7 +17,7 @@ from planner.sizing.deployment import ModelDemand
 from runtime.backend import Backend
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
-from runtime.host.pages import release_free_memory
+from runtime.file_memory import release_free_memory
 from runtime.lowering import packing
 from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, NotCached, lower
@@ -35,6 +35,9 @@ from server.protocol.model_config import ModelConfig, config_mismatch, config_na
 _log = logging.getLogger("cohabit.models")
 
 OnProgress = Callable[[str, str], None]
+_LARGE_BYTES = 64 << 20
+"""Models of this size are measured in another process than the one that lowered them: that one keeps about 120 MiB of
+torch's exporter, and to measure takes memory for all weights."""
 SHAPE_BUCKETS = "cohabit.shape_buckets"
 """Key of `parameters` in a ModelConfig."""
 
@@ -180,16 +183,32 @@ def prepare_in_worker(
             return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)
         except NotCached as error:
             _log.warning("cache not usable, preparing again", extra={"fields": {"reason": str(error)}})
-    _call_worker(source, config, workers, quick=quick)
+    if quick or _is_large(source):
+        _call_worker(source, config, workers, quick=True)
+    if not quick:
+        _measure_in_worker(source, config, workers)
     return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)
 
 
 def measure_in_worker(prepared: Prepared, config: ServeConfig, workers: WorkerProcesses) -> Prepared:
     """Measure a model whose profiles are provisional, in a worker process. Raises CohabitError."""
-    profiles = _call_worker(prepared.source, config, workers, quick=False)
+    profiles = _measure_in_worker(prepared.source, config, workers)
     if any(profiles[bucket].graph != graph.fingerprint for bucket, graph in prepared.lowered.graphs.items()):
         raise UnsupportedModel(f"{prepared.source.name}: its archive has changed since it was loaded")
     return replace(prepared, known=KnownModel(prepared.lowered, profiles, prepared.known.weights))
+
+
+def _measure_in_worker(
+    source: ModelSource, config: ServeConfig, workers: WorkerProcesses
+) -> dict[Bucket, Profile]:
+    if _is_large(source):
+        workers.release()
+    return _call_worker(source, config, workers, quick=False)
+
+
+def _is_large(source: ModelSource) -> bool:
+    state = FileState.of(source.path)
+    return state is not None and state.nbytes >= _LARGE_BYTES
 
 
 def _call_worker(

@@ -90,6 +90,7 @@ def load(
         preparer.quick_planners.start(PLANNING)
     try:
         prepared, failures = _prepared(sources, config, backend, preparer, on_progress)
+        preparer.workers.release()
         memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
         deployment = _deployment(prepared, memory_bytes, config, preparer, on_progress)
         # If no model can be loaded later, free memory is not allocated.
