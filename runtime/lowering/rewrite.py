@@ -251,7 +251,10 @@ def fold_batch_norms(model: FxModel) -> None:
             continue
         folded, shift = _fold(weight, bias, statistics, norm.args[7])
         name = conv.args[1].name
-        new_weight, new_bias = model.add_weight(f"{name}_folded", model.in_file(folded)), model.add_weight(f"{name}_shift", shift)
+        new_weight, new_bias = (
+            model.add_weight(f"{name}_folded", model.in_file(folded)),
+            model.add_weight(f"{name}_shift", shift),
+        )
         conv.args = (conv.args[0], new_weight, new_bias, *conv.args[3:])
         norm.replace_all_uses_with(conv)
         model.graph.erase_node(norm)

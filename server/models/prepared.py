@@ -198,9 +198,7 @@ def measure_in_worker(prepared: Prepared, config: ServeConfig, workers: WorkerPr
     return replace(prepared, known=KnownModel(prepared.lowered, profiles, prepared.known.weights))
 
 
-def _measure_in_worker(
-    source: ModelSource, config: ServeConfig, workers: WorkerProcesses
-) -> dict[Bucket, Profile]:
+def _measure_in_worker(source: ModelSource, config: ServeConfig, workers: WorkerProcesses) -> dict[Bucket, Profile]:
     if _is_large(source):
         workers.release()
     return _call_worker(source, config, workers, quick=False)

@@ -3,10 +3,13 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from runtime.backend import Backend
 from runtime.lowering import archive
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
-from server.models.prepared import open_backend, prepare_in_worker
+from server.models import prepared as preparation
+from server.models.prepared import measure_in_worker, open_backend, prepare_in_worker
 from server.models.preparer import ModelPreparer
 from server.models.repository import ModelSource, find
 from server.models.worker_process import WorkerFailed, WorkerProcesses
@@ -126,6 +130,39 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
             assert {path: path.read_bytes() for path in good} == good, (path, damage)
     workers.close()
     assert [p for p in config.cache.rglob("*") if p.name.startswith(".")] == [], "nothing temporary is left"
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_large_model_is_measured_in_another_process_than_the_one_that_lowered_it(
+    source: ModelSource, config: ServeConfig, backend: Backend, monkeypatch: pytest.MonkeyPatch, quick: bool
+) -> None:
+    """That one keeps torch's exporter, and to measure takes memory for all weights."""
+    monkeypatch.setattr(preparation, "_LARGE_BYTES", source.path.stat().st_size)
+    monkeypatch.setattr(WorkerProcesses, "call", noting := NotingCalls(WorkerProcesses.call))
+    with closing(WorkerProcesses()) as workers:
+        config = replace(config, quick_start=quick)
+        prepared = prepare_in_worker(source, config, backend, workers)
+        prepared.store.close()
+        if quick:
+            prepared = measure_in_worker(prepared, config, workers)
+    assert not prepared.known.is_provisional
+    assert len(noting.processes) == len(set(noting.processes)) == 2
+
+
+class NotingCalls:
+    """Stands in for `WorkerProcesses.call`, and notes which processes answered."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.processes: list[int] = []
+
+    def __get__(self, workers: WorkerProcesses, kind: type) -> Callable[..., Any]:
+        return partial(self, workers)
+
+    def __call__(self, workers: WorkerProcesses, *args: Any, **kwargs: Any) -> Any:
+        result = self._call(workers, *args, **kwargs)
+        self.processes.append(self._call(workers, os.getpid))
+        return result
 
 
 def test_weights_that_changed_without_a_trace_are_made_anew_when_their_model_is_loaded_again(

@@ -5,15 +5,18 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from planner.shapes import Bucket
-from runtime.lowering import fusion, packing
+from runtime.lowering import fusion, packing, weights
 from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.model import LEAST_FILE_BYTES
 from runtime.options import Options
 from tests.runtime import models
 
@@ -218,3 +221,35 @@ def test_no_call_reorders_a_weight(tmp_path: Path) -> None:
         assert ops.count("convolution") == 4
         assert ops.count("inner_product") + ops.count("matmul") >= 1
         assert "reorder" not in ops
+
+
+@pytest.mark.parametrize("options", [PACKED, Options(), Options(dtype="bfloat16")])
+def test_weights_that_lowering_computes_are_in_files_without_names(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel can write them out: every one of 64 KiB lies in the archive or in a file that has been deleted."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(64, 128, 3), torch.nn.BatchNorm2d(128)).eval()
+    torch.nn.init.uniform_(model[1].running_var, 0.5, 2.0)
+    models.export(model, {"input": torch.zeros(2, 64, 8, 8)}, tmp_path / "model.pt2")
+    kept: dict[str, str] = {}
+
+    def note(path: Path, manifest: weights.Manifest, own: Mapping[str, torch.Tensor], *rest: Any) -> None:
+        maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+        for name, tensor in own.items():
+            address = packing._onednn.data_ptr(tensor) if packing.is_packed(tensor) else tensor.data_ptr()
+            if packing.stored_bytes(tensor) >= LEAST_FILE_BYTES:
+                (kept[name],) = (
+                    line[5].strip() if len(line) > 5 else "anonymous"
+                    for line in maps
+                    if int(line[0].split("-")[0], 16) <= address < int(line[0].split("-")[1], 16)
+                )
+        write(path, manifest, own, *rest)
+
+    write = weights.write
+    monkeypatch.setattr(weights, "write", note)
+    lowered = lower(tmp_path / "model.pt2", "model", [2], tmp_path / "cache", options=options)
+    assert len(kept) == 1
+    assert all(file.startswith(str(tmp_path / "cache")) and file.endswith("(deleted)") for file in kept.values())
+    assert {file.name for file in lowered.weights_path.parent.iterdir() if file.suffix != ".json"} == {
+        "weights.bin"
+    }
