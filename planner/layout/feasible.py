@@ -7,7 +7,7 @@ says that some subset of an op's parameters takes s pages."""
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.errors import InfeasibleBudget
+from planner.errors import InfeasibleBudget, format_bytes
 from planner.graph import Graph
 from planner.layout.placement import ActivationLayout, ByteRange, joined, place_activations
 
@@ -94,10 +94,21 @@ class Footprint:
     def _described(self, op: int) -> str:
         if not self.graph.ops:
             return "(none)"
-        name, tops = self.graph.ops[op].name, self.activations.tops
+        name = self.graph.ops[op].name
+        tops = [self._own_bytes(k) for k in range(len(self.uses))] if self.offloads else self.activations.tops
         peak = tops.index(max(tops))
-        own = self.overlay or self.offloads or pages(tops[op]) == pages(tops[peak])
-        return name if own else f"{name}, above the activations of {self.graph.ops[peak].name},"
+        if self.overlay or pages(tops[op]) == pages(tops[peak]):
+            return name
+        parameters, activations = self.op_pages[op] * PAGE_BYTES, self.activation_bytes
+        return (
+            f"{name} ({format_bytes(parameters)} of parameters), above the activations of"
+            f" {self.graph.ops[peak].name} ({format_bytes(activations)}),"
+        )
+
+    def _own_bytes(self, op: int) -> int:
+        """What an op needs of activations, even if all others are offloaded."""
+        tensors, own = self.graph.tensors, self.graph.ops[op]
+        return own.scratch_bytes + sum(tensors[i].nbytes for i in own.touched if tensors[i].kind != "parameter")
 
     def least_workspace_bytes(self, partition_bytes: int) -> int:
         """Least workspace that suffices with this partition."""

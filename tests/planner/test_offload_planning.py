@@ -1,6 +1,7 @@
 """Plans in which activations leave memory: budgets below their peak, and refusals that name what is enough."""
 
 import random
+import re
 from collections.abc import Iterator
 from itertools import islice
 
@@ -48,6 +49,35 @@ def planned(graph: Graph, budget_bytes: int) -> Plan:
     assert partition + workspace <= budget_bytes
     (plan,) = plan_model(model, Room(workspace, partition), None, quick=True).values()
     return plan
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_least_memory_is_planned_and_a_page_less_is_refused_naming_both_ops(seed: int) -> None:
+    """At least what some op needs by itself; at most the largest parameters of an op above the peak of activations."""
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    model = demand(graph, random_profile(rng, graph))
+    least = least_bytes(model)
+    pages = {i: -(-t.nbytes // PAGE) * PAGE for i, t in enumerate(graph.tensors)}
+    parameters = {
+        op.name: sum(pages[i] for i in op.reads if graph.tensors[i].kind == "parameter") for op in graph.ops
+    }
+    activations = {
+        op.name: op.scratch_bytes
+        + sum(graph.tensors[i].nbytes for i in op.touched if graph.tensors[i].kind in NON_PARAMETERS)
+        for op in graph.ops
+    }
+    assert least >= max(parameters[name] + activations[name] for name in parameters)
+    assert least <= max(parameters.values()) + Footprint.of(graph).activation_bytes
+    check(graph, None, planned(graph, least))
+    with pytest.raises(InfeasibleBudget) as refusal:
+        split_budget(model.graphs, model.profiles, least - 1)
+    assert refusal.value.least_bytes == least
+    said = re.match(r"(\w+)( \(.*\), above the activations of (\w+) \(|$)", str(refusal.value.op))
+    assert said is not None, refusal.value.op
+    assert parameters[said[1]] == max(parameters.values())
+    if least < plain_least(graph):
+        assert -(-activations[said[3] or said[1]] // PAGE) == -(-max(activations.values()) // PAGE)
 
 
 def test_a_budget_below_the_activations_peak_is_planned() -> None:

@@ -78,7 +78,8 @@ def test_a_refusal_names_the_op_with_the_largest_parameters_and_the_one_with_the
     graph = structs.replace(even, tensors=tuple(tensors))
     demand = ModelDemand("uneven", {Bucket(1): graph}, {Bucket(1): profile_of(graph)}, 1.0)
     with pytest.raises(
-        InfeasibleBudget, match="op op2, above the activations of op0, needs a budget of 44"
+        InfeasibleBudget,
+        match=r"op op2 \(12\.0 KiB of parameters\), above the activations of op0 \(32\.0 KiB\), needs a budget of 44",
     ) as refusal:
         deploy([demand], 10 * PAGE)
     assert refusal.value.least_bytes == 11 * PAGE
