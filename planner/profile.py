@@ -6,8 +6,8 @@ import msgspec
 
 from planner.graph import decode_as, fingerprint
 
-FORMAT_VERSION = 2
-"""Version 1 had a cost per script segment; its op times were measured differently."""
+FORMAT_VERSION = 3
+"""Version 1 had a cost per script segment, and measured op times differently; version 2 had no noise."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,6 +36,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     """Factor (>= 1) by which a transfer takes longer while an op runs."""
     provisional: bool = False
     """From a single run, without slowdowns, to be replaced by a full measurement."""
+    noise: float = 0.0
+    """How much longer than the fastest run the median run took, as a share: other work slowed this one down."""
     format_version: int = FORMAT_VERSION
 
     @cached_property

@@ -7,7 +7,7 @@ admitted only if its schema shows that it computes; a new op of torch's that tak
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -130,3 +130,18 @@ def allows(op: Any) -> bool:
 def allows_lowered(op: Any) -> bool:
     """Whether a lowered program may call this operator: what `allows` admits, and what lowering introduces."""
     return allows(op) or (isinstance(op, OpOverload) and op._schema.name in LOWERED)
+
+
+def is_random(op: Any) -> bool:
+    """Whether an operator draws random numbers, at least with some arguments."""
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers; attention and recurrent layers do only with a dropout."""
+    if not is_random(op):
+        return False
+    given = {a.name: a.default_value for a in op._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | dict(kwargs)
+    off = {"train": (False,), "training": (False,), "dropout": (0.0,), "dropout_p": (0.0,)}
+    return not any(name in given and given[name] in values for name, values in off.items())

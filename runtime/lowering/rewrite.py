@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from runtime.lowering import packing
+from runtime.lowering.allowed_ops import is_random
 from runtime.lowering.fused_ops import PLAIN
 from runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from runtime.lowering.model import FxModel, same_form
@@ -203,7 +204,7 @@ def _is_pure(node: fx.Node) -> bool:
     if target is operator.getitem:
         return True
     known = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
-    return known and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return known and not target._schema.is_mutable and not is_random(target)
 
 
 def _value(model: FxModel, node: fx.Node) -> Any:

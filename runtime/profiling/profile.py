@@ -26,7 +26,7 @@ from runtime.profiling.stopwatch import ColdCaches, measure_ops
 logger = logging.getLogger(__name__)
 
 _LEAST_S = 1e-9
-_METHOD = 3
+_METHOD = 4
 """Changes with the method of measurement, so that cached profiles are measured again."""
 
 _SAMPLE_BYTES = 64 << 20
@@ -108,16 +108,23 @@ def measure(
         if not profiles:
             executor.load(program)
             swap_in, swap_out = measure_swap_in(lowered.manifest, store, arena, cold), measure_swap_out(store)
-        alone_s, op_seconds = measure_ops(program, examples, executor, cold)
+        times = measure_ops(program, examples, executor, cold)
         if not profiles:
             copies = segment_copies(lowered.manifest, store, arena)
-            slowdowns = measure_contention(program, examples, executor, copies, cold, alone_s)
-        profiles[bucket] = Profile(graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns)
+            slowdowns = measure_contention(program, examples, executor, copies, cold, times.latency_s)
+        profiles[bucket] = Profile(
+            graph.fingerprint, device, times.medians(), swap_in, swap_out, *slowdowns, noise=times.noise
+        )
     for bucket, graph in lowered.graphs.items():
         if (known := _scaled_from(lowered, bucket)) is not None:
-            times = zip(*(profiles[b].op_seconds for b in known), strict=True)
-            op_seconds = tuple(at_size * at_batch / max(at_both, _LEAST_S) for at_size, at_batch, at_both in times)
-            profiles[bucket] = Profile(graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns)
+            columns = zip(*(profiles[b].op_seconds for b in known), strict=True)
+            op_seconds = tuple(
+                at_size * at_batch / max(at_both, _LEAST_S) for at_size, at_batch, at_both in columns
+            )
+            noise = max(profiles[b].noise for b in known)
+            profiles[bucket] = Profile(
+                graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns, noise=noise
+            )
     return profiles
 
 

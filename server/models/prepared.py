@@ -19,9 +19,11 @@ from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
 from runtime.file_memory import release_free_memory
 from runtime.lowering import packing
+from runtime.lowering.allowed_ops import draws
 from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, NotCached, lower
 from runtime.memory import HostStore
+from runtime.profiling.stopwatch import NOISY
 from server.config.config import ServeConfig, cache_of
 from server.config.values import batches as parse_sizes
 from server.engine.servable import describe
@@ -79,6 +81,27 @@ def warn_of_interaction(lowered: Lowered) -> None:
         fields = {"model": lowered.name, "reason": lowered.interaction, "batch_sizes": list(lowered.batches)}
         _log.warning(
             "rows of a batch influence one another; requests run alone, at planned batch sizes only",
+            extra={"fields": fields},
+        )
+
+
+def warn_of_random_ops(lowered: Lowered) -> None:
+    """Log which of a model's operators draw random numbers: the same request has another answer each time."""
+    calls = [i for trace in lowered.traces.values() for i in trace.instructions]
+    if random := sorted({str(i.target) for i in calls if draws(i.target, i.args, i.kwargs)}):
+        fields = {"model": lowered.name, "operators": random}
+        _log.warning(
+            "the model draws random numbers; equal requests have different answers", extra={"fields": fields}
+        )
+
+
+def warn_of_noise(prepared: Prepared) -> None:
+    """Log how noisy the measurement of a model was, if other work disturbed it."""
+    noise = max(profile.noise for profile in prepared.profiles.values())
+    if noise > NOISY:
+        fields = {"model": prepared.lowered.name, "noise": f"{noise:.0%}", "limit": f"{NOISY:.0%}"}
+        _log.warning(
+            "a busy machine disturbed the model's profile; delete the cache's profiles folder to measure again",
             extra={"fields": fields},
         )
 

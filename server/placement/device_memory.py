@@ -14,7 +14,7 @@ from runtime.shared_region.sharing import SharedRegion, Sharing
 from server.engine.servable import ProgramServable, describe
 from server.ipc.model import DeviceUse, ModelFootprint, ModelKey, lane_name
 from server.models.known_models import Plans
-from server.models.prepared import Prepared, warn_of_interaction
+from server.models.prepared import Prepared, warn_of_interaction, warn_of_noise, warn_of_random_ops
 from server.placement.lane_choice import least_busy
 from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
@@ -153,6 +153,8 @@ class PartitionedMemory:
         """Add a model whose residents are loaded, and return it."""
         lowered, config = prepared.lowered, prepared.source.config
         warn_of_interaction(lowered)
+        warn_of_random_ops(lowered)
+        warn_of_noise(prepared)
         most = max(programs).batch
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)

@@ -15,7 +15,7 @@ from runtime.errors import MemoryExceeded
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import RequestError
 from server.models.known_models import Plans
-from server.models.prepared import Prepared
+from server.models.prepared import Prepared, warn_of_noise
 from server.models.preparer import ModelPreparer, is_better
 from server.placement.device_memory import PartitionedMemory, PlacedModel, Programs
 from server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
@@ -334,6 +334,8 @@ class ModelPlacement:
         plan = begun[min(begun)]
         room = Room(plan.workspace_bytes, plan.partition_bytes)
         measured = await asyncio.to_thread(self.preparer.measured, placed.prepared)
+        if measured is not placed.prepared:
+            warn_of_noise(measured)
         plans = await asyncio.to_thread(self.preparer.best_plans, measured, room)
         async with self._places:
             if placed.plans is not begun or placed.owner not in self.memory.placed_models:
