@@ -1,17 +1,29 @@
 """A profile has a time for each op, and is read from the cache by the same device only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 import runtime.cpu.backend
 import runtime.profiling.stopwatch
 from planner.profile import Link, Profile
 from planner.shapes import Bucket
+from planner.timeline import Span, Timeline
 from runtime.cpu.backend import CpuBackend
-from runtime.lowering.lower import Lowered
+from runtime.lowering.allowed_ops import draws
+from runtime.lowering.lower import Lowered, lower
+from runtime.profiling.link import leading
+from runtime.profiling.stopwatch import NOISY, ColdCaches, measure_ops
+from server.models.prepared import warn_of_noise, warn_of_random_ops
+from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
+from tests.runtime.mixing import Computed
+
+aten = torch.ops.aten
 
 
 @pytest.fixture
@@ -44,3 +56,89 @@ def test_a_profile_of_one_link_is_not_taken_for_another_s(
         found.append(backend.measure(bench.lowered, bench.store, tmp_path, lambda text: None)[1][Bucket(2)])
     assert len(asked) == 2
     assert found[0] == found[2] != found[1] == found[3]
+
+
+class ScriptedExecutor:
+    """Runs of one op that take these seconds; the first is the warm-up."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self.left = list(seconds)
+
+    def run(self, *_: object, traced: bool = False) -> Any:
+        latency_s = self.left.pop(0)
+        return SimpleNamespace(timeline=Timeline((Span(0, "compute", 0.0, latency_s),), latency_s, None, 0))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "latency_s", "noise", "unused"),
+    [
+        (((2.0, 2.2, 2.1), (1.0, 1.0, 1.0)), 2.1, 0.05, 3),
+        (((2.0, 9.0, 4.0), (1.0, 1.1, 1.2)), 1.1, 0.1, 0),
+        (((2.0, 9.0, 4.0), (2.0, 8.0, 3.0), (2.0, 7.0, 3.5), (1.0, 1.0, 1.0)), 3.0, 0.5, 3),
+    ],
+)
+def test_ops_are_timed_again_while_their_runs_are_noisy_and_the_quietest_try_counts(
+    rounds: Sequence[Sequence[float]], latency_s: float, noise: float, unused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    executor = ScriptedExecutor([7.0, *(s for seconds in rounds for s in seconds)])
+    program: Any = SimpleNamespace(computes=[None])
+    times = measure_ops(program, list, cast(Any, executor), ColdCaches(0))
+    assert times.latency_s == latency_s
+    assert times.medians() == (latency_s,)
+    assert times.noise == pytest.approx(noise)
+    assert len(executor.left) == unused
+
+
+def test_the_log_says_how_noisy_a_measurement_was(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    link = Link(1e-5, 1e9)
+
+    def prepared(noise: float) -> Any:
+        profile = Profile("graph", "device", (1.0,), link, link, noise=noise)
+        return SimpleNamespace(lowered=bench.lowered, profiles={Bucket(2): profile})
+
+    warn_of_noise(prepared(NOISY))
+    assert caplog.records == []
+    warn_of_noise(prepared(0.31))
+    (record,) = caplog.records
+    assert vars(record)["fields"] == {"model": bench.lowered.name, "noise": "31%", "limit": "20%"}
+
+
+def test_the_log_names_operators_that_draw_random_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Attention without a dropout draws none, although its operator could."""
+
+    def computed(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+
+    for name, function in (("quiet", computed), ("random", lambda x: computed(x) + torch.rand_like(x))):
+        models.export(Computed(function), {"x": torch.zeros(3, 16)}, tmp_path / f"{name}.pt2")
+        warn_of_random_ops(lower(tmp_path / f"{name}.pt2", name, [2], tmp_path / "cache"))
+    (record,) = (record for record in caplog.records if record.name == "cohabit.models")
+    assert vars(record)["fields"] == {"model": "random", "operators": ["aten.rand_like.default"]}
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ((aten.scaled_dot_product_attention.default, (0, 0, 0), {}), False),
+        ((aten._scaled_dot_product_flash_attention.default, (0, 0, 0), {}), False),
+        ((aten._scaled_dot_product_flash_attention.default, (0, 0, 0, 0.1), {}), True),
+        ((aten.lstm.input, (0, 0, [], True, 2, 0.0, False, False, False), {}), False),
+        ((aten.dropout.default, (0, 0.5, True), {}), True),
+        ((aten.alpha_dropout.default, (0, 0.5, False), {}), False),
+        ((aten.bernoulli.p, (0, 0.5), {}), True),
+        ((aten.relu.default, (0,), {}), False),
+    ],
+)
+def test_calls_that_draw_random_numbers_are_told_from_those_that_do_not(
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]], expected: bool
+) -> None:
+    assert draws(*call) is expected
+
+
+def test_a_provisional_link_is_timed_with_the_first_segments(bench: Bench) -> None:
+    manifest = bench.lowered.manifest
+    first, second = manifest.segments[:2]
+    assert leading(manifest, 0).segments == (first,)
+    assert leading(manifest, second.offset + second.nbytes).segments == (first, second)
+    assert leading(manifest, manifest.segment_bytes).segments == manifest.segments
