@@ -140,8 +140,7 @@ def test_a_large_model_is_measured_in_another_process_than_the_one_that_lowered_
     monkeypatch.setattr(preparation, "_LARGE_BYTES", source.path.stat().st_size)
     monkeypatch.setattr(WorkerProcesses, "call", noting := NotingCalls(WorkerProcesses.call))
     with closing(WorkerProcesses()) as workers:
-        config = replace(config, quick_start=quick)
-        prepared = prepare_in_worker(source, config, backend, workers)
+        prepared = prepare_in_worker(source, config, backend, workers, quick=quick)
         prepared.store.close()
         if quick:
             prepared = measure_in_worker(prepared, config, workers)
