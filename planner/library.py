@@ -5,7 +5,7 @@ from being stored, not from being made.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,6 +53,14 @@ class Library:
                 return None
             plans[bucket], residents = plan, plan.residents
         return plans
+
+    def store_plans(self, model: ModelDemand, room: Room, searcher: str, plans: Mapping[Bucket, Plan]) -> None:
+        residents: tuple[Placement, ...] | None = None
+        for bucket in sorted(plans):
+            graph, profile = model.graphs[bucket], model.profiles[bucket]
+            problem = Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents)
+            self.store(problem, searcher, plans[bucket])
+            residents = plans[bucket].residents
 
     def division(
         self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int

@@ -20,6 +20,7 @@ from server.config.sources import add_flags, as_toml, read_settings
 from server.errors import ConfigError, RepositoryError
 from server.process_rights import allow_connections, no_new_privileges
 from server.tools.flags import (
+    add_bundle_flags,
     add_check_flags,
     add_compare_flags,
     add_import_flags,
@@ -226,6 +227,13 @@ _TOOLS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str, str
         "plan how a model runs in some memory, and write the plans to files",
         "Plan how a model runs in some memory: which parameters stay resident, when the others are copied, and to\n"
         "which addresses. Writes plans, graphs and profiles as JSON files.",
+    ),
+    "export-bundle": (
+        "export_bundle",
+        add_bundle_flags,
+        "prepare a repository for one memory size, to be served on another machine",
+        "Lower, measure and plan every model of a repository for one memory size, and write all that `cohabit serve`\n"
+        "needs to a folder. It serves that folder without archives, worker processes or searches.",
     ),
     "show": (
         "show",

@@ -83,7 +83,7 @@ def load_repository(
     a third of a second.
     """
     workers = None
-    if config.engine == "process" and (missing := _not_prepared(sources, config)):
+    if config.prepares_in_workers and (missing := _not_prepared(sources, config)):
         workers = preparing_workers(config)
         workers.start(PREPARING, min(missing, MOST_AT_START))
     from server.placement.loader import load

@@ -109,7 +109,7 @@ def lower(
     not read; NotCached is raised if the cache does not have it, or has it damaged.
     """
     own_fingerprint = fingerprint(path)
-    folder = cache / f"{own_fingerprint[:32]}{options.label}"
+    folder = _folder(cache, own_fingerprint, options)
     wanted = sorted(set(batches))
     stamp = _stamp(wanted, options, shape_buckets)
     known = _known(name, folder, stamp, options)
@@ -145,6 +145,19 @@ def lower(
     ports, rest = (model.inputs, model.outputs), (interaction, model.dynamic)
     cache_file.write(folder / _artifact_name(stamp), artifact.encode(stamp, *ports, batched, traces, *rest))
     return Lowered(name, *ports, batched, traces, manifest, weights_path, options, *rest)
+
+
+def cached_files(
+    path: Path, batches: Iterable[int], cache: Path, options: Options, shape_buckets: Sequence[int]
+) -> list[Path]:
+    """Return the files of a model that `lower` has left in the cache for the same arguments."""
+    folder = _folder(cache, fingerprint(path), options)
+    stamp, weights_path = _stamp(sorted(set(batches)), options, shape_buckets), folder / "weights.bin"
+    return [folder / _artifact_name(stamp), weights_path, weights.description_path(weights_path)]
+
+
+def _folder(cache: Path, archive: str, options: Options) -> Path:
+    return cache / f"{archive[:32]}{options.label}"
 
 
 def _read(path: Path, name: str) -> FxModel:

@@ -89,6 +89,13 @@ class ServeConfig:
     cache: Path | None = setting(
         None, "--cache", "folder that keeps lowered models, profiles and plans between starts", Path, "DIR"
     )
+    bundle: Path | None = setting(
+        None,
+        "--bundle",
+        "serve what `cohabit export-bundle` wrote to this folder; the same as giving the folder as REPOSITORY",
+        Path,
+        "DIR",
+    )
 
     model_control: ModelControl = setting(
         "none",
@@ -152,6 +159,12 @@ class ServeConfig:
         "SECONDS",
     )
     threads: int | None = setting(None, "--threads", "CPU threads of one inference", integer(1, 1024), "N")
+    pack_weights: bool = setting(
+        True,
+        "--pack-weights",
+        "on a CPU, lay out weights as the fastest kernels of this very processor want them; plain weights are slower,"
+        " and serve on every processor",
+    )
     compute_lanes: int = setting(
         1,
         "--compute-lanes",
@@ -317,7 +330,12 @@ class ServeConfig:
     @property
     def plans_later(self) -> bool:
         """Whether models are served before they are fully measured and planned."""
-        return self.quick_start and self.engine == "process" and self.has_partitions
+        return self.quick_start and self.prepares_in_workers and self.has_partitions
+
+    @property
+    def prepares_in_workers(self) -> bool:
+        """Whether models that the cache lacks are prepared in other processes; those of a bundle are prepared."""
+        return self.engine == "process" and self.bundle is None
 
     @property
     def takes_client_shm(self) -> bool:

@@ -3,13 +3,14 @@
 import argparse
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from server.config.bundle import MANIFEST, is_bundle, read_bundle, refuse_others, settings_of
 from server.config.config import BY_KEY, SETTINGS, ServeConfig, check_consistent
 from server.config.setting import PREFIX, Setting, Value
 from server.errors import ConfigError
@@ -91,12 +92,14 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
         _from_environment(environment),
         {s.key: (vars(options)[s.key], s.flag) for s in SETTINGS if s.key in vars(options)},
     ]
-    values: dict[str, Value] = {}
-    origins: dict[str, str] = {}
-    for layer in layers:
-        for key, (value, origin) in layer.items():
-            values[key] = _merged(values[key], value) if key in values and BY_KEY[key].is_by_model else value
-            origins[key] = origin
+    values, origins = _overlaid(layers)
+    folder = values["bundle"] or values["repository"]
+    if isinstance(folder, str) and (values["bundle"] or is_bundle(Path(folder))):
+        bundle = read_bundle(Path(folder))
+        bundled: _Layer = {key: (value, MANIFEST) for key, value in settings_of(Path(folder), bundle).items()}
+        places = {key: bundled[key] for key in bundled.keys() - bundle.settings.keys()}
+        values, origins = _overlaid([layers[0], bundled, *layers[1:], places])
+        refuse_others(bundle, values, origins, BY_KEY)
     for setting in SETTINGS:
         if setting.is_required and values[setting.key] is None:
             raise ConfigError(
@@ -106,6 +109,17 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
     config = config_of(values, origins)
     check_consistent(config)
     return Effective(config, values, origins)
+
+
+def _overlaid(layers: Sequence[_Layer]) -> tuple[dict[str, Value], dict[str, str]]:
+    """Return values and origins by key; later layers take precedence."""
+    values: dict[str, Value] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        for key, (value, origin) in layer.items():
+            values[key] = _merged(values[key], value) if key in values and BY_KEY[key].is_by_model else value
+            origins[key] = origin
+    return values, origins
 
 
 def as_toml(effective: Effective) -> str:

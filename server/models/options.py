@@ -21,9 +21,9 @@ _DTYPES: dict[str, Dtype] = {
 _TRUTHS = {"true": True, "false": False}
 
 
-def options_of(source: ModelSource, device: str) -> Options:
+def options_of(source: ModelSource, device: str, *, pack_weights: bool = True) -> Options:
     """Return a model's options on a device. Raises RepositoryError naming the parameter."""
-    packed = device == "cpu" and packing.unavailable() is None
+    packed = pack_weights and device == "cpu" and packing.unavailable() is None
     if source.config is None:
         return Options(packed=packed)
     precision = _choice(source.config, PRECISION, "float32", tuple(_DTYPES))

@@ -23,6 +23,8 @@ from runtime.lowering.allowed_ops import draws
 from runtime.lowering.archive_file import fingerprint as archive_fingerprint
 from runtime.lowering.lower import Lowered, NotCached, lower
 from runtime.memory import HostStore
+from runtime.options import Options
+from runtime.profiling.profile import cached_profiles
 from runtime.profiling.stopwatch import NOISY
 from server.config.config import ServeConfig, cache_of
 from server.config.values import batches as parse_sizes
@@ -42,6 +44,8 @@ _LARGE_BYTES = 64 << 20
 torch's exporter, and to measure takes memory for all weights."""
 SHAPE_BUCKETS = "cohabit.shape_buckets"
 """Key of `parameters` in a ModelConfig."""
+BUNDLED = "bundled"
+"""The device of a bundle's profiles, in their files' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ def prepare(
         on_progress(source.name, text.removeprefix(f"{source.name}: "))
 
     cache = cache_of(config)
-    options = options_of(source, config.device)
+    options = model_options(source, config)
     batches = wanted_batches(source, config)
     lowered = lower(
         source.path,
@@ -169,11 +173,35 @@ def prepare(
     _refuse_mismatch(source, lowered)
     store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
     try:
-        lowered, profiles = backend.measure(lowered, store, cache / "profiles", progress, quick=quick)
+        if config.bundle is None:
+            lowered, profiles = backend.measure(lowered, store, cache / "profiles", progress, quick=quick)
+        else:
+            profiles = bundled_profiles(lowered, cache / "profiles")
     except BaseException:
         store.close()
         raise
     return Prepared(source, KnownModel(lowered, profiles, weights), store, _rate(source, config))
+
+
+def bundled_profiles(lowered: Lowered, folder: Path) -> dict[Bucket, Profile]:
+    """Return the profiles that a bundle has of a model. Raises NotCached."""
+
+    def missing() -> dict[Bucket, Profile]:
+        raise NotCached(f"{lowered.name}: the bundle has no undamaged profile of it")
+
+    return cached_profiles(lowered, BUNDLED, folder, missing, quick=False)
+
+
+def store_profiles(lowered: Lowered, profiles: dict[Bucket, Profile], folder: Path) -> None:
+    """Write a model's profiles to a bundle. They are valid on every machine that serves it."""
+    cached_profiles(lowered, BUNDLED, folder, lambda: profiles, quick=False)
+
+
+def machine_of(config: ServeConfig) -> str:
+    """Return what programs and weights are valid for: the processor, if weights are packed, and torch's version."""
+    if config.pack_weights and config.device == "cpu" and packing.unavailable() is None:
+        return packing.machine()
+    return f"plain weights, torch {torch.__version__}"
 
 
 def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, backend: Backend) -> Prepared:
@@ -186,7 +214,7 @@ def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, b
 
 def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
     """Return a key of everything that a known model depends on. Raises ArchiveError or RepositoryError."""
-    options = options_of(source, config.device)
+    options = model_options(source, config)
     tensors = () if source.config is None else (*source.config.input, *source.config.output)
     names = tuple(tensor.name for tensor in tensors)
     wanted = tuple(wanted_batches(source, config)), wanted_buckets(source, config)
@@ -281,7 +309,7 @@ def wanted_buckets(source: ModelSource, config: ServeConfig) -> tuple[int, ...]:
 def _marker(source: ModelSource, config: ServeConfig, *more: str) -> Path:
     """Return the file that exists once a worker has prepared this model for this configuration."""
     threads = threads_of(config)
-    options = asdict(options_of(source, config.device))
+    options = asdict(model_options(source, config))
     made = (
         archive_fingerprint(source.path),
         wanted_batches(source, config),
@@ -295,6 +323,10 @@ def _marker(source: ModelSource, config: ServeConfig, *more: str) -> Path:
     if buckets := wanted_buckets(source, config):
         link += (buckets,)
     return cache_of(config) / "prepared" / fingerprint((*made, *link, *more))[:32]
+
+
+def model_options(source: ModelSource, config: ServeConfig) -> Options:
+    return options_of(source, config.device, pack_weights=config.pack_weights)
 
 
 def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:

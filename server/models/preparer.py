@@ -9,13 +9,17 @@ from planner.library import Library
 from planner.sizing.deployment import Division, Room
 from runtime.backend import Backend
 from runtime.errors import StoreChanged
+from runtime.lowering.lower import NotCached
+from server.config.bundle import Bundle
 from server.config.config import ServeConfig, cache_of
 from server.models import planning
+from server.models.bundling import room_in
 from server.models.known_models import Plans, new_cache
 from server.models.prepared import (
     Prepared,
     key_of,
     measure_in_worker,
+    prepare,
     prepare_in_worker,
     prepare_known,
 )
@@ -63,6 +67,20 @@ class ModelPreparer:
         prepared = prepare_in_worker(source, self._config, self._backend, self.workers, quick=quick)
         with self._lock:
             self._cache[key] = prepared.known
+        return prepared
+
+    def bundled(self, source: ModelSource, bundle: Bundle) -> Prepared:
+        """Open a model of a bundle with its plans, and make nothing. Raises NotCached, which names damaged files."""
+        room, config = room_in(bundle, source), self._config
+        assert config.bundle is not None
+        try:
+            prepared = prepare(source, config, self._backend, lambda *_: None, cached_only=True)
+            if self.known_plans(prepared, room) is None:
+                prepared.store.close()
+                raise NotCached(f"{source.name}: the bundle has no undamaged plans of it")
+        except NotCached as error:
+            files = "; ".join(bundle.damaged(config.bundle)) or "its files are as they were written"
+            raise NotCached(f"{error} ({files}); copy or export the bundle again") from error
         return prepared
 
     def measured(self, prepared: Prepared) -> Prepared:

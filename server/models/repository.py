@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runtime.lowering.archive_file import LOWERED_SUFFIX
 from server.errors import RepositoryError
 from server.ipc.model import ModelKey
 from server.protocol.config_fields import defaults_of, ignored_fields, refuse_fields
@@ -213,6 +214,8 @@ def _versions(
 def _program(folder: Path, root: Path, config: ModelConfig | None) -> Path:
     """Return the program's file in a version's folder. Raises RepositoryError."""
     path = folder / ((config and config.default_model_filename) or _PROGRAM)
+    if (lowered := path.with_suffix(LOWERED_SUFFIX)).exists() and not path.exists():
+        path = lowered
     if path.parent != folder or not (path.exists() or path.is_symlink()):
         raise RepositoryError(f"it has no file {path.name}")
     return _regular(_confine(path, root))

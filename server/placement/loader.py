@@ -9,15 +9,16 @@ from pathlib import Path
 
 from planner.errors import CohabitError
 from planner.library import Library
-from planner.sizing.deployment import Deployment, Room, laid_out
+from planner.sizing.deployment import Deployment, Division, Room, laid_out
 from runtime.backend import Backend
 from runtime.shared_region.sharing import SHARINGS
+from server.config.bundle import Bundle
 from server.config.config import ServeConfig, cache_of
 from server.engine.servable import ProgramServable
 from server.errors import load_reason
 from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
 from server.models import planning
-from server.models.known_models import Plans
+from server.models.bundling import fitting_bundle, room_in
 from server.models.prepared import (
     OnProgress,
     Prepared,
@@ -85,19 +86,20 @@ def load(
     """
     backend = open_backend(config)
     warn_without_packing(config)
+    bundle = None if config.bundle is None else fitting_bundle(config.bundle, config)
     preparer = ModelPreparer(config, backend, workers)
     if workers is not None:
         preparer.quick_planners.start(PLANNING)
     try:
-        prepared, failures = _prepared(sources, config, backend, preparer, on_progress)
+        prepared, failures = _prepared(sources, config, backend, preparer, bundle, on_progress)
         preparer.workers.release()
         memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
-        deployment = _deployment(prepared, memory_bytes, config, preparer, on_progress)
+        deployment = _deployment(prepared, memory_bytes, config, preparer, bundle, on_progress)
         # If no model can be loaded later, free memory is not allocated.
         arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
         memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
         placement = None
-        if config.has_partitions:
+        if config.has_partitions and bundle is None:
             placement = ModelPlacement(memory, preparer, all_resident=config.layout == "resident")
         loaded = Loaded(memory, deployment, placement, failures)
         (preparer.quick_planners if config.plans_later else preparer).release()
@@ -115,6 +117,7 @@ def _prepared(
     config: ServeConfig,
     backend: Backend,
     preparer: ModelPreparer,
+    bundle: Bundle | None,
     on_progress: OnProgress,
 ) -> tuple[list[Prepared], dict[ModelKey, str]]:
     """Return the models that could be prepared, in order, and why the others could not."""
@@ -122,7 +125,9 @@ def _prepared(
 
     def one(source: ModelSource) -> Prepared | str:
         try:
-            if config.engine == "process":
+            if bundle is not None:
+                prepared = preparer.bundled(source, bundle)
+            elif config.prepares_in_workers:
                 on_progress(source.name, f"lowering{progress.left}")
                 prepared = preparer.prepare(source, quick=True)
             else:
@@ -137,7 +142,7 @@ def _prepared(
             progress.done(source)
         return prepared
 
-    if config.engine == "process":
+    if config.prepares_in_workers:
         with ThreadPoolExecutor(MOST_AT_START, thread_name_prefix="preparing") as pool:
             results = list(pool.map(one, sources))
         if not config.plans_later:
@@ -194,6 +199,7 @@ def _deployment(
     memory_bytes: int,
     config: ServeConfig,
     preparer: ModelPreparer,
+    bundle: Bundle | None,
     on_progress: OnProgress,
 ) -> Deployment:
     """Read how memory is divided, and the plans, or have both made. Raises CohabitError if memory is too small.
@@ -205,7 +211,11 @@ def _deployment(
         call_quickly, call = call_here, call_here
     library, layout, lanes = Library(cache_of(config)), config.layout, config.compute_lanes
     demands = [model.demand for model in models]
-    division = library.division(demands, memory_bytes, layout, lanes)
+    division = None
+    if bundle is not None:
+        rooms = [room_in(bundle, model.source) for model in models]
+        division = Division(memory_bytes, bundle.workspace_bytes, tuple(room.partition_bytes for room in rooms))
+    division = division or library.division(demands, memory_bytes, layout, lanes)
     if division is None:
         on_progress("planning", "dividing the memory")
         division = call_quickly(planning.divide, demands, memory_bytes, layout, lanes)
@@ -213,14 +223,14 @@ def _deployment(
     plans = []
     for done, (model, partition_bytes) in enumerate(zip(models, division.partition_bytes, strict=True)):
         room = Room(division.workspace_bytes, partition_bytes)
-        found: Plans | None = library.plans(model.demand, room, config.search)
+        found = preparer.known_plans(model, room)
         if found is None:
             on_progress("planning", f"{done} of {len(models)}, {model.source.name}")
         if found is None and config.plans_later:
             found = call_quickly(planning.plan_model, model.demand, room, None, config.search, quick=True)
         else:
             found = found or call(planning.plan_model, model.demand, room, library, config.search)
-            model.known.plans[room] = found
+            model.known.plans[room] = found  # the same objects that programs are made of
         plans.append(found)
     return laid_out(layout, demands, division, plans, lanes)
 

@@ -12,12 +12,19 @@ from server.config.sizes import MemorySize, parse_memory
 from server.config.sources import add_flag
 from server.config.values import LARGEST_BATCH, batches, integer, positive
 from server.importing.declared_input import parse_input
+from server.tools.boards import BOARDS
 
 SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")
 """Settings of `serve` that say how a model is measured."""
 IMPORTING = ("cache", "threads")
 """Those of an import."""
+
+BUNDLING = (
+    *("store", "cache", "threads", "search", "batch_sizes", "shape_buckets", "compute_lanes", "model_rate"),
+    "pack_weights",
+)
+"""Those of a bundle."""
 
 _MODEL_HELP = "a model's folder in a repository, or a .pt2 file"
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -45,6 +52,13 @@ _COMPARE_EXAMPLES = """examples:
 
 `best`, `genetic` and `streaming` split the memory into a partition and a workspace, as serving does. The other
 searchers plan it as one budget.
+"""
+_BUNDLE_EXAMPLES = """examples:
+  cohabit export-bundle models --memory 64MiB -o bundle && cohabit serve bundle
+  cohabit export-bundle models --memory 25% --profile pi5-sd --no-pack-weights --batch-sizes 1 -o bundle
+
+Weights are packed for this processor and this version of torch. --no-pack-weights makes a bundle for other processors.
+Without --store, parameters are read from flash (--store file).
 """
 _CHECK_EXAMPLES = """examples:
   cohabit check models/resnet50
@@ -137,6 +151,27 @@ def add_profile_flags(parser: argparse.ArgumentParser) -> None:
     _add_subject(parser, "N,N,...", _type(batches), "batch sizes to measure (default: 1)")
 
 
+def add_bundle_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _BUNDLE_EXAMPLES
+    parser.add_argument("repository", metavar="REPOSITORY", help="folder of NAME/VERSION/model.pt2")
+    parser.add_argument(
+        "--memory",
+        required=True,
+        metavar="SIZE",
+        help="device memory for all models, as of `cohabit serve`: 64MiB, 82MB, or 25%% of the sum of their weights",
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="new folder for the bundle")
+    parser.add_argument(
+        "--profile",
+        choices=BOARDS,
+        metavar="BOARD",
+        help=f"plan for a board's store and cores: {', '.join(BOARDS)} (default: this machine)",
+    )
+    for key in BUNDLING:
+        add_flag(parser, BY_KEY[key])
+    parser.set_defaults(store="file")
+
+
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _CHECK_EXAMPLES
     parser.add_argument("model", type=Path, metavar="MODEL", help=_MODEL_HELP)
@@ -207,7 +242,12 @@ def _add_subject(
     parser.add_argument("--batch", type=batch_type, metavar=batch_metavar, help=batch_help)
     measured = parser.add_argument_group("instead of MODEL")
     measured.add_argument("--graph", type=Path, metavar="FILE", help="graph that `cohabit plan` wrote")
-    measured.add_argument("--profile", type=Path, metavar="FILE", help="profile of that graph")
+    measured.add_argument(
+        "--profile",
+        type=lambda text: BOARDS.get(text) or Path(text),
+        metavar="FILE|BOARD",
+        help=f"profile of that graph; or, with MODEL, the board to predict for: {', '.join(BOARDS)}",
+    )
     _add_measuring(parser)
 
 

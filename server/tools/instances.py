@@ -14,6 +14,7 @@ from planner.sizing.fitting import split_budget
 from server.config.config import Search
 from server.config.sources import config_of
 from server.errors import ConfigError
+from server.tools.boards import Board
 from server.tools.files import read_pair
 from server.tools.flags import MEASURING, MemoryBudget
 from server.tools.progress import SearchProgress
@@ -55,15 +56,21 @@ class Instance:
 def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
     """Return an instance per bucket, smallest first. Raises CohabitError."""
     if options.model is None:
+        if isinstance(options.profile, Board):
+            raise ConfigError(
+                f"--profile {options.profile.name} scales what is measured here; give a MODEL with it"
+            )
         if options.graph is None or options.profile is None:
             raise ConfigError("give a MODEL, or both --graph and --profile")
         graph, profile = read_pair(options.graph, options.profile)
         if options.batch not in (None, (graph.batch,)):
             raise ConfigError(f"--batch: {options.graph} is a graph for batch {graph.batch}")
         return [Instance(graph, profile)]
-    if options.graph is not None or options.profile is not None:
-        raise ConfigError("--graph and --profile are there to plan without a model; leave out MODEL or them")
-    return _measured(options, on_progress)
+    board = options.profile
+    if options.graph is not None or not isinstance(board, Board | None):
+        raise ConfigError("--graph and --profile FILE are there to plan without a model; leave out MODEL or them")
+    measured = _measured(options, on_progress)
+    return measured if board is None else [replace(i, profile=board.scaled(i.profile)) for i in measured]
 
 
 def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:

@@ -1,0 +1,171 @@
+"""Makes bundles: prepares a repository's models for one memory size, and writes what serving them takes.
+
+See `server.config.bundle` for what is in the folder.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from planner.library import Library
+from planner.profile import Profile
+from planner.sizing.deployment import Room
+from runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint
+from runtime.lowering.lower import cached_files
+from server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, BundledModel, described, read_bundle
+from server.config.config import BY_KEY, ServeConfig, cache_of
+from server.config.sizes import write_size
+from server.errors import ConfigError, RepositoryError
+from server.models import planning
+from server.models.known_models import Plans
+from server.models.prepared import (
+    OnProgress,
+    Prepared,
+    machine_of,
+    open_backend,
+    prepare,
+    store_profiles,
+    wanted_batches,
+    wanted_buckets,
+)
+from server.models.repository import ModelSource, Unloadable, scan
+
+RECORDED = (
+    *("layout", "search", "device", "store", "model_control", "compute_lanes"),
+    *("batch_sizes", "shape_buckets", "pack_weights"),
+)
+"""Settings of `serve` on which plans and programs depend, or that need what a bundle lacks."""
+
+Adapt = Callable[[Profile], Profile] | None
+"""Turns a profile of this machine into one of the machine that will serve, if that is another."""
+
+
+def export(config: ServeConfig, output: Path, profile: str, adapt: Adapt, on_progress: OnProgress) -> Bundle:
+    """Prepare and plan every model of a repository, and write a bundle to a new folder.
+
+    `profile` says where the op times come from. Raises ConfigError if the folder is not empty, RepositoryError for a
+    model that cannot be served, and what preparing and planning raise.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output: {output} is not empty; name a new folder, or remove this one")
+    models = [_prepared(source, config, adapt, on_progress) for source in _sources(config.repository)]
+    demands = [model.demand for model in models]
+    memory_bytes = config.memory.of(sum(model.weight_bytes for model in models))
+    on_progress("planning", "dividing the memory")
+    division = planning.divide(demands, memory_bytes, config.layout, config.compute_lanes)
+    entries: list[BundledModel] = []
+    try:
+        for model, partition_bytes in zip(models, division.partition_bytes, strict=True):
+            room = Room(division.workspace_bytes, partition_bytes)
+            on_progress(model.source.name, f"planning, {len(entries)} of {len(models)} models done")
+            plans = planning.plan_model(model.demand, room, Library(cache_of(config)), config.search)
+            on_progress(model.source.name, "writing")
+            _write(model, room, plans, config, output)
+            entries.append(_entry(model, room, plans))
+        bundle = Bundle(
+            memory_bytes,
+            division.workspace_bytes,
+            machine_of(config),
+            profile,
+            _settings(config, memory_bytes),
+            tuple(entries),
+            {str(p.relative_to(output)): described(p) for p in sorted(output.rglob("*")) if p.is_file()},
+        )
+        (output / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(bundle)))
+    except OSError as error:
+        raise ConfigError(f"--output: {error.filename or output}: {error.strerror or error}") from error
+    return bundle
+
+
+def fitting_bundle(folder: Path, config: ServeConfig) -> Bundle:
+    """Return a bundle that this machine can serve. Raises ConfigError, which names both machines."""
+    bundle = read_bundle(folder)
+    machine = machine_of(config)
+    if bundle.machine != machine:
+        raise ConfigError(
+            f"{folder} was exported for {bundle.machine}; this machine has {machine}. Run cohabit export-bundle on this"
+            " machine, or with --no-pack-weights and this machine's version of torch on another one"
+        )
+    return bundle
+
+
+def room_in(bundle: Bundle, source: ModelSource) -> Room:
+    """Return the memory for which a bundle has a model's plans. Raises RepositoryError for an unknown model."""
+    for model in bundle.models:
+        if (model.name, model.version) == source.key:
+            return Room(bundle.workspace_bytes, model.partition_bytes)
+    raise RepositoryError(f"{source.name} version {source.version} is not in {MANIFEST}; export the bundle again")
+
+
+def _sources(repository: Path) -> list[ModelSource]:
+    sources = []
+    for found in scan(repository):
+        if isinstance(found, Unloadable):
+            raise RepositoryError(f"{found.name}: {found.reason}; repair it, or take it out of {repository}")
+        sources.append(found)
+    return sources
+
+
+def _prepared(source: ModelSource, config: ServeConfig, adapt: Adapt, on_progress: OnProgress) -> Prepared:
+    """Lower and measure a model, and close its parameters."""
+    backend = open_backend(config)
+    try:
+        prepared = prepare(source, config, backend, on_progress)
+        prepared.store.close()
+    finally:
+        backend.close()
+    if adapt is None:
+        return prepared
+    profiles = {bucket: adapt(profile) for bucket, profile in prepared.profiles.items()}
+    return replace(prepared, known=replace(prepared.known, profiles=profiles))
+
+
+def _write(model: Prepared, room: Room, plans: Plans, config: ServeConfig, output: Path) -> None:
+    """Write a model's part of a bundle."""
+    source, cache = model.source, cache_of(config)
+    lowered, batches, buckets = model.lowered, wanted_batches(source, config), wanted_buckets(source, config)
+    for path in cached_files(source.path, batches, cache / "weights", lowered.options, buckets):
+        _copy(path, output / CACHE / path.relative_to(cache))
+    store_profiles(lowered, model.profiles, output / CACHE / "profiles")
+    Library(output / CACHE).store_plans(model.demand, room, config.search, plans)
+    folder, copy = config.repository / source.name, output / MODELS / source.name
+    given = source.config
+    names = [] if given is None else ["config.pbtxt", *(o.label_filename for o in given.output if o.label_filename)]
+    for name in (*names, *(f"warmup/{file}" for file in source.warmup_files)):
+        _copy(folder / name, copy / name)
+    stand_in = copy / str(source.version) / ((given and given.default_model_filename) or source.path.name)
+    stand_in.parent.mkdir(parents=True)
+    stand_in.with_suffix(LOWERED_SUFFIX).write_text(f"{fingerprint(source.path)}\n")
+
+
+def _settings(config: ServeConfig, memory_bytes: int) -> dict[str, str | bool | None]:
+    """Return the settings for which a bundle is made, as text."""
+    recorded: dict[str, str | bool | None] = {"memory": write_size(memory_bytes)}
+    for setting in map(BY_KEY.__getitem__, RECORDED):
+        value = getattr(config, setting.field)
+        recorded[setting.key] = value if value is None or setting.is_switch else setting.write(value)
+    return recorded
+
+
+def _copy(source: Path, target: Path) -> None:
+    if not target.exists():  # models may share their weights
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+def _entry(model: Prepared, room: Room, plans: Plans) -> BundledModel:
+    provenance = plans[min(plans)].provenance
+    assert provenance is not None
+    source = model.source
+    return BundledModel(
+        source.name,
+        source.version,
+        fingerprint(source.path),
+        model.weight_bytes,
+        room.partition_bytes,
+        provenance.latency_s,
+        provenance.resident_s,
+    )
