@@ -47,6 +47,16 @@ class ServeConfig:
             group="memory",
         )
     )
+    process_memory_bytes: int | None = setting(
+        None,
+        "--process-memory",
+        "memory for the whole server instead of --memory: Python, torch, requests, the host store and the models. The"
+        " models get what the others leave, which is measured at the start. --queue-memory is then a sixteenth of it,"
+        " unless given",
+        parse_size,
+        "SIZE",
+        write_size,
+    )
     layout: Layout = setting(
         "partitioned",
         "--layout",
@@ -367,6 +377,8 @@ def check_consistent(config: ServeConfig) -> None:
         )
     if config.model_control == "explicit" and not isinstance(config.memory, FixedSize):
         raise ConfigError("--memory: a share of the weights means nothing before models are loaded; give a size")
+    if config.process_memory_bytes is not None and (config.device != "cpu" or config.frontends > 1):
+        raise ConfigError("--process-memory needs --device cpu and --frontends 1")
     if (config.tls_cert is None) != (config.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key need each other")
     if config.tls_client_ca is not None and config.tls_cert is None:

@@ -13,6 +13,7 @@ import msgspec
 from server.config.bundle import MANIFEST, is_bundle, read_bundle, refuse_others, settings_of
 from server.config.config import BY_KEY, SETTINGS, ServeConfig, check_consistent
 from server.config.setting import PREFIX, Setting, Value
+from server.config.sizes import write_size
 from server.errors import ConfigError
 
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
@@ -21,6 +22,9 @@ _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0"
 _SERVICE_LINKS = re.compile(rf"{PREFIX}(SERVICE_|PORT(_|$))")
 """Variables that Kubernetes sets in every container next to a service called cohabit."""
 _ORIGIN_COLUMN = 40
+
+QUEUE_SHARE = 16
+"""Part of --process-memory that requests may take, unless --queue-memory is given."""
 
 _Layer = dict[str, tuple[Value, str]]
 """Values and their origins by key."""
@@ -100,6 +104,7 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
         places = {key: bundled[key] for key in bundled.keys() - bundle.settings.keys()}
         values, origins = _overlaid([layers[0], bundled, *layers[1:], places])
         refuse_others(bundle, values, origins, BY_KEY)
+    _share_process_memory(values, origins)
     for setting in SETTINGS:
         if setting.is_required and values[setting.key] is None:
             raise ConfigError(
@@ -109,6 +114,23 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
     config = config_of(values, origins)
     check_consistent(config)
     return Effective(config, values, origins)
+
+
+def _share_process_memory(values: dict[str, Value], origins: dict[str, str]) -> None:
+    """Give --memory its upper bound, and --queue-memory its default, where --process-memory is given.
+
+    Raises ConfigError if --memory is given as well, unless it is a bundle's.
+    """
+    whole = values["process_memory"]
+    if not isinstance(whole, str):
+        return
+    if values["memory"] is None:
+        values["memory"], origins["memory"] = whole, "--process-memory"
+    elif values["memory"] != whole and values["bundle"] is None:
+        raise ConfigError(f"{origins['memory']} and {origins['process_memory']}: give one of them")
+    if origins["queue_memory"] == "default":
+        nbytes = max(1, BY_KEY["process_memory"].read(whole, origins["process_memory"]) // QUEUE_SHARE)
+        values["queue_memory"], origins["queue_memory"] = write_size(nbytes), "--process-memory"
 
 
 def _overlaid(layers: Sequence[_Layer]) -> tuple[dict[str, Value], dict[str, str]]:

@@ -6,6 +6,7 @@ engine's process only reads stored plans. Nothing here imports torch, which a pr
 
 from collections.abc import Mapping, Sequence
 
+from planner.errors import InfeasibleBudget
 from planner.library import Library
 from planner.plan import Plan
 from planner.shapes import Bucket
@@ -19,6 +20,16 @@ def divide(
     from planner.sizing import division
 
     return division.divide(models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes)
+
+
+def least_memory(models: Sequence[ModelDemand], layout: LayoutName, lanes: int) -> int:
+    """Return the least memory in bytes that these models can be divided."""
+    from planner.sizing import division
+
+    try:
+        return division.divide(models, 1, layout, lanes=lanes).memory_bytes
+    except InfeasibleBudget as error:
+        return error.least_bytes
 
 
 def plan_model(

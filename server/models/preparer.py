@@ -37,6 +37,8 @@ class ModelPreparer:
     def __init__(self, config: ServeConfig, backend: Backend, workers: WorkerProcesses | None = None) -> None:
         """`workers` are perhaps started already."""
         self._config = config
+        self.memory = config.memory
+        """For all models. With --process-memory, the loader replaces it by what it has measured."""
         self._backend = backend
         self._library = Library(cache_of(config))
         self.workers = workers or preparing_workers(config)
@@ -154,7 +156,7 @@ class ModelPreparer:
     def plan_next_start(self, models: Sequence[Prepared]) -> None:
         """Store how memory is divided among these models at the next start, and their plans. Raises WorkerFailed."""
         layout, lanes = self._config.layout, self._config.compute_lanes
-        memory_bytes = self._config.memory.of(sum(model.weight_bytes for model in models))
+        memory_bytes = self.memory.of(sum(model.weight_bytes for model in models))
         demands = [model.demand for model in models]
         if self._library.division(demands, memory_bytes, layout, lanes) is None:
             division = self.planners.call(planning.divide, demands, memory_bytes, layout, lanes)

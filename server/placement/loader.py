@@ -14,6 +14,7 @@ from runtime.backend import Backend
 from runtime.shared_region.sharing import SHARINGS
 from server.config.bundle import Bundle
 from server.config.config import ServeConfig, cache_of
+from server.config.sizes import FixedSize
 from server.engine.servable import ProgramServable
 from server.errors import load_reason
 from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
@@ -34,6 +35,7 @@ from server.placement.lane_choice import assign_lanes
 from server.placement.memory_map import PlacedRow, draw
 from server.placement.partitions import Extent
 from server.placement.placement import ModelPlacement
+from server.placement.process_memory import measure_process_memory
 
 _log = logging.getLogger("cohabit.loader")
 
@@ -93,7 +95,7 @@ def load(
     try:
         prepared, failures = _prepared(sources, config, backend, preparer, bundle, on_progress)
         preparer.workers.release()
-        memory_bytes = config.memory.of(sum(p.weight_bytes for p in prepared))
+        memory_bytes = _memory_bytes(prepared, config, preparer, bundle)
         deployment = _deployment(prepared, memory_bytes, config, preparer, bundle, on_progress)
         # If no model can be loaded later, free memory is not allocated.
         arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
@@ -192,6 +194,25 @@ def _file_bytes(path: Path) -> int:
     """Return a file's size; 0 if it is there no more."""
     state = FileState.of(path)
     return 0 if state is None else state.nbytes
+
+
+def _memory_bytes(
+    models: Sequence[Prepared], config: ServeConfig, preparer: ModelPreparer, bundle: Bundle | None
+) -> int:
+    """Return the memory for all models. Raises ConfigError if --process-memory leaves too little."""
+    if config.process_memory_bytes is None:
+        return config.memory.of(sum(model.weight_bytes for model in models))
+    measured = measure_process_memory(config.process_memory_bytes, models, config)
+    if bundle is not None:
+        measured.require(bundle.memory_bytes)
+        return bundle.memory_bytes
+    nbytes, layout, lanes = measured.models_bytes, config.layout, config.compute_lanes
+    demands = [model.demand for model in models]
+    if Library(cache_of(config)).division(demands, nbytes, layout, lanes) is None:
+        call = call_here if config.engine == "in-process" else preparer.quick_planners.call
+        measured.require(call(planning.least_memory, demands, layout, lanes))
+    preparer.memory = FixedSize(nbytes)
+    return nbytes
 
 
 def _deployment(

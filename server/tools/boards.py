@@ -2,8 +2,9 @@
 
 A prediction scales the op times that were measured on this machine. The factor compares peak rates of float32 per
 thread: such a core has two units of 128 bits, which is 16 operations a cycle (Arm's optimization guides of the
-Cortex-A76, A77 and A78), a workstation's core with AVX-512 has 64. So a factor is 64 / 16 times the ratio of the clocks,
-against 2.4 GHz; with AVX2 on this machine it is half of that. It is an estimate; `cohabit profile` on the board measures.
+Cortex-A76, A77 and A78), a workstation's core with AVX-512 has 64. So a factor is 64 / 16 times the ratio of the
+clocks, against 2.4 GHz; with AVX2 on this machine it is half of that. It is an estimate; `cohabit profile` on the
+board measures.
 """
 
 from dataclasses import dataclass
@@ -40,8 +41,8 @@ BOARDS = {
     board.name: board
     for board in (
         # Bandwidth: what a UHS-I card reads (Samsung's announcement of eUFS 3.1, March 2020, compares with 90 MB/s);
-        # the bus, SDR104, ends at 104 MB/s. Latency: 5,000 random reads of 4 KiB a second (Raspberry Pi's SD cards, on a
-        # Raspberry Pi 5). Four Cortex-A76 at 2.4 GHz; 8 GiB is a common version.
+        # the bus, SDR104, ends at 104 MB/s. Latency: 5,000 random reads of 4 KiB a second (Raspberry Pi's SD cards, on
+        # a Raspberry Pi 5). Four Cortex-A76 at 2.4 GHz; 8 GiB is a common version.
         Board("pi5-sd", Link(200e-6, 90 * _MB), 4.0, 8 * _GIB),
         # One lane of PCIe 2.0: 5 GT/s with 8 of 10 bits, 500 MB/s (Raspberry Pi's M.2 HAT+), less a tenth for packets'
         # headers. Latency: one random read of an NVMe drive at queue depth 1, an estimate.

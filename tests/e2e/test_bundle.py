@@ -1,22 +1,26 @@
 """Bundles: exported by the command, served without archives, worker processes or searches, with the same bits."""
 
 import argparse
-import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from planner import cache_file
+from planner.profile import decode
 from server.cli import main
 from server.config.bundle import read_bundle
 from server.config.config import ServeConfig
 from server.config.sources import add_flags, read_settings
 from server.errors import ConfigError
-from tests.e2e.serving import infer, refused_start, repository_index, serving
-from tests.e2e.stacks import Stacks
+from tests.e2e.serving import ROOT, Running, refused_start, repository_index, serving
+from tests.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
 
 MODELS, BATCHES = "abc", "1,2"
 MEMORY = "8MiB"
@@ -28,12 +32,24 @@ def settings(*flags: str) -> ServeConfig:
     return read_settings(parser.parse_args(flags), {}).config
 
 
+@contextmanager
+def serving_bundle(folder: Path) -> Iterator[Running]:
+    config = settings(str(folder))
+    changes = {key: getattr(config, key) for key in ("bundle", "store", "batch_sizes", "pack_weights")}
+    with serving(config.repository, MEMORY, config.cache or Path(), **changes) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
 def repository(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("bundled") / "models"
     for seed, name in enumerate(MODELS):
         stacks.put(root, name, seed)
-    (root / "a" / "config.pbtxt").write_text('name: "a" output [{name: "out" label_filename: "labels.txt"}]')
+    config = (
+        'name: "a" max_batch_size: 2 output { name: "out" data_type: TYPE_FP32 dims: 512 label_filename: "labels" }'
+    )
+    (root / "a" / "config.pbtxt").write_text(config)
+    (root / "a" / "labels").write_text("first\nsecond")
     return root
 
 
@@ -45,6 +61,143 @@ def exported(repository: Path, plans: Path) -> Path:
     return output
 
 
-def test_print(exported: Path, repository: Path):
-    print(subprocess.run(["find", str(exported)], capture_output=True, text=True).stdout)
-    print((exported / "bundle.json").read_text())
+@pytest.fixture
+def bundle(exported: Path, tmp_path: Path) -> Path:
+    """A copy, at another place."""
+    return Path(shutil.copytree(exported, tmp_path / "bundle"))
+
+
+def test_a_bundle_gives_the_bits_of_resident_models(repository: Path, plans: Path, bundle: Path) -> None:
+    changes = {"layout": "resident", "batch_sizes": (1, 2), "store": "file"}
+    with serving(repository, "400%", plans, **changes) as resident:
+        wanted = {name: answer(resident, name) for name in MODELS}
+    with serving_bundle(bundle) as server:
+        assert server.loaded.placement is None, "nothing can be searched for"
+        residents = sum(placed.footprint.resident_bytes for placed in server.loaded.placed_models.values())
+        assert residents < len(MODELS) * WEIGHTS_MIB << 20
+        for name in (*MODELS, *MODELS):
+            np.testing.assert_array_equal(answer(server, name), wanted[name])
+        assert server.loaded.servables["a", 1].info.outputs[0].labels == ("first", "second")
+
+
+def test_a_bundle_is_served_by_a_process_that_cannot_prepare(bundle: Path) -> None:
+    assert not list(bundle.rglob("*.pt2"))
+    script = f"""
+import argparse, asyncio, multiprocessing, sys
+import server.engine_process
+from server.config.sources import add_flags, read_settings
+from server.engine_host import Engine
+
+async def start():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    engine = Engine(read_settings(parser.parse_args([{str(bundle)!r}]), {{}}).config, lambda entry: None)
+    print(await engine.start())
+    assert not multiprocessing.active_children()
+    await engine.stop()
+
+if __name__ == "__main__":
+    asyncio.run(start())
+    heavy = {{name.partition(".")[0] for name in sys.modules}} & {{"numba", "llvmlite", "scipy", "transformers"}}
+    heavy |= sys.modules.keys() & {{"torch._dynamo", "torch._export.serde.serialize", "torch._inductor"}}
+    searches = ("planner.search", "planner.streaming", "planner.papers")
+    heavy |= {{name for name in sys.modules if name.startswith(searches)}}
+    assert not heavy, heavy
+"""
+    path = bundle.parent / "start.py"
+    path.write_text(script)
+    before = {p: p.stat().st_mtime_ns for p in bundle.rglob("*")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "partition" in done.stdout
+    assert {p: p.stat().st_mtime_ns for p in bundle.rglob("*")} == before, (
+        "it may lie on a medium that is read-only"
+    )
+
+
+def test_damage_to_a_model_names_the_file_and_the_others_are_served(bundle: Path) -> None:
+    written = read_bundle(bundle)
+    archives = {model.name: model.archive for model in written.models}
+    (cut,) = (bundle / "cache" / "weights").glob(f"{archives['a'][:32]}*/weights.bin")
+    os.truncate(cut, cut.stat().st_size - 4096)
+    with serving_bundle(bundle) as server:
+        found = repository_index(server.address)
+        name = f"{cut.relative_to(bundle)} has {cut.stat().st_size} bytes instead of {cut.stat().st_size + 4096}"
+        assert name in found["a"]["reason"]
+        assert "copy or export the bundle again" in found["a"]["reason"]
+        assert is_answer_of(1, answer(server, "b"))
+        assert is_answer_of(2, answer(server, "c"))
+
+
+@pytest.mark.parametrize("part", ["plans", "profiles", "weights"])
+def test_a_missing_part_is_named(bundle: Path, part: str) -> None:
+    shutil.rmtree(bundle / "cache" / part)
+    status, shown = refused_start(bundle, MEMORY, bundle / "cache")
+    assert status == 1
+    assert f"cache/{part}/" in shown
+    assert "is missing" in shown
+
+
+def test_another_machine_is_refused_with_both_names(bundle: Path) -> None:
+    path = bundle / "bundle.json"
+    machine = read_bundle(bundle).machine
+    path.write_text(path.read_text().replace(machine, "Cortex-A76, torch 2.9"))
+    with (
+        pytest.raises(ConfigError, match=r"was exported for Cortex-A76, torch 2\.9; this machine has") as refusal,
+        serving_bundle(bundle),
+    ):
+        pass
+    assert machine in str(refusal.value)
+    assert "export-bundle" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--memory", "6MiB"),
+            "--memory: the bundle was exported for --memory 8MiB, not 6MiB; leave it out, or run",
+        ),
+        (("--batch-sizes", "4"), "--batch-sizes: the bundle was exported for --batch-sizes 1,2, not 4"),
+        (("--model-control", "explicit"), "--model-control: the bundle was exported for --model-control none"),
+    ],
+)
+def test_settings_without_plans_are_refused(exported: Path, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        settings(str(exported), *flags)
+    assert str(refusal.value).startswith(message)
+    assert settings(str(exported), "--memory", "8192KiB").bundle == exported, "the same, written otherwise"
+
+
+def test_an_unreadable_manifest_is_named(bundle: Path) -> None:
+    path = bundle / "bundle.json"
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ConfigError, match=r"bundle\.json is damaged"):
+        settings(str(bundle))
+
+
+def test_a_bundle_for_a_board_is_planned_with_its_link(
+    repository: Path, plans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On pi5-sd, 90 MB/s and 0.2 ms: what is not resident takes at least the time of its bytes."""
+    output = tmp_path / "bundle"
+    flags = ("--memory", MEMORY, "-o", str(output), "--cache", str(plans), "--batch-sizes", "1")
+    assert main(["export-bundle", str(repository), *flags, "--profile", "pi5-sd", "--no-pack-weights"]) == 0
+    assert "predicted for pi5-sd, scaled from a profile of this machine" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    for path in (output / "cache" / "profiles").glob("*.json"):
+        profile = decode(cache_file.read(path))
+        assert (profile.swap_in.bandwidth_bytes_per_s, profile.swap_in.latency_s) == (90e6, 200e-6)
+    written = read_bundle(output)
+    assert "plain weights" in written.machine
+    for model in written.models:
+        missing = WEIGHTS_MIB * 2**20 - model.partition_bytes
+        assert model.latency_s >= max(missing, 0) / 90e6
+    with serving_bundle(output) as server:
+        assert all(is_answer_of(seed, answer(server, name)) for seed, name in enumerate(MODELS))
+    with pytest.raises(SystemExit):
+        main(["export-bundle", str(repository), *flags, "--profile", "pi6"])
+    assert main(["export-bundle", str(repository), *flags]) == 2
+    assert "is not empty" in capsys.readouterr().err

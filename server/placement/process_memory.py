@@ -1,0 +1,77 @@
+"""Divides --process-memory: what the models get is what the server's processes leave, as measured at the start."""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.errors import format_bytes
+from runtime.host.pages import release_free_memory
+from server.config.config import ServeConfig
+from server.errors import ConfigError
+from server.models.prepared import Prepared
+
+SERVING_BYTES = 24 << 20
+"""What the first requests add to a process: oneDNN's kernels, stacks of threads, heap."""
+_STEP_BYTES = 4 << 20
+"""The models' memory is a multiple of this, so that the next start finds the same plans."""
+_COUNTED = ("RssAnon", "RssFile")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """The parts of a server's memory, in bytes."""
+
+    limit_bytes: int
+    base_bytes: int
+    """Python, torch and the other libraries, graphs and profiles; with two processes, of both."""
+    store_bytes: int
+    """Parameters in the host store; with --store file, buffers."""
+    queue_bytes: int
+
+    @property
+    def models_bytes(self) -> int:
+        """What is left for the models; 0 if nothing is."""
+        left = self.limit_bytes - self._others_bytes
+        return max(0, left // _STEP_BYTES * _STEP_BYTES)
+
+    @property
+    def _others_bytes(self) -> int:
+        return self.base_bytes + self.store_bytes + self.queue_bytes + SERVING_BYTES
+
+    def require(self, models_bytes: int) -> None:
+        """Raise ConfigError with what each part takes if the models do not get so much."""
+        if models_bytes <= self.models_bytes:
+            return
+        needed = -(-models_bytes // _STEP_BYTES) * _STEP_BYTES
+        parts = (
+            ("Python, torch and the server", self.base_bytes),
+            ("host store (less with --store file)", self.store_bytes),
+            ("requests (--queue-memory)", self.queue_bytes),
+            ("kernels and stacks of the first requests", SERVING_BYTES),
+            ("models, at least", needed),
+        )
+        table = "".join(f"\n  {what:<42}{format_bytes(nbytes):>12}" for what, nbytes in parts)
+        least = -(-(self._others_bytes + needed) >> 20) + 1
+        raise ConfigError(
+            f"--process-memory {format_bytes(self.limit_bytes)} is not enough:{table}\n  give at least {least}MiB, or"
+            " less to one of these parts"
+        )
+
+
+def measure_process_memory(limit_bytes: int, models: Sequence[Prepared], config: ServeConfig) -> ProcessMemory:
+    """Measure the processes, once the models' host stores are open and before anything is loaded."""
+    release_free_memory()
+    processes = ["self"] if config.engine == "in-process" else ["self", str(os.getppid())]
+    store_bytes = sum(m.lowered.manifest.file_bytes for m in models) if config.store == "ram" else 0
+    base_bytes = sum(map(_resident_bytes, processes)) - store_bytes
+    return ProcessMemory(limit_bytes, base_bytes, store_bytes, config.queue_bytes)
+
+
+def _resident_bytes(process: str) -> int:
+    """Return a process's anonymous memory and its pages of files; those of libraries count in each process."""
+    with suppress(OSError):
+        lines = (line.split() for line in Path(f"/proc/{process}/status").read_text().splitlines())
+        return sum(int(line[1]) << 10 for line in lines if line[0].rstrip(":") in _COUNTED)
+    return 0
