@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from server.config.bundle import read_bundle
 from server.config.config import ServeConfig
 from server.config.sources import add_flags, read_settings
 from server.errors import ConfigError
-from tests.e2e.serving import ROOT, Running, refused_start, repository_index, serving
+from tests.e2e.serving import ROOT, Running, process, refused_start, repository_index, serving
 from tests.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
 
 MODELS, BATCHES = "abc", "1,2"
@@ -201,3 +202,27 @@ def test_a_bundle_for_a_board_is_planned_with_its_link(
         main(["export-bundle", str(repository), *flags, "--profile", "pi6"])
     assert main(["export-bundle", str(repository), *flags]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_process_memory_is_refused_with_its_parts_or_suffices(bundle: Path) -> None:
+    """Of both processes, which take over 300 MiB before any model."""
+    status, shown = refused_start(bundle, MEMORY, bundle, "--process-memory", "200MiB")
+    assert status == 2
+    assert "--process-memory 200.0 MiB is not enough" in shown
+    least = int(re.search(r"give at least (\d+)MiB", shown)[1])  # type: ignore[index]
+    parts = [float(part) for part in re.findall(r" ([\d.]+) MiB\n", shown)]
+    assert least - 2 < sum(parts) <= least
+    assert 8.0 in parts
+    with process(bundle, MEMORY, bundle, "--process-memory", f"{least + 16}MiB") as server:
+        server.until_ready()
+        assert server.peak_bytes() <= least + 16 << 20
+
+
+def test_models_get_what_the_process_leaves(repository: Path, plans: Path) -> None:
+    limit_bytes = 4 << 30
+    with serving(
+        repository, "8MiB", plans, process_memory_bytes=limit_bytes, store="file", queue_bytes=1 << 20
+    ) as server:
+        assert 0 < server.loaded.deployment.memory_bytes < limit_bytes - (100 << 20)
+        assert server.loaded.deployment.memory_bytes % (4 << 20) == 0
+        assert is_answer_of(0, answer(server, "a"))
