@@ -16,10 +16,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import psutil
 import tritonclient.http
 from numpy.typing import NDArray
 from rich.console import Console
@@ -51,6 +53,9 @@ class Outcome:
     reason: str = ""
     outputs: tuple[NDArray[np.float32], ...] = ()
     charged_bytes: int = 0
+    """In the cgroup."""
+    rss_bytes: int = 0
+    """The same with pages that other processes have read."""
 
     @property
     def cells(self) -> list[str]:
@@ -69,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     small, large = folder / "small", folder / "large"
     prepare_visibly(small, recipes(1, [SMALL]), force=False, console=console)
     prepare_visibly(large, recipes(1, [MODEL]), force=False, console=console)
-    base = _served(_bundle(small, "100%", folder, console), options.requests, None)
-    console.print(f"base: {base.charged_bytes / _MIB:.1f} MiB")
+    base = _served(_bundle(small, "100%", folder, console), options.requests, None, "--process-memory", "1GiB")
+    console.print(f"base: {base.charged_bytes / _MIB:.1f} MiB, {base.rss_bytes / _MIB:.1f} MiB with shared pages")
     resident = _served(_bundle(large, "120%", folder, console), options.requests, None)
     console.print(f"resident: {resident.cells}, {resident.charged_bytes / _MIB:.1f} MiB")
     rows = [["Cohabit, resident", "none", *resident.cells, "-"]]
@@ -78,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for extra, memory in CASES:
         limit_bytes, label = base.charged_bytes + extra * _MIB, f"base + {extra} MiB"
         bundle = _bundle(large, memory, folder, console)
-        served = [_served(bundle, options.requests, limit_bytes) for _ in range(options.rounds)]
+        flags = ("--process-memory", str(base.rss_bytes + extra * _MIB), "--queue-memory", "2MiB")
+        served = [_served(bundle, options.requests, limit_bytes, *flags) for _ in range(options.rounds)]
         equal = all(map(_equal, served, [resident] * len(served)))
         middle = _middle(served)
         held &= equal and (extra != CASES[0][0] or (middle.first_s is not None and middle.first_s <= GOAL_S))
@@ -98,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             [
                 f"Base: {base.charged_bytes / _MIB:.1f} MiB, an idle server with one small model. First answer: from"
                 f" the command; median of {options.requests} requests that follow one another, batch 1, of"
-                f" {options.rounds} runs. Servers answer over HTTP, with `--engine in-process`; the other ways are"
-                " programs without a server.\n",
+                f" {options.rounds} runs. Servers answer over HTTP, with `--engine in-process` and, in a cgroup,"
+                " `--process-memory`; the other ways are programs without a server.\n",
                 table,
                 f"To hold: equal bits, and the first answer within {GOAL_S:g} s in base + {CASES[0][0]} MiB.\n",
             ],
@@ -117,10 +123,10 @@ def _bundle(repository: Path, memory: str, folder: Path, console: Console) -> Pa
     return bundle
 
 
-def _served(bundle: Path, requests: int, limit_bytes: int | None) -> Outcome:
+def _served(bundle: Path, requests: int, limit_bytes: int | None, *flags: str) -> Outcome:
     """Serve a bundle in a cgroup, and ask its one model."""
     ports = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
-    command = [*_cohabit(), "serve", str(bundle), "--engine", "in-process", *ports]
+    command = [*_cohabit(), "serve", str(bundle), "--engine", "in-process", *ports, *flags]
     with _running(command, limit_bytes) as (process, cgroup, log):
         start_s = time.monotonic()
         assert process.stdout is not None
@@ -141,8 +147,9 @@ def _served(bundle: Path, requests: int, limit_bytes: int | None) -> Outcome:
                     client.infer(model, inputs)
                     times_s.append(time.perf_counter() - began_s)
                 outputs = tuple(answer.as_numpy(output["name"]) for output in metadata["outputs"])
-                return Outcome(first_s, statistics.median(times_s), "", outputs, _charged_bytes(cgroup))
-        except (OSError, ValueError, tritonclient.utils.InferenceServerException):
+                used = _charged_bytes(cgroup), psutil.Process(process.pid).memory_info().rss
+                return Outcome(first_s, statistics.median(times_s), "", outputs, *used)
+        except (OSError, ValueError, HTTPException, tritonclient.utils.InferenceServerException):
             process.wait(PATIENCE_S)
             return Outcome(reason=_end_of(process, log))
 

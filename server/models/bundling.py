@@ -47,7 +47,7 @@ def export(config: ServeConfig, output: Path, profile: str, adapt: Adapt, on_pro
     """Prepare and plan every model of a repository, and write a bundle to a new folder.
 
     `profile` says where the op times come from. Raises ConfigError if the folder is not empty, RepositoryError for a
-    model that cannot be served, and what preparing and planning raise.
+    model that cannot be served, and what preparing and planning raise; the folder is then removed.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output: {output} is not empty; name a new folder, or remove this one")
@@ -75,8 +75,11 @@ def export(config: ServeConfig, output: Path, profile: str, adapt: Adapt, on_pro
             {str(p.relative_to(output)): described(p) for p in sorted(output.rglob("*")) if p.is_file()},
         )
         (output / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(bundle)))
-    except OSError as error:
-        raise ConfigError(f"--output: {error.filename or output}: {error.strerror or error}") from error
+    except BaseException as error:
+        shutil.rmtree(output, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"--output: {error.filename or output}: {error.strerror or error}") from error
+        raise
     return bundle
 
 

@@ -17,7 +17,7 @@ from planner.sizing.deployment import ModelDemand
 from runtime.backend import Backend
 from runtime.devices import open_device
 from runtime.errors import UnsupportedModel
-from runtime.file_memory import release_free_memory
+from runtime.heap import release_free_memory
 from runtime.lowering import packing
 from runtime.lowering.allowed_ops import draws
 from runtime.lowering.archive_file import fingerprint as archive_fingerprint

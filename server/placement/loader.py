@@ -11,6 +11,7 @@ from planner.errors import CohabitError
 from planner.library import Library
 from planner.sizing.deployment import Deployment, Division, Room, laid_out
 from runtime.backend import Backend
+from runtime.heap import keep_heap_small
 from runtime.shared_region.sharing import SHARINGS
 from server.config.bundle import Bundle
 from server.config.config import ServeConfig, cache_of
@@ -86,6 +87,8 @@ def load(
     `workers` have been started if models will have to be prepared. Raises InfeasibleBudget, which names the least
     sufficient memory, if the memory is too small.
     """
+    if config.process_memory_bytes is not None:
+        keep_heap_small()
     backend = open_backend(config)
     warn_without_packing(config)
     bundle = None if config.bundle is None else fitting_bundle(config.bundle, config)
@@ -128,6 +131,7 @@ def _prepared(
     def one(source: ModelSource) -> Prepared | str:
         try:
             if bundle is not None:
+                on_progress(source.name, f"opening{progress.left}")
                 prepared = preparer.bundled(source, bundle)
             elif config.prepares_in_workers:
                 on_progress(source.name, f"lowering{progress.left}")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import format_bytes
-from runtime.host.pages import release_free_memory
+from runtime.heap import release_free_memory
 from server.config.config import ServeConfig
 from server.errors import ConfigError
 from server.models.prepared import Prepared
 
-SERVING_BYTES = 24 << 20
+SERVING_BYTES = 12 << 20
 """What the first requests add to a process: oneDNN's kernels, stacks of threads, heap."""
 _STEP_BYTES = 4 << 20
 """The models' memory is a multiple of this, so that the next start finds the same plans."""

@@ -226,3 +226,20 @@ def test_models_get_what_the_process_leaves(repository: Path, plans: Path) -> No
         assert 0 < server.loaded.deployment.memory_bytes < limit_bytes - (100 << 20)
         assert server.loaded.deployment.memory_bytes % (4 << 20) == 0
         assert is_answer_of(0, answer(server, "a"))
+
+
+def test_what_cannot_be_exported_leaves_no_folder(
+    repository: Path, plans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("-o", str(tmp_path / "bundle"), "--cache", str(plans), "--batch-sizes", BATCHES)
+    assert main(["export-bundle", str(repository), "--memory", "1MiB", *flags]) == 1
+    assert "needs a budget of" in capsys.readouterr().err
+    (tmp_path / "models" / "empty" / "1").mkdir(parents=True)
+    assert main(["export-bundle", str(tmp_path / "models"), "--memory", "1MiB", *flags]) == 2
+    assert "empty: it has no file model.pt2; repair it, or take it out" in capsys.readouterr().err
+    assert not (tmp_path / "bundle").exists()
+    bundled = tmp_path / "models" / "empty" / "1" / "model.lowered"
+    bundled.write_text("0" * 64)
+    status, shown = refused_start(tmp_path / "models", "8MiB", tmp_path / "cache")
+    assert status == 1
+    assert "stands for an archive that was lowered elsewhere" in shown

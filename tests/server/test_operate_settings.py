@@ -201,3 +201,14 @@ def test_clients_may_name_shared_memory_where_every_address_is_loopback() -> Non
     assert local.takes_client_shm
     assert not config(*NEEDED, "--host", "127.0.0.1", "--host", "10.0.0.1").takes_client_shm
     assert not config(*NEEDED, "--client-shm", "off").takes_client_shm
+
+
+def test_process_memory_stands_for_memory_and_bounds_the_queue(tmp_path: Path) -> None:
+    found = effective("models", "--process-memory", "320MiB")
+    assert found.config.process_memory_bytes == 320 << 20
+    assert found.config.queue_bytes == 20 << 20
+    assert config("--config", file(tmp_path, as_toml(found))) == found.config
+    given = config("models", "--process-memory", "320MiB", "--queue-memory", "5MiB")
+    assert given.queue_bytes == 5 << 20
+    assert refused(*NEEDED, "--process-memory", "320MiB") == "--memory and --process-memory: give one of them"
+    assert "--device cpu" in refused("models", "--process-memory", "1GiB", "--device", "cuda")

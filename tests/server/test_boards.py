@@ -1,0 +1,50 @@
+"""`--profile BOARD`: a profile of this machine scaled to a board's store and cores."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.cli import main
+from server.tools.boards import BOARDS
+from tests.planner.graphs import PAGE, chain, profile_of
+from tests.runtime import models
+
+GRAPH = chain([PAGE, 2 * PAGE])
+PROFILE = profile_of(GRAPH, op_s=1e-3, bandwidth=1e9)
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_board_has_the_times_of_its_cores_and_its_store(name: str) -> None:
+    board = BOARDS[name]
+    scaled = board.scaled(PROFILE)
+    assert scaled.compute_s == pytest.approx(PROFILE.compute_s * board.compute_factor)
+    assert scaled.swap_in == scaled.swap_out == board.store
+    assert scaled.graph == GRAPH.fingerprint
+    assert scaled.fingerprint != PROFILE.fingerprint
+    assert scaled.device == f"{name}, scaled from a profile of {PROFILE.device}"
+
+
+def test_plans_are_predicted_for_a_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, tmp_path / "wide" / "1" / "model.pt2")
+    measured = ("--cache", str(tmp_path / "cache"), "--store", "file")
+    assert main(["profile", str(tmp_path / "wide"), *measured, "--profile", "ufs-phone"]) == 0
+    shown = capsys.readouterr().out
+    assert "ufs-phone, scaled from a profile of" in shown
+    assert "2.10 GB/s after 100.0 us" in shown
+
+
+def test_a_board_needs_a_model_that_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--graph", "some.json", "--profile", "pi5-sd", "--memory", "1MiB"]) == 2
+    assert "--profile pi5-sd scales what is measured here; give a MODEL" in capsys.readouterr().err
+    assert main(["plan", "models/m", "--profile", "pi6.json", "--memory", "1MiB"]) == 2
+    assert "--graph and --profile FILE are there to plan without a model" in capsys.readouterr().err
+
+
+def test_the_command_line_knows_boards_without_torch_or_the_planner() -> None:
+    script = (
+        "import sys, server.tools.flags; sys.exit(bool({'torch', 'numba', 'planner.search'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
