@@ -26,14 +26,13 @@ import tritonclient.http
 from numpy.typing import NDArray
 from rich.console import Console
 
-from benchmarks.edge_peer import MODEL
+from benchmarks.edge_peer import IMAGE, network
 from benchmarks.record import markdown_table, record
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
 from loadgen.repository import prepare_visibly, recipes
-from loadgen.zoo import ZOO
 
-SMALL = "ranker"
+SMALL, MODEL = "ranker", "resnet152"
 CASES: tuple[tuple[int, str], ...] = ((64, "36MiB"), (32, "20MiB"))
 """Limits of the cgroup in MiB above the base, and the memory of the models in them."""
 GOAL_S = 5.0
@@ -173,11 +172,11 @@ def _peers(folder: Path) -> dict[str, Path]:
     if not state.exists() or (with_onnx and not graph.exists()):
         import torch
 
-        model, inputs = ZOO[MODEL].build()
+        model = network()
         torch.save(model.state_dict(), state)
         if with_onnx:
             graph.parent.mkdir(exist_ok=True)
-            exported = torch.onnx.export(model, (), kwargs=dict(inputs), dynamo=True, verbose=False)
+            exported = torch.onnx.export(model, (torch.zeros(IMAGE),), dynamo=True, verbose=False)
             assert exported is not None
             exported.save(graph, external_data=True)
     return ways | ({"onnxruntime": graph} if with_onnx else {})
