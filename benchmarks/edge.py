@@ -199,9 +199,9 @@ def _running(command: Sequence[str], limit_bytes: int | None) -> Iterator[tuple[
         finally:
             process.kill()
             process.wait()
-    while (cgroup / "cgroup.procs").read_text():
-        time.sleep(0.05)
-    cgroup.rmdir()
+            while (cgroup / "cgroup.procs").read_text():
+                time.sleep(0.05)
+            cgroup.rmdir()
 
 
 def _charged_bytes(cgroup: Path) -> int:
