@@ -17,7 +17,8 @@ from server.tools.progress import SearchProgress
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Export a bundle, and print what each model takes and how long it is predicted to take."""
     given = {key: vars(options)[key] for key in BUNDLING if key in vars(options)}
-    config = config_of({"repository": options.repository, "memory": options.memory, **given})
+    needed = {"repository": options.repository, "memory": options.memory, "store": options.store}
+    config = config_of({**needed, **given})
     config = replace(config, engine="in-process")
     board = None if options.profile is None else BOARDS[options.profile]
     profile = "measured on the exporting machine" if board is None else f"scaled for {board.name}"

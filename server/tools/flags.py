@@ -21,7 +21,7 @@ IMPORTING = ("cache", "threads")
 """Those of an import."""
 
 BUNDLING = (
-    *("store", "cache", "threads", "search", "batch_sizes", "shape_buckets", "compute_lanes", "model_rate"),
+    *("cache", "threads", "search", "batch_sizes", "shape_buckets", "compute_lanes", "model_rate"),
     "pack_weights",
 )
 """Those of a bundle."""
@@ -58,7 +58,6 @@ _BUNDLE_EXAMPLES = """examples:
   cohabit export-bundle models --memory 25% --profile pi5-sd --no-pack-weights --batch-sizes 1 -o bundle
 
 Weights are packed for this processor and this version of torch. --no-pack-weights makes a bundle for other processors.
-Without --store, parameters are read from flash (--store file).
 """
 _CHECK_EXAMPLES = """examples:
   cohabit check models/resnet50
@@ -167,9 +166,12 @@ def add_bundle_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BOARD",
         help=f"plan for a board's store and cores: {', '.join(BOARDS)} (default: this machine)",
     )
+    store = BY_KEY["store"]
+    parser.add_argument(
+        "--store", choices=store.choices, default="file", help=f"{store.help} (default: %(default)s)"
+    )
     for key in BUNDLING:
         add_flag(parser, BY_KEY[key])
-    parser.set_defaults(store="file")
 
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:

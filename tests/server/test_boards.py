@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from planner.profile import Link
 from server.cli import main
 from server.tools.boards import BOARDS
 from tests.planner.graphs import PAGE, chain, profile_of
@@ -21,7 +22,7 @@ def test_a_board_has_the_times_of_its_cores_and_its_store(name: str) -> None:
     board = BOARDS[name]
     scaled = board.scaled(PROFILE)
     assert scaled.compute_s == pytest.approx(PROFILE.compute_s * board.compute_factor)
-    assert scaled.swap_in == scaled.swap_out == board.store
+    assert scaled.swap_in == scaled.swap_out == Link(board.latency_s, board.bandwidth_bytes_per_s)
     assert scaled.graph == GRAPH.fingerprint
     assert scaled.fingerprint != PROFILE.fingerprint
     assert scaled.device == f"{name}, scaled from a profile of {PROFILE.device}"
@@ -45,6 +46,6 @@ def test_a_board_needs_a_model_that_is_measured(capsys: pytest.CaptureFixture[st
 
 def test_the_command_line_knows_boards_without_torch_or_the_planner() -> None:
     script = (
-        "import sys, server.tools.flags; sys.exit(bool({'torch', 'numba', 'planner.search'} & set(sys.modules)))"
+        "import sys, server.tools.flags; sys.exit(bool({'torch', 'numba', 'planner.profile'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
