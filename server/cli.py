@@ -210,7 +210,7 @@ _TOOLS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str, str
     "import": (
         "import_model",
         add_import_flags,
-        "make a repository entry of a model of Hugging Face, a torch.nn.Module or a checkpoint",
+        "make a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint",
         "Export a model with a dynamic batch, compare it with eager PyTorch, and write it to a model repository with\n"
         "its configuration. Importing a model runs its code.",
     ),

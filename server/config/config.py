@@ -281,7 +281,7 @@ class ServeConfig:
     token_files: tuple[Path, ...] = setting(
         (),
         "--token-file",
-        "file with one token per line; every call must then present a token (Authorization: Bearer TOKEN)",
+        "file with one token per line; all calls but health checks must then present one (Authorization: Bearer TOKEN)",
         Path,
         "FILE",
         repeatable=True,

@@ -1,1 +1,1 @@
-"""What becomes a repository entry: folders of Hugging Face, modules and checkpoints. Importing runs a model's code."""
+"""What becomes a repository entry: Hugging Face models, modules and checkpoints. Importing runs a model's code."""

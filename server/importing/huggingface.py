@@ -1,4 +1,4 @@
-"""Models of Hugging Face: a folder with config.json and safetensors becomes a module with known inputs."""
+"""Hugging Face models: a directory with config.json and safetensors becomes a module with known inputs."""
 
 import inspect
 import json
@@ -51,7 +51,7 @@ def from_folder(folder: Path, inputs: Sequence[DeclaredInput], sequence_length: 
         import transformers
     except ModuleNotFoundError as error:
         raise ImportFailed(
-            f"{folder}: models of Hugging Face need the package {error.name}; pip install 'transformers>=5'"
+            f"{folder}: Hugging Face models need the package {error.name}; pip install 'transformers>=5'"
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -31,7 +31,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 _PLAN_EXAMPLES = """examples:
   cohabit plan models/resnet50 --memory 64MiB
-  cohabit plan models/resnet50 --memory 25%,50%,75% --batch 1,16 --output plans
+  cohabit plan models/resnet50 --memory 25%,50%,75% --batch-sizes 1,16 --output plans
   cohabit plan models/bert --memory 32MiB --search genetic --time-limit 30s --workers 4
   cohabit plan --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
 
@@ -73,8 +73,8 @@ _IMPORT_EXAMPLES = """examples:
   cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
   cohabit import ranker.safetensors --factory mypackage.models:make_ranker
 
-Importing runs code: that of MODULE and of what it imports, or of the installed transformers. Code in a folder of
-Hugging Face is never run, and pickles may hold tensors only. Import what you would run.
+Importing runs code: that of MODULE and of what it imports, or of the installed transformers. Code in a model
+directory is never run, and pickles may hold tensors only. Import what you would run.
 """
 
 
@@ -94,7 +94,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_type(_budgets),
         metavar="SIZE,...",
-        help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its parameters",
+        help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its weights but large"
+        " embedding tables, which are never copied",
     )
     parser.add_argument(
         "--search",
@@ -131,7 +132,8 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_type(_budget),
         metavar="SIZE",
-        help="device memory for the model: 64MiB, 82MB, or 25%% of its parameters",
+        help="device memory for the model: 64MiB, 82MB, or 25%% of its weights but large"
+        " embedding tables, which are never copied",
     )
     parser.add_argument(
         "--searchers",
@@ -193,8 +195,8 @@ def add_import_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="a folder of Hugging Face (config.json and safetensors), MODULE:FUNCTION that returns a torch.nn.Module,"
-        " or a checkpoint of --factory",
+        help="a Hugging Face model directory (config.json and safetensors), MODULE:FUNCTION that returns a"
+        " torch.nn.Module, or a checkpoint of --factory",
     )
     parser.add_argument(
         "--factory",
@@ -210,7 +212,7 @@ def add_import_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME:TYPE:DIMS",
         help="input of the module, such as image:FP32:-1,3,224,224, where -1 is the batch; repeatable (default: the"
-        " module's `example_inputs`, or what the model of Hugging Face takes)",
+        " module's `example_inputs`, or what the Hugging Face model takes)",
     )
     parser.add_argument(
         "--sequence-length",
@@ -241,7 +243,7 @@ def _add_subject(
     parser: argparse.ArgumentParser, batch_metavar: str, batch_type: Callable[[str], Any], batch_help: str
 ) -> None:
     parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help=_MODEL_HELP)
-    parser.add_argument("--batch", type=batch_type, metavar=batch_metavar, help=batch_help)
+    parser.add_argument("--batch-sizes", type=batch_type, metavar=batch_metavar, help=batch_help)
     measured = parser.add_argument_group("instead of MODEL")
     measured.add_argument("--graph", type=Path, metavar="FILE", help="graph that `cohabit plan` wrote")
     measured.add_argument(

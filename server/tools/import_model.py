@@ -1,4 +1,4 @@
-"""`cohabit import`: makes a repository entry of a model of Hugging Face, a torch.nn.Module or a checkpoint."""
+"""`cohabit import`: makes a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint."""
 
 import argparse
 import re
@@ -60,7 +60,7 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
 
     path = Path(options.path)
     if options.sequence_length is not None and not path.is_dir():
-        raise ConfigError("--sequence-length is for folders of Hugging Face; give the dimensions with --input")
+        raise ConfigError("--sequence-length is for Hugging Face models; give the dimensions with --input")
     on_progress(f"loading {options.path}")
     if options.factory is not None:
         if not _FACTORY.fullmatch(options.factory):
@@ -70,7 +70,7 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
         return from_factory(options.factory, options.inputs, path)
     if path.is_dir():
         if not is_folder(path):
-            raise ConfigError(f"{path} is no folder of Hugging Face: it has no config.json")
+            raise ConfigError(f"{path} is no Hugging Face model directory: it has no config.json")
         return from_folder(path, options.inputs, options.sequence_length)
     if path.is_file():
         raise ConfigError(f"{path} is a checkpoint; name the function that makes its module with --factory")

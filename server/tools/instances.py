@@ -63,8 +63,8 @@ def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -
         if options.graph is None or options.profile is None:
             raise ConfigError("give a MODEL, or both --graph and --profile")
         graph, profile = read_pair(options.graph, options.profile)
-        if options.batch not in (None, (graph.batch,)):
-            raise ConfigError(f"--batch: {options.graph} is a graph for batch {graph.batch}")
+        if options.batch_sizes not in (None, (graph.batch,)):
+            raise ConfigError(f"--batch-sizes: {options.graph} is a graph for batch {graph.batch}")
         return [Instance(graph, profile)]
     board = options.profile
     if options.graph is not None or not isinstance(board, Board | None):
@@ -78,7 +78,7 @@ def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -
 
     given = {key: vars(options)[key] for key in MEASURING if key in vars(options)}
     config = config_of({"repository": str(options.model), "memory": "1B", **given})
-    config = replace(config, batch_sizes=options.batch or (1,))
+    config = replace(config, batch_sizes=options.batch_sizes or (1,))
     source = replace(find(options.model), config=None)
     on_progress(f"{source.name}: starting torch")
     from server.models.prepared import open_backend, prepare
@@ -88,7 +88,7 @@ def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -
     prepared.store.close()
     backend.close()
     graphs, profiles, batches = prepared.lowered.graphs, prepared.profiles, prepared.lowered.batches
-    if missing := sorted(set(options.batch or ()) - set(batches)):
+    if missing := sorted(set(options.batch_sizes or ()) - set(batches)):
         has = ", ".join(map(str, batches)) if not prepared.lowered.batched else "smaller ones"
-        raise ConfigError(f"--batch: {source.name} was not exported for batch {missing[0]}, but for {has}")
+        raise ConfigError(f"--batch-sizes: {source.name} was not exported for batch {missing[0]}, but for {has}")
     return [Instance(graphs[bucket], profiles[bucket]) for bucket in sorted(graphs)]

@@ -99,10 +99,10 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     ("arguments", "reason"),
     [
         (["nowhere"], "nowhere does not exist; give a folder, a checkpoint, or MODULE:FUNCTION"),
-        (["empty"], "empty is no folder of Hugging Face: it has no config.json"),
+        (["empty"], "empty is no Hugging Face model directory: it has no config.json"),
         (["file.pt"], "file.pt is a checkpoint; name the function that makes its module with --factory"),
         (["file.pt", "--factory", "linear"], "--factory: 'linear' is not MODULE:FUNCTION"),
-        ([f"{HERE}:linear", "--sequence-length", "4"], "--sequence-length is for folders of Hugging Face"),
+        ([f"{HERE}:linear", "--sequence-length", "4"], "--sequence-length is for Hugging Face models"),
     ],
 )
 def test_a_path_that_is_nothing_to_import_is_named(refused: Any, arguments: list[str], reason: str) -> None:

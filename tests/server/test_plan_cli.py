@@ -118,8 +118,8 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
         (["plan", "nowhere", "--memory", "1MiB"], "model nowhere does not exist"),
         (["plan", *PAIR, "--memory", "1Mib"], "--memory: '1Mib' is not a size"),
         (["plan", *PAIR, "--memory", "1MiB,"], "--memory: '' is not a size"),
-        (["plan", *PAIR, "--memory", "1MiB", "--batch", "4"], "is a graph for batch 1"),
-        (["plan", *PAIR, "--memory", "1MiB", "--batch", "x"], "--batch: 'x' is not a whole number"),
+        (["plan", *PAIR, "--memory", "1MiB", "--batch-sizes", "4"], "is a graph for batch 1"),
+        (["plan", *PAIR, "--memory", "1MiB", "--batch-sizes", "x"], "--batch-sizes: 'x' is not a whole number"),
         (["plan", *PAIR, "--memory", "1MiB", "--time-limit", "10 parsecs"], "--time-limit: '10 parsecs'"),
         (["plan", *PAIR, "--memory", "1MiB", "--time-limit", "0s"], "--time-limit: '0'"),
         (["plan", *PAIR, "--memory", "1MiB", "--search", "magic"], "invalid choice: 'magic' (choose from 'best'"),
@@ -130,7 +130,7 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
         (["show", "chain.graph.json"], "chain.graph.json: plan file is damaged"),
         (["show", "x", "--html", "-", "--open"], "--open: a page on standard output"),
         (["compare-plans", *PAIR, "--memory", "1MiB", "--searchers", "best,magic"], "no searcher is called magic"),
-        (["compare-plans", *PAIR, "--memory", "1MiB", "--batch", "1,2"], "'1,2' is not a whole number"),
+        (["compare-plans", *PAIR, "--memory", "1MiB", "--batch-sizes", "1,2"], "'1,2' is not a whole number"),
     ],
 )
 def test_wrong_commands_say_what_is_wrong(
@@ -259,15 +259,15 @@ def test_a_model_is_lowered_measured_and_planned(folder: Path, capsys: pytest.Ca
     (folder / "models" / "tiny" / "1").mkdir(parents=True)
     torch.export.save(program, folder / "models" / "tiny" / "1" / "model.pt2")
     command = ["plan", "models/tiny", "--memory", "64KiB", "--cache", "cache", "--search", "on_demand"]
-    assert main([*command, "--batch", "2,1"]) == 0
+    assert main([*command, "--batch-sizes", "2,1"]) == 0
     assert sorted(p.name for p in Path("plans").glob("*.plan.json")) == [
         "tiny-b1-64KiB-on_demand.plan.json",
         "tiny-b2-64KiB-on_demand.plan.json",
     ]
     assert main(["show", "plans/tiny-b2-64KiB-on_demand.plan.json"]) == 0
     assert "tiny, batch 2, in 64.0 KiB" in capsys.readouterr().out
-    assert main([*command, "--batch", "1,100"]) == 2
-    assert "--batch: tiny was not exported for batch 100" in capsys.readouterr().err
+    assert main([*command, "--batch-sizes", "1,100"]) == 2
+    assert "--batch-sizes: tiny was not exported for batch 100" in capsys.readouterr().err
 
 
 def test_models_are_found_by_their_folder_or_file(folder: Path) -> None:

@@ -12,7 +12,10 @@ from tests.runtime import models
 def test_profile_shows_a_model_s_times_and_the_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "wide" / "1" / "model.pt2"
     models.export(models.Wide(2, 264), {"x": torch.zeros(3, 264)}, path)
-    assert main(["profile", str(path), "--batch", "1,2", "--threads", "1", "--cache", str(tmp_path / "cache")]) == 0
+    assert (
+        main(["profile", str(path), "--batch-sizes", "1,2", "--threads", "1", "--cache", str(tmp_path / "cache")])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "GB/s after" in shown
     assert "slowest ops at batch 1" in shown
