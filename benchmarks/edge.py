@@ -2,7 +2,7 @@
 
 A cgroup counts all memory of a process, and the page cache that it fills. *Base* is what an idle server with one small
 model has there: anonymous memory and mapped pages. Pages of libraries that other processes have read before are
-charged to those, for every way alike. Needs root and cgroups of version 1.
+charged to those, for every way alike; those of the models' files are dropped before each run. Needs root and cgroups of version 1.
 """
 
 import argparse
@@ -126,6 +126,7 @@ def _served(bundle: Path, requests: int, limit_bytes: int | None, *flags: str) -
     """Serve a bundle in a cgroup, and ask its one model."""
     ports = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
     command = [*_cohabit(), "serve", str(bundle), "--engine", "in-process", *ports, *flags]
+    _drop_pages(bundle)
     with _running(command, limit_bytes) as (process, cgroup, log):
         start_s = time.monotonic()
         assert process.stdout is not None
@@ -155,6 +156,7 @@ def _served(bundle: Path, requests: int, limit_bytes: int | None, *flags: str) -
 
 def _peer(way: str, path: Path, requests: int, limit_bytes: int) -> Outcome:
     command = [sys.executable, "-m", "benchmarks.edge_peer", way, str(path), str(requests)]
+    _drop_pages(path.parent)
     with _running(command, limit_bytes) as (process, _, log):
         try:
             shown, _ = process.communicate(timeout=PATIENCE_S)
@@ -202,6 +204,14 @@ def _running(command: Sequence[str], limit_bytes: int | None) -> Iterator[tuple[
             while (cgroup / "cgroup.procs").read_text():
                 time.sleep(0.05)
             cgroup.rmdir()
+
+
+def _drop_pages(folder: Path) -> None:
+    """Remove files from the page cache, so that those who read them are charged for them."""
+    for path in (p for p in folder.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _charged_bytes(cgroup: Path) -> int:
