@@ -2,7 +2,8 @@
 
 A cgroup counts all memory of a process, and the page cache that it fills. *Base* is what an idle server with one small
 model has there: anonymous memory and mapped pages. Pages of libraries that other processes have read before are
-charged to those, for every way alike; those of the models' files are dropped before each run. Needs root and cgroups of version 1.
+charged to those, for every way alike; those of the models' files are dropped before each run. Needs root and cgroups
+of version 1.
 """
 
 import argparse
