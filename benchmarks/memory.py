@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     console.print("\n".join(sections), markup=False)
     if options.record:
-        record("memory", "Memory of the server's processes", "benchmarks.memory --record", sections)
+        record("memory", "Memory of the server's processes", "benchmarks.memory", sections)
     in_time = fits is not False and (warm_bytes is None or warm_bytes <= WARM_GOAL_BYTES)
     return 0 if saved >= 0.6 * missing and first.until_ready <= most_bytes and in_time else 1
 
