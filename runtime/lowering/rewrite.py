@@ -376,11 +376,16 @@ def _product(
     given, _, result = equation.partition("->")
     names = given.split(",")
     weights = [(node, own) for node, own in zip(operands, names, strict=True) if _stored_bytes(model, node)]
-    if "." in equation or len(weights) != 1 or weights[0][1][0] not in result:
+    if "." in equation or len(weights) != 1 or not weights[0][1]:
         return None
     weight, first = weights[0][0], weights[0][1][0]
     cuts = [own.index(first) if first in own else None for own in names]
-    return _Layer(weight, operands, cuts, result.index(first), arguments)
+    count = _shape(model, weight)[0]
+    for node, own, cut in zip(operands, names, cuts, strict=True):
+        # A dimension that is named twice is a diagonal; one of size 1 is the same for all rows.
+        if own.count(first) > 1 or (cut is not None and _shape(model, node)[cut] != count):
+            return None
+    return _Layer(weight, operands, cuts, result.index(first), arguments) if first in result else None
 
 
 def _stored_bytes(model: FxModel, node: Any) -> int:

@@ -159,6 +159,20 @@ class Experts(nn.Module):
         return torch.einsum("ebd,edf,be->bf", torch.bmm(hidden, self.down), self.mix, self.gate(x).softmax(-1))
 
 
+class Sums(nn.Module):
+    """Sums in Einstein's notation that stay whole: a diagonal, a number, an operand that is broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.diagonal = nn.Parameter(torch.randn(96, 96, 40))
+        self.number = nn.Parameter(torch.tensor(0.5))
+        self.spread = nn.Parameter(torch.randn(96, 40, 90) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.einsum("eed,bd->be", self.diagonal, torch.einsum(",bd->bd", self.number, x))
+        return first + torch.einsum("edf,ebd->be", self.spread, x.unsqueeze(0))
+
+
 class IntegerWeights(nn.Module):
     """Linear layers whose weights are stored as bytes, with a scale per row and with one for all, and offsets."""
 
@@ -287,6 +301,7 @@ CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "constants": (Constants, {"x": torch.zeros(3, 4), "flag": torch.zeros(3, 4, dtype=torch.bool)}),
     "large_layers": (LargeLayers, {"x": torch.zeros(3, 64, 20)}),
     "experts": (Experts, {"x": torch.zeros(3, 48)}),
+    "sums": (Sums, {"x": torch.zeros(3, 40)}),
     "integer_weights": (IntegerWeights, {"x": torch.zeros(3, 640)}),
     "own_sums": (OwnSums, {"x": torch.zeros(3, 16)}),
     "residual": (Residual, {"x": torch.zeros(3, 16)}),
