@@ -24,9 +24,10 @@ from benchmarks.record import record
 from benchmarks.scrape import by_model, free_port, get
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
+from loadgen.load import Load
 from loadgen.report import Report
 from loadgen.repository import prepare_visibly, recipes
-from loadgen.run import Load, SentLoad, send_load
+from loadgen.run import SentLoad, send_load
 from loadgen.sentences import EXAMPLES, embed, print_similarities
 from loadgen.server_process import running_server, server_command
 

@@ -164,7 +164,8 @@ def _peer(way: str, path: Path, requests: int, limit_bytes: int) -> Outcome:
         except subprocess.TimeoutExpired:
             return Outcome(reason=f"not within {PATIENCE_S:g} s")
         times_s = [float(line) for line in shown.split()]
-        return Outcome(*times_s[:2], reason=_end_of(process, log))
+        first_s, median_s, *_ = *times_s, None, None
+        return Outcome(first_s, median_s, _end_of(process, log))
 
 
 def _peers(folder: Path) -> dict[str, Path]:

@@ -29,9 +29,10 @@ from benchmarks.ratio import LIKELY, Ratio
 from benchmarks.record import RESULTS, markdown_table, record
 from benchmarks.scrape import by_model, free_port
 from loadgen.errors import ServerFailed
+from loadgen.load import Load
 from loadgen.report import Report
 from loadgen.repository import prepare_visibly, recipes
-from loadgen.run import Load, run_load
+from loadgen.run import run_load
 from loadgen.server_process import running_server, server_command
 from planner.sizing.deployment import ONE_REGION, LayoutName
 

@@ -11,10 +11,11 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -224,7 +225,7 @@ async def coming_and_going(bench: Bench) -> Section:
     )
 
 
-MEASUREMENTS: dict[str, Callable[[Bench], Awaitable[Section]]] = {
+MEASUREMENTS: dict[str, Callable[[Bench], Coroutine[Any, Any, Section]]] = {
     "overload": overload,
     "deadlines": deadlines,
     "control": coming_and_going,

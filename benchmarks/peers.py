@@ -136,10 +136,10 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
             plans: dict[str, tuple[Plan, Profile | None]] = {}
             if kind == "ram":
                 plans[resident] = resident_plan(graph), None
-            profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda text: None)[1][batch]
+            profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda text: None)[1][Bucket(batch)]
             with suppress(InfeasibleBudget):  # the activations alone need more
                 budget = int(weights * SHARE) // 4096 * 4096
-                partition, workspace = split_budget({batch: graph}, {batch: profile}, budget)
+                partition, workspace = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, budget)
                 plans[swapped] = search(Problem(graph, profile, partition, workspace)), profile
             for way, (plan, judged) in plans.items():
                 arena = stack.enter_context(CpuArena(plan.partition_bytes + plan.workspace_bytes + 4096))
@@ -235,7 +235,7 @@ def _base(times: Times) -> str:
 def _shown(ratios: Sequence[float]) -> str:
     if not ratios:
         return "-"
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [*ratios] * 3
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 

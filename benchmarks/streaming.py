@@ -31,9 +31,10 @@ from runtime.binding.program import Bases, Program
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.backend import CpuBackend
 from runtime.cpu.executor import CpuExecutor
-from runtime.host.store import Store, StoreKind, open_store
+from runtime.host.store import Store, open_store
 from runtime.lowering.lower import Lowered, lower
 from runtime.lowering.weights import BLOCK_BYTES
+from runtime.memory import StoreKind
 from runtime.profiling.profile import resident_plan
 
 MODELS = ("resnet152", "bert_base", "minilm")
@@ -95,7 +96,7 @@ def _measure(
     budget = int(weights * share) // 4096 * 4096
     say(f"{lowered.name}: {store.kind} store, {share:.0%}: profiling")
     backend = CpuBackend()
-    profile = backend.measure(lowered, store, None, lambda text: None)[1][1]
+    profile = backend.measure(lowered, store, None, lambda text: None)[1][Bucket(1)]
     partition, workspace = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
     plan = search(Problem(graph, profile, partition, workspace))
     room = plan.partition_bytes + plan.workspace_bytes

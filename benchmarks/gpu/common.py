@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from benchmarks.gpu.resnet import export_resnet152
 from planner.graph import Graph
 from planner.plan import Plan
@@ -35,7 +37,7 @@ class Measured:
     """A lowered model in its store, with what this device makes of it."""
 
     lowered: Lowered
-    store: HostStore[object]
+    store: HostStore[torch.Tensor]
     profiles: dict[Bucket, Profile]
 
     def graph(self, batch: int) -> Graph:

@@ -49,7 +49,7 @@ _MEMORY = ", memory "
 class Layout:
     """Sixteen programs in one memory, and what runs them."""
 
-    programs: list[Program]
+    programs: Sequence[Program]
     runner: Runner
     ahead: bool
     """Whether the next request's model may begin its copies."""
@@ -120,7 +120,7 @@ def _placed(backend: CudaBackend, model: Measured, name: LayoutName, memory_byte
 def _in_partitions(
     backend: CudaBackend, model: Measured, deployment: Deployment, arena: DeviceArena[torch.Tensor]
 ) -> Iterator[Layout]:
-    programs: list[Program] = []
+    programs: list[CudaProgram] = []
     try:
         for entry in deployment.entries:
             bases = Bases(entry.partition_offset, 0)
@@ -197,7 +197,8 @@ def _serve(backend: CudaBackend, layout: Layout, name: str, share: float, rate: 
 def _arrivals(rate: int) -> list[tuple[float, int]]:
     """Intended times and models, the same for every layout."""
     rng = random.Random(rate)
-    now_s, arrivals = 0.0, []
+    now_s = 0.0
+    arrivals: list[tuple[float, int]] = []
     while now_s < POINT_S and len(arrivals) < 20_000:
         arrivals.append((now_s, rng.randrange(MODELS)))
         now_s += rng.expovariate(rate)

@@ -25,6 +25,7 @@ from planner.plan import Plan, SwapIn, SwapOut
 from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
+from planner.shapes import Bucket
 from planner.sizing.fitting import split_budget
 from planner.warm import warm
 
@@ -85,7 +86,7 @@ def cell(memory_mb: int, batch: int, seconds: float, flat: bool, cache: Path | N
     limit = Limit(seconds=seconds, strict=True)
 
     def served() -> Plan:
-        partition, workspace = split_budget({batch: graph}, {batch: profile}, memory)
+        partition, workspace = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, memory)
         return search(Problem(graph, profile, partition, workspace), limit=limit)
 
     problem = Problem(graph, profile, memory, overlay=True)
