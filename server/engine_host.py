@@ -119,7 +119,7 @@ class Engine:
         )
         self._lifecycle = Lifecycle(config, self.registry, self._lanes)
         self._loaded: LoadedRepository | None = None
-        self._poller: asyncio.Task[None] | None = None
+        self._periodic: list[asyncio.Task[None]] = []
         self._stopping = False
         self.started = False
         """Whether loading at the start has finished, perhaps with failures."""
@@ -153,7 +153,11 @@ class Engine:
         await self._adopt(loaded, sources)
         if config.model_control == "poll":
             poller = Poller(config.repository, self._lifecycle, self.registry, found | chosen)
-            self._poller = asyncio.create_task(poller.run(config.poll_interval_s))
+            self._periodic.append(asyncio.create_task(poller.run(config.poll_interval_s)))
+        if config.plans_later and config.device == "cpu" and loaded.placement is not None:
+            from server.placement.profile_watch import ProfileWatch  # imports torch, as the loader has
+
+            self._periodic.append(asyncio.create_task(ProfileWatch(loaded.placement, self._lanes).run()))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
         nothing = (
             bool(sources) and not any(entry.is_ready for entry in self.registry) and config.model_control == "none"
@@ -206,8 +210,8 @@ class Engine:
     async def stop(self) -> bool:
         """Refuse unanswered requests and release the device; False if a thread is still busy."""
         self._stopping = True
-        if self._poller is not None:
-            self._poller.cancel()
+        for task in self._periodic:
+            task.cancel()
         ended = await self._lanes.stop(_THREADS_END_S)
         await self._lifecycle.close()
         if ended and self._loaded is not None:

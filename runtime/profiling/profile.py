@@ -1,7 +1,7 @@
 """A lowered model's profiles, measured with every parameter resident, or read from the cache."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def cached_profiles(
 
     def paths(*, provisional: bool) -> dict[Bucket, Path]:
         return {
-            bucket: cache / f"{fingerprint([graph.fingerprint, device, _METHOD, provisional])[:32]}.json"
+            bucket: _path(cache, graph.fingerprint, device, provisional=provisional)
             for bucket, graph in lowered.graphs.items()
             if cache is not None
         }
@@ -69,6 +69,16 @@ def cached_profiles(
         except OSError as error:
             logger.warning("profile not kept: %s", error)
     return profiles
+
+
+def forget(profiles: Iterable[Profile], cache: Path) -> None:
+    """Remove profiles from the cache, so that they are measured again."""
+    for profile in profiles:
+        _path(cache, profile.graph, profile.device, provisional=profile.provisional).unlink(missing_ok=True)
+
+
+def _path(cache: Path, graph: str, device: str, *, provisional: bool) -> Path:
+    return cache / f"{fingerprint([graph, device, _METHOD, provisional])[:32]}.json"
 
 
 def _cached(path: Path, graph: Graph) -> Profile | None:

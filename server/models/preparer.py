@@ -10,6 +10,7 @@ from planner.sizing.deployment import Division, Room
 from runtime.backend import Backend
 from runtime.errors import StoreChanged
 from runtime.lowering.lower import NotCached
+from runtime.profiling.profile import forget
 from server.config.bundle import Bundle
 from server.config.config import ServeConfig, cache_of
 from server.models import planning
@@ -85,14 +86,16 @@ class ModelPreparer:
             raise NotCached(f"{error} ({files}); copy or export the bundle again") from error
         return prepared
 
-    def measured(self, prepared: Prepared) -> Prepared:
+    def measured(self, prepared: Prepared, *, again: bool = False) -> Prepared:
         """Return the model with measured profiles instead of provisional ones, one model at a time.
 
-        Two at once would measure each other. Raises CohabitError.
+        Two at once would measure each other. With `again`, it is measured even if it has been. Raises CohabitError.
         """
-        if not prepared.known.is_provisional:
+        if not (prepared.known.is_provisional or again):
             return prepared
         with self._measuring:
+            if again:
+                forget(prepared.profiles.values(), cache_of(self._config) / "profiles")
             measured = measure_in_worker(prepared, self._config, self.workers)
         with self._lock:
             self._cache[key_of(measured.source, self._config)] = measured.known

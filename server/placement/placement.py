@@ -303,12 +303,12 @@ class ModelPlacement:
         task.add_done_callback(self._tasks.discard)
 
     def _improve_later(self, placed: PlacedModel) -> None:
-        self._start(self._improve(placed))
+        self._start(self.improve(placed))
 
     async def _improve_all(self, placed_models: Sequence[PlacedModel]) -> None:
         """Improve the plans of the start's models one after the other, then plan what they begin with next time."""
         for placed in placed_models:
-            await self._improve(placed)
+            await self.improve(placed)
         models = [placed.prepared for placed in placed_models]
         if not any(model.known.is_provisional for model in models):
             try:
@@ -318,22 +318,23 @@ class ModelPlacement:
             _log.info("every model has been measured and planned")
         await asyncio.to_thread(self.preparer.release)
 
-    async def _improve(self, placed: PlacedModel) -> None:
+    async def improve(self, placed: PlacedModel, *, again: bool = False) -> None:
+        """Measure and plan a model better, if it is not yet; `again` in any case. It is served meanwhile."""
         try:
-            await self._improve_plans(placed)
+            await self._improve_plans(placed, again=again)
         except CohabitError as error:
             fields = {**placed.key.fields, "reason": str(error)}
             _log.warning("no better plan was found", extra={"fields": fields})
 
-    async def _improve_plans(self, placed: PlacedModel) -> None:
+    async def _improve_plans(self, placed: PlacedModel, *, again: bool) -> None:
         """Search better plans for a model's present partition, and switch to them between two executions.
 
-        A model that was measured quickly is measured first, and keeps no plan from before that. Raises CohabitError.
+        A model that is measured first keeps no plan from before that. Raises CohabitError.
         """
         begun = placed.plans
         plan = begun[min(begun)]
         room = Room(plan.workspace_bytes, plan.partition_bytes)
-        measured = await asyncio.to_thread(self.preparer.measured, placed.prepared)
+        measured = await asyncio.to_thread(self.preparer.measured, placed.prepared, again=again)
         if measured is not placed.prepared:
             warn_of_noise(measured)
         plans = await asyncio.to_thread(self.preparer.best_plans, measured, room)

@@ -1,20 +1,27 @@
 """The first start: models are served on quick plans, which are replaced; and what an engine's process imports."""
 
+import asyncio
 import multiprocessing
 import subprocess
 import sys
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from planner import cache_file
+from planner import profile as profile_format
 from planner.plan import Plan
 from planner.shapes import Bucket
+from server.ipc.model import ModelKey
 from server.models import preparer
 from server.models.prepared import Prepared
 from server.models.preparer import ModelPreparer
+from server.placement.profile_watch import ProfileWatch
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, infer, serving
 
@@ -34,9 +41,9 @@ def may_measure(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Models are measured in the background once it is set."""
     allowed, measured = threading.Event(), ModelPreparer.measured
 
-    def measured_later(self: ModelPreparer, prepared: Prepared) -> Prepared:
+    def measured_later(self: ModelPreparer, prepared: Prepared, *, again: bool) -> Prepared:
         assert allowed.wait(60)
-        return measured(self, prepared)
+        return measured(self, prepared, again=again)
 
     monkeypatch.setattr(ModelPreparer, "measured", measured_later)
     return allowed
@@ -128,6 +135,68 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
         assert not multiprocessing.active_children(), "nothing is left to prepare or to plan"
     assert steps[-4:] == ["measure_in_worker begins", "measure_in_worker ends"] * 2
     assert sorted(steps[:-4]) == ["prepare_in_worker begins"] * 2 + ["prepare_in_worker ends"] * 2
+
+
+def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_cached_one(
+    archives: Archives, tmp_path: Path
+) -> None:
+    repository, inputs = archives.repository("ranker"), archives.inputs("ranker", 1)
+    with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
+        server.until_planned()
+    for path in (tmp_path / "profiles").iterdir():
+        kept = profile_format.decode(cache_file.read(path))
+        wrong = replace(kept, op_seconds=tuple(s / 1000 for s in kept.op_seconds), noise=9.0)
+        cache_file.write(path, profile_format.encode(wrong))
+    with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
+        server.until_planned()
+        placed = server.loaded.placed_models["ranker", 1]
+        before, answer = placed.prepared, infer(server.address, "ranker", inputs)["score"]
+        for _ in range(20):
+            infer(server.address, "ranker", inputs)
+        assert server.loaded.placement is not None
+        watch = ProfileWatch(server.loaded.placement, server.engine._lanes)
+        server.on_loop(watch.check())
+        measured = placed.prepared
+        assert all(measured.profiles[b].fingerprint != before.profiles[b].fingerprint for b in before.profiles)
+        assert all(measured.profiles[b].noise != 9.0 for b in before.profiles)
+        assert all(measured.profiles[b].compute_s > before.profiles[b].compute_s / 2 for b in before.profiles)
+        assert all(plan.profile == measured.profiles[b].fingerprint for b, plan in placed.plans.items())
+        assert infer(server.address, "ranker", inputs)["score"].tobytes() == answer.tobytes()
+        server.on_loop(watch.check())
+        assert placed.prepared is measured, "once per load"
+    with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
+        known = server.loaded.placed_models["ranker", 1].prepared.profiles
+        assert {b: p.fingerprint for b, p in known.items()} == {
+            b: p.fingerprint for b, p in measured.profiles.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("correction", "noise", "doubtful"),
+    [
+        (1.0, 0.0, False),
+        (1.2, 0.2, False),
+        (0.85, 0.0, False),
+        (1.3, 0.0, True),
+        (0.75, 0.0, True),
+        (1.0, 0.3, True),
+    ],
+)
+def test_a_profile_is_in_doubt_if_it_is_noisy_or_disagrees(correction: float, noise: float, doubtful: bool) -> None:
+    improved: list[Any] = []
+
+    async def improve(placed: Any, *, again: bool) -> None:
+        assert again
+        improved.append(placed)
+
+    known, profiles = SimpleNamespace(is_provisional=False), {Bucket(1): SimpleNamespace(noise=noise)}
+    prepared = SimpleNamespace(known=known, profiles=profiles)
+    placed = SimpleNamespace(owner="m.1", key=ModelKey("m", 1), prepared=prepared)
+    memory, preparer = SimpleNamespace(placed_models={"m.1": placed}), SimpleNamespace(release=lambda: None)
+    placement: Any = SimpleNamespace(memory=memory, preparer=preparer, improve=improve)
+    lanes: Any = SimpleNamespace(correction=lambda key: correction)
+    asyncio.run(ProfileWatch(placement, lanes).check())
+    assert improved == [placed] * doubtful
 
 
 def test_an_engine_imports_neither_compilers_nor_transports(archives: Archives, tmp_path: Path) -> None:
