@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from planner.errors import CohabitError
 from server.config.config import ServeConfig
@@ -36,7 +37,8 @@ class Lifecycle:
         self._placement: ModelPlacement | None = None
         self._opened = asyncio.Event()
         self._serving: dict[ModelKey, PlacedModel] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By model name, while operations of that model are under way."""
         self._operations: set[asyncio.Task[None]] = set()
         self._preparing = ThreadPoolExecutor(MOST_PREPARING, thread_name_prefix="preparing")
         """Threads that wait for models to be prepared; loads that take long must not take those of others."""

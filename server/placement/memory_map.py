@@ -62,7 +62,8 @@ def _workspaces(deployment: Deployment) -> Sequence[Sequence[str]]:
 
 def _title(deployment: Deployment) -> str:
     taken, memory = format_bytes(deployment.taken_bytes), format_bytes(deployment.memory_bytes)
-    return f"{deployment.layout} layout: {taken} of {memory} for {len(deployment.entries)} models"
+    count = len(deployment.entries)
+    return f"{deployment.layout} layout: {taken} of {memory} for {count} model{'s' * (count != 1)}"
 
 
 def _cells(entry: DeploymentEntry, weight_bytes: int, shared: bool) -> list[str]:
