@@ -1,6 +1,7 @@
 """The CPU's swap lanes: threads that copy in order, and the counters by which lanes wait for each other."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -14,29 +15,36 @@ _log = logging.getLogger("cohabit.runtime")
 
 
 class Counter:
-    """A number that only grows, which threads can wait for. Reading and advancing take no lock."""
+    """A number that only grows, which threads can wait for. Reading and advancing take no lock.
+
+    A thread is woken when its value is reached, not before: woken after every op, it would take the interpreter from
+    the thread that computes each time.
+    """
 
     def __init__(self) -> None:
         self.value = 0
-        self._waiting = 0
-        self._grown = threading.Condition()
+        self._awaited: list[int] = []
+        self._least_awaited = math.inf
+        self._reached = threading.Condition()
 
     def advance(self, value: int) -> None:
         """Set a larger value. Called by the one thread that owns the counter."""
         self.value = value
-        if self._waiting:
-            with self._grown:
-                self._grown.notify_all()
+        if value >= self._least_awaited:
+            with self._reached:
+                self._reached.notify_all()
 
     def wait(self, value: int) -> None:
         """Return as soon as the counter has reached `value`."""
         if self.value >= value:
             return
-        with self._grown:
-            self._waiting += 1
+        with self._reached:
+            self._awaited.append(value)
+            self._least_awaited = min(self._awaited)
             while self.value < value:
-                self._grown.wait()
-            self._waiting -= 1
+                self._reached.wait()
+            self._awaited.remove(value)
+            self._least_awaited = min(self._awaited, default=math.inf)
 
 
 @dataclass(slots=True)
