@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -23,7 +24,6 @@ from server.errors import (
 from server.frontend.engine_client import EngineClient
 from server.frontend.memory import Lease, RequestMemory
 from server.frontend.threads import call
-from server.ipc.catalog import ModelEntry
 from server.ipc.execution import InferResult
 from server.ipc.model import Array, ModelInfo, ModelKey
 from server.observe.machine import Machine
@@ -65,6 +65,7 @@ class DataPlane:
         self._name = config.server_name
         self._device = config.device
         self._queue_limit = config.queue_limit
+        self._explicit_repository = config.repository if config.model_control == "explicit" else None
         self._shares_ports = config.frontends > 1
         self._client = client
         self._machine = machine
@@ -128,8 +129,14 @@ class DataPlane:
             raise error
         return info
 
-    def index(self, only_ready: bool) -> list[ModelEntry]:
-        return [entry for entry in self._client.catalog if entry.is_ready or not only_ready]
+    async def index(self, only_ready: bool) -> list[dict[str, str]]:
+        """Return the repository index. With explicit control it has folders that came after the start."""
+        index = descriptions.repository_index(e for e in self._client.catalog if e.is_ready or not only_ready)
+        if only_ready or self._explicit_repository is None:
+            return index
+        listed = {entry["name"] for entry in index}
+        folders = await asyncio.to_thread(_folders, self._explicit_repository)
+        return index + [{"name": name} for name in folders if name not in listed]
 
     async def config(self, model: str, version: str | None) -> ModelConfig:
         info = self._client.catalog.require(model, version)
@@ -286,3 +293,11 @@ def _shared(array: Array, lease: Lease) -> Array:
     own = np.ndarray(array.shape, array.dtype, lease.allocate(array.nbytes))
     own[...] = array
     return own
+
+
+def _folders(repository: Path) -> list[str]:
+    """Return the names of a repository's models; none if it cannot be read."""
+    try:
+        return sorted(e.name for e in repository.iterdir() if e.is_dir() and not e.name.startswith("."))
+    except OSError:
+        return []

@@ -19,7 +19,6 @@ from server.grpc.handlers import metadata_of
 from server.grpc.unsent import CallAnswers, UnsentAnswers
 from server.grpc.wire import described_bytes
 from server.observe.request_trace import HEADER, RequestTrace
-from server.protocol import descriptions
 from server.protocol.matching import errors_of
 from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
@@ -62,7 +61,7 @@ class InferenceCalls:
 
     async def repository_index(self, request: Any, context: Any) -> Any:
         _refuse_repository(request)
-        index = descriptions.repository_index(self._plane.index(request.ready))
+        index = await self._plane.index(request.ready)
         return _message({"models": index}, pb.RepositoryIndexResponse())
 
     async def repository_model_load(self, request: Any, context: Any) -> Any:

@@ -9,7 +9,6 @@ from msgspec import Meta
 from server.errors import Unsupported
 from server.frontend.dataplane import DataPlane
 from server.http.answers import json_response, read_json
-from server.protocol import descriptions
 from server.protocol.matching import Parameters
 from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
@@ -41,7 +40,7 @@ class ControlApi:
 
     async def index(self, request: web.Request) -> web.Response:
         body = await read_json(request, _IndexBody)
-        return json_response(descriptions.repository_index(self._plane.index(body.ready)))
+        return json_response(await self._plane.index(body.ready))
 
     async def load(self, request: web.Request) -> web.Response:
         body = await read_json(request, _ControlBody, _MOST_CONFIG_BYTES)

@@ -50,6 +50,8 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
         assert client.is_server_ready()
         states = {name: entry.get("state") for name, entry in repository_index(server.address).items()}
         assert states == {"a": "READY", "b": None, "c": None, "broken": None}
+        stacks.put(tmp_path, "d", 0)
+        assert {"name": "d"} in client.get_model_repository_index(), "it came after the start"
         with under_load(server, {"a": 0}) as wrong:
             client.load_model("b")
             client.load_model("c")
