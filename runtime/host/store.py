@@ -200,12 +200,23 @@ class Links:
     """A bus, which carries one copy at a time in each direction."""
 
     def __init__(self) -> None:
-        self.to_device = threading.Lock()
-        self.to_host = threading.Lock()
+        self.to_device = _Direction()
+        self.to_host = _Direction()
+
+
+class _Direction:
+    """One direction of a bus."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.overslept_s = 0.0
+        """How much later than it should have the last copy ended, because the system woke its thread too late."""
 
 
 class LimitedStore:
     """A store with a slower link: each copy takes at least `latency_s + bytes / bandwidth`, by sleeping.
+
+    What a sleep takes too long is taken off the next copy, so that copies that follow one another have the bandwidth.
 
     Stores with the same `links` share them: a copy waits for those of other threads.
     """
@@ -238,8 +249,8 @@ class LimitedStore:
         buffers = self._store.spill_buffers(sizes)
         return [_LimitedSpillBuffer(buffer, self._link(out), self._link(back)) for buffer in buffers]
 
-    def _link(self, turn: threading.Lock) -> "_SlowLink":
-        return _SlowLink(self._latency_s, self._bandwidth, turn)
+    def _link(self, direction: _Direction) -> "_SlowLink":
+        return _SlowLink(self._latency_s, self._bandwidth, direction)
 
     def close(self) -> None:
         self._store.close()
@@ -248,21 +259,23 @@ class LimitedStore:
 class _SlowLink:
     """A link for one prepared copy; it remembers how long the copy itself took the last time."""
 
-    def __init__(self, latency_s: float, bandwidth_bytes_per_s: float, turn: threading.Lock) -> None:
+    def __init__(self, latency_s: float, bandwidth_bytes_per_s: float, direction: _Direction) -> None:
         self._latency_s = latency_s
         self._bandwidth = bandwidth_bytes_per_s
-        self._turn = turn
+        self._direction = direction
         self._copy_s = 0.0
 
     def carry(self, copy: Callable[[], None], nbytes: int) -> None:
         """Copy. The bytes arrive at the end of the wait, so that a read that is too early gets wrong bytes."""
-        with self._turn:
-            end = time.perf_counter() + self._latency_s + nbytes / self._bandwidth
-            _sleep_until(end - self._copy_s)
+        with self._direction.turn:
+            begin = time.perf_counter() - self._direction.overslept_s
+            end = begin + self._latency_s + nbytes / self._bandwidth
+            overslept_s = _sleep_until(end - self._copy_s)
             start = time.perf_counter()
             copy()
             self._copy_s = time.perf_counter() - start
-            _sleep_until(end)
+            late_s = time.perf_counter() - end
+            self._direction.overslept_s = _sleep_until(end) if late_s < 0 else min(overslept_s, late_s)
 
 
 class _LimitedSpillBuffer:
@@ -285,9 +298,12 @@ class _LimitedSpillBuffer:
         self._buffer.close()
 
 
-def _sleep_until(end_s: float) -> None:
-    if (rest := end_s - time.perf_counter()) > 0:
-        time.sleep(rest)
+def _sleep_until(end_s: float) -> float:
+    """Return how much too long the sleep took."""
+    if (rest := end_s - time.perf_counter()) <= 0:
+        return 0.0
+    time.sleep(rest)
+    return max(0.0, time.perf_counter() - end_s)
 
 
 def find_table(manifest: Manifest, name: str) -> Table:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,6 +168,24 @@ def test_a_changed_weights_file_is_the_loss_of_the_device(wide: Lowered, tmp_pat
         with pytest.raises(DeviceError, match="was changed after it was loaded"):
             executor.run(program, wide.examples(Bucket(2)))
         assert executor.lost is not None
+
+
+def test_what_a_sleep_takes_too_long_is_taken_off_the_next_copy(
+    lowered: Lowered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def oversleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds + 0.125
+
+    monkeypatch.setattr("runtime.host.store.time", SimpleNamespace(perf_counter=lambda: now_s, sleep=oversleep))
+    destination = np.zeros(lowered.manifest.segments[0].nbytes, np.uint8)
+    inner = open_store("ram", lowered.weights_path, lowered.manifest)
+    copy = LimitedStore(inner, destination.nbytes).copy(0, destination)  # one copy per second
+    for count in (1, 2, 3):
+        copy()
+        assert now_s == count + 0.125
 
 
 def test_bytes_arrive_at_the_end_of_a_slow_link_s_wait(lowered: Lowered) -> None:
