@@ -6,15 +6,20 @@ from runtime.errors import DeviceError
 
 
 def open_device(
-    name: str, link_bandwidth_bytes_per_s: float | None = None, *, verify_reads: bool = False
+    name: str,
+    link_bandwidth_bytes_per_s: float | None = None,
+    *,
+    verify_reads: bool = False,
+    lost_on_change: bool = True,
 ) -> Backend:
     """Open a device. Raises DeviceError where there is none of that name.
 
     `link_bandwidth_bytes_per_s` is for the CPU. `verify_reads` compares reads from weights files with checksums.
+    `lost_on_change`, for the CPU as well, says whether a changed weights file is the loss of the device.
     """
     kind, _, index = name.partition(":")
     if name == "cpu":
-        return CpuBackend(link_bandwidth_bytes_per_s, verify_reads=verify_reads)
+        return CpuBackend(link_bandwidth_bytes_per_s, verify_reads=verify_reads, lost_on_change=lost_on_change)
     if kind != "cuda" or (index and not index.isdecimal()):
         raise DeviceError(f"there is no device '{name}': devices are cpu, cuda, and cuda:N")
     if link_bandwidth_bytes_per_s is not None:

@@ -25,15 +25,22 @@ from runtime.shared_region.relocatable import RelocatableModel
 class CpuBackend:
     """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash.
 
-    `verify_reads` compares all reads from weights files with their checksums.
+    `verify_reads` compares all reads from weights files with their checksums. `lost_on_change` is `CpuExecutor`'s.
     """
 
     name = "cpu"
     pinned_memory = None
 
-    def __init__(self, link_bandwidth_bytes_per_s: float | None = None, *, verify_reads: bool = False) -> None:
+    def __init__(
+        self,
+        link_bandwidth_bytes_per_s: float | None = None,
+        *,
+        verify_reads: bool = False,
+        lost_on_change: bool = True,
+    ) -> None:
         self._bandwidth = link_bandwidth_bytes_per_s
         self._verify_reads = verify_reads
+        self._lost_on_change = lost_on_change
         self._cache = ProgramCache()
         self._links = Links()
         self._executors: list[CpuExecutor] = []
@@ -52,7 +59,7 @@ class CpuBackend:
     def executors(self, count: int) -> Sequence[CpuExecutor]:
         """Return one executor per compute lane, started when it is first asked for."""
         while len(self._executors) < count:
-            self._executors.append(CpuExecutor())
+            self._executors.append(CpuExecutor(lost_on_change=self._lost_on_change))
             self._executors[-1].start()
         return self._executors[:count]
 

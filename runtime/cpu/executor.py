@@ -50,11 +50,15 @@ class _Prefetch:
 
 
 class CpuExecutor:
-    """Runs programs one at a time, for one calling thread at a time."""
+    """Runs programs one at a time, for one calling thread at a time.
+
+    A changed weights file is the loss of the device if `lost_on_change`, and else fails the runs that read it.
+    """
 
     changes_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, lost_on_change: bool = True) -> None:
+        self._lost_on_change = lost_on_change
         self._computes = Counter()
         self._swap_in = SwapLane("swap-in", self._computes)
         self._swap_out = SwapLane("swap-out", self._computes)
@@ -303,7 +307,7 @@ class CpuExecutor:
                 raise DeviceError(f"{program.graph.name}: a copy failed: {earlier.error}") from earlier.error
 
     def _note_loss(self, error: BaseException) -> None:
-        if isinstance(error, StoreChanged):
+        if isinstance(error, StoreChanged) and self._lost_on_change:
             self._lost = self._lost or str(error)
 
     def _timeline(self, program: Program, run: LaneRun, recording: Recording) -> Timeline:

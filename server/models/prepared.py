@@ -125,7 +125,10 @@ def open_backend(config: ServeConfig) -> Backend:
         # `torch.use_deterministic_algorithms` would import torch's compiler for this: a second, and 60 MiB.
         torch._C._set_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return open_device(config.device, config.link_bandwidth_bytes_per_s, verify_reads=config.verify_reads)
+    # A new engine makes a changed file anew, unless there is no new engine, or no archive to make it from.
+    remade = config.engine == "process" and config.bundle is None
+    link = config.link_bandwidth_bytes_per_s
+    return open_device(config.device, link, verify_reads=config.verify_reads, lost_on_change=remade)
 
 
 def threads_of(config: ServeConfig) -> int:

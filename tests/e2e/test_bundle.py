@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from planner import cache_file
 from planner.profile import decode
@@ -129,6 +130,23 @@ def test_damage_to_a_model_names_the_file_and_the_others_are_served(bundle: Path
         assert "copy or export the bundle again" in found["a"]["reason"]
         assert is_answer_of(1, answer(server, "b"))
         assert is_answer_of(2, answer(server, "c"))
+
+
+def test_weights_that_are_cut_off_fail_their_model_alone_until_they_are_back(bundle: Path) -> None:
+    models = read_bundle(bundle).models
+    cut = next(model for model in models if model.partition_bytes < model.weight_bytes)
+    (path,) = (bundle / "cache" / "weights").glob(f"{cut.archive[:32]}*/weights.bin")
+    whole = path.read_bytes()
+    with serving_bundle(bundle) as server:
+        right = {model.name: answer(server, model.name) for model in models}
+        os.truncate(path, 4096)
+        for _ in range(2):
+            with pytest.raises(InferenceServerException, match=r"segment .* was changed after it was loaded"):
+                answer(server, cut.name)
+            for other in right.keys() - {cut.name}:
+                assert np.array_equal(answer(server, other), right[other])
+        path.write_bytes(whole)
+        assert np.array_equal(answer(server, cut.name), right[cut.name])
 
 
 @pytest.mark.parametrize("part", ["plans", "profiles", "weights"])
