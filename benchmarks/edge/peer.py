@@ -1,4 +1,4 @@
-"""Runs ResNet-152 as a board's own program would, without a server: `python -m benchmarks.edge_peer WAY FILE REQUESTS`.
+"""Runs ResNet-152 as a board's own program would, without a server: `python -m benchmarks.edge.peer WAY FILE REQUESTS`.
 
 Prints the seconds from the start of the process to the first answer, then the median of the others. Imports nothing but
 what the way needs, because its memory is limited: the network is written in torch alone, with random weights.

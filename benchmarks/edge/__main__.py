@@ -1,0 +1,114 @@
+"""A large model in a small memory cgroup: ResNet-152 over HTTP from a bundle, beside programs that hold or map it.
+
+What a cgroup counts, and what the base is, says `benchmarks.edge.cgroup`. Needs root and cgroups of version 1.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.edge import cgroup
+from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, PATIENCE_S, Outcome
+from benchmarks.edge.peer import IMAGE, network
+from benchmarks.record import markdown_table, record
+from loadgen.repository import prepare_visibly, recipes
+
+MODEL = "resnet152"
+CASES: tuple[tuple[int, str], ...] = ((64, "36MiB"), (32, "20MiB"))
+"""Limits of the cgroup in MiB above the base, and the memory of the models in them."""
+GOAL_S = 5.0
+"""For the first answer of a server in the larger cgroup."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    if not cgroup.is_possible(console):
+        return EXIT_UNAVAILABLE
+    folder = options.folder / "edge"
+    large = folder / "large"
+    prepare_visibly(large, recipes(1, [MODEL]), force=False, console=console)
+    base = cgroup.base(folder, options.requests, console)
+    resident = cgroup.served(cgroup.bundle_of(large, "120%", folder, console), options.requests, None)
+    console.print(f"resident: {resident.cells}, {resident.charged_bytes / MIB:.1f} MiB")
+    rows = [["Cohabit, resident", "none", *resident.cells, "-"]]
+    held = resident.first_s is not None
+    for extra, memory in CASES:
+        limit_bytes, label = base.charged_bytes + extra * MIB, f"base + {extra} MiB"
+        bundle = cgroup.bundle_of(large, memory, folder, console)
+        served = cgroup.served_above(base, extra, bundle, options.requests, options.rounds)
+        equal = all(cgroup.equal(one, resident) for one in served)
+        middle = cgroup.middle(served)
+        held &= equal and (extra != CASES[0][0] or (middle.first_s is not None and middle.first_s <= GOAL_S))
+        rows.append([f"Cohabit, models in {memory}", label, *middle.cells, "equal" if equal else "no"])
+        console.print(rows[-1])
+        for way, path in _peers(folder).items():
+            ran = cgroup.middle([_peer(way, path, options.requests, limit_bytes) for _ in range(options.rounds)])
+            rows.append([way, label, *ran.cells, "-"])
+            console.print(rows[-1])
+    table = markdown_table(["way", "cgroup", "first answer s", "median ms", "bits of resident"], rows)
+    console.print(table, markup=False)
+    if options.record:
+        record(
+            "edge",
+            "ResNet-152 in small memory cgroups",
+            "benchmarks.edge",
+            [
+                f"Base: {base.charged_bytes / MIB:.1f} MiB, an idle server with one small model. First answer: from"
+                f" the command; median of {options.requests} requests that follow one another, batch 1, of"
+                f" {options.rounds} runs. Servers answer over HTTP, with `--engine in-process` and, in a cgroup,"
+                " `--process-memory`; the other ways are programs without a server.\n",
+                table,
+                f"To hold: equal bits, and the first answer within {GOAL_S:g} s in base + {CASES[0][0]} MiB.\n",
+            ],
+        )
+    return 0 if held else 1
+
+
+def _peer(way: str, path: Path, requests: int, limit_bytes: int) -> Outcome:
+    command = [sys.executable, "-m", "benchmarks.edge.peer", way, str(path), str(requests)]
+    cgroup.drop_pages(path.parent)
+    with cgroup.running(command, limit_bytes) as (process, _, log):
+        try:
+            shown, _ = process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return Outcome(reason=f"not within {PATIENCE_S:g} s")
+        times_s = [float(line) for line in shown.split()]
+        first_s, median_s, *_ = *times_s, None, None
+        return Outcome(first_s, median_s, cgroup.end_of(process, log))
+
+
+def _peers(folder: Path) -> dict[str, Path]:
+    """Write the model as the other ways load it; those whose library is missing are left out."""
+    state, graph = folder / "state.pt", folder / "onnx" / "model.onnx"
+    ways = {"pytorch": state, "pytorch-mmap": state}
+    with_onnx = find_spec("onnxruntime") is not None
+    if not state.exists() or (with_onnx and not graph.exists()):
+        import torch
+
+        model = network()
+        torch.save(model.state_dict(), state)
+        if with_onnx:
+            graph.parent.mkdir(exist_ok=True)
+            exported = torch.onnx.export(model, (torch.zeros(IMAGE),), dynamo=True, verbose=False)
+            assert exported is not None
+            exported.save(graph, external_data=True)
+    return ways | ({"onnxruntime": graph} if with_onnx else {})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.edge", description=__doc__)
+    parser.add_argument("--requests", type=int, default=50, help="requests of each run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each way (default: %(default)s)")
+    parser.add_argument("--record", action="store_true", help="write docs/results/edge.md too")
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
