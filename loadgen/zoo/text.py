@@ -35,6 +35,17 @@ def bert_base(seed: int) -> tuple[nn.Module, Inputs]:
     return _encoder(seed, BertConfig(attn_implementation="sdpa"), length=128)
 
 
+def bert_large(seed: int) -> tuple[nn.Module, Inputs]:
+    config = BertConfig(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        attn_implementation="sdpa",
+    )
+    return _encoder(seed, config, length=128)
+
+
 def bert_small(seed: int) -> tuple[nn.Module, Inputs]:
     config = BertConfig(
         hidden_size=256,

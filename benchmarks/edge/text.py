@@ -1,0 +1,83 @@
+"""Text encoders in small memory cgroups, with their embedding tables on flash: MiniLM, BERT base and BERT large.
+
+The file store maps embedding tables, and a request reads the pages of its own rows. These pages are charged to the
+cgroup and can be reclaimed: they come out of what the limit leaves, and no budget counts them. What a cgroup counts,
+and what the base is, says `benchmarks.edge.cgroup`. Needs root and cgroups of version 1.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.edge import cgroup
+from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, Outcome
+from benchmarks.record import markdown_table, record
+from loadgen.repository import prepare_visibly, recipes
+
+CASES: tuple[tuple[str, int, str], ...] = (
+    # model, limit of the cgroup in MiB above the base, memory of the model in it
+    ("minilm", 32, "16MiB"),
+    ("bert_base", 64, "32MiB"),
+    ("bert_large", 96, "60MiB"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    if not cgroup.is_possible(console):
+        return EXIT_UNAVAILABLE
+    folder, held = options.folder / "edge", True
+    base = cgroup.base(folder, options.requests, console)
+    rows = []
+    for model, extra, memory in CASES:
+        repository = folder / model
+        (prepared,) = prepare_visibly(repository, recipes(1, [model]), force=False, console=console)
+        whole, small = (cgroup.bundle_of(repository, size, folder, console) for size in ("120%", memory))
+        resident, served = list[Outcome](), list[Outcome]()
+        for _ in range(options.rounds):
+            resident.append(cgroup.served(whole, options.requests, None))
+            served += cgroup.served_above(base, extra, small, options.requests, 1)
+        equal = all(map(cgroup.equal, served, resident))
+        held &= equal
+        weights = f"{model}, {prepared.weight_bytes / MIB:.0f} MiB"
+        rows.append([f"{weights}, resident", "none", *cgroup.middle(resident).cells, "-"])
+        limit, cells = f"base + {extra} MiB", cgroup.middle(served).cells
+        rows.append([f"{weights}, in {memory}", limit, *cells, "equal" if equal else "no"])
+        console.print(*rows[-2:], sep="\n")
+    table = markdown_table(
+        ["model, weights, memory", "cgroup", "first answer s", "median ms", "bits of resident"], rows
+    )
+    console.print(table, markup=False)
+    if options.record:
+        record(
+            "edge-text",
+            "Text encoders in small memory cgroups",
+            "benchmarks.edge.text",
+            [
+                f"Base: {base.charged_bytes / MIB:.1f} MiB, an idle server with one small model. First answer: from"
+                f" the command; median of {options.requests} requests that follow one another, batch 1, of"
+                f" {options.rounds} runs, resident and limited in turn, over HTTP, with `--engine in-process`."
+                " Embedding tables are mapped from the"
+                " weights file: their pages are charged to the cgroup and can be reclaimed.\n",
+                table,
+                "To hold: equal bits in every cgroup.\n",
+            ],
+        )
+    return 0 if held else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.edge.text", description=__doc__)
+    parser.add_argument("--requests", type=int, default=20, help="requests of each run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each model (default: %(default)s)")
+    parser.add_argument("--record", action="store_true", help="write docs/results/edge-text.md too")
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
