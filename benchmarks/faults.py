@@ -133,7 +133,7 @@ async def ask(session: aiohttp.ClientSession, question: Question, found: Found) 
                 found.outcomes[ANSWERED if body[length:] == question.answer else DIFFERENT] += 1
             else:
                 found.outcomes[f"error {response.status}"] += 1
-                found.errors[body.decode()[:160]] += 1
+                found.errors[body.decode()[:320]] += 1
     except (aiohttp.ClientError, TimeoutError) as error:
         found.outcomes[NO_ANSWER] += 1
         found.errors[type(error).__name__] += 1

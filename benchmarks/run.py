@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from benchmarks import demo, figure8, first_start, memory, overload, parity, peers, precision, streaming
 from benchmarks.edge import __main__ as edge
+from benchmarks.edge import fleet, links, lost_weights, text
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE
 from benchmarks.frontend import __main__ as frontend
 from benchmarks.planner import speed
@@ -19,6 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("peers", peers),
         ("memory", memory),
         ("edge", edge),
+        ("edge-links", links),
+        ("edge-text", text),
+        ("edge-fleet", fleet),
+        ("edge-lost-weights", lost_weights),
         ("parity", parity),
         ("precision", precision),
         ("frontend", frontend),
@@ -28,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("figure8", figure8),
     ):
         sys.argv[1:] = []
-        arguments = (
-            ["--record"] if run in (demo, edge, figure8, first_start, frontend, overload, peers, precision) else []
-        )
+        arguments = [] if run in (speed, streaming, memory, parity) else ["--record"]
         if run.main(arguments) not in (0, EXIT_UNAVAILABLE):
             failed.append(name)
     if failed:
