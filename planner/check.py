@@ -4,8 +4,11 @@ It replays a plan in its total order, byte range by byte range. Order in time is
 concurrently, so a step has certainly ended before another starts only through lane order and `after` edges. Each step
 therefore carries a *clock*: how many steps of each lane have certainly ended when it starts."""
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from planner.errors import FingerprintMismatch, InvalidPlan
 from planner.graph import Graph
@@ -54,23 +57,21 @@ def _unknown_names(graph: Graph, plan: Plan) -> Iterator[str]:
 
 def _changes_out_of_order(graph: Graph, plan: Plan) -> Iterator[str]:
     """Find ops that see another state of a tensor changed in place than in the graph's own order."""
-    for tensor in sorted({i for op in graph.ops for i in op.mutates}):
-        state: dict[int, int] = {}  # the number of changes before and in each op that uses the tensor
-        changes = 0
-        for n, op in enumerate(graph.ops):
-            changes += tensor in op.mutates
-            if tensor in op.reads or tensor in op.writes:
-                state[n] = changes
-        seen = 0
-        for index, step in enumerate(plan.steps):
-            if isinstance(step, Compute) and step.op in state:
-                seen += tensor in graph.ops[step.op].mutates
-                if state[step.op] != seen:
-                    yield (
-                        f"{_name(graph, plan, index)} runs when {graph.tensors[tensor].name} was changed in place"
-                        f" {seen} times, in the graph's order {state[step.op]}"
-                    )
-                    break
+    changed = {i for op in graph.ops for i in op.mutates}
+    changes, state = Counter[int](), []  # by op and tensor, the number of changes before the op and in it
+    for op in graph.ops:
+        changes.update(set(op.mutates))
+        state.append({i: changes[i] for i in changed.intersection(op.touched)})
+    seen, wrong = Counter[int](), dict[int, str]()
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, Compute):
+            seen.update(set(graph.ops[step.op].mutates))
+            for i in [i for i, times in state[step.op].items() if times != seen[i] and i not in wrong]:
+                wrong[i] = (
+                    f"{_name(graph, plan, index)} runs when {graph.tensors[i].name} was changed in place"
+                    f" {seen[i]} times, in the graph's order {state[step.op][i]}"
+                )
+    yield from (wrong[i] for i in sorted(wrong))
 
 
 def _clocks(graph: Graph, plan: Plan) -> tuple[list[Clock], list[str]]:
@@ -110,15 +111,10 @@ def _latest(a: Clock, b: Clock) -> Clock:
 
 def _name(graph: Graph, plan: Plan, index: int) -> str:
     step = plan.steps[index]
-    match step:
-        case Compute():
-            return f"step {index} (compute {graph.ops[step.op].name})"
-        case SwapIn():
-            return f"step {index} (swap-in of {graph.tensors[step.tensor].name})"
-        case SwapOut():
-            return f"step {index} (swap-out of {graph.tensors[step.tensor].name})"
-        case Drop():
-            return f"step {index} (drop of {graph.tensors[step.tensor].name})"
+    if isinstance(step, Compute):
+        return f"step {index} (compute {graph.ops[step.op].name})"
+    verb = {SwapIn: "swap-in", SwapOut: "swap-out", Drop: "drop"}[type(step)]
+    return f"step {index} ({verb} of {graph.tensors[step.tensor].name})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +130,29 @@ class _Range:
     def overlaps(self, other: "_Range") -> bool:
         """Whether any byte is in both; nothing overlaps an empty range."""
         return self.region == other.region and max(self.start, other.start) < min(self.end, other.end)
+
+
+_where = attrgetter("region", "start")
+
+
+class _Ranges:
+    """Ranges in the order of their addresses, so that those at given bytes are found without going through all."""
+
+    def __init__(self) -> None:
+        self._sorted: list[_Range] = []
+        self._longest = 0
+
+    def add(self, new: _Range) -> None:
+        self._longest = max(self._longest, new.end - new.start)
+        insort(self._sorted, new, key=_where)
+
+    def remove(self, old: _Range) -> None:
+        del self._sorted[self._sorted.index(old, bisect_left(self._sorted, _where(old), key=_where))]
+
+    def overlapping(self, place: _Range) -> list[_Range]:
+        first = bisect_left(self._sorted, (place.region, place.start - self._longest), key=_where)
+        end = bisect_left(self._sorted, (place.region, place.end), key=_where)
+        return [r for r in self._sorted[first:end] if place.overlaps(r)]
 
 
 @dataclass(slots=True)
@@ -156,7 +175,8 @@ class _Replay:
     plan: Plan
     clocks: list[Clock]
     live: dict[int, _Copy] = field(default_factory=dict)
-    past: list[_Range] = field(default_factory=list)
+    present: _Ranges = field(default_factory=_Ranges)
+    past: _Ranges = field(default_factory=_Ranges)
     on_host: dict[int, Clock] = field(default_factory=dict)
     """Inputs and activations that were swapped out, with the clock at which the last copy is complete."""
     unsaved: set[int] = field(default_factory=set)
@@ -225,11 +245,8 @@ class _Replay:
             self._answer(_latest(before, ended))
 
     def _swap_in(self, index: int, step: SwapIn) -> None:
-        tensor, name, before = (
-            self.graph.tensors[step.tensor],
-            _name(self.graph, self.plan, index),
-            self.clocks[index],
-        )
+        tensor, before = self.graph.tensors[step.tensor], self.clocks[index]
+        name = _name(self.graph, self.plan, index)
         ended = self._issue(1, before)
         if tensor.kind != "parameter":
             saved = self.on_host.get(step.tensor, _NEVER if tensor.kind == "state" else None)
@@ -240,11 +257,8 @@ class _Replay:
         self._bring(name, step.tensor, step.address, before, ended)
 
     def _swap_out(self, index: int, step: SwapOut) -> None:
-        tensor, name, before = (
-            self.graph.tensors[step.tensor],
-            _name(self.graph, self.plan, index),
-            self.clocks[index],
-        )
+        tensor, before = self.graph.tensors[step.tensor], self.clocks[index]
+        name = _name(self.graph, self.plan, index)
         ended = self._issue(2, before)
         if tensor.kind == "parameter":
             self.found.append(f"{name}: a parameter has a host copy at all times; drop it instead")
@@ -257,6 +271,7 @@ class _Replay:
         if copy is None:
             self.found.append(f"{_name(self.graph, self.plan, index)}: the tensor is not in memory")
         else:
+            self.present.remove(copy.place)
             self._retire(replace(copy.place, accessed=copy.accessed))
         if tensor in self.unsaved:
             self.found.append(f"{_name(self.graph, self.plan, index)}: its changes are not in the host store")
@@ -329,6 +344,7 @@ class _Replay:
             return
         place = self._range(name, what.name, address, what.nbytes, what.alignment, ended)
         self._claim(name, place, before)
+        self.present.add(place)
         self.live[tensor] = _Copy(place, address, ended, ended)
 
     def _range(
@@ -346,14 +362,13 @@ class _Replay:
 
     def _claim(self, name: str, place: _Range, before: Clock) -> None:
         """Find tensors that occupy, or occupied, bytes that are about to be written."""
-        for copy in self.live.values():
-            if place.overlaps(copy.place):
-                self.found.append(
-                    f"{name}: {place.what} at {place.region} [{place.start}, {place.end}) overlaps"
-                    f" {copy.place.what} at [{copy.place.start}, {copy.place.end})"
-                )
-        for old in self.past:
-            if place.overlaps(old) and not _passed(old.accessed, before):
+        for other in self.present.overlapping(place):
+            self.found.append(
+                f"{name}: {place.what} at {place.region} [{place.start}, {place.end}) overlaps"
+                f" {other.what} at [{other.start}, {other.end})"
+            )
+        for old in self.past.overlapping(place):
+            if not _passed(old.accessed, before):
                 self.found.append(
                     f"{name} overwrites {old.what} at {place.region} [{old.start}, {old.end}) without waiting for"
                     f" {_unfinished(old.accessed, before)}"
@@ -364,18 +379,12 @@ class _Replay:
 
         What lay there before can be forgotten: its accesses ended before those of `gone` began.
         """
-        if gone.start == gone.end:
-            return
-        rest = [piece for old in self.past for piece in _without(old, gone)]
-        self.past = [*rest, gone]
-
-
-def _without(old: _Range, cut: _Range) -> Iterable[_Range]:
-    """What `cut` leaves of `old`: nothing, itself, or one or two pieces."""
-    if not old.overlaps(cut):
-        return (old,)
-    pieces = (replace(old, end=cut.start), replace(old, start=cut.end))
-    return (p for p in pieces if p.start < p.end)
+        pieces = [gone]
+        for old in self.past.overlapping(gone):
+            self.past.remove(old)
+            pieces += replace(old, end=gone.start), replace(old, start=gone.end)
+        for piece in (p for p in pieces if p.start < p.end):
+            self.past.add(piece)
 
 
 def _passed(clock: Clock, now: Clock) -> bool:
@@ -383,12 +392,8 @@ def _passed(clock: Clock, now: Clock) -> bool:
 
 
 def _unfinished(clock: Clock, now: Clock) -> str:
-    waits = (
-        f"step {needed} of the {lane} lane"
-        for lane, needed, passed in zip(_LANES, clock, now, strict=True)
-        if needed > passed
-    )
-    return " and ".join(waits)
+    missing = [(lane, n) for lane, n, passed in zip(_LANES, clock, now, strict=True) if n > passed]
+    return " and ".join(f"step {n} of the {lane} lane" for lane, n in missing)
 
 
 def _show(address: Address) -> str:

@@ -109,8 +109,13 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     def needed_by(self, op: int) -> tuple[int, ...]:
         """Tensors that must be in memory when an op ends: what it touches, and all outputs for the last op."""
-        outputs = self.outputs if op == len(self.ops) - 1 else ()
-        return tuple(dict.fromkeys((*self.ops[op].touched, *outputs)))
+        return self._needed[op]
+
+    @cached_property
+    def _needed(self) -> tuple[tuple[int, ...], ...]:
+        last = len(self.ops) - 1
+        outputs = [self.outputs if k == last else () for k in range(len(self.ops))]
+        return tuple(tuple(dict.fromkeys((*op.touched, *out))) for op, out in zip(self.ops, outputs, strict=True))
 
     @cached_property
     def parameter_bytes(self) -> int:
