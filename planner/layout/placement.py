@@ -6,15 +6,18 @@ most bytes alive at once, which no placement can beat."""
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from planner.arrays import Ints
 from planner.compiled import compiled
 from planner.graph import SCRATCH_ALIGNMENT, Graph
-from planner.layout.packing import improve
+from planner.layout.packing import MOST_BLOCKS, improve
 from planner.lifetimes import Lifespan, lifespans, live_bytes
+
+UNLIMITED: Final = 1 << 62
+"""More bytes than any layout needs."""
 
 ByteRange = tuple[int, int]
 """Half-open: the first byte, and the first byte after it."""
@@ -61,8 +64,18 @@ def place(blocks: Sequence[Block], enough_bytes: int = 0, nodes: int = 0, seed: 
     return best
 
 
-def layouts(blocks: Sequence[Block]) -> Iterator[Layout]:
-    """Layouts by greedy rules, at least one."""
+def place_within(blocks: Sequence[Block], memory_bytes: int, nodes: int = 0) -> Layout | None:
+    """Place all blocks in so many bytes; None if no rule and no search of `nodes` (as in `place`) finds a way."""
+    if most_live_bytes(blocks) > memory_bytes:
+        return None
+    if not nodes or len(blocks) > MOST_BLOCKS:
+        return next(layouts(blocks, memory_bytes), None)
+    layout = place(blocks, memory_bytes, nodes)
+    return layout if layout.peak_bytes <= memory_bytes else None
+
+
+def layouts(blocks: Sequence[Block], most_bytes: int = UNLIMITED) -> Iterator[Layout]:
+    """Layouts by greedy rules, at least one; with `most_bytes` those that need no more."""
     if not blocks:
         yield Layout((), 0)
         return
@@ -70,8 +83,9 @@ def layouts(blocks: Sequence[Block]) -> Iterator[Layout]:
     times = _BlockSpans(first, end, first_again, end_again)
     for order in _orders(nbytes, alignment, first, end):
         for best_fit in (True, False):
-            offsets = _fit(order, nbytes, alignment, times, best_fit)
-            yield Layout(tuple(offsets.tolist()), int((offsets + nbytes).max()))
+            offsets = _fit(order, nbytes, alignment, times, best_fit, most_bytes)
+            if len(offsets):
+                yield Layout(tuple(offsets.tolist()), int((offsets + nbytes).max()))
 
 
 def most_live_bytes(blocks: Sequence[Block]) -> int:
@@ -206,8 +220,11 @@ def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]
 
 
 @compiled
-def _fit(order: Ints, nbytes: Ints, alignment: Ints, times: _BlockSpans, best_fit: bool) -> Ints:
-    """Place blocks one by one in the tightest (or the lowest) gap between those already there."""
+def _fit(order: Ints, nbytes: Ints, alignment: Ints, times: _BlockSpans, best_fit: bool, most_bytes: int) -> Ints:
+    """Place blocks one by one in the tightest (or the lowest) gap between those already there.
+
+    Returns no offsets once a block would end above `most_bytes`.
+    """
     offsets = np.zeros(len(order), dtype=np.int64)
     placed = np.empty(
         (6, len(order)), dtype=np.int64
@@ -225,12 +242,16 @@ def _fit(order: Ints, nbytes: Ints, alignment: Ints, times: _BlockSpans, best_fi
             gap = placed[0, j] - low - nbytes[i]
             if gap >= 0 and (not found or (best_fit and gap < slack)):
                 at, slack, found = low, gap, True
+                if not best_fit:
+                    break
             top = max(top, placed[1, j])
         if not found:
             at = (top + alignment[i] - 1) // alignment[i] * alignment[i]
         offsets[i] = at
         if nbytes[i] == 0:
             continue
+        if at + nbytes[i] > most_bytes:
+            return offsets[:0]
         hole = count
         while hole > 0 and placed[0, hole - 1] > at:
             for row in range(6):

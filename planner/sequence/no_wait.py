@@ -16,12 +16,14 @@ from planner.problem import Problem
 from planner.sequence.alap import COMPUTE, DROP, SWAP_IN, AlapSequence, alap, codes, tables
 from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.sequence import Action, ActionKind, lay_out, plan_of
+from planner.sequence.sequence import Action, ActionKind, lay_out_within, plan_of
 from planner.sequence.serial import least_bytes, serial
 
 Decided = tuple[list[Action], frozenset[int]]
 """A sequence, and the residents that it starts and ends with."""
 
+KINDS: Final = tuple(ActionKind)
+"""By number."""
 SHARES: Final = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)
 """Of the memory, what swap-ins may use; the rest is for fragmentation."""
 
@@ -39,7 +41,7 @@ def no_wait(gaps: Gaps, memory_bytes: int, fates: Sequence[Fate], ahead_bytes: i
         return None
     order = hastened(made, tables(gaps).nbytes, memory_bytes if ahead_bytes is None else ahead_bytes)
     steps = zip(made.verb[order].tolist(), made.what[order].tolist(), strict=True)
-    actions = [Action(ActionKind(verb), what) for verb, what in steps]
+    actions = [Action(KINDS[verb], what) for verb, what in steps]
     residents = (g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not Fate.SWAP)
     return actions, frozenset(residents)
 
@@ -62,7 +64,7 @@ def fit(
     graph, profile, memory_bytes = problem.graph, problem.profile, problem.memory_bytes
     if delayed:
         late_ones = no_wait(gaps, memory_bytes, fates, 0)
-        if late_ones is None or lay_out(graph, *late_ones, memory_bytes, nodes).peak_bytes > memory_bytes:
+        if late_ones is None or lay_out_within(graph, *late_ones, memory_bytes, nodes) is None:
             return None
     before: list[Action] | None = None
     for share in shares:
@@ -75,7 +77,7 @@ def fit(
             actions = delay_drops(graph, profile, actions, residents, room_bytes)
         if actions == before:
             continue
-        plan, _ = plan_of(problem, actions, residents, nodes)
+        plan = plan_of(problem, actions, residents, nodes)
         if plan is not None:
             return plan
         before = actions

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from planner.graph import SCRATCH_ALIGNMENT, Graph
-from planner.layout.placement import Block, Layout, place
+from planner.layout.placement import Block, Layout, place, place_within
 from planner.lifetimes import Lifespan
 from planner.plan import Plan
 from planner.problem import Problem
@@ -85,14 +85,43 @@ class Placed:
     peak_bytes: int
 
 
-def lay_out(
-    graph: Graph, actions: Sequence[Action], residents: Collection[int], memory_bytes: int = 0, nodes: int = 0
-) -> Placed:
+def lay_out(graph: Graph, actions: Sequence[Action], residents: Collection[int], enough_bytes: int = 0) -> Placed:
     """Give every range an offset. A resident that returns for good returns to the same bytes.
 
-    Stops at the first layout that fits in `memory_bytes`; whether the one found does, `peak_bytes` tells. `nodes` are
-    those of `planner.layout.placement.place`.
+    Stops at the first layout that fits in `enough_bytes`; whether the one found does, `peak_bytes` tells.
     """
+    pieces = _pieces(graph, actions, residents)
+    return pieces.placed(place(pieces.blocks, enough_bytes))
+
+
+def lay_out_within(
+    graph: Graph, actions: Sequence[Action], residents: Collection[int], memory_bytes: int, nodes: int = 0
+) -> Placed | None:
+    """Offsets as of `lay_out` in the memory given; None if `planner.layout.placement.place_within` finds none."""
+    pieces = _pieces(graph, actions, residents)
+    layout = place_within(pieces.blocks, memory_bytes, nodes)
+    return None if layout is None else pieces.placed(layout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The blocks of a sequence, and to which of them each range and each action's scratch belongs."""
+
+    ranges: tuple[TensorRange, ...]
+    blocks: list[Block]
+    block_of_range: list[int]
+    block_of_scratch: dict[int, int]
+
+    def placed(self, layout: Layout) -> Placed:
+        return Placed(
+            self.ranges,
+            tuple(layout.offsets[b] for b in self.block_of_range),
+            {i: layout.offsets[b] for i, b in self.block_of_scratch.items()},
+            layout.peak_bytes,
+        )
+
+
+def _pieces(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> _Pieces:
     found = tensor_ranges(graph, actions, residents)
     last = len(actions) + 1
     home = {s.tensor: s.span for s in found if s.tensor in residents and s.span.first == 0}
@@ -113,27 +142,17 @@ def lay_out(
             scratch[i] = len(blocks)
             nbytes = graph.ops[action.what].scratch_bytes
             blocks.append(Block(nbytes, SCRATCH_ALIGNMENT, Lifespan(i, i + 1)))
-    layout: Layout = place(blocks, memory_bytes, nodes)
     first_range = {s.tensor: i for i, s in enumerate(found) if s.span.first == 0}
-    return Placed(
-        ranges=tuple(found),
-        offsets=tuple(
-            layout.offsets[owner[i] if i in owner else owner[first_range[s.tensor]]] for i, s in enumerate(found)
-        ),
-        scratch={i: layout.offsets[b] for i, b in scratch.items()},
-        peak_bytes=layout.peak_bytes,
-    )
+    block_of_range = [owner[i] if i in owner else owner[first_range[s.tensor]] for i, s in enumerate(found)]
+    return _Pieces(tuple(found), blocks, block_of_range, scratch)
 
 
-def plan_of(
-    problem: Problem, actions: Sequence[Action], residents: Collection[int], nodes: int = 0
-) -> tuple[Plan | None, int]:
-    """Return the single-model plan of a sequence, None if its layout does not fit, and the layout's peak in bytes."""
-    placed = lay_out(problem.graph, actions, residents, problem.memory_bytes, nodes)
-    if placed.peak_bytes > problem.memory_bytes:
-        return None, placed.peak_bytes
-    plan = write(problem.graph, problem.profile, problem.memory_bytes, actions, residents, placed)
-    return plan, placed.peak_bytes
+def plan_of(problem: Problem, actions: Sequence[Action], residents: Collection[int], nodes: int = 0) -> Plan | None:
+    """Return the single-model plan of a sequence, None if no layout was found that fits."""
+    placed = lay_out_within(problem.graph, actions, residents, problem.memory_bytes, nodes)
+    if placed is None:
+        return None
+    return write(problem.graph, problem.profile, problem.memory_bytes, actions, residents, placed)
 
 
 def write(

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.minimalloc import HEIGHT, guillotine, read
 from planner.layout.feasible import Footprint
-from planner.layout.placement import Block, Layout, most_live_bytes, place, place_activations
+from planner.layout.placement import (
+    Block,
+    Layout,
+    layouts,
+    most_live_bytes,
+    place,
+    place_activations,
+    place_within,
+)
 from planner.lifetimes import START, Lifespan, lifespans, live_ranges, peak_activation_bytes
 from planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn, SwapOut
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph
@@ -91,6 +99,23 @@ def test_layouts_do_not_overlap_and_come_close_to_the_bound(seed: int) -> None:
     assert Footprint.of(graph).activation_bytes >= peak_activation_bytes(graph)
 
 
+SPANS = st.tuples(st.integers(0, 9), st.integers(1, 4)).map(lambda s: Lifespan(s[0], s[0] + s[1]))
+LATER = st.one_of(
+    st.none(), st.tuples(st.integers(14, 18), st.integers(1, 3)).map(lambda s: Lifespan(s[0], sum(s)))
+)
+BLOCKS = st.lists(st.builds(Block, st.integers(0, 9), st.sampled_from([1, 2, 4]), SPANS, LATER), max_size=12)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(BLOCKS, st.integers(-3, 3))
+def test_a_layout_within_given_bytes_is_the_first_that_fits(blocks: list[Block], more: int) -> None:
+    """Rules that are given up early change nothing: compared with those that were carried out in full."""
+    complete = list(layouts(blocks))
+    memory = min(layout.peak_bytes for layout in complete) + more
+    expected = next((layout for layout in complete if layout.peak_bytes <= memory), None)
+    assert place_within(blocks, memory) == expected
+
+
 def test_nothing_takes_nothing() -> None:
     assert place([]).peak_bytes == most_live_bytes([]) == 0
 
@@ -123,13 +148,6 @@ def test_the_same_seed_finds_the_same_layout() -> None:
     blocks = guillotine(60, 3)
     assert place(blocks, nodes=3000, seed=1) == place(blocks, nodes=3000, seed=1)
     assert place(blocks) == place(blocks, nodes=0, seed=7)
-
-
-SPANS = st.tuples(st.integers(0, 9), st.integers(1, 4)).map(lambda s: Lifespan(s[0], s[0] + s[1]))
-LATER = st.one_of(
-    st.none(), st.tuples(st.integers(14, 18), st.integers(1, 3)).map(lambda s: Lifespan(s[0], sum(s)))
-)
-BLOCKS = st.lists(st.builds(Block, st.integers(0, 9), st.sampled_from([1, 2, 4]), SPANS, LATER), max_size=12)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

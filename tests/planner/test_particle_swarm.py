@@ -10,7 +10,7 @@ import pytest
 from planner.check import check
 from planner.graph import Graph, Op, Tensor
 from planner.papers.home.cost import TOO_MUCH_S, Overhead, evaluate, overhead, seconds
-from planner.papers.home.particle_swarm import InitialParticles, Particle, ParticleSwarm, updated
+from planner.papers.home.particle_swarm import InitialParticles, Particle, ParticleSwarm, filled, kept, updated
 from planner.plan import Compute, Plan
 from planner.problem import Problem
 from planner.profile import Link, Profile
@@ -147,6 +147,24 @@ def test_first_particles_fit() -> None:
             fates = [Fate(code) for code in particle]
             assert all(fate in g.fates for fate, g in zip(fates, start.gaps.all, strict=True))
             assert no_wait(start.gaps, problem.memory_bytes, fates) is not None
+
+
+def test_kept_gaps_are_those_that_fit_one_after_the_other() -> None:
+    """Compared with a new sequence for each gap."""
+    some = 0
+    for seed in range(80):
+        rng = random.Random(seed)
+        graph = random_training_graph(rng) if seed % 2 else random_graph(rng)
+        gaps, memory = Gaps(graph), least_bytes(graph) + rng.randrange(12) * PAGE
+        if not gaps.all:
+            continue
+        lean = np.full(len(gaps.all), SWAP, np.int8)
+        order = np.random.default_rng(seed).permutation(len(lean))
+        spans = np.array([(g.last_use, g.next_use, g.wraps) for g in gaps.all], np.int64)
+        one_by_one = filled(tables(gaps), lean, order, np.full(len(lean), KEEP, np.int8), memory)
+        assert kept(tables(gaps), spans, lean, order, memory).tolist() == one_by_one.tolist()
+        some += 0 < (one_by_one == KEEP).sum() < len(lean)
+    assert some > 20, "in most of them, some gaps fit and some do not"
 
 
 def test_what_is_cheap_to_compute_is_computed_again_over_a_slow_link() -> None:

@@ -310,6 +310,7 @@ def test_search_begins_with_the_papers_own_way() -> None:
     (first,) = searcher.ask()
     assert first == ScheduleCandidate(ScheduleOptions(1.0), timed=True)
     searcher.tell([first], [searcher.evaluate(first, 0.0)])
+    assert searcher.ask() == [ScheduleCandidate(ScheduleOptions(1.0, duplex=True))], "the same with two channels"
     assert ScheduleCandidate(ScheduleOptions(0.9), timed=False) in searcher.ask()
 
 

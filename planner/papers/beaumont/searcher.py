@@ -19,14 +19,12 @@ from planner.search.searcher import PlanSearcher
 from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import fit, lean, no_wait
-from planner.sequence.sequence import plan_of
+from planner.sequence.sequence import Action, plan_of
 from planner.sequence.serial import require_single_budget, serial_plan
 from planner.simulate import simulate
 
 SHARES: Final = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 """Of the memory, what a choice assumes to have; the rest is for fragmentation."""
-HOPEFUL: Final = 1.02
-"""Shares are left out for which a placement would have to be better than the last one by more than this."""
 PATIENCE: Final = 3
 """Shares in a row that may bring no better plan, though they bring one whose transfers are timed."""
 WINDOWS: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
@@ -86,18 +84,16 @@ class _ChainSearcher(PlanSearcher[Candidate]):
         """
         problem, memory_bytes = self.problem, self.problem.memory_bytes
         fates = self._chooser.fates(choice)
-        most = 1.0
+        before: list[Action] | None = None
         for share in SHARES:
-            if share > most:
-                continue
             decided = no_wait(self._gaps, int(share * memory_bytes), fates)
             if decided is None:
                 return None
             actions = delay_drops(problem.graph, problem.profile, *decided, int(share * memory_bytes))
-            plan, peak_bytes = plan_of(problem, actions, decided[1])
+            plan = plan_of(problem, actions, decided[1]) if actions != before else None
             if plan is not None:
                 return plan
-            most = share * memory_bytes / peak_bytes * HOPEFUL
+            before = actions
         return None
 
 

@@ -29,7 +29,7 @@ from planner.papers.home.cost import evaluate, seconds
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.search.searcher import PlanSearcher
-from planner.sequence.alap import KEEP, SWAP, Codes, Tables, alap, tables
+from planner.sequence.alap import COMPUTE, KEEP, SWAP, SWAP_IN, Codes, Tables, alap, tables
 from planner.sequence.gaps import Fate, Gaps
 from planner.sequence.no_wait import fit
 from planner.sequence.serial import require_single_budget, serial_plan
@@ -220,7 +220,8 @@ class InitialParticles:
         lean = np.full(len(gaps.all), SWAP, np.int8)
         by_size = np.argsort(nbytes, kind="stable")
         tiny = by_size[: np.searchsorted(np.cumsum(nbytes[by_size]), TINY * problem.memory_bytes, side="right")]
-        self.base = filled(self._tables, lean, tiny, np.full(len(lean), KEEP, np.int8), problem.memory_bytes)
+        self._spans = np.array([(g.last_use, g.next_use, g.wraps) for g in gaps.all], dtype=np.int64).reshape(-1, 3)
+        self.base = kept(self._tables, self._spans, lean, tiny, problem.memory_bytes)
         """Everything swapped but what is tiny."""
         self.decided: Ints = np.setdiff1d(np.arange(len(lean)), tiny)
         """Gaps that are decided about."""
@@ -229,7 +230,8 @@ class InitialParticles:
         """Random actions for random gaps, while a random share of the memory lasts."""
         wanted = np.array([g.fates[i] for g, i in zip(self.gaps.all, self._picks(rng), strict=True)])
         order = rng.permutation(self.decided)[: rng.integers(len(self.decided) + 1)]
-        return self._filled(order, wanted, rng.uniform(*SHARES))
+        memory_bytes = int(rng.uniform(*SHARES) * self._memory_bytes)
+        return filled(self._tables, self.base, order, wanted.astype(np.int8), memory_bytes)
 
     def greedy(self, share: float) -> Codes:
         """Keep what saves the most of the link for the memory and the ops that it takes."""
@@ -237,14 +239,45 @@ class InitialParticles:
         held = [g.next_use - g.last_use + (count if g.wraps else 0) for g in self.gaps.all]
         copies = np.where(t.kind[t.tensor] == 0, 1, 2)
         order = self.decided[np.argsort((np.array(held) / copies)[self.decided], kind="stable")]
-        return self._filled(order, np.full(len(held), KEEP), share)
+        return kept(self._tables, self._spans, self.base, order, int(share * self._memory_bytes))
 
     def _picks(self, rng: np.random.Generator) -> list[int]:
         """A fate for each gap, by its place among those that it can have, but not to be swapped."""
         return [(0, *range(2, len(g.fates)))[int(rng.integers(len(g.fates) - 1))] for g in self.gaps.all]
 
-    def _filled(self, order: Ints, wanted: Ints, share: float) -> Codes:
-        return filled(self._tables, self.base, order, wanted.astype(np.int8), int(share * self._memory_bytes))
+
+@compiled
+def kept(t: Tables, spans: Ints, fates: Codes, order: Ints, memory_bytes: int) -> Codes:
+    """In this order, keep tensors in gaps as far as memory allows; no gap may be recomputed or restored.
+
+    `spans` [gaps, 3] has the last use, the next use, and whether the gap wraps. Same as `filled`, without a new
+    sequence per gap: the bytes of a kept tensor are added to those of the ops in the gap.
+    """
+    fates = fates.copy()
+    made, count = alap(t, fates), len(t.scratch_bytes)
+    peak = np.zeros(count + 1, np.int64)  # before the first op, and during each op
+    done = 0
+    for i in range(len(made.verb)):
+        if made.verb[i] == COMPUTE:
+            done += 1
+            peak[done] = made.held[i]
+        elif done == 0 and made.verb[i] != SWAP_IN:
+            peak[0] = max(peak[0], made.held[i])
+    if not len(made.held) or made.held.max() > memory_bytes:
+        return fates
+    for gap in order:
+        nbytes, after, until = t.nbytes[t.tensor[gap]], spans[gap, 0] + 2, spans[gap, 1] + 1
+        parts = ((after, count + 1), (0, until)) if spans[gap, 2] else ((after, until), (0, 0))
+        most = 0
+        for low, high in parts:
+            for p in range(low, high):
+                most = max(most, peak[p])
+        if fates[gap] == KEEP or most + nbytes > memory_bytes:
+            continue
+        fates[gap] = KEEP
+        for low, high in parts:
+            peak[low:high] += nbytes
+    return fates
 
 
 @compiled

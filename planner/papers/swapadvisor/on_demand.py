@@ -14,6 +14,10 @@ from functools import cache
 from itertools import islice
 from typing import Final
 
+import numpy as np
+
+from planner.arrays import Ints
+from planner.compiled import compiled
 from planner.graph import Graph
 from planner.plan import Plan
 from planner.problem import Problem
@@ -50,7 +54,7 @@ class OnDemand(PlanSearcher[float | None]):
             return serial_plan(self.problem)
         room_bytes = max(int(self.problem.memory_bytes * share), least_bytes(graph))
         course = steady(graph, room_bytes)
-        return plan_of(self.problem, prefetched(graph, course), course.residents)[0]
+        return plan_of(self.problem, prefetched(graph, course), course.residents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +134,26 @@ def prefetched(graph: Graph, course: LruDecisions) -> list[Action]:
         for leave in turn.leaves:
             leaves[leave.used + 1].append(leave)
     fetches: list[list[int]] = [[] for _ in course.turns]
-    held = _held_bytes(graph, course, leaves)
+    held = np.array(_held_bytes(graph, course, leaves), dtype=np.int64)
     nbytes = [t.aligned_bytes for t in graph.tensors]
     gone = dict.fromkeys(range(len(graph.tensors)), 0)
     earliest = 0
     for k, turn in enumerate(course.turns):
         gone |= {leave.tensor: leave.used + 1 for leave in turn.leaves}
         for t in turn.fetches:
-            at = k
-            while at > max(earliest, gone[t]) and held[at - 1] + nbytes[t] <= course.room_bytes:
-                at -= 1
-                held[at] += nbytes[t]
-            fetches[at].append(t)
-            earliest = at
+            earliest = _moved_ahead(held, k, max(earliest, gone[t]), nbytes[t], course.room_bytes)
+            fetches[earliest].append(t)
     moved = [EvictAndFetch(tuple(a), tuple(b)) for a, b in zip(leaves, fetches, strict=True)]
     return on_demand(graph, LruDecisions(course.room_bytes, course.residents, tuple(moved), course.kept))
+
+
+@compiled
+def _moved_ahead(held: Ints, at: int, earliest: int, nbytes: int, room_bytes: int) -> int:
+    """Return the turn to which a fetch can move from turn `at`, and count its bytes in `held` from there on."""
+    while at > earliest and held[at - 1] + nbytes <= room_bytes:
+        at -= 1
+        held[at] += nbytes
+    return at
 
 
 class _LruMemory:
@@ -154,6 +163,7 @@ class _LruMemory:
         self._graph = graph
         self._nbytes = [t.aligned_bytes for t in graph.tensors]
         self._last = _last_uses(graph)
+        self._is_weight = [t.is_weight for t in graph.tensors]
         self._residents = residents
         inputs = graph.inputs
         self._used = dict.fromkeys((*sorted(residents, key=lambda t: (self._last[t], t)), *inputs), -1)
@@ -177,17 +187,17 @@ class _LruMemory:
             self._used.pop(t, None)
             self._used[t] = k
         self._unsaved.update((*op.writes, *op.mutates))
-        self._leaving = [self._leave(t) for t in needed if self._last[t] == k and not self._is_weight(t)]
+        self._leaving = [self._leave(t) for t in needed if self._last[t] == k and not self._is_weight[t]]
         return turn
 
     def kept(self) -> frozenset[int]:
         """What the iteration may start with, as far as it has shown."""
-        return frozenset(t for t in self._used if self._is_weight(t)) - self._evicted_unused
+        return frozenset(t for t in self._used if self._is_weight[t]) - self._evicted_unused
 
     def end(self) -> EvictAndFetch:
         """All but outputs and residents leaves; no changed state goes unsaved but a resident's."""
         for t in list(self._used):
-            if t not in self._residents and self._is_weight(t):
+            if t not in self._residents and self._is_weight[t]:
                 if t not in self._graph.outputs or self._graph.tensors[t].kind == "parameter":
                     self._leaving.append(self._leave(t))
                 elif t in self._unsaved:
@@ -205,14 +215,11 @@ class _LruMemory:
 
     def _leave(self, t: int) -> Eviction:
         used = self._used.pop(t)
-        needed = self._is_weight(t) or used < self._last.get(t, -1)
+        needed = self._is_weight[t] or used < self._last.get(t, -1)
         self._free += self._nbytes[t]
         leave = Eviction(t, used, save=needed and t in self._unsaved)
         self._unsaved.discard(t)
         return leave
-
-    def _is_weight(self, t: int) -> bool:
-        return self._graph.tensors[t].is_weight
 
 
 def _leave(leave: Eviction) -> list[Action]:

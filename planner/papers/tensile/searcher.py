@@ -79,20 +79,30 @@ class Tensile(PlanSearcher[ScheduleCandidate]):
         self._latency_s |= {c: cost.latency_s for c, cost in zip(candidates, costs, strict=False)}
 
     def _search(self) -> Iterator[Sequence[ScheduleCandidate]]:
-        """The paper's way in the largest shares that can be placed; then other ways in the best of these."""
+        """The paper's way in the largest shares that can be placed; then other ways in the best of these.
+
+        The first share is also tried with two channels: on a link with two directions that tells more of the others.
+        """
         fitting = (c for share in SHARES if self._plan(c := ScheduleCandidate(ScheduleOptions(share))) is not None)
         first = next(fitting, ScheduleCandidate(None))
-        yield (first,)
+        yield [first]
+        duplex = (
+            [replace(first, schedule=ScheduleOptions(first.schedule.share, *WAYS[0]))] if first.schedule else []
+        )
+        if duplex:
+            yield duplex
         untimed = [ScheduleCandidate(ScheduleOptions(share), timed=False) for share in UNTIMED]
         others = [*islice(fitting, FITTING - 1), *untimed]
         yield [c for c in (*others, ScheduleCandidate(None)) if c != first]
-        best = sorted((c for c in self._latency_s if c.schedule is not None), key=lambda c: self._latency_s[c])
-        yield [
+        own = [c for c in self._latency_s if c.schedule is not None and c not in duplex]
+        best = sorted(own, key=lambda c: self._latency_s[c])
+        ways = [
             replace(c, schedule=ScheduleOptions(c.schedule.share, *way))
             for c in best[:BEST]
             for way in WAYS
             if c.schedule
         ]
+        yield [c for c in ways if c not in duplex]
 
     def _make(self, candidate: ScheduleCandidate) -> Plan | None:
         if candidate.schedule is None:
@@ -100,7 +110,7 @@ class Tensile(PlanSearcher[ScheduleCandidate]):
         axis = self._axis(candidate.schedule)
         if not candidate.timed:
             return fit(self.problem, self._gaps, fates_of(axis, self._gaps))
-        return plan_of(self.problem, *actions_of(axis))[0]
+        return plan_of(self.problem, *actions_of(axis))
 
     def _scheduled(self, how: ScheduleOptions) -> Axis:
         room_bytes = max(int(self.problem.memory_bytes * how.share), least_bytes(self.problem.graph))
