@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             " roofline), and how long the search took. Weights are state: an update changes them in place, and they are"
             " swapped out again unless they stay. The updates of SGD are part of the step; dropout and running"
             f" statistics are not. Every searcher has the same time: {options.seconds:g} s on one core. What it finds"
-            " later does not count, although it may finish its last candidate. `best` shares the time out among all of"
-            " them; in brackets, the one whose plan it took."
+            " later does not count, although it may finish its last candidate. `best` samples its members, and the"
+            " best of them continues; in brackets, the one whose plan it took."
             " The last column is measured: what SwapAdvisor's section 6.2 says of its own runs on a V100 with 16 GB, of"
             " graphs that are MXNet's; in brackets, of on-demand swapping."
             " A share far below the others' is the serial plan, which every searcher falls back on.\n",

@@ -1,9 +1,12 @@
-"""The default searcher: streaming first; if a gap to the lower bound remains, all other searchers as well.
+"""The default searcher: streaming first; if a gap to the lower bound remains, other searchers as well.
 
-For a single model's budget, each searcher first gets a small share of its own effort. Then each gets the rest, in
-order of the best latency so far, so that the portfolio is never worse than a member at that effort. The member with
-the best plan then continues. Where ops share weights, as the time steps of a recurrent network do, each member first
-plans an order in which such ops come together.
+For a single model's budget, each member first gets a small share of its own effort, and the one with the best plan
+continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and
+Hyperparameter Optimization", AISTATS 2016). Once it has spent its own effort, each of the others gets the rest of its
+own, in order of the best latency so far, so that the portfolio is never worse than a member at that effort. The best
+one then goes on. Where ops share weights, as the time steps of a recurrent network do, they can also run in an order
+in which such ops come together; `on_demand`, the quickest member, plans both orders, and all others take its better
+one.
 
 For a partition with a workspace, a population of `genetic` begins with the best decisions of `streaming`. `offloading`
 plans where activations do not fit, or where they leave parameters little room and the others are far from the bound.
@@ -26,12 +29,13 @@ from planner.search.registry import make
 from planner.sequence.gaps import Gaps
 from planner.sequence.serial import least_bytes, require_single_budget
 
-OTHERS: Final = ("on_demand", "genetic", "interval", "greedy", "particle_swarm", "dynprog")
+QUICKEST: Final = "on_demand"
+SAMPLED: Final = ("interval", "particle_swarm")
 """Quick ones first."""
 STREAMING_EFFORT: Final = 3
 """Multiple of streaming's own effort before the others start."""
 SAMPLE: Final = 1 / 16
-"""Share of its effort that each of the others gets before they are ranked."""
+"""Share of its effort that each of these gets before they are ranked."""
 BY_WEIGHTS: Final = " in the order of weights"
 """Names members whose ops run in the order of `planner.order.by_parameters`: the time steps of a layer together."""
 SEEDED: Final = "genetic seeded by streaming"
@@ -75,10 +79,10 @@ class Best:
             if not single:
                 self._names += [SEEDED, "genetic", *(["offloading"] if _is_narrow(problem) else [])]
         if single and problem.residents is None:
+            self._names += (QUICKEST, *SAMPLED)
             self._order = self._weights_order() if "streaming" not in self._names else None
             if self._order is not None:
-                self._names += [f"{name}{BY_WEIGHTS}" for name in OTHERS]
-            self._names += OTHERS
+                self._names += [f"{name}{BY_WEIGHTS}" for name in (QUICKEST, *SAMPLED)]
             require_single_budget(problem, "best")
         self._told: Sequence[Cost] = ()
         self._asking = 0
@@ -159,24 +163,30 @@ class Best:
             yield from self._turn(1, TURN * seeded.evaluations)
 
     def _ask_single(self) -> Iterator[Sequence[MemberCandidate]]:
-        everyone = range(len(self._names))
-        others = [i for i in everyone if self._names[i] != "streaming"]
-        if "streaming" in self._names:
-            yield from self._turn(0, factor=STREAMING_EFFORT if others else 1)
+        quickest = [i for i, name in enumerate(self._names) if name.startswith(QUICKEST)]
         left: dict[int, float] = {}
-        for i in others:
+        if "streaming" in self._names:
+            yield from self._turn(0, factor=STREAMING_EFFORT)
+            left[0] = self._member(0).evaluations
+        for i in quickest:
+            if self._is_at_bound():
+                return
+            left[i] = 0
+            yield from self._turn(i)
+        start = min(quickest, key=self._rank) + 1
+        for i in range(start, start + len(SAMPLED)):
             if self._is_at_bound():
                 return
             effort = self._member(i).evaluations
             left[i] = effort - (yield from self._turn(i, SAMPLE * effort))
-        for i in sorted(others, key=self._rank):
+        for i in sorted(left, key=self._rank):
             if self._is_at_bound():
                 return
             if left[i] > 0:
                 yield from self._turn(i, left[i])
         self._has_done_enough = True
         if not self._is_at_bound():
-            yield from self._turn(min(everyone, key=self._rank), math.inf)
+            yield from self._turn(min(left, key=self._rank), math.inf)
 
     def _rank(self, i: int) -> tuple[float, int]:
         return self._least_s[i], i

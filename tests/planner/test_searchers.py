@@ -17,6 +17,7 @@ from planner.plan import SwapIn
 from planner.problem import TIE, Limit, Problem
 from planner.search.driver import search
 from planner.search.evaluation import EvaluationPool
+from planner.search.portfolio import BY_WEIGHTS, QUICKEST, SAMPLE, SAMPLED, Best
 from planner.search.registry import make
 from planner.sequence.serial import least_bytes
 from planner.simulate import MOST_INFERENCES, simulate
@@ -123,14 +124,37 @@ def test_shared_workspaces_are_refused_by_all_but_genetic(searcher: str) -> None
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_best_is_no_worse_than_any_searcher_at_its_own_effort(seed: int) -> None:
+def test_best_is_no_worse_than_its_members_at_their_own_effort(seed: int) -> None:
     problem = problem_of(seed)
     best = search(problem, seed=seed).provenance
     assert best is not None
-    for searcher in PAPERS:
+    for searcher in (QUICKEST, *SAMPLED):
         other = search(problem, searcher, seed=seed).provenance
         assert other is not None
         assert best.latency_s <= other.latency_s * TIE
+
+
+@pytest.mark.parametrize("seed", [0, 9, 11, 41])
+def test_members_plan_the_better_order_and_the_best_of_their_samples_goes_on(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_training_graph(rng)
+    profile = random_profile(rng, graph)
+    problem = Problem(graph, profile, least_bytes(graph) + 2 * PAGE, overlay=True)
+    state, sample = make("best", problem, 0), SAMPLE * make(SAMPLED[-1], problem, 0).evaluations
+    assert isinstance(state, Best)
+    least: dict[str, float] = {}
+    spent = 0
+    while spent < sample:
+        asked = state.ask()
+        costs = [state.evaluate(c, 0.0) for c in asked]
+        state.tell(asked, costs)
+        name = state.found_by(asked[0])
+        least[name] = min(least.get(name, math.inf), *(c.latency_s for c in costs), math.inf)
+        spent += len(asked) if name.startswith(SAMPLED[-1]) else 0
+    order = BY_WEIGHTS if least[QUICKEST + BY_WEIGHTS] < least[QUICKEST] else ""
+    sampled = [f"{name}{order}" for name in SAMPLED]
+    assert list(least) == [QUICKEST, QUICKEST + BY_WEIGHTS, *sampled]
+    assert state.found_by(state.ask()[0]) == min(sampled, key=lambda name: least[name])
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
