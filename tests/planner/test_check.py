@@ -1,12 +1,13 @@
 """The checker accepts a plan written by hand, and names what is wrong with every way to break it."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 import pytest
 
-from planner.check import check
+from planner.check import _Range, _Ranges, check
 from planner.errors import FingerprintMismatch, InvalidPlan
 from planner.graph import Graph, Op, Tensor
 from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
@@ -263,3 +264,19 @@ def test_a_swap_out_waits_for_the_change_before_it() -> None:
         else:
             with pytest.raises(InvalidPlan, match="does not wait for A to arrive"):
                 check(in_place_graph(), None, replace(changed_first, steps=steps))
+
+
+def test_overlapping_ranges_are_found_as_by_going_through_all() -> None:
+    rng = random.Random(0)
+    known, kept = _Ranges(), []
+    for step in range(400):
+        start = rng.randrange(60)
+        place = _Range(
+            rng.choice(("partition", "workspace")), start, start + rng.choice((0, 1, 3, 20)), str(step), (0, 0, 0)
+        )
+        assert sorted(known.overlapping(place), key=str) == sorted((r for r in kept if place.overlaps(r)), key=str)
+        if kept and rng.random() < 0.45:
+            known.remove(kept.pop(rng.randrange(len(kept))))
+        else:
+            known.add(place)
+            kept.append(place)
