@@ -1,10 +1,10 @@
 """ResNet-152 in less and less memory, from this disk and over slower links: overhead over resident, and the bound.
 
-Batch 1, one compute thread. The bound is the planner's lower bound of every plan in that memory, however it is divided,
-with op times that add up to the round's resident run, and a link of the bandwidth alone: no latency, and copies and ops
-that do not slow each other down. The disk's bandwidth is measured in the round, with large reads by two threads.
-Emulated links (`--link-bandwidth`) copy from RAM, so that this disk is not in them. A round runs resident and every
-size once; ratios are taken within a round.
+Batch 1, one compute thread, weights packed as they are served. The bound is the planner's lower bound of every plan in
+that memory, however it is divided, with op times that add up to the round's resident run, and a link of the bandwidth
+alone: no latency, and copies and ops that do not slow each other down. The disk's bandwidth is measured in the
+round, with large reads by two threads. Emulated links (`--link-bandwidth`) copy from RAM, so that this disk is not in
+them. A round runs resident and every size once; ratios are taken within a round.
 """
 
 import argparse
@@ -38,9 +38,11 @@ from runtime.cpu.backend import CpuBackend
 from runtime.cpu.executor import CpuExecutor
 from runtime.host.direct import open_direct, read_fully
 from runtime.host.pages import anonymous_memory
+from runtime.lowering import packing
 from runtime.lowering.lower import Lowered, lower
 from runtime.lowering.weights import BLOCK_BYTES
 from runtime.memory import StoreKind
+from runtime.options import Options
 from runtime.profiling.profile import resident_plan
 
 MODEL = "resnet152"
@@ -94,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = recipes(1, [MODEL])
     prepare_visibly(options.folder / "zoo", chosen, force=False, console=console)
     archive = options.folder / "zoo" / MODEL / "1" / "model.pt2"
-    lowered = lower(archive, MODEL, [1], options.folder / "lowered")
+    kernels = Options(packed=packing.unavailable() is None)  # as served
+    lowered = lower(archive, MODEL, [1], options.folder / "lowered", options=kernels)
     found = [
         _measure(lowered, name, kind, bandwidth, options.rounds, console)
         for name, kind, bandwidth in LINKS
@@ -224,8 +227,9 @@ def _sections(lowered: Lowered, found: Sequence[Found], rounds: int) -> tuple[bo
     smallest = sizes(lowered)[-1]
     held_bytes = smallest - footprint.activation_bytes
     return held, [
-        f"Batch 1, one compute thread, medians of {rounds} rounds; ratios are taken within a round. Weights have"
-        f" {parameters / _MIB:.1f} MiB, activations {footprint.activation_bytes / _MIB:.1f} MiB at their peak; the"
+        f"Batch 1, one compute thread, weights packed as they are served, medians of {rounds} rounds; ratios"
+        f" are taken within a round. Weights have {parameters / _MIB:.1f} MiB, activations"
+        f" {footprint.activation_bytes / _MIB:.1f} MiB at their peak; the"
         f" least memory that works without offloading activations is {footprint.least_bytes / _MIB:.1f} MiB. *Bound*:"
         " the planner's lower bound of every plan in that memory, with the round's resident time and the bandwidth, and"
         " nothing else that takes time. *This disk*: the file store; by large reads with two threads, the disk's"
