@@ -3,7 +3,18 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks import demo, figure8, first_start, memory, overload, parity, peers, precision, streaming
+from benchmarks import (
+    demo,
+    figure8,
+    first_start,
+    memory,
+    overload,
+    parity,
+    peers,
+    precision,
+    small_models,
+    streaming,
+)
 from benchmarks.edge import __main__ as edge
 from benchmarks.edge import fleet, links, lost_weights, text
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE
@@ -18,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("planner-speed", speed),
         ("streaming", streaming),
         ("peers", peers),
+        ("small-models", small_models),
         ("memory", memory),
         ("edge", edge),
         ("edge-links", links),
@@ -33,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("figure8", figure8),
     ):
         sys.argv[1:] = []
-        arguments = [] if run in (speed, streaming, memory, parity) else ["--record"]
+        arguments = [] if run in (speed, streaming, parity) else ["--record"]
         if run.main(arguments) not in (0, EXIT_UNAVAILABLE):
             failed.append(name)
     if failed:

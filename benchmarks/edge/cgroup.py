@@ -149,7 +149,8 @@ def running(command: Sequence[str], limit_bytes: int | None) -> Iterator[tuple[s
 def _read_libraries() -> None:
     """Have torch's libraries in the page cache, charged to this process: whoever reads a page first is charged."""
     torch = find_spec("torch")
-    assert torch is not None and torch.origin is not None
+    assert torch is not None
+    assert torch.origin is not None
     libraries = Path(torch.origin).parent.glob("lib/*.so*")
     subprocess.run(["cat", *libraries], stdout=subprocess.DEVNULL, check=True)
 
