@@ -30,7 +30,7 @@ from loadgen.client import address_of
 from loadgen.inputs import random_inputs
 from loadgen.repository import prepare_visibly, recipes
 
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
 EXIT_UNAVAILABLE = 77
 SMALL = "ranker"
 MIB = 1 << 20
