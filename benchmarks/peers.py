@@ -244,7 +244,7 @@ def _sentence(times: Times) -> str:
 
 
 def _draw(found: Mapping[tuple[str, int, int], Times], path: Path) -> None:
-    """Draw the ratios of the first batch and number of threads as bars."""
+    """Draw the ratios of the first batch and number of threads as bars, from 1 up and down."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -253,11 +253,14 @@ def _draw(found: Mapping[tuple[str, int, int], Times], path: Path) -> None:
     _, batch, threads = next(iter(found))
     shown = {n: times for (n, b, t), times in found.items() if (b, t) == (batch, threads)}
     figure, axes = pyplot.subplots(figsize=(10, 4))
-    for i, way in enumerate(WAYS):
+    ways = [way for way in WAYS if any(way in times for times in shown.values())]
+    for i, way in enumerate(ways):
         ratios = [_ratio(times, way, _base(times)) for times in shown.values()]
-        heights = [statistics.median(r) if r else 0.0 for r in ratios]
-        axes.bar([n + (i - len(WAYS) / 2 + 0.5) * 0.1 for n in range(len(shown))], heights, 0.1, label=way)
+        heights = [statistics.median(r) - 1 if r else 0.0 for r in ratios]
+        axes.bar([n + (i - len(ways) / 2 + 0.5) * 0.1 for n in range(len(shown))], heights, 0.1, 1.0, label=way)
     axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.set_yticks([0.5, 1, 2, 5, 10, 50], ["0.5", "1", "2", "5", "10", "50"])
     axes.set_xticks(range(len(shown)), list(shown))
     axes.set_ylabel("time, ONNX Runtime = 1")
     axes.set_title(f"batch {batch}, {threads} thread{'s' * (threads > 1)}")
