@@ -33,7 +33,10 @@ class ProfileWatch:
             await asyncio.sleep(INTERVAL_S)
             before_s, computed_s = computed_s, sum(self._lanes.computed_s.values())
             if computed_s - before_s <= IDLE_SHARE * INTERVAL_S:
-                await self.check()
+                try:
+                    await self.check()
+                except OSError as error:  # the cache cannot be written
+                    _log.warning("profiles are not measured again", extra={"fields": {"reason": str(error)}})
 
     async def check(self) -> None:
         """Measure and plan the models again that need it, one after the other."""
