@@ -51,6 +51,7 @@ def not_installed(what: str, error: ModuleNotFoundError) -> UnavailableModel:
 _ENTRIES = (
     ZooModel("bert_base", "text:bert_base", 109_482_240, "BERT base, 128 tokens, pooled state"),
     ZooModel("bert_large", "text:bert_large", 335_141_888, "BERT large, 128 tokens, pooled state"),
+    ZooModel("bert_short", "text:bert_short", 66_955_008, "BERT base with 6 layers (as DistilBERT), 16 tokens"),
     ZooModel("bert_small", "text:bert_small", 11_170_560, "BERT with 4 layers of 256, 64 tokens, pooled state"),
     ZooModel("gpt2", "text:gpt2", 124_439_808, "GPT-2 prefill of 64 tokens, logits of the last one"),
     ZooModel("lstm", "recurrent:lstm", 56_872_036, "12 LSTM layers of 768 over 16 tokens, classifier"),

@@ -35,6 +35,11 @@ def bert_base(seed: int) -> tuple[nn.Module, Inputs]:
     return _encoder(seed, BertConfig(attn_implementation="sdpa"), length=128)
 
 
+def bert_short(seed: int) -> tuple[nn.Module, Inputs]:
+    """Of DistilBERT's size."""
+    return _encoder(seed, BertConfig(num_hidden_layers=6, attn_implementation="sdpa"), length=16)
+
+
 def bert_large(seed: int) -> tuple[nn.Module, Inputs]:
     config = BertConfig(
         hidden_size=1024,
