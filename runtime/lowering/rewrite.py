@@ -14,7 +14,7 @@ from torch import fx
 from runtime.lowering import packing
 from runtime.lowering.allowed_ops import is_random
 from runtime.lowering.fused_ops import PLAIN
-from runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
+from runtime.lowering.fusion import ACTIVATIONS, CudnnKernels, OneDnnKernels, fuse
 from runtime.lowering.model import FxModel, same_form
 from runtime.lowering.precision import apply_options
 from runtime.lowering.recurrent import pack_lstms, split_directions, split_recurrent_layers
@@ -22,12 +22,16 @@ from runtime.options import Options
 
 aten = torch.ops.aten
 
-SPLIT_BYTES = 16 << 20
-"""A layer with a larger weight is computed in slices of its outputs, whatever the model's size."""
+SPLIT_BYTES, MOST_SLICE_BYTES = 16 << 20, 8 << 20
+"""A layer with a larger weight is computed in slices of its outputs, whatever the model's size; the largest slice."""
+PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES = 6 << 20, 4 << 20
+"""The same where weights are packed: small products take a CPU hardly longer, and less memory will do."""
 SPLIT_SHARE, LEAST_SPLIT_BYTES = 1 / 8, 1 << 20
 """So is one with a larger share of the model's weights, from this size on: a quarter of the weights must do."""
-SLICE_SHARE, LEAST_SLICE_BYTES, MOST_SLICE_BYTES = 1 / 12, 512 << 10, 8 << 20
+SLICE_SHARE, LEAST_SLICE_BYTES = 1 / 12, 512 << 10
 """Size of a slice: large enough for the link, small enough to start early."""
+_BLOCK_ROWS = 64
+"""Packed layouts hold so many outputs together, and are padded to a multiple of that."""
 _FOLDED_BYTES = 1 << 20
 """Batch norms are folded into so much of a weight at a time: float64 copies of whole weights stay in the heap."""
 HOST_TABLE_BYTES = 1 << 20
@@ -93,7 +97,7 @@ def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int
     fold_batch_norms(model)
     split_recurrent_layers(model)
     gather_on_host(model)
-    split_large_layers(model)
+    split_large_layers(model, packed=options.packed)
     undo_own_changes(model)
     apply_options(model, options)
     if options.packed:
@@ -321,15 +325,16 @@ class _Layer:
     """The op's arguments, given the operands."""
 
 
-def split_large_layers(model: FxModel) -> None:
+def split_large_layers(model: FxModel, *, packed: bool) -> None:
     """Compute layers with large weights in parts: of output features, of output channels, or of experts.
 
     Each part has its part of the weight, so that it can start, and be dropped, on its own. A weight that is stored
     as integers is multiplied by its scales part by part, too.
     """
     total = sum(w.nbytes for w in model.weights.values())
-    most = min(SPLIT_BYTES, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
-    slice_bytes = min(MOST_SLICE_BYTES, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
+    most, slice_bytes = (PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES) if packed else (SPLIT_BYTES, MOST_SLICE_BYTES)
+    most = min(most, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
+    slice_bytes = min(slice_bytes, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
     known: dict[tuple[fx.Node, int, int], fx.Node] = {}
     for node in list(model.graph.nodes):
         layer = _layer(model, node) if node.op == "call_function" and not node.kwargs else None
@@ -337,20 +342,33 @@ def split_large_layers(model: FxModel) -> None:
             continue
         count = _shape(model, layer.weight)[0]
         rows = -(-count // -(-nbytes // slice_bytes))
+        if rows > _BLOCK_ROWS:
+            rows = -(-rows // _BLOCK_ROWS) * _BLOCK_ROWS
         call: Callable[..., fx.Node] = model.graph.call_function
+        after = _activation_after(node)
         with model.graph.inserting_before(node):
             parts = []
             for start in range(0, count, rows):
+                end = min(start + rows, count)
                 own = [
-                    o if cut is None or o is None else _rows(model, known, o, cut, start, min(start + rows, count))
+                    o if cut is None or o is None else _rows(model, known, o, cut, start, end)
                     for o, cut in zip(layer.operands, layer.cuts, strict=True)
                 ]
-                parts.append(call(node.target, layer.arguments(own)))
+                part = call(node.target, layer.arguments(own))
+                part.meta = {"val": node.meta["val"].narrow(layer.joined, start, end - start)}
+                parts.append(part if after is None else call(after.target, (part, *after.args[1:]), after.kwargs))
             whole = call(aten.cat.default, (parts, layer.joined))
-        whole.meta = dict(node.meta)
-        node.replace_all_uses_with(whole)
-        model.graph.erase_node(node)
+        for replaced in [node] if after is None else [after, node]:
+            whole.meta = dict(replaced.meta)
+            replaced.replace_all_uses_with(whole)
+            model.graph.erase_node(replaced)
     model.graph.eliminate_dead_code()  # what whole weights were computed by
+
+
+def _activation_after(node: fx.Node) -> fx.Node | None:
+    """The activation function that alone reads a value, which parts can compute one by one."""
+    reader = next(iter(node.users)) if len(node.users) == 1 else None
+    return reader if reader is not None and reader.target in ACTIVATIONS else None
 
 
 def _layer(model: FxModel, node: fx.Node) -> _Layer | None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from planner.shapes import Bucket
-from runtime.lowering import fusion, packing
+from runtime.lowering import fusion, packing, rewrite
 from runtime.lowering.lower import Lowered, lower
 from runtime.options import Options
 from runtime.profiling.profile import resident_plan
@@ -111,6 +111,29 @@ def test_a_pattern_becomes_these_ops_and_computes_the_same(
     layers, expected_ops = PATTERNS[name]
     lowered = lowered_pattern(layers, tmp_path, Options(packed=True))
     assert [op.target for op in lowered.graphs[Bucket(2)].ops] == expected_ops
+    assert_the_answers_are_right(layers, lowered)
+    assert lower(
+        tmp_path / "model.pt2", "pattern", [2], tmp_path / "cache", options=Options(packed=True)
+    ).graphs == (lowered.graphs), "and the cache has the same program"
+
+
+@pytest.mark.parametrize(
+    ("name", "slices"),
+    [("conv silu", [CONV] * 8), ("strided and dilated", [CONV] * 8), ("linear gelu tanh", [LINEAR] * 2)],
+)
+def test_slices_of_a_layer_are_packed_with_the_activation_function_behind_it(
+    name: str, slices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(rewrite, "PACKED_SPLIT_BYTES", 100)
+    monkeypatch.setattr(rewrite, "MOST_PACKED_SLICE_BYTES", 100)
+    layers, _ = PATTERNS[name]
+    lowered = lowered_pattern(layers, tmp_path, Options(packed=True))
+    assert [op.target for op in lowered.graphs[Bucket(2)].ops] == [*slices, "aten.cat.default"]
+    assert_the_answers_are_right(layers, lowered)
+
+
+def assert_the_answers_are_right(layers: Layers, lowered: Lowered) -> None:
     x = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = layers.eval()(x.clone())
@@ -120,6 +143,3 @@ def test_a_pattern_becomes_these_ops_and_computes_the_same(
             answers += bench.executor.run(bench.program(plan), [x.clone()]).outputs
     torch.testing.assert_close(answers[0], expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
     assert torch.equal(*answers), "the same bits at every budget"
-    assert lower(
-        tmp_path / "model.pt2", "pattern", [2], tmp_path / "cache", options=Options(packed=True)
-    ).graphs == (lowered.graphs), "and the cache has the same program"
