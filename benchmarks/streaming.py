@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = _sections(rows, options)
     if options.record:
         title = "Streamed against resident, predicted against measured"
-        sections = [record("streaming", title, "benchmarks.streaming", sections).read_text()]
+        sections = [record(options.record_as, title, "benchmarks.streaming", sections).read_text()]
     print("\n".join(sections))
     return 0
 
@@ -268,6 +268,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES), help="(default: %(default)s)")
     parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="(default: yes)")
+    parser.add_argument(
+        "--record-as", default="streaming", metavar="NAME", help="(default: docs/results/%(default)s.md)"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: %(default)s)")
     parser.add_argument("--verify-reads", action="store_true", help="compare all reads with checksums")
