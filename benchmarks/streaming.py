@@ -269,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES), help="(default: %(default)s)")
     parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="(default: yes)")
     parser.add_argument(
-        "--record-as", default="streaming", metavar="NAME", help="(default: docs/results/%(default)s.md)"
+        "--record-as", default="streaming", metavar="NAME", help="(default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: %(default)s)")
