@@ -173,13 +173,11 @@ def _something_changes(start: fx.Node, end: fx.Node) -> bool:
 
 
 def _is_image_convolution(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return (
-        node.target is aten.conv2d.default
-        and not node.kwargs
-        and isinstance(value, torch.Tensor)
-        and value.dim() == 4
-    )
+    """Whether a node is a convolution of a batch of images."""
+    if node.target is not aten.conv2d.default or node.kwargs:
+        return False
+    image = node.args[0].meta.get("val")  # type: ignore[union-attr]
+    return isinstance(image, torch.Tensor) and image.dim() == 4
 
 
 def _window(conv: fx.Node) -> list[Any]:

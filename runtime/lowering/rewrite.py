@@ -349,13 +349,11 @@ def split_large_layers(model: FxModel, *, packed: bool) -> None:
         with model.graph.inserting_before(node):
             parts = []
             for start in range(0, count, rows):
-                end = min(start + rows, count)
                 own = [
-                    o if cut is None or o is None else _rows(model, known, o, cut, start, end)
+                    o if cut is None or o is None else _rows(model, known, o, cut, start, min(start + rows, count))
                     for o, cut in zip(layer.operands, layer.cuts, strict=True)
                 ]
                 part = call(node.target, layer.arguments(own))
-                part.meta = {"val": node.meta["val"].narrow(layer.joined, start, end - start)}
                 parts.append(part if after is None else call(after.target, (part, *after.args[1:]), after.kwargs))
             whole = call(aten.cat.default, (parts, layer.joined))
         for replaced in [node] if after is None else [after, node]:
