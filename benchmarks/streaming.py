@@ -2,7 +2,7 @@
 
 Three models at 25 % and 50 % of their weights, from both stores, each next to its own resident run, to the same plan
 with every copy waited for, and to the bound.
-Everything of a model's share runs in turn in one process, so that ratios hold on a machine whose speed drifts.
+All shares of a model run in turn in one process, so that ratios hold on a machine whose speed drifts.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -59,10 +60,11 @@ class Row:
     streamed_s: float
     fastest_s: float
     slowest_s: float
+    over_resident: float
+    """The median of the rounds' ratios."""
     serial_s: float
     link_bytes: int
     copy_bytes_per_s: float
-    gap: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lowered = lower(archive, recipe.name, [1], options.folder / "lowered", options=kernels)
         for kind in options.stores:
             store = open_store(kind, lowered.weights_path, lowered.manifest, verify_reads=options.verify_reads)
-            rows += [_measure(lowered, store, share, options, console.print) for share in options.shares]
+            rows += _measure(lowered, store, options, console.print)
             store.close()
     sections = _sections(rows, options)
     if options.record:
@@ -89,48 +91,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(
-    lowered: Lowered, store: Store, share: float, options: argparse.Namespace, say: Callable[[str], None]
-) -> Row:
-    """Profile and plan, and run in turns: resident, streamed, serial."""
+def _measure(lowered: Lowered, store: Store, options: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
+    """Profile once, plan every share, and run in turns: resident, and each share streamed and serial."""
     graph, resident = lowered.graphs[Bucket(1)], resident_plan(lowered.graphs[Bucket(1)])
     weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
-    budget = int(weights * share) // 4096 * 4096
-    say(f"{lowered.name}: {store.kind} store, {share:.0%}: profiling")
+    say(f"{lowered.name}: {store.kind} store: profiling")
     backend = CpuBackend()
     profile = backend.measure(lowered, store, None, lambda text: None)[1][Bucket(1)]
-    partition, workspace = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
-    plan = search(Problem(graph, profile, partition, workspace))
-    room = plan.partition_bytes + plan.workspace_bytes
-    beside = -(-resident.workspace_bytes // BLOCK_BYTES) * BLOCK_BYTES  # O_DIRECT reads to whole blocks
-    with CpuArena(room + beside + resident.partition_bytes) as arena, CpuExecutor() as executor:
-        streamed = backend.build(lowered, plan, profile, arena, Bases(plan.workspace_bytes, 0), store)
-        whole = backend.build(lowered, resident, None, arena, Bases(room + beside, room), store)
+    plans = []
+    for share in options.shares:
+        budget = int(weights * share) // 4096 * 4096
+        partition, workspace = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
+        plans.append(search(Problem(graph, profile, partition, workspace)))
+    *starts, end = accumulate((_blocks(p.workspace_bytes) + p.partition_bytes for p in plans), initial=0)
+    size = end + _blocks(resident.workspace_bytes) + resident.partition_bytes
+    with CpuArena(size) as arena, CpuExecutor() as executor:
+
+        def build(plan: Plan, start: int) -> Program:
+            bases = Bases(start + _blocks(plan.workspace_bytes), start)
+            return backend.build(lowered, plan, profile if plan is not resident else None, arena, bases, store)
+
+        whole = _Runs(lowered, resident, build(resident, end), executor)
+        runs = [_Runs(lowered, p, build(p, start), executor) for p, start in zip(plans, starts, strict=True)]
         if options.traces is not None:
-            _write_traces(lowered, store, share, plan, profile, streamed, executor, options.traces, say)
-        runs = _Runs(lowered, profile, plan, streamed, whole, executor)
+            for share, run in zip(options.shares, runs, strict=True):
+                _write_traces(run, store, share, profile, options.traces, say)
         for _ in range(options.rounds):
-            runs.once()
-    row = runs.row(store.kind, share)
-    shown = ((row.streamed_s, "streamed"), (row.predicted_s, "predicted"), (row.resident_s, "resident"))
-    say("  " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name in shown))
-    return row
+            for run in (whole, *runs):
+                run.once()
+    rows = [r.row(store.kind, s, profile, whole) for s, r in zip(options.shares, runs, strict=True)]
+    for row in rows:
+        shown = ((row.streamed_s, "streamed"), (row.predicted_s, "predicted"), (row.resident_s, "resident"))
+        say(f"  {row.share:.0%}: " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name in shown))
+    return rows
+
+
+def _blocks(nbytes: int) -> int:
+    """Round up to whole blocks, which O_DIRECT reads."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _write_traces(
-    lowered: Lowered,
-    store: Store,
-    share: float,
-    plan: Plan,
-    profile: Profile,
-    program: Program,
-    executor: CpuExecutor,
-    folder: Path,
-    say: Callable[[str], None],
+    run: "_Runs", store: Store, share: float, profile: Profile, folder: Path, say: Callable[[str], None]
 ) -> None:
     """The predicted timeline, and a measured one, in which each op runs alone."""
-    executor.load(program)
-    measured = executor.run(program, lowered.examples(Bucket(1)), traced=True).timeline
+    lowered, plan = run.lowered, run.plan
+    measured = run.executor.run(run.program, lowered.examples(Bucket(1)), traced=True).timeline
     assert measured is not None
     graph = lowered.graphs[Bucket(1)]
     timelines = {"predicted": simulate(graph, plan, profile), "measured": measured}
@@ -141,58 +147,48 @@ def _write_traces(
 
 
 class _Runs:
-    """The times of one model's programs, after one run of each."""
+    """A program, and the seconds that its runs took, after a first one."""
 
-    def __init__(
-        self,
-        lowered: Lowered,
-        profile: Profile,
-        plan: Plan,
-        streamed: Program,
-        whole: Program,
-        executor: CpuExecutor,
-    ) -> None:
-        self._lowered, self._profile, self._plan, self._executor = lowered, profile, plan, executor
-        self._streaming, self._whole = streamed, whole
-        self._resident: list[float] = []
-        self._streamed: list[float] = []
+    def __init__(self, lowered: Lowered, plan: Plan, program: Program, executor: CpuExecutor) -> None:
+        self.lowered, self.plan, self.program, self.executor = lowered, plan, program, executor
+        self.seconds: list[float] = []
         self._serial: list[float] = []
         self._copying: list[float] = []
-        for program in (whole, streamed):
-            executor.load(program)
-            self._run(program)
+        executor.load(program)
+        self._run(program)
 
     def once(self) -> None:
-        """Run resident, streamed and serial once each."""
-        self._resident.append(self._run(self._whole))
-        before = self._executor.swap_busy_s
-        self._streamed.append(self._run(self._streaming))
-        self._copying.append(self._executor.swap_busy_s - before)
-        self._serial.append(self._run(serialised(self._streaming)))
+        """Run twice, the second run counts: the first fills the caches. If anything is copied, run serially, too."""
+        self._run(self.program)
+        before = self.executor.swap_busy_s
+        self.seconds.append(self._run(self.program))
+        self._copying.append(self.executor.swap_busy_s - before)
+        if self.program.link_bytes:
+            self._serial.append(self._run(serialised(self.program)))
 
     def _run(self, program: Program) -> float:
-        latency_s = self._executor.run(program, self._lowered.examples(Bucket(1))).latency_s
-        self._executor.settle()
+        latency_s = self.executor.run(program, self.lowered.examples(Bucket(1))).latency_s
+        self.executor.settle()
         return latency_s
 
-    def row(self, kind: StoreKind, share: float) -> Row:
-        found, link_bytes = self._plan.provenance, self._streaming.link_bytes
+    def row(self, kind: StoreKind, share: float, profile: Profile, resident: "_Runs") -> Row:
+        found, link_bytes = self.plan.provenance, self.program.link_bytes
         assert found is not None
         return Row(
-            model=self._lowered.name,
+            model=self.lowered.name,
             store=kind,
             share=share,
-            resident_s=statistics.median(self._resident),
-            profiled_s=self._profile.compute_s,
+            resident_s=statistics.median(resident.seconds),
+            profiled_s=profile.compute_s,
             bound_s=found.bound_s,
             predicted_s=found.latency_s,
-            streamed_s=statistics.median(self._streamed),
-            fastest_s=min(self._streamed),
-            slowest_s=max(self._streamed),
-            serial_s=statistics.median(self._serial),
+            streamed_s=statistics.median(self.seconds),
+            fastest_s=min(self.seconds),
+            slowest_s=max(self.seconds),
+            over_resident=statistics.median(a / b for a, b in zip(self.seconds, resident.seconds, strict=True)),
+            serial_s=statistics.median(self._serial or self.seconds),
             link_bytes=link_bytes,
             copy_bytes_per_s=link_bytes / statistics.median(self._copying) if link_bytes else 0.0,
-            gap=found.gap,
         )
 
 
@@ -241,7 +237,7 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
             f"{r.predicted_s * 1e3:.1f}",
             f"{r.streamed_s * 1e3:.1f} ({r.fastest_s * 1e3:.1f}-{r.slowest_s * 1e3:.1f})",
             f"{r.predicted_s / r.streamed_s:.3f}",
-            f"{r.streamed_s / r.resident_s:.3f}",
+            f"{r.over_resident:.3f}",
             f"{r.predicted_s / r.profiled_s:.3f}",
             f"{r.serial_s * 1e3:.1f}",
             f"{r.serial_s / r.streamed_s:.2f}",
@@ -252,8 +248,9 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     ]
     return [
         f"Batch 1, {options.threads} compute thread(s), weights packed as they are served, medians of {options.rounds}"
-        " rounds; a round runs resident, streamed and serial once each. *Bound* and *predicted* come from a profile"
-        " taken just before. *Serial* is the streamed plan with every copy waited for before the next step."
+        " rounds; a round runs a model resident and in all its shares, each twice, and counts the second run. *Bound*"
+        " and *predicted* come from a profile taken just before. *Serial* is the streamed plan with every copy waited"
+        " for before the next step."
         " The share is of all weights, embedding tables included; these stay in the host store at every budget."
         " Partition and workspace together are the share.\n",
         markdown_table(header, cells),
@@ -268,9 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES), help="(default: %(default)s)")
     parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="(default: yes)")
-    parser.add_argument(
-        "--record-as", default="streaming", metavar="NAME", help="(default: %(default)s)"
-    )
+    parser.add_argument("--record-as", default="streaming", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: %(default)s)")
     parser.add_argument("--verify-reads", action="store_true", help="compare all reads with checksums")
