@@ -7,9 +7,12 @@ says that some subset of an op's parameters takes s pages."""
 from dataclasses import dataclass
 from functools import cached_property
 
+from msgspec.structs import replace
+
 from planner.errors import InfeasibleBudget, format_bytes
 from planner.graph import Graph
 from planner.layout.placement import ActivationLayout, ByteRange, joined, place_activations
+from planner.order import by_parameters, has_reuse
 
 PAGE_BYTES = 4096
 
@@ -43,6 +46,14 @@ class Footprint:
         """The footprint of a graph whose activations are offloaded to fit a zone of so many bytes."""
         busy = ((0, zone_bytes),) if zone_bytes else ()
         return Footprint(graph, ActivationLayout({}, {}, (busy,) * max(len(graph.ops), 1)), False, True)
+
+    @cached_property
+    def by_parameters(self) -> "tuple[Footprint, tuple[int, ...]] | None":
+        """The same with ops that read the same parameters together, and that order; None if no ops share any."""
+        if self.offloads or not has_reuse(self.graph):
+            return None
+        order = by_parameters(self.graph)
+        return Footprint.of(replace(self.graph, ops=tuple(self.graph.ops[k] for k in order)), self.overlay), order
 
     @property
     def activation_bytes(self) -> int:

@@ -1,7 +1,11 @@
 """Latency as a function of the partition's size, from quick plans."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
+from planner.errors import InfeasibleBudget
 from planner.layout.feasible import PAGE_BYTES, Footprint
 from planner.offloading import searcher as offloading
 from planner.problem import Problem
@@ -23,10 +27,19 @@ Estimates = dict[tuple[str, bool, str, int, int], float]
 
 
 def estimate_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
-    """Latency of a quick plan; a search finds at least as good a one. Raises InfeasibleBudget."""
+    """Latency of a quick plan, in the better of two orders of the ops; a search finds at least as good a one.
+
+    Raises InfeasibleBudget.
+    """
     if footprint.offloads:
         return offloading.first_latency_s(Problem(footprint.graph, profile, partition_bytes, workspace_bytes))
-    return streaming.first_latency_s(footprint, profile, partition_bytes, workspace_bytes)
+    latency_s = streaming.first_latency_s(footprint, profile, partition_bytes, workspace_bytes)
+    if footprint.by_parameters is not None:
+        other, order = footprint.by_parameters
+        profile = replace(profile, op_seconds=tuple(profile.op_seconds[k] for k in order))
+        with suppress(InfeasibleBudget):
+            latency_s = min(latency_s, streaming.first_latency_s(other, profile, partition_bytes, workspace_bytes))
+    return latency_s
 
 
 def latency_curve(

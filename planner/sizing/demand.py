@@ -61,9 +61,15 @@ def _leanest(footprint: Footprint) -> Footprint:
 
 
 def workspaces(demands: Sequence[Demand], memory: int) -> list[int]:
-    """Workspace sizes worth trying: from the activations alone to the least that needs no partition, and larger."""
-    activations = max(d.activation_bytes for d in demands)
-    largest_window = max(d.least_bytes for d in demands) - activations
-    sizes = {activations + page_aligned(int(largest_window * f)) for f in WINDOWS}
-    sizes.add(max(d.least_bytes for d in demands))
+    """Workspace sizes worth trying: from the activations alone to the least that needs no partition, and larger.
+
+    Ops that share parameters may need them once if they run together, which takes more activations.
+    """
+    own = [f for d in demands for f in d.footprints.values()]
+    sizes: set[int] = set()
+    for footprints in (own, [f if f.by_parameters is None else f.by_parameters[0] for f in own]):
+        activations = max(f.activation_bytes for f in footprints)
+        largest = max(f.least_bytes for f in footprints)
+        sizes.update(activations + page_aligned(int((largest - activations) * f)) for f in WINDOWS)
+        sizes.add(largest)
     return sorted(s for s in sizes if s <= memory)

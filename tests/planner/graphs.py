@@ -3,7 +3,9 @@
 import random
 from collections.abc import Sequence
 
-from planner.graph import Graph, Op, Tensor
+from msgspec import structs
+
+from planner.graph import Graph, Op, Tensor, TensorKind
 from planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn
 from planner.profile import Link, Profile
 
@@ -160,14 +162,16 @@ def _graph(name: str, batch: int, tensors: Sequence[Tensor], ops: Sequence[Op], 
     return graph
 
 
-def unrolled_training(layers: int, steps: int, weight_bytes: int) -> Graph:
-    """A recurrent network's step, time step by time step: each layer's weights are read in all of them."""
-    tensors = [Tensor(f"W{i}", weight_bytes, "state", PAGE) for i in range(layers)]
+def unrolled(
+    layers: int, steps: int, weight_bytes: int, state_bytes: int = PAGE, kind: TensorKind = "parameter"
+) -> Graph:
+    """A recurrent network, time step by time step: each layer's weights are read in all of them."""
+    tensors = [Tensor(f"W{i}", weight_bytes, kind, PAGE) for i in range(layers)]
     tensors += [Tensor(f"X{t}", 64, "input") for t in range(steps)]
     ops: list[Op] = []
 
     def run(name: str, *reads: int) -> int:
-        tensors.append(Tensor(name, 64, "activation"))
+        tensors.append(Tensor(name, state_bytes, "activation"))
         ops.append(Op(name, "any", reads, (len(tensors) - 1,)))
         return len(tensors) - 1
 
@@ -177,5 +181,11 @@ def unrolled_training(layers: int, steps: int, weight_bytes: int) -> Graph:
         for i in range(layers):
             before = [hidden[i]] if i in hidden else []
             below = hidden[i] = run(f"h{i}.{t}", i, below, *before)
-    ops += [Op(f"update{i}", "any", (i, hidden[layers - 1]), (), 0, (i,)) for i in range(layers)]
     return _graph("unrolled", 1, tensors, ops, (hidden[layers - 1],))
+
+
+def unrolled_training(layers: int, steps: int, weight_bytes: int) -> Graph:
+    """A recurrent network's step, which also changes the weights."""
+    graph = unrolled(layers, steps, weight_bytes, 64, "state")
+    updates = tuple(Op(f"update{i}", "any", (i, *graph.outputs), (), 0, (i,)) for i in range(layers))
+    return structs.replace(graph, ops=(*graph.ops, *updates))

@@ -10,13 +10,14 @@ from msgspec import structs
 from planner.check import check
 from planner.errors import InfeasibleBudget
 from planner.library import Library
+from planner.plan import SwapIn
 from planner.problem import Limit, Problem
 from planner.search.driver import search
 from planner.shapes import Bucket
 from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, Room
 from planner.sizing.division import deploy, divide
 from planner.sizing.fitting import fit, least_bytes, plan_model, split_budget
-from tests.planner.graphs import PAGE, chain, profile_of
+from tests.planner.graphs import PAGE, chain, profile_of, unrolled
 
 
 def model(name: str, pages: list[int], rate_per_s: float = 1.0, batches: tuple[int, ...] = (1, 4)) -> ModelDemand:
@@ -150,6 +151,21 @@ def test_budget_is_split_where_latency_is_least() -> None:
         return plan.provenance.latency_s
 
     assert latency_s(workspace // PAGE) <= min(latency_s(pages) for pages in (8, 10, 12, 14, 16)) * 1.1
+
+
+@pytest.mark.parametrize("pages", [24, 32, 40])
+def test_a_recurrent_network_gets_the_workspace_in_which_it_needs_each_weight_once(pages: int) -> None:
+    """Of 32 pages of weights; time steps then run layer by layer, with the states of all steps of a layer in memory."""
+    graph = unrolled(4, 12, 8 * PAGE)
+    profile = profile_of(graph, 1.0, bandwidth=PAGE / 1.0)
+    demand = ModelDemand("recurrent", {Bucket(1): graph}, {Bucket(1): profile})
+    rooms = [split_budget(demand.graphs, demand.profiles, pages * PAGE)]
+    division = divide([demand], pages * PAGE)
+    rooms.append((division.partition_bytes[0], division.workspace_bytes))
+    for partition, workspace in rooms:
+        plan = search(Problem(graph, profile, partition, workspace), limit=Limit(evaluations=200))
+        copied = [step.tensor for step in plan.steps if isinstance(step, SwapIn)]
+        assert len(copied) <= 4
 
 
 def test_least_budget_of_a_model_is_exact() -> None:
