@@ -14,6 +14,7 @@ from planner.arrays import Ints
 from planner.bounds.relaxation import relax
 from planner.errors import UnsupportedProblem
 from planner.layout.feasible import PAGE_BYTES, Footprint
+from planner.order import has_reuse
 from planner.plan import Placement, Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
@@ -121,8 +122,10 @@ class Streaming:
         return [(self.views[c.order].order, self._decisions(c)) for c in self._best(CHAINS)]
 
     def first(self) -> StreamingCandidate:
-        """Return a candidate quickly, without other orders of the ops."""
-        return next(self._guesses(0))
+        """Return a candidate quickly, without other orders of the ops unless some share parameters."""
+        orders = len(self.views) if has_reuse(self.problem.graph) else 1
+        candidates = [next(self._guesses(i)) for i in range(orders)]
+        return min(candidates, key=lambda c: self.evaluate(c, 0.0).latency_s) if orders > 1 else candidates[0]
 
     def _ask(self) -> Iterator[Sequence[StreamingCandidate]]:
         first = self.first()
