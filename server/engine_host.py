@@ -203,10 +203,6 @@ class Engine:
         busy_s = {**self._lanes.computed_s, **use.lane_busy_s}
         return EngineReport(models, msgspec.structs.replace(use, lane_busy_s=busy_s))
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others to be answered; False after a timeout."""
-        return await self._lanes.drain(timeout_s)
-
     async def stop(self) -> bool:
         """Refuse unanswered requests and release the device; False if a thread is still busy."""
         self._stopping = True

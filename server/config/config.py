@@ -324,11 +324,6 @@ class ServeConfig:
     )
 
     @property
-    def host(self) -> str:
-        """The first address to listen on."""
-        return self.hosts[0]
-
-    @property
     def is_loopback(self) -> bool:
         """Whether every address to listen on belongs to this machine alone."""
         return LOOPBACK.issuperset(self.hosts)

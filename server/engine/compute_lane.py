@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from server.engine.device_thread import BackgroundWork, DeviceThread, Executed, LoadedModel, PendingWork
@@ -179,10 +180,15 @@ class ComputeLane:
         """
         newest = self._current.get(model) if older_only else None
 
-        def is_idle() -> bool:
-            return not any(t.request.model == model and t.generation != newest for t in self._waiting)
+        def is_busy() -> bool:
+            return any(t.request.model == model and t.generation != newest for t in self._waiting)
 
-        if not await self._wait_until(is_idle, timeout_s):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while is_busy():
+                    self._answered.clear()
+                    await self._answered.wait()
+        if is_busy():
             if newest is not None:
                 self._drop_older(model)
             return False
@@ -195,26 +201,6 @@ class ComputeLane:
             older = self._scheduler.drop_older(model)
         for ticket in older:
             self.refused(ticket, ModelNotFound(*model, reason="replaced"), "OTHER")
-
-    def refuse(self) -> None:
-        """Refuse new requests from now on."""
-        self._draining = True
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others to be answered; False after a timeout."""
-        self.refuse()
-        return await self._wait_until(lambda: not self._waiting, timeout_s)
-
-    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a condition that only changes when a request is answered; False after a timeout."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not condition():
-                    self._answered.clear()
-                    await self._answered.wait()
-        except TimeoutError:
-            return condition()
-        return True
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Refuse unanswered requests and end the thread; False if it is still busy after `timeout_s`."""

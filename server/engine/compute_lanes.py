@@ -33,9 +33,6 @@ class ComputeLanes:
         self._on_lost = on_lost
         self._lane_of: dict[ModelKey, ComputeLane] = {}
 
-    def __len__(self) -> int:
-        return len(self._lanes)
-
     def __getitem__(self, lane: int) -> ComputeLane:
         return self._lanes[lane]
 
@@ -99,12 +96,6 @@ class ComputeLanes:
     def finish(self, model: ModelKey, timeout_s: float, older_only: bool = False) -> Coroutine[Any, Any, bool]:
         """Wait until a model's requests are answered. See `ComputeLane.finish`."""
         return self._of(model).finish(model, timeout_s, older_only)
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others to be answered; False after a timeout."""
-        for lane in self._lanes:
-            lane.refuse()
-        return all(await asyncio.gather(*(lane.drain(timeout_s) for lane in self._lanes)))
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Refuse unanswered requests and end the threads; False if one is still busy after `timeout_s`."""

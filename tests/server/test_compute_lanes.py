@@ -147,22 +147,6 @@ async def test_a_single_lane_has_no_number() -> None:
 # The end.
 
 
-async def test_draining_refuses_on_every_lane_and_waits_for_every_answer() -> None:
-    async with both_busy() as (lanes, gates, answers):
-        draining = asyncio.create_task(lanes.drain(20))
-        await asyncio.sleep(0)
-        assert lanes.draining
-        for model in "ab":
-            with pytest.raises(ShuttingDown):
-                await lanes.infer(request(model))
-        gates[0].open.set()
-        await answers[0]
-        assert not draining.done()
-        gates[1].open.set()
-        assert await draining
-        assert answers[1].done()
-
-
 async def test_a_lane_that_does_not_end_is_reported() -> None:
     slow, gate = gated("slow")
     async with lanes_of({1: (slow,)}) as lanes:
