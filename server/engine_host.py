@@ -194,10 +194,9 @@ class Engine:
 
     def report(self) -> EngineReport:
         models = {
-            key: ModelCounters(
-                statistics, self._lanes.pending(key), self._lanes.correction(key), dict(servable.captures)
-            )
+            key: ModelCounters(statistics, lane.pending(key), lane.correction(key), dict(servable.captures))
             for key, servable, statistics in self.registry.ready()
+            for lane in [self._lanes.of(key)]
         }
         use = DeviceUse() if self._loaded is None else self._loaded.use()
         busy_s = {**self._lanes.computed_s, **use.lane_busy_s}

@@ -46,22 +46,15 @@ class ComputeLane:
         self._on_lost = on_lost
         self._current: dict[ModelKey, int] = {}
         """The generation of each model that new requests are for."""
-        self._lost: str | None = None
+        self.lost: str | None = None
+        """Why nothing can be executed any more, or None while the device works."""
         self._waiting: dict[Ticket, asyncio.Future[tuple[InferResult, float]]] = {}
         """Each request's result, and when its execution ended. Cancelled requests stay until they were executed."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
-        self._draining = False
+        self.draining = False
+        """Whether new requests are refused."""
         self._answered = asyncio.Event()
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
-    @property
-    def lost(self) -> str | None:
-        """Why nothing can be executed any more, or None while the device works."""
-        return self._lost
 
     @property
     def computed_s(self) -> float:
@@ -204,7 +197,7 @@ class ComputeLane:
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Refuse unanswered requests and end the thread; False if it is still busy after `timeout_s`."""
-        self._draining = True
+        self.draining = True
         with self._device.changed:
             self._scheduler.clear()
             self._device.stopped = True
@@ -222,10 +215,10 @@ class ComputeLane:
         return not self._device.is_running
 
     def _require_running(self) -> None:
-        if self._draining:
+        if self.draining:
             raise ShuttingDown
-        if self._lost is not None:
-            raise DeviceUnavailable(self._lost)
+        if self.lost is not None:
+            raise DeviceUnavailable(self.lost)
 
     def _cancel(self, ticket: Ticket) -> None:
         """Remove a request from the queue; one that has started is executed and counted, and its result dropped."""
@@ -291,9 +284,9 @@ class ComputeLane:
 
     def device_lost(self, reason: str) -> None:
         """Refuse all requests and background work from now on."""
-        if self._lost is not None:
+        if self.lost is not None:
             return
-        self._lost = reason
+        self.lost = reason
         with self._device.changed:
             self._scheduler.clear()
             background = list(self._device.background)

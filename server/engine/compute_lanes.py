@@ -16,7 +16,7 @@ from server.scheduling.scheduler import Scheduler
 
 
 class ComputeLanes:
-    """All methods belong to the event loop's thread; see `ComputeLane` for those that are forwarded."""
+    """All methods belong to the event loop's thread."""
 
     def __init__(
         self,
@@ -56,13 +56,9 @@ class ComputeLanes:
         """When the oldest execution under way began and its prediction, in seconds; zeros if there is none."""
         return min((lane.executing for lane in self._lanes if lane.executing[0]), default=(0.0, 0.0))
 
-    def pending(self, model: ModelKey) -> int:
-        """Return how many requests wait in this model's queue."""
-        return self._of(model).pending(model)
-
-    def correction(self, model: ModelKey) -> float:
-        """Return measured over predicted time of this model's executions; 1 if it is not loaded."""
-        return self._of(model).correction(model)
+    def of(self, model: ModelKey) -> ComputeLane:
+        """Return a model's lane; for an unknown model the first lane, which raises ModelNotFound."""
+        return self._lane_of.get(model, self._lanes[0])
 
     def add(
         self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None, lane: int = 0
@@ -72,18 +68,10 @@ class ComputeLanes:
         assert self._lane_of.setdefault(servable.info.key, own) is own
         own.add(servable, statistics, policy)
 
-    def replan(self, servable: Servable) -> None:
-        """Replace the predictions after a servable's plans have changed."""
-        self._of(servable.info.key).replan(servable)
-
     def remove(self, model: ModelKey) -> None:
         """Remove a model and refuse its waiting requests."""
-        self._of(model).remove(model)
+        self.of(model).remove(model)
         self._lane_of.pop(model, None)
-
-    def hold(self, model: ModelKey, held: bool) -> None:
-        """Pause a model's dispatch while its memory changes, or resume it."""
-        self._of(model).hold(model, held)
 
     def start(self) -> None:
         for lane in self._lanes:
@@ -91,19 +79,11 @@ class ComputeLanes:
 
     def infer(self, request: InferRequest) -> Coroutine[Any, Any, InferResult]:
         """Execute a request on its model's lane. See `ComputeLane.infer`."""
-        return self._of(request.model).infer(request)
-
-    def finish(self, model: ModelKey, timeout_s: float, older_only: bool = False) -> Coroutine[Any, Any, bool]:
-        """Wait until a model's requests are answered. See `ComputeLane.finish`."""
-        return self._of(model).finish(model, timeout_s, older_only)
+        return self.of(request.model).infer(request)
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Refuse unanswered requests and end the threads; False if one is still busy after `timeout_s`."""
         return all(await asyncio.gather(*(lane.stop(timeout_s) for lane in self._lanes)))
-
-    def _of(self, model: ModelKey) -> ComputeLane:
-        """Return a model's lane; for an unknown model the first lane, which raises ModelNotFound."""
-        return self._lane_of.get(model, self._lanes[0])
 
     def _all_lost(self, reason: str) -> None:
         """Mark all lanes as lost, because they share one device."""

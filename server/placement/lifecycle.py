@@ -175,7 +175,7 @@ class Lifecycle:
         self._lanes.add(placed.servable, statistics, source.policy, placed.lane)
         self._serving[source.key] = placed
         if old is not None and old.key == source.key and old.owner in placement.memory.placed_models:
-            await self._lanes.finish(source.key, self._config.exit_timeout_s, older_only=True)
+            await self._lanes.of(source.key).finish(source.key, self._config.exit_timeout_s, older_only=True)
             await placement.release(old)
         _log.info("model loaded", extra={"fields": source.key.fields})
 
@@ -202,7 +202,7 @@ class Lifecycle:
         else:
             self._registry.unloading(old.key)
         self._serving.pop(old.key, None)
-        await self._lanes.finish(old.key, self._config.exit_timeout_s)
+        await self._lanes.of(old.key).finish(old.key, self._config.exit_timeout_s)
 
     def changed(self, placed: "PlacedModel") -> None:
         if self._serving.get(placed.key) is placed:

@@ -87,7 +87,7 @@ class ModelPlacement:
 
     async def retire(self, placed: PlacedModel, timeout_s: float) -> None:
         """Wait for a model's requests, then release its memory. The caller refuses new requests."""
-        await self._lanes.finish(placed.key, timeout_s)
+        await self._lanes[placed.lane].finish(placed.key, timeout_s)
         async with self._places:
             await self._vacate(placed, forget=True)
 
@@ -251,7 +251,8 @@ class ModelPlacement:
         partitions = self.memory.partitions
         for step in steps:
             if isinstance(step, ReleaseForMove):
-                self._lanes.hold(placed_models[step.owner].key, True)
+                placed = placed_models[step.owner]
+                self._lanes[placed.lane].hold(placed.key, True)
                 partitions.release(step.owner)
         await self._settle_lanes(
             {placed_models[step.owner].lane for step in steps if isinstance(step, ReleaseForMove)}
@@ -271,7 +272,7 @@ class ModelPlacement:
 
     async def _move(self, placed: PlacedModel, plans: Plans, programs: Programs) -> None:
         """Load a model's residents for new programs while its requests wait, then switch to these programs."""
-        self._lanes.hold(placed.key, True)
+        self._lanes[placed.lane].hold(placed.key, True)
         old = placed.servable.programs
         resident_load = self.memory.resident_load(programs, placed.lane, lambda: placed.servable.switch(programs))
         try:
@@ -283,7 +284,7 @@ class ModelPlacement:
             self._listener.lost(placed, str(error))
             return
         self._switched(placed, plans)
-        self._lanes.hold(placed.key, False)
+        self._lanes[placed.lane].hold(placed.key, False)
         await self._release_later(placed.lane, old)
 
     async def _release_later(self, lane: int, *programs: Mapping[Bucket, Program]) -> None:
@@ -294,7 +295,7 @@ class ModelPlacement:
 
     def _switched(self, placed: PlacedModel, plans: Plans) -> None:
         placed.plans = plans
-        self._lanes.replan(placed.servable)
+        self._lanes[placed.lane].replan(placed.servable)
         self._listener.changed(placed)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:

@@ -52,7 +52,7 @@ class ProfileWatch:
     def _is_doubtful(self, placed: PlacedModel) -> bool:
         if placed.owner in self._measured or placed.prepared.known.is_provisional:
             return False
-        correction = self._lanes.correction(placed.key)
+        correction = self._lanes.of(placed.key).correction(placed.key)
         noise = max(profile.noise for profile in placed.prepared.profiles.values())
         if 1 / DISAGREEING <= correction <= DISAGREEING and noise <= NOISY:
             return False

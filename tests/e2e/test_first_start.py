@@ -194,7 +194,7 @@ def test_a_profile_is_in_doubt_if_it_is_noisy_or_disagrees(correction: float, no
     placed = SimpleNamespace(owner="m.1", key=ModelKey("m", 1), prepared=prepared)
     memory, preparer = SimpleNamespace(placed_models={"m.1": placed}), SimpleNamespace(release=lambda: None)
     placement: Any = SimpleNamespace(memory=memory, preparer=preparer, improve=improve)
-    lanes: Any = SimpleNamespace(correction=lambda key: correction)
+    lanes: Any = SimpleNamespace(of=lambda key: SimpleNamespace(correction=lambda key: correction))
     asyncio.run(ProfileWatch(placement, lanes).check())
     assert improved == [placed] * doubtful
 

@@ -95,10 +95,10 @@ def infer_together(
     server: Running, name: str, requests: Sequence[NDArray[Any]]
 ) -> list[NDArray[Any] | InferenceServerException]:
     """Send requests, which are queued in this order before the first one is executed; return answers or errors."""
-    lanes = server.engine._lanes
+    lane = server.engine._lanes.of(ModelKey(name, 1))
 
     async def hold(held: bool) -> None:
-        lanes.hold(ModelKey(name, 1), held)
+        lane.hold(ModelKey(name, 1), held)
 
     def answer(x: NDArray[Any]) -> NDArray[Any] | InferenceServerException:
         try:
@@ -112,9 +112,7 @@ def infer_together(
         try:
             for x in requests:
                 answers.append(clients.submit(answer, x))
-                eventually(
-                    lambda: lanes.pending(ModelKey(name, 1)) + sum(a.done() for a in answers) == len(answers)
-                )
+                eventually(lambda: lane.pending(ModelKey(name, 1)) + sum(a.done() for a in answers) == len(answers))
         finally:
             server.on_loop(hold(False))
         return [answer.result() for answer in answers]

@@ -104,10 +104,10 @@ async def test_a_model_that_is_loaded_again_may_belong_to_another_lane() -> None
         lanes.remove(ModelKey("m", 1))
         with pytest.raises(ModelNotFound):
             await lanes.infer(request("m"))
-        assert lanes.correction(ModelKey("m", 1)) == 1.0
+        assert lanes.of(ModelKey("m", 1)).correction(ModelKey("m", 1)) == 1.0
         lanes.add(servable, ModelStatistics(), lane=1)
         await lanes.infer(request("m"))
-        assert await lanes.finish(ModelKey("m", 1), 10)
+        assert await lanes.of(ModelKey("m", 1)).finish(ModelKey("m", 1), 10)
         assert threads == [await lanes[lane].call_on_lane(threading.get_ident) for lane in range(2)]
 
 
@@ -131,7 +131,7 @@ async def test_requests_and_chores_wait_for_their_own_lane_only() -> None:
         waiting = asked(lanes, "queued")
         await asked(lanes, "other")
         thread = await lanes[1].call_on_lane(threading.get_ident)
-        assert lanes.pending(ModelKey("queued", 1)) == 1
+        assert lanes.of(ModelKey("queued", 1)).pending(ModelKey("queued", 1)) == 1
         assert queued.calls == []
         gate.open.set()
         await asyncio.gather(first, waiting)
