@@ -64,16 +64,6 @@ _LAST_MESSAGES_S = 0.2
 _log = logging.getLogger("cohabit.engine")
 
 
-class _Mark:
-    """Records in a request's shared memory that its execution has begun."""
-
-    def __init__(self, mark: np.ndarray) -> None:
-        self._mark = mark
-
-    def started(self, now_s: float, predicted_s: float) -> None:
-        self._mark[0] = (now_s, predicted_s)
-
-
 class FrontendConnection:
     """One front end: its messages, and its shared memory. Event loop's thread only."""
 
@@ -130,6 +120,11 @@ class FrontendConnection:
 
     def _request(self, message: Infer) -> InferRequest:
         shared = self._shared
+        mark = np.ndarray((1,), MARK, shared, message.mark_offset)
+
+        def started(now_s: float, predicted_s: float) -> None:
+            mark[0] = (now_s, predicted_s)
+
         return InferRequest(
             message.model,
             {t.name: np.ndarray(t.shape, t.dtype, shared, t.offset) for t in message.inputs},
@@ -139,7 +134,7 @@ class FrontendConnection:
             message.priority,
             message.timeout_s,
             message.arrived_s,
-            _Mark(np.ndarray((1,), MARK, shared, message.mark_offset)),
+            started,
             self._spans_of(message.id) if message.traced else None,
             message.sizes,
         )

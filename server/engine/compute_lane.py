@@ -140,12 +140,11 @@ class ComputeLane:
         """Call a function on the lane's thread between two executions. It should take less time than one."""
         results: list[_T] = []
 
-        class Once:
-            def advance(self) -> bool:
-                results.append(action())
-                return True
+        def once() -> bool:
+            results.append(action())
+            return True
 
-        await self.perform(Once())
+        await self.perform(once)
         return results[0]
 
     async def perform(self, background: BackgroundWork) -> None:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ from server.scheduling.scheduler import Scheduler, Work
 
 if TYPE_CHECKING:
     from runtime.recording import Follow, Recording
+    from server.engine.compute_lane import ComputeLane
 
 _log = logging.getLogger("cohabit.engine")
 
@@ -34,12 +35,9 @@ _OUT_OF_RANGE = re.compile(r"\b(index|indices)\b.*(out of range|out of bounds)")
 Outcome = InferResult | RequestError
 
 
-class BackgroundWork(Protocol):
-    """Work on the device in pieces, so that a request waits for one piece at most."""
-
-    def advance(self) -> bool:
-        """Do one piece, which should take less time than an execution; True after the last one. Lane's thread."""
-        ...
+BackgroundWork = Callable[[], bool]
+"""Does one piece of work on the device, which should take less time than an execution, so that a request waits for one
+piece at most; True after the last one. Lane's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +66,13 @@ class Executed(msgspec.Struct, frozen=True):
     """Why nothing can be executed any more, or None while the device works."""
 
 
-class Listener(Protocol):
-    """Receives events on the event loop's thread."""
-
-    def executed(self, done: Executed) -> None: ...
-    def refuse_late(self, tickets: Sequence[Ticket]) -> None: ...
-    def device_lost(self, reason: str) -> None: ...
-
-
 class DeviceThread:
     """`changed` guards the scheduler, `background` and `stopped`; after a change, the caller notifies it."""
 
     def __init__(
-        self, scheduler: Scheduler, listener: Listener, clock: Callable[[], float], prefetch: bool, lane: int = 0
+        self, scheduler: Scheduler, owner: "ComputeLane", clock: Callable[[], float], prefetch: bool, lane: int
     ) -> None:
+        """`owner` receives what happens, on the event loop's thread."""
         self.changed = threading.Condition()
         self.scheduler = scheduler
         self.background: deque[PendingWork] = deque()
@@ -94,7 +85,7 @@ class DeviceThread:
         """Seconds of computation since the start."""
         self.executing = (0.0, 0.0)
         """When the present execution began and its prediction, in seconds; zeros while there is none."""
-        self._listener = listener
+        self._owner = owner
         self._clock = clock
         self._lane = lane
         self._background_is_next = False
@@ -120,9 +111,7 @@ class DeviceThread:
                 self._step()
         except BaseException as error:  # a bug in the engine: no request may wait for ever
             _log.error("the engine has failed", exc_info=error)
-            self._call_on_loop(
-                self._listener.device_lost, f"the engine has failed: {type(error).__name__}: {error}"
-            )
+            self._call_on_loop(self._owner.device_lost, f"the engine has failed: {type(error).__name__}: {error}")
 
     def _step(self) -> None:
         """Alternate between an execution and a piece of background work; wait if there is neither."""
@@ -135,7 +124,7 @@ class DeviceThread:
                 wait_s = self.scheduler.wake_s(now_s) - now_s
                 self.changed.wait(None if wait_s == math.inf else max(wait_s, 0.0))
         if work is not None:
-            self._call_on_loop(self._listener.executed, self._work(work))
+            self._call_on_loop(self._owner.executed, self._work(work))
             self.executing = (0.0, 0.0)
         elif pending is not None:
             self._advance(pending)
@@ -144,13 +133,13 @@ class DeviceThread:
         """Take the next requests to execute, and shed those that are too late."""
         work = self.scheduler.next(now_s)
         if hopeless := self.scheduler.shed(now_s):
-            self._call_on_loop(self._listener.refuse_late, hopeless)
+            self._call_on_loop(self._owner.refuse_late, hopeless)
         return work
 
     def _advance(self, pending: PendingWork) -> None:
         error: BaseException | None = None
         try:
-            ended = pending.work.advance()
+            ended = pending.work()
         except Exception as raised:
             ended, error = True, raised
         if ended:
@@ -190,7 +179,7 @@ class DeviceThread:
         self.executing = (started_s, predicted_s)
         for ticket in tickets:
             if ticket.request.start_mark is not None:
-                ticket.request.start_mark.started(started_s, predicted_s)
+                ticket.request.start_mark(started_s, predicted_s)
         if self.prefetch:
             self._announce_next()
         try:

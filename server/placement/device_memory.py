@@ -11,12 +11,12 @@ from runtime.backend import Backend
 from runtime.binding.program import Bases, Program
 from runtime.memory import DeviceArena
 from runtime.shared_region.sharing import SharedRegion, Sharing
+from server.engine.device_thread import BackgroundWork
 from server.engine.servable import ProgramServable, describe
 from server.ipc.model import DeviceUse, ModelFootprint, ModelKey, lane_name
 from server.models.known_models import Plans
 from server.models.prepared import Prepared, warn_of_interaction, warn_of_noise, warn_of_random_ops
 from server.placement.lane_choice import least_busy
-from server.placement.loading import ResidentLoad
 from server.placement.partitions import Extent, Partitions
 from server.protocol.model_config import with_defaults
 
@@ -168,9 +168,17 @@ class PartitionedMemory:
 
     def resident_load(
         self, programs: Programs, lane: int, on_done: Callable[[], None] = lambda: None
-    ) -> ResidentLoad:
-        """Return the background work that loads a model's residents, which all buckets share."""
-        return ResidentLoad(self.executors[lane], [programs[bucket] for bucket in sorted(programs)], on_done)
+    ) -> BackgroundWork:
+        """Return the work of a lane that loads a model's residents, which all buckets share, and calls `on_done`."""
+        pieces = self.executors[lane].load_in_pieces([programs[bucket] for bucket in sorted(programs)])
+
+        def advance() -> bool:
+            is_done = next(pieces, True) is True
+            if is_done:
+                on_done()
+            return is_done
+
+        return advance
 
     def remove(self, owner: str) -> None:
         """Release a model's bytes. The lanes must no longer use it; the caller closes its store."""

@@ -280,5 +280,5 @@ def _place(loaded: Loaded, prepared: Sequence[Prepared], on_progress: OnProgress
         programs = memory.bind(owner, model, entry.plans, extent, lane)
         memory.add(owner, model, entry.plans, programs, lane)
         residents = memory.resident_load(programs, lane)
-        while not residents.advance():
+        while not residents():
             pass

@@ -1,7 +1,6 @@
 """An inference request and its response, independent of the protocol that carries them."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -24,14 +23,6 @@ class RequestedOutput(msgspec.Struct, frozen=True, eq=False):
     """Where to write it; None puts it into the answer."""
 
 
-class StartMark(Protocol):
-    """Records that a request's execution has begun, where another process can see it."""
-
-    def started(self, now_s: float, predicted_s: float) -> None:
-        """Called by the compute lane's thread, before the first op."""
-        ...
-
-
 class InferRequest(msgspec.Struct, frozen=True, eq=False):
     """A request that fits its model. `outputs` are in the model's order."""
 
@@ -46,7 +37,8 @@ class InferRequest(msgspec.Struct, frozen=True, eq=False):
     """Within which the answer must be ready, counted from the request's arrival."""
     arrived_s: float | None = None
     """When the request arrived, by `time.monotonic`; None for now."""
-    start_mark: StartMark | None = None
+    start_mark: Callable[[float, float], None] | None = None
+    """Called with the time and the prediction before the first op of its execution, by the compute lane's thread."""
     on_spans: OnSpans | None = None
     """Receives the spans of this request, if it is traced."""
     sizes: tuple[int, ...] = ()

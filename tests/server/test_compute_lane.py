@@ -142,12 +142,11 @@ async def test_a_request_that_fails_in_a_batch_fails_alone() -> None:
 async def test_the_start_of_an_execution_is_marked_with_its_prediction() -> None:
     marks: list[tuple[float, float]] = []
 
-    class Mark:
-        def started(self, now_s: float, predicted_s: float) -> None:
-            marks.append((now_s, predicted_s))
+    def mark(now_s: float, predicted_s: float) -> None:
+        marks.append((now_s, predicted_s))
 
     async with lane_of(replace(identity("m", "FP32"), predicted_s=FASTER)) as lane:
-        asked = InferRequest(ModelKey("m", 1), {"x": np.zeros((2, 4), np.float32)}, 2, (), start_mark=Mark())
+        asked = InferRequest(ModelKey("m", 1), {"x": np.zeros((2, 4), np.float32)}, 2, (), start_mark=mark)
         timing = (await lane.infer(asked)).timing
     assert marks == [(timing.started_s, FASTER[Bucket(2)])]
 
@@ -177,13 +176,13 @@ async def test_chores_are_done_a_piece_between_every_two_executions_and_go_on_wh
         await entered(gate)
         await queued(lane, "m", 4)
         background = Steps(3, servable)
-        done = asyncio.create_task(lane.perform(background))
+        done = asyncio.create_task(lane.perform(background.advance))
         await asyncio.sleep(0)
         gate.open.set()
         await asyncio.gather(done, *answers)
         assert background.executed == [1, 2, 3]
         idle = Steps(50, servable)
-        await lane.perform(idle)
+        await lane.perform(idle.advance)
         assert idle.executed == [5] * 50
         assert {await lane.call_on_lane(threading.get_ident)} == background.threads == idle.threads
 
