@@ -5,13 +5,13 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from server.config.config import ServeConfig, cache_of
 from server.engine.compute_lanes import ComputeLanes
-from server.engine.execution import Servable
 from server.errors import ConfigError, RepositoryError, RequestError, StartFailed
 from server.ipc.catalog import ModelEntry, ModelState
 from server.ipc.execution import InferResult
@@ -28,8 +28,7 @@ from server.protocol.model_config import ModelConfig
 from server.protocol.request import InferRequest
 
 if TYPE_CHECKING:
-    from server.placement.device_memory import PlacedModel
-    from server.placement.placement import ModelPlacement
+    from server.placement.loader import Loaded
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.engine")
@@ -40,41 +39,14 @@ OnProgress = Callable[[str, str], None]
 """Receives a model's name and the stage of its loading. Loader's thread."""
 
 
-class LoadedRepository(Protocol):
-    """The result of a loader."""
-
-    @property
-    def servables(self) -> Mapping[ModelKey, Servable]: ...
-    @property
-    def failures(self) -> Mapping[ModelKey, str]: ...
-    @property
-    def footprints(self) -> Mapping[ModelKey, ModelFootprint]: ...
-    @property
-    def memory_map(self) -> str: ...
-    @property
-    def placement(self) -> "ModelPlacement | None":
-        """Loads models later; None if the configuration does not allow that."""
-        ...
-
-    @property
-    def placed_models(self) -> "Mapping[ModelKey, PlacedModel]": ...
-    def use(self) -> DeviceUse:
-        """Return the use of the device's memory, and the busy time of its copy lanes. Any thread."""
-        ...
-
-    def close(self) -> None: ...
-
-
-Load = Callable[[Sequence[ModelSource], ServeConfig, OnProgress], LoadedRepository]
+Load = Callable[[Sequence[ModelSource], ServeConfig, OnProgress], "Loaded"]
 
 
 class LoadCancelled(BaseException):
     """Raised by `on_progress` when the engine stops while it loads; no `except Exception` catches it."""
 
 
-def load_repository(
-    sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress
-) -> LoadedRepository:
+def load_repository(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> "Loaded":
     """Load models. Torch is imported here, because that takes seconds and would delay the start.
 
     If models will have to be prepared, the processes for that import it at the same time.
@@ -118,7 +90,7 @@ class Engine:
             config.compute_lanes, config.queue_limit, prefetch=config.prefetch, on_lost=on_lost
         )
         self._lifecycle = Lifecycle(config, self.registry, self._lanes)
-        self._loaded: LoadedRepository | None = None
+        self._loaded: Loaded | None = None
         self._periodic: list[asyncio.Task[None]] = []
         self._stopping = False
         self.started = False
@@ -216,7 +188,9 @@ class Engine:
 
     def _wanted(self, found: Mapping[str, list[Found]]) -> dict[str, list[Found]]:
         """Return the models to load at the first start."""
-        return {name: versions for name, versions in found.items() if self._is_wanted(name)}
+        if self._config.model_control != "explicit" or "*" in self._config.load_models:
+            return dict(found)
+        return {name: versions for name, versions in found.items() if name in self._config.load_models}
 
     def _restored(self, restored: Sequence[RestoredModel]) -> dict[str, list[Found]]:
         """Find the versions again that were served before, with the configurations that clients had sent."""
@@ -246,7 +220,7 @@ class Engine:
                 self.registry.failed(entry.name, entry.version, entry.reason)
         return sources
 
-    async def _adopt(self, loaded: LoadedRepository, sources: Sequence[ModelSource]) -> None:
+    async def _adopt(self, loaded: "Loaded", sources: Sequence[ModelSource]) -> None:
         self._loaded = loaded
         failures = {source.key: await self._serve_loaded(loaded, source) for source in sources}
         failures = {key: reason for key, reason in failures.items() if reason is not None}
@@ -261,7 +235,7 @@ class Engine:
             for key in failures.keys() & placed_models.keys():
                 await loaded.placement.release(placed_models[key])
 
-    async def _serve_loaded(self, loaded: LoadedRepository, source: ModelSource) -> str | None:
+    async def _serve_loaded(self, loaded: "Loaded", source: ModelSource) -> str | None:
         """Serve a version that was loaded at the start; returns why it is not served, or None."""
         key = source.key
         if key not in loaded.servables:
@@ -274,11 +248,6 @@ class Engine:
         statistics = self.registry.loaded(servable, source, footprint)
         self._lanes.add(servable, statistics, source.policy, footprint.lane)
         return None
-
-    def _is_wanted(self, model: str) -> bool:
-        """Whether a model is loaded at the start."""
-        wanted = self._config.load_models
-        return self._config.model_control != "explicit" or "*" in wanted or model in wanted
 
     def _refuse_unknown(self, known: Collection[str]) -> None:
         for flag, names in (("--model-rate", self._config.model_rates), ("--load-model", self._config.load_models)):
@@ -293,25 +262,14 @@ def _shown(entry: ModelEntry) -> str:
 
 async def _in_daemon_thread(function: Callable[[], _T]) -> _T:
     """Run a slow function on a daemon thread, which unlike a pool's thread does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def settle(result: _T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[_T] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = function()
+            future.set_result(function())
         except BaseException as error:
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="loader", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
