@@ -205,10 +205,12 @@ class Lifecycle:
         await self._lanes.of(old.key).finish(old.key, self._config.exit_timeout_s)
 
     def changed(self, placed: "PlacedModel") -> None:
+        """Record that a model has another partition or other plans."""
         if self._serving.get(placed.key) is placed:
             self._registry.moved(placed.key, placed.footprint)
 
     def lost(self, placed: "PlacedModel", reason: str) -> None:
+        """Record that a model could not be moved and was removed."""
         if self._serving.get(placed.key) is placed:
             del self._serving[placed.key]
             self._registry.failed(*placed.key, f"it could not be moved: {reason}")

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from planner.errors import CohabitError, InfeasibleBudget, format_bytes
 from planner.shapes import Bucket
@@ -21,22 +21,13 @@ from server.placement.device_memory import PartitionedMemory, PlacedModel, Progr
 from server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
 from server.placement.partitions import Extent
 
+if TYPE_CHECKING:
+    from server.placement.lifecycle import Lifecycle
+
 _log = logging.getLogger("cohabit.placement")
 
 StopOld = Callable[[PlacedModel], Awaitable[None]]
 """Stops serving a placed model whose memory is needed for the one that replaces it."""
-
-
-class PlacementListener(Protocol):
-    """Receives changes of models that are moved to make room for others."""
-
-    def changed(self, placed: PlacedModel) -> None:
-        """Called when a model has another partition or other plans."""
-        ...
-
-    def lost(self, placed: PlacedModel, reason: str) -> None:
-        """Called when a model could not be moved and was removed."""
-        ...
 
 
 class ModelPlacement:
@@ -50,10 +41,13 @@ class ModelPlacement:
         self._places = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open(self, lanes: ComputeLanes, listener: PlacementListener) -> None:
-        """Begin, and improve the plans of the models that are placed, where they are quick ones."""
+    def open(self, lanes: ComputeLanes, lifecycle: "Lifecycle") -> None:
+        """Begin, and improve the plans of the models that are placed, where they are quick ones.
+
+        `lifecycle` is told of the models that are moved to make room for others.
+        """
         self._lanes = lanes
-        self._listener = listener
+        self._lifecycle = lifecycle
         placed_models = list(self.memory.placed_models.values())
         quick = [
             placed.key.name for placed in placed_models if not self.preparer.is_best(placed.prepared, placed.plans)
@@ -281,7 +275,7 @@ class ModelPlacement:
             self._lanes.remove(placed.key)
             await self._release_later(placed.lane, programs, old)
             await self._remove(placed)
-            self._listener.lost(placed, str(error))
+            self._lifecycle.lost(placed, str(error))
             return
         self._switched(placed, plans)
         self._lanes[placed.lane].hold(placed.key, False)
@@ -296,7 +290,7 @@ class ModelPlacement:
     def _switched(self, placed: PlacedModel, plans: Plans) -> None:
         placed.plans = plans
         self._lanes[placed.lane].replan(placed.servable)
-        self._listener.changed(placed)
+        self._lifecycle.changed(placed)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from server.errors import AlreadyRegistered, InvalidRequest, RegionNotFound, Unsupported
 
@@ -25,35 +25,11 @@ _NOT_OURS = ("sem.", "triton_python_backend_shm_region_")
 """Semaphores, and regions that belong to other servers."""
 
 
-class ClientRegion(Protocol):
-    """A registered region."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """Copy bytes out, into memory that the caller owns. Raises InvalidRequest if they are not there any more."""
-        ...
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes in. Raises InvalidRequest if there is no room for them any more."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Window:
     """Bytes of a region for a tensor, within the region as it was registered."""
 
-    region: ClientRegion
+    region: "FileRegion"
     offset: int
     nbytes: int
 
@@ -78,10 +54,7 @@ class SystemRequest:
     nbytes: int
 
 
-OpenSystem = Callable[[SystemRequest], ClientRegion]
-
-
-def no_system(request: SystemRequest) -> ClientRegion:
+def no_system(request: SystemRequest) -> NoReturn:
     """Refuse: the configuration does not allow client shared memory."""
     raise Unsupported(
         f"failed to register shared memory region '{request.name}': client shared memory is off; it is on where the"
@@ -106,9 +79,9 @@ def require_no_cuda(name: str | None) -> None:
 class Regions:
     """The registered regions of one server. Belongs to the event loop's thread."""
 
-    def __init__(self, open_system: OpenSystem = no_system) -> None:
+    def __init__(self, open_system: "Callable[[SystemRequest], FileRegion]" = no_system) -> None:
         self._open_system = open_system
-        self._regions: dict[str, ClientRegion] = {}
+        self._regions: dict[str, FileRegion] = {}
         self._uses: set[RegionUse] = set()
         self._leaving: set[str] = set()
         """Regions that were unregistered while a request used them."""
@@ -162,7 +135,7 @@ class Regions:
             for name in use.names & self._leaving:
                 self.unregister(name)
 
-    def listed(self, name: str | None = None) -> list[ClientRegion]:
+    def listed(self, name: str | None = None) -> "list[FileRegion]":
         """Return one region, or all. Raises RegionNotFound."""
         if name is None:
             return list(self._regions.values())
@@ -208,6 +181,7 @@ class FileRegion:
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, offset: int, nbytes: int) -> memoryview:
+        """Copy bytes out, into memory that the caller owns. Raises InvalidRequest if they are not there any more."""
         data = memoryview(bytearray(nbytes))
         done = 0
         while done < nbytes:
@@ -218,6 +192,7 @@ class FileRegion:
         return data
 
     def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes in. Raises InvalidRequest if there is no room for them any more."""
         if os.fstat(self._descriptor).st_size < self.offset + offset + len(data):
             raise self._shrunk(offset + len(data))
         done = 0
