@@ -5,7 +5,6 @@ A reader may see a request that is counted in part; the next read is complete.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -31,45 +30,21 @@ _RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
 """Triton's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Total:
-    """A count and a total duration."""
-
-    count: int
-    seconds: float
-
-    @property
-    def ns(self) -> int:
-        return round(self.seconds * 1e9)
-
-
 class StageTimes(msgspec.Struct):
     """Seconds by stage, summed over a number of requests or executions."""
 
     count: int = 0
     prepare_s: float = 0.0
+    """From dispatch to the first op: Triton's compute_input."""
     compute_s: float = 0.0
     output_s: float = 0.0
+    """From the existence of outputs until each request has its own: Triton's compute_output."""
 
     def add(self, count: int, prepare_s: float, compute_s: float, output_s: float) -> None:
         self.count += count
         self.prepare_s += prepare_s
         self.compute_s += compute_s
         self.output_s += output_s
-
-    @property
-    def prepare(self) -> Total:
-        """From dispatch to the first op: Triton's compute_input."""
-        return Total(self.count, self.prepare_s)
-
-    @property
-    def compute(self) -> Total:
-        return Total(self.count, self.compute_s)
-
-    @property
-    def output(self) -> Total:
-        """From the existence of outputs until each request has its own: Triton's compute_output."""
-        return Total(self.count, self.output_s)
 
 
 def _seconds() -> Histogram:
@@ -103,18 +78,6 @@ class ModelStatistics(msgspec.Struct):
         default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     )
     rejections: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
-
-    @property
-    def success(self) -> Total:
-        return Total(self.answered.count, self.success_s)
-
-    @property
-    def fail(self) -> Total:
-        return Total(self.failed_count, self.failed_s)
-
-    @property
-    def queue(self) -> Total:
-        return Total(self.answered.count, self.queue_s)
 
     def executed(
         self,

@@ -6,10 +6,10 @@ from typing import Any
 
 from planner.shapes import Bucket
 from server.ipc.catalog import ModelEntry
+from server.ipc.histogram import Histogram
+from server.ipc.model import ModelFootprint
 from server.ipc.statistics import ModelCounters, ModelStatistics
-from server.observe.prometheus import Family, Kind, Sample, Value
-
-Read = Callable[["ReadyModel"], Iterable[Sample]]
+from server.observe.prometheus import Family, Kind, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Metric:
     name: str
     kind: Kind
     help: str
-    read: Read
+    read: Callable[[ReadyModel], Iterable[Sample]]
 
 
 def families_of(views: Sequence[ReadyModel], requested: Sequence[ModelEntry]) -> Iterator[Family]:
@@ -51,28 +51,34 @@ def _identity(entry: ModelEntry) -> dict[str, str]:
     return {"model": entry.name, "version": "" if entry.version is None else str(entry.version)}
 
 
-def _one(name: str, kind: Kind, text: str, value: Callable[[ReadyModel], Value]) -> _Metric:
-    return _Metric(name, kind, text, lambda view: [({}, value(view))])
+def _counter(name: str, text: str, value: Callable[[ModelStatistics], float]) -> _Metric:
+    return _Metric(name, "counter", text, lambda view: [({}, value(view.report.statistics))])
 
 
-def _counted(name: str, text: str, value: Callable[[ModelStatistics], float]) -> _Metric:
-    return _one(name, "counter", text, lambda view: value(view.report.statistics))
+def _microseconds(name: str, text: str, seconds: Callable[[ModelStatistics], float]) -> _Metric:
+    return _counter(name, text, lambda s: round(seconds(s) * 1e9) // 1000)
 
 
-def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Value]) -> _Metric:
-    return _one(name, "histogram", text, lambda view: value(view.report.statistics))
+def _by_reason(name: str, text: str, counts: Callable[[ModelStatistics], Mapping[Any, int]]) -> _Metric:
+    def read(view: ReadyModel) -> Iterable[Sample]:
+        return [({"reason": reason}, count) for reason, count in counts(view.report.statistics).items()]
+
+    return _Metric(name, "counter", text, read)
 
 
-def _gauge(name: str, text: str, value: Callable[[ReadyModel], float]) -> _Metric:
-    return _one(name, "gauge", text, value)
+def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Histogram]) -> _Metric:
+    return _Metric(name, "histogram", text, lambda view: [({}, value(view.report.statistics))])
 
 
-def _by_reason(counts: Callable[[ModelStatistics], Mapping[Any, int]]) -> Read:
-    return lambda view: [({"reason": reason}, n) for reason, n in counts(view.report.statistics).items()]
+def _footprint(name: str, text: str, value: Callable[[ModelFootprint], float]) -> _Metric:
+    return _Metric(name, "gauge", text, lambda view: [({}, value(view.entry.footprint))])
 
 
-def _by_bucket(seconds: Callable[[ModelEntry], Mapping[Bucket, float]]) -> Read:
-    return lambda view: [(_labels(bucket), value) for bucket, value in sorted(seconds(view.entry).items())]
+def _by_bucket(name: str, text: str, values: Callable[[ModelFootprint], Mapping[Bucket, float]]) -> _Metric:
+    def read(view: ReadyModel) -> Iterable[Sample]:
+        return [(_labels(bucket), value) for bucket, value in sorted(values(view.entry.footprint).items())]
+
+    return _Metric(name, "gauge", text, read)
 
 
 def _labels(bucket: Bucket) -> dict[str, str]:
@@ -81,57 +87,53 @@ def _labels(bucket: Bucket) -> dict[str, str]:
     return {"batch": str(bucket.batch), **sizes}
 
 
-def _resident_share(entry: ModelEntry) -> float:
-    footprint = entry.footprint
+def _resident_share(footprint: ModelFootprint) -> float:
     return footprint.resident_bytes / footprint.parameter_bytes if footprint.parameter_bytes else 1.0
 
 
-def _gaps(entry: ModelEntry) -> Mapping[Bucket, float]:
-    predicted, bounds = entry.footprint.predicted_s, entry.footprint.bound_s
-    return {bucket: predicted[bucket] / bound - 1 for bucket, bound in bounds.items() if bound > 0}
+def _gaps(footprint: ModelFootprint) -> Mapping[Bucket, float]:
+    bounds = footprint.bound_s
+    return {bucket: footprint.predicted_s[bucket] / bound - 1 for bucket, bound in bounds.items() if bound > 0}
+
+
+def _graph_bytes(view: ReadyModel) -> Iterable[Sample]:
+    captures = view.report.captures.values()
+    return [({}, float(sum(capture.graph_bytes for capture in captures)))] if captures else []
 
 
 _METRICS = (
-    _counted("nv_inference_request_success", "Number of successful inference requests", lambda s: s.success.count),
-    _Metric(
-        "nv_inference_request_failure",
-        "counter",
-        "Number of failed inference requests",
-        _by_reason(lambda s: s.failures),
-    ),
-    _counted(
+    _counter("nv_inference_request_success", "Number of successful inference requests", lambda s: s.answered.count),
+    _by_reason("nv_inference_request_failure", "Number of failed inference requests", lambda s: s.failures),
+    _counter(
         "nv_inference_count", "Number of inferences, a batch counting as its size", lambda s: s.inference_count
     ),
-    _counted("nv_inference_exec_count", "Number of model executions", lambda s: s.execution_count),
-    _counted(
-        "nv_inference_request_duration_us",
-        "Cumulative microseconds of successful requests",
-        lambda s: s.success.ns // 1000,
+    _counter("nv_inference_exec_count", "Number of model executions", lambda s: s.execution_count),
+    _microseconds(
+        "nv_inference_request_duration_us", "Cumulative microseconds of successful requests", lambda s: s.success_s
     ),
-    _counted(
-        "nv_inference_queue_duration_us",
-        "Cumulative microseconds that requests waited",
-        lambda s: s.queue.ns // 1000,
+    _microseconds(
+        "nv_inference_queue_duration_us", "Cumulative microseconds that requests waited", lambda s: s.queue_s
     ),
-    _counted(
+    _microseconds(
         "nv_inference_compute_input_duration_us",
         "Cumulative microseconds that executions took besides computing",
-        lambda s: s.answered.prepare.ns // 1000,
+        lambda s: s.answered.prepare_s,
     ),
-    _counted(
+    _microseconds(
         "nv_inference_compute_infer_duration_us",
         "Cumulative microseconds that models computed",
-        lambda s: s.answered.compute.ns // 1000,
+        lambda s: s.answered.compute_s,
     ),
-    _counted(
+    _microseconds(
         "nv_inference_compute_output_duration_us",
         "Cumulative microseconds that executions took to hand out their outputs",
-        lambda s: s.answered.output.ns // 1000,
+        lambda s: s.answered.output_s,
     ),
-    _gauge(
+    _Metric(
         "nv_inference_pending_request_count",
+        "gauge",
         "Number of requests that wait for execution",
-        lambda view: view.report.pending,
+        lambda view: [({}, view.report.pending)],
     ),
     _histogram(
         "nv_inference_first_response_histogram_ms",
@@ -140,57 +142,30 @@ _METRICS = (
     ),
     _histogram("cohabit_queue_seconds", "Seconds that answered requests waited in the queue", lambda s: s.queued),
     _histogram(
-        "cohabit_compute_seconds",
-        "Seconds that executions computed, their stalls included",
-        lambda s: s.computed,
+        "cohabit_compute_seconds", "Seconds that executions computed, their stalls included", lambda s: s.computed
     ),
-    _counted("cohabit_swapped_bytes", "Bytes copied in and out for inferences", lambda s: s.swapped_bytes),
-    _counted("cohabit_stall_seconds", "Seconds that computing waited for parameters", lambda s: s.stall_s),
-    _counted(
+    _counter("cohabit_swapped_bytes", "Bytes copied in and out for inferences", lambda s: s.swapped_bytes),
+    _counter("cohabit_stall_seconds", "Seconds that computing waited for parameters", lambda s: s.stall_s),
+    _counter(
         "cohabit_prefetch_hits",
         "Executions whose leading copies had begun during the previous execution",
         lambda s: s.prefetch_hits,
     ),
-    _Metric(
-        "cohabit_rejected_requests",
-        "counter",
-        "Requests that were refused before they ran",
-        _by_reason(lambda s: s.rejections),
-    ),
-    _gauge(
-        "cohabit_partition_bytes",
-        "Device memory of the model's own",
-        lambda view: view.entry.footprint.partition_bytes,
-    ),
-    _gauge(
-        "cohabit_parameter_bytes",
-        "Size of the model's parameters",
-        lambda view: view.entry.footprint.parameter_bytes,
-    ),
-    _gauge(
+    _by_reason("cohabit_rejected_requests", "Requests that were refused before they ran", lambda s: s.rejections),
+    _footprint("cohabit_partition_bytes", "Device memory of the model's own", lambda f: f.partition_bytes),
+    _footprint("cohabit_parameter_bytes", "Size of the model's parameters", lambda f: f.parameter_bytes),
+    _footprint(
         "cohabit_resident_bytes",
         "Parameters that stay in device memory between requests",
-        lambda view: view.entry.footprint.resident_bytes,
+        lambda f: f.resident_bytes,
     ),
-    _gauge("cohabit_compute_lane", "Which compute lane executes the model", lambda view: view.entry.footprint.lane),
-    _gauge(
-        "cohabit_resident_share",
-        "Part of the parameters that stays in device memory",
-        lambda view: _resident_share(view.entry),
+    _footprint("cohabit_compute_lane", "Which compute lane executes the model", lambda f: f.lane),
+    _footprint("cohabit_resident_share", "Part of the parameters that stays in device memory", _resident_share),
+    _by_bucket("cohabit_predicted_seconds", "Predicted seconds of one inference", lambda f: f.predicted_s),
+    _by_bucket(
+        "cohabit_bound_seconds", "Lower bound of one inference's seconds in this memory", lambda f: f.bound_s
     ),
-    _Metric(
-        "cohabit_predicted_seconds",
-        "gauge",
-        "Predicted seconds of one inference",
-        _by_bucket(lambda entry: entry.footprint.predicted_s),
-    ),
-    _Metric(
-        "cohabit_bound_seconds",
-        "gauge",
-        "Lower bound of one inference's seconds in this memory",
-        _by_bucket(lambda entry: entry.footprint.bound_s),
-    ),
-    _Metric("cohabit_plan_gap", "gauge", "Predicted seconds over the lower bound, less 1", _by_bucket(_gaps)),
+    _by_bucket("cohabit_plan_gap", "Predicted seconds over the lower bound, less 1", _gaps),
     _Metric(
         "cohabit_captured",
         "gauge",
@@ -198,12 +173,7 @@ _METRICS = (
         lambda view: [(_labels(b), float(c.refused is None)) for b, c in sorted(view.report.captures.items())],
     ),
     _Metric(
-        "cohabit_graph_bytes",
-        "gauge",
-        "Device memory that captured graphs take outside of the arena",
-        lambda view: (
-            [({}, float(sum(c.graph_bytes for c in found.values())))] if (found := view.report.captures) else []
-        ),
+        "cohabit_graph_bytes", "gauge", "Device memory that captured graphs take outside of the arena", _graph_bytes
     ),
     _Metric(
         "cohabit_measured_over_predicted",

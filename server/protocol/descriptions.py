@@ -6,22 +6,12 @@ from typing import Any
 
 from server.ipc.catalog import ModelEntry
 from server.ipc.model import ModelInfo, ModelKey, TensorSpec
-from server.ipc.statistics import ModelCounters, ModelStatistics, Total
+from server.ipc.statistics import ModelCounters, ModelStatistics, StageTimes
 
 _EXTENSIONS = (
-    "classification",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-    "model_configuration",
-    "system_shared_memory",
-    "cuda_shared_memory",
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-    "trace",
-    "logging",
-    "generate",
+    *("classification", "model_repository", "model_repository(unload_dependents)", "schedule_policy"),
+    *("model_configuration", "system_shared_memory", "cuda_shared_memory", "binary_tensor_data", "parameters"),
+    *("statistics", "trace", "logging", "generate"),
 )
 
 
@@ -80,7 +70,7 @@ def _tensor(info: ModelInfo, tensor: TensorSpec) -> dict[str, Any]:
 
 
 def _model_statistics(name: str, model_version: str, s: ModelStatistics) -> dict[str, Any]:
-    nothing = _total(Total(0, 0.0))
+    answered, nothing = s.answered.count, _total(0, 0.0)
     return {
         "name": name,
         "version": model_version,
@@ -88,28 +78,26 @@ def _model_statistics(name: str, model_version: str, s: ModelStatistics) -> dict
         "inference_count": s.inference_count,
         "execution_count": s.execution_count,
         "inference_stats": {
-            "success": _total(s.success),
-            "fail": _total(s.fail),
-            "queue": _total(s.queue),
-            "compute_input": _total(s.answered.prepare),
-            "compute_infer": _total(s.answered.compute),
-            "compute_output": _total(s.answered.output),
+            "success": _total(answered, s.success_s),
+            "fail": _total(s.failed_count, s.failed_s),
+            "queue": _total(answered, s.queue_s),
+            **_stages(s.answered),
             "cache_hit": nothing,
             "cache_miss": nothing,
         },
         "response_stats": {},
-        "batch_stats": [
-            {
-                "batch_size": batch,
-                "compute_input": _total(parts.prepare),
-                "compute_infer": _total(parts.compute),
-                "compute_output": _total(parts.output),
-            }
-            for batch, parts in sorted(s.batches.copy().items())
-        ],
+        "batch_stats": [{"batch_size": n, **_stages(times)} for n, times in sorted(s.batches.copy().items())],
         "memory_usage": [],
     }
 
 
-def _total(total: Total) -> dict[str, int]:
-    return {"count": total.count, "ns": total.ns}
+def _stages(times: StageTimes) -> dict[str, dict[str, int]]:
+    return {
+        "compute_input": _total(times.count, times.prepare_s),
+        "compute_infer": _total(times.count, times.compute_s),
+        "compute_output": _total(times.count, times.output_s),
+    }
+
+
+def _total(count: int, seconds: float) -> dict[str, int]:
+    return {"count": count, "ns": round(seconds * 1e9)}

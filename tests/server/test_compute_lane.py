@@ -122,7 +122,7 @@ async def test_queued_requests_are_executed_as_batches_and_get_their_own_rows() 
         assert np.array_equal(outcome.outputs["y"], np.full((1, 4), value))
         assert (outcome.timing.rows, outcome.timing.swapped_bytes) == (rows, 1000)
         assert outcome.timing.queued_s <= outcome.timing.started_s
-    assert (statistics.success.count, statistics.execution_count, statistics.inference_count) == (6, 2, 6)
+    assert (statistics.answered.count, statistics.execution_count, statistics.inference_count) == (6, 2, 6)
     assert statistics.swapped_bytes == 2 * 1000
 
 
@@ -136,7 +136,7 @@ async def test_a_request_that_fails_in_a_batch_fails_alone() -> None:
     outcomes, statistics = await run_queued(servable, [1.0, 7.0, 3.0, 4.0])
     assert servable.calls == [4, 1, 1, 1, 1]
     assert [isinstance(o, InvalidRequest) for o in outcomes] == [False, True, False, False]
-    assert (statistics.success.count, statistics.failures["OTHER"]) == (3, 1)
+    assert (statistics.answered.count, statistics.failures["OTHER"]) == (3, 1)
 
 
 async def test_the_start_of_an_execution_is_marked_with_its_prediction() -> None:

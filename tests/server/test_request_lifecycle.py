@@ -101,7 +101,7 @@ def test_a_client_that_leaves_takes_its_queued_request_out_and_not_one_that_runs
         slow.gate.open.set()
         assert slow.send().result().status == 200
         assert len(slow.servable.calls) == 2
-        assert (slow.statistics.failures["CANCELED"], slow.statistics.success.count) == (1, 2)
+        assert (slow.statistics.failures["CANCELED"], slow.statistics.answered.count) == (1, 2)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
@@ -114,7 +114,7 @@ def test_a_client_that_leaves_amid_its_request_leaves_no_memory_taken(share: flo
                 client.sendall(request[: int(len(request) * share)])
         assert slow.send().result().status == 200
         eventually(lambda: slow.server.server.plane.memory.used_bytes == 0)
-        assert slow.statistics.success.count == 1
+        assert slow.statistics.answered.count == 1
 
 
 def test_a_model_that_answers_nonsense_is_500_and_the_server_lives_on(caplog: pytest.LogCaptureFixture) -> None:
