@@ -25,33 +25,12 @@ from server import log
 from server.config.config import decode_config
 from server.engine_host import Engine, LoadCancelled
 from server.errors import ExecutionFailed, StartFailed, to_wire
+from server.ipc import messages
 from server.ipc.catalog import ModelEntry
 from server.ipc.channel import MessageChannel
 from server.ipc.execution import DeviceSpan, InferResult, OnSpans
-from server.ipc.messages import (
-    AskReport,
-    Cancel,
-    ChangeLog,
-    CountRejection,
-    Done,
-    EntryChanged,
-    Failed,
-    Infer,
-    Inferred,
-    LoadModel,
-    Progress,
-    Reported,
-    SharedTensor,
-    Start,
-    Started,
-    StartRefused,
-    Stop,
-    ToEngine,
-    Traced,
-    UnloadModel,
-    decode_to_engine,
-)
 from server.ipc.shared_layout import HEARTBEAT, MARK, round_up
+from server.ipc.statistics import EngineReport
 from server.observe.settings import LogSettings
 from server.process_rights import end_with_parent, no_new_privileges
 from server.protocol.request import InferRequest
@@ -73,7 +52,9 @@ class FrontendConnection:
         self._heartbeat = np.ndarray((1,), HEARTBEAT, shared, 0)
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._operations: set[asyncio.Task[None]] = set()
-        self.channel: MessageChannel[ToEngine] = MessageChannel(decode_to_engine, self._received, self._closed)
+        self.channel: MessageChannel[messages.ToEngine] = MessageChannel(
+            messages.decode_to_engine, self._received, self._closed
+        )
 
     def beat(self) -> None:
         """Update the heartbeat, which shows that the event loop runs, and since when the device computes."""
@@ -84,41 +65,41 @@ class FrontendConnection:
             task.cancel()
         self._service.disconnected(self)
 
-    def _received(self, message: ToEngine) -> None:
+    def _received(self, message: messages.ToEngine) -> None:
         match message:
-            case Infer():
+            case messages.Infer():
                 task = asyncio.create_task(self._infer(message))
                 self._requests[message.id] = task
                 task.add_done_callback(partial(self._ended, message))
-            case Cancel():
+            case messages.Cancel():
                 if (request := self._requests.get(message.id)) is not None:
                     request.cancel()
-            case LoadModel() | UnloadModel() | AskReport():
+            case messages.LoadModel() | messages.UnloadModel() | messages.AskReport():
                 operation = asyncio.create_task(self._run_operation(message))
                 self._operations.add(operation)
                 operation.add_done_callback(self._operations.discard)
             case _:
                 self._service.received(message, self)
 
-    async def _infer(self, message: Infer) -> None:
+    async def _infer(self, message: messages.Infer) -> None:
         try:
             result = await self._service.engine.infer(self._request(message))
-            answer = Inferred(message.id, self._written(message, result), result.timing)
+            self.channel.send(messages.Inferred(message.id, self._written(message, result), result.timing))
         except CohabitError as error:
-            self.channel.send(Failed(message.id, to_wire(error)))
-        else:
-            self.channel.send(answer)
+            self.channel.send(messages.Failed(message.id, to_wire(error)))
 
-    def _ended(self, message: Infer, task: asyncio.Task[None]) -> None:
+    def _ended(self, message: messages.Infer, task: asyncio.Task[None]) -> None:
         """Answer a request that was cancelled or has crashed: the front end keeps its memory until then."""
         del self._requests[message.id]
-        if task.cancelled():
-            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model.name, "it was cancelled"))))
-        elif (error := task.exception()) is not None:
+        reason = "it was cancelled"
+        if not task.cancelled():
+            if (error := task.exception()) is None:
+                return
             _log.error("a request has failed", exc_info=error)
-            self.channel.send(Failed(message.id, to_wire(ExecutionFailed(message.model.name, str(error)))))
+            reason = str(error)
+        self.channel.send(messages.Failed(message.id, to_wire(ExecutionFailed(message.model.name, reason))))
 
-    def _request(self, message: Infer) -> InferRequest:
+    def _request(self, message: messages.Infer) -> InferRequest:
         shared = self._shared
         mark = np.ndarray((1,), MARK, shared, message.mark_offset)
 
@@ -143,11 +124,11 @@ class FrontendConnection:
         loop = asyncio.get_running_loop()
 
         def send(spans: list[DeviceSpan]) -> None:
-            loop.call_soon_threadsafe(self.channel.send, Traced(id_, spans))
+            loop.call_soon_threadsafe(self.channel.send, messages.Traced(id_, spans))
 
         return send  # type: ignore[return-value]
 
-    def _written(self, message: Infer, result: InferResult) -> list[SharedTensor]:
+    def _written(self, message: messages.Infer, result: InferResult) -> list[messages.SharedTensor]:
         """Write the wanted outputs to the request's shared memory. Raises ExecutionFailed if they do not fit."""
         offset, end = message.output_offset, message.output_offset + message.output_bytes
         written = []
@@ -160,25 +141,26 @@ class FrontendConnection:
                     message.model.name, f"output '{name}' is larger than the model's description says"
                 )
             np.ndarray(array.shape, array.dtype, self._shared, offset)[...] = array
-            written.append(SharedTensor(name, array.dtype.str, array.shape, offset))
+            written.append(messages.SharedTensor(name, array.dtype.str, array.shape, offset))
             offset += round_up(array.nbytes)
         return written
 
-    async def _run_operation(self, operation: LoadModel | UnloadModel | AskReport) -> None:
+    async def _run_operation(
+        self, operation: messages.LoadModel | messages.UnloadModel | messages.AskReport
+    ) -> None:
         engine = self._service.engine
+        report: EngineReport | None = None
         try:
             match operation:
-                case LoadModel():
+                case messages.LoadModel():
                     await engine.load(operation.model, operation.config)
-                case UnloadModel():
+                case messages.UnloadModel():
                     await engine.unload(operation.model)
-                case AskReport():
-                    self.channel.send(Reported(operation.id, engine.report()))
-                    return
+                case messages.AskReport():
+                    report = engine.report()
+            self.channel.send(messages.Done(operation.id, report))
         except CohabitError as error:
-            self.channel.send(Failed(operation.id, to_wire(error)))
-        else:
-            self.channel.send(Done(operation.id))
+            self.channel.send(messages.Failed(operation.id, to_wire(error)))
 
 
 class EngineService:
@@ -219,20 +201,20 @@ class EngineService:
         if frontend is self._supervisor:
             self._ended.set()
 
-    def received(self, message: ToEngine, frontend: FrontendConnection) -> None:
+    def received(self, message: messages.ToEngine, frontend: FrontendConnection) -> None:
         """Handle a message that concerns the engine as a whole."""
         match message:
-            case Start():
+            case messages.Start():
                 self._supervisor = frontend
                 task = asyncio.create_task(self._start(message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case Stop():
+            case messages.Stop():
                 if frontend is self._supervisor:
                     self._ended.set()
-            case CountRejection():
+            case messages.CountRejection():
                 self.engine.count_rejection(message.model, message.reason, message.count)
-            case ChangeLog():
+            case messages.ChangeLog():
                 log.apply(msgspec.convert(message.settings, LogSettings))
 
     async def _accept(self) -> None:
@@ -249,9 +231,9 @@ class EngineService:
         frontend.beat()
         await asyncio.get_running_loop().connect_accepted_socket(lambda: frontend.channel, connection)
         for entry in () if self._engine is None else self._engine.registry:
-            frontend.channel.send(EntryChanged(entry))
+            frontend.channel.send(messages.EntryChanged(entry))
         if self._memory_map is not None:
-            frontend.channel.send(Started(self._memory_map))
+            frontend.channel.send(messages.Started(self._memory_map))
 
     async def _beat(self) -> None:
         while True:
@@ -259,13 +241,13 @@ class EngineService:
                 frontend.beat()
             await asyncio.sleep(_HEARTBEAT_S)
 
-    async def _start(self, message: Start) -> None:
+    async def _start(self, message: messages.Start) -> None:
         config = decode_config(message.config)
         log.configure_logging(config.log_format)
         loop = asyncio.get_running_loop()
 
         def progress(model: str, stage: str) -> None:
-            loop.call_soon_threadsafe(self._send_all, Progress(model, stage))
+            loop.call_soon_threadsafe(self._send_all, messages.Progress(model, stage))
 
         try:
             self._engine = self._make_engine(config, publish=self._publish, on_lost=_exit_device_lost)
@@ -273,15 +255,17 @@ class EngineService:
         except LoadCancelled:
             return
         except CohabitError as error:
-            self._send_all(StartRefused(to_wire(error)))
+            self._send_all(messages.StartRefused(to_wire(error)))
         except Exception as error:
             _log.exception("the engine did not start")
-            self._send_all(StartRefused(to_wire(StartFailed(f"unexpected {type(error).__name__}: {error}"))))
+            self._send_all(
+                messages.StartRefused(to_wire(StartFailed(f"unexpected {type(error).__name__}: {error}")))
+            )
         else:
-            self._send_all(Started(self._memory_map))
+            self._send_all(messages.Started(self._memory_map))
 
     def _publish(self, entry: ModelEntry) -> None:
-        self._send_all(EntryChanged(entry))
+        self._send_all(messages.EntryChanged(entry))
 
     def _send_all(self, message: object) -> None:
         for frontend in self._frontends:

@@ -23,34 +23,10 @@ from server.errors import (
     from_wire,
 )
 from server.frontend.memory import Lease, RequestMemory
+from server.ipc import messages
 from server.ipc.catalog import Catalog, ModelEntry, ModelState
 from server.ipc.channel import MessageChannel
 from server.ipc.execution import InferResult, OnSpans
-from server.ipc.messages import (
-    AskReport,
-    Cancel,
-    ChangeLog,
-    CountRejection,
-    Done,
-    EntryChanged,
-    Failed,
-    Infer,
-    Inferred,
-    LoadModel,
-    Progress,
-    Reported,
-    RestoredModel,
-    SharedTensor,
-    Start,
-    Started,
-    StartRefused,
-    Stop,
-    ToEngine,
-    ToFrontend,
-    Traced,
-    UnloadModel,
-    decode_to_frontend,
-)
 from server.ipc.model import ModelInfo, ModelKey
 from server.ipc.shared_layout import MARK, round_up
 from server.ipc.statistics import EngineReport
@@ -76,7 +52,7 @@ _RETRY_S = 1.0
 class _Pending:
     """A request that the engine has not answered."""
 
-    message: Infer
+    message: messages.Infer
     info: ModelInfo
     future: asyncio.Future[InferResult]
     lease: Lease
@@ -118,7 +94,7 @@ class EngineConnection:
         self.restarts = 0
         self._memory = memory
         self._clock = clock
-        self._channel: MessageChannel[ToFrontend] | None = None
+        self._channel: MessageChannel[messages.ToFrontend] | None = None
         self._started = False
         """Whether the connected process has finished loading."""
         self._was_started = False
@@ -158,7 +134,7 @@ class EngineConnection:
         socket.send_fds(connection, [self._memory.nbytes.to_bytes(8, "little")], [self._memory.descriptor])
         connection.setblocking(False)
         _, self._channel = await loop.create_unix_connection(
-            lambda: MessageChannel(decode_to_frontend, self._received, self._lost.set), sock=connection
+            lambda: MessageChannel(messages.decode_to_frontend, self._received, self._lost.set), sock=connection
         )
 
     async def start(
@@ -170,7 +146,7 @@ class EngineConnection:
         """
         self._on_progress = on_progress
         self._start = asyncio.get_running_loop().create_future()
-        self._send(Start(config, self._restored() if self._was_started else None))
+        self._send(messages.Start(config, self._restored() if self._was_started else None))
         return await self._start
 
     async def wait_closed(self) -> None:
@@ -264,16 +240,16 @@ class EngineConnection:
             return await pending.future
         except asyncio.CancelledError:
             if pending.sent:
-                self._send(Cancel(message.id))
+                self._send(messages.Cancel(message.id))
             else:
                 self._forget(message.id)
             raise
 
     async def load(self, model: str, config: str | None) -> None:
-        await self._call(lambda id_: LoadModel(id_, model, config))
+        await self._call(lambda id_: messages.LoadModel(id_, model, config))
 
     async def unload(self, model: str) -> None:
-        await self._call(lambda id_: UnloadModel(id_, model))
+        await self._call(lambda id_: messages.UnloadModel(id_, model))
 
     async def report(self) -> EngineReport:
         """Return the engine's counters. Callers that come while one report is fetched share the next one."""
@@ -291,7 +267,7 @@ class EngineConnection:
             self._send_rejections()
             try:
                 async with asyncio.timeout(_REPORT_S):
-                    self._last_report = await self._call(AskReport) or self._last_report
+                    self._last_report = await self._call(messages.AskReport) or self._last_report
             except (TimeoutError, RequestError):
                 _log.debug("the engine did not report")
         return self._last_report
@@ -305,21 +281,21 @@ class EngineConnection:
 
     def _send_rejections(self) -> None:
         for (model, reason), count in self._rejections.items():
-            self._send(CountRejection(model, reason, count))
+            self._send(messages.CountRejection(model, reason, count))
         self._rejections.clear()
 
     def change_log(self, settings: LogSettings) -> None:
-        self._send(ChangeLog(msgspec.structs.asdict(settings)))
+        self._send(messages.ChangeLog(msgspec.structs.asdict(settings)))
 
     async def close(self) -> bool:
         """Ask the process to end, and refuse pending requests."""
         self._closing = True
-        self._send(Stop())
+        self._send(messages.Stop())
         for id_ in list(self._pending):
             self._fail(id_, ShuttingDown())
         return True
 
-    def _message(self, id_: int, request: InferRequest, info: ModelInfo, lease: Lease) -> Infer:
+    def _message(self, id_: int, request: InferRequest, info: ModelInfo, lease: Lease) -> messages.Infer:
         """Describe a request whose inputs are in leased memory, and allocate its mark and its outputs."""
         wanted = [output.tensor for output in request.outputs]
         symbols = info.dynamic.symbols(request.sizes)
@@ -333,8 +309,8 @@ class EngineConnection:
         for name, array in request.inputs.items():
             offset = self._memory.offset_of(array) if array.nbytes else 0
             assert offset is not None
-            inputs.append(SharedTensor(name, array.dtype.str, array.shape, offset))
-        return Infer(
+            inputs.append(messages.SharedTensor(name, array.dtype.str, array.shape, offset))
+        return messages.Infer(
             id_,
             request.model,
             inputs,
@@ -359,7 +335,7 @@ class EngineConnection:
                 del self._traced[next(iter(self._traced))]
         self._send(pending.message)
 
-    async def _call(self, make: Callable[[int], ToEngine]) -> EngineReport | None:
+    async def _call(self, make: Callable[[int], messages.ToEngine]) -> EngineReport | None:
         if not self._started:
             raise EngineUnavailable(self.unavailable or "the engine is still loading", _RETRY_S)
         self._next_id += 1
@@ -368,34 +344,34 @@ class EngineConnection:
         self._send(make(self._next_id))
         return await future
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         if self._channel is not None:
             self._channel.send(message)
 
-    def _received(self, message: ToFrontend) -> None:
+    def _received(self, message: messages.ToFrontend) -> None:
         match message:
-            case Inferred():
+            case messages.Inferred():
                 self._answer(message)
-            case Failed():
+            case messages.Failed():
                 error = from_wire(message.error)
                 if message.id in self._pending:
                     self._fail(message.id, error)
                 elif (operation := self._operations.pop(message.id, None)) is not None and not operation.done():
                     operation.set_exception(error)
-            case Traced():
+            case messages.Traced():
                 if (on_spans := self._traced.get(message.id)) is not None:
                     on_spans(message.spans)
-            case EntryChanged(entry):
+            case messages.EntryChanged(entry):
                 self._update(entry)
-            case Done() | Reported():
+            case messages.Done():
                 operation = self._operations.pop(message.id, None)
                 if operation is not None and not operation.done():
-                    operation.set_result(message.report if isinstance(message, Reported) else None)
-            case Progress():
+                    operation.set_result(message.report)
+            case messages.Progress():
                 self._on_progress(message.model, message.stage)
-            case Started():
+            case messages.Started():
                 self._has_started(message.memory_map)
-            case StartRefused():
+            case messages.StartRefused():
                 if self._start is not None and not self._start.done():
                     self._start.set_exception(from_wire(message.error))
 
@@ -428,7 +404,7 @@ class EngineConnection:
         for pending in [p for p in self._pending.values() if not p.sent]:
             self._dispatch(pending)
 
-    def _answer(self, message: Inferred) -> None:
+    def _answer(self, message: messages.Inferred) -> None:
         pending = self._pending.get(message.id)
         if pending is None:
             return
@@ -446,11 +422,11 @@ class EngineConnection:
     def _forget(self, id_: int) -> None:
         self._pending.pop(id_).lease.release()
 
-    def _restored(self) -> list[RestoredModel]:
+    def _restored(self) -> list[messages.RestoredModel]:
         """Return the versions that a new process has to load."""
         wanted: Iterable[ModelEntry] = (e for e in self.catalog if e.wanted and e.version is not None)
         return [
-            RestoredModel(entry.key, entry.config_override)
+            messages.RestoredModel(entry.key, entry.config_override)
             for entry in wanted
             if entry.key not in self._failed_models
         ]

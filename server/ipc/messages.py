@@ -4,6 +4,7 @@ They are sent over a Unix socket, each as four bytes of length (little-endian) a
 them: they lie in the front end's shared memory, and messages hold their offsets.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -136,14 +137,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A load or an unload has succeeded."""
+    """A load, an unload or a report has succeeded."""
 
     id: int
-
-
-class Reported(msgspec.Struct, frozen=True, tag="reported"):
-    id: int
-    report: EngineReport
+    report: EngineReport | None = None
 
 
 class Traced(msgspec.Struct, frozen=True, tag="traced"):
@@ -153,13 +150,13 @@ class Traced(msgspec.Struct, frozen=True, tag="traced"):
     spans: list[DeviceSpan]
 
 
-ToFrontend = EntryChanged | Progress | Started | StartRefused | Inferred | Failed | Done | Reported | Traced
+ToFrontend = EntryChanged | Progress | Started | StartRefused | Inferred | Failed | Done | Traced
 
 LENGTH_BYTES = 4
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_to_frontend: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
+decode_to_engine: Callable[[memoryview], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_frontend: Callable[[memoryview], ToFrontend] = msgspec.msgpack.Decoder(ToFrontend).decode
 
 
 def encode(message: Any) -> bytes:
@@ -168,11 +165,3 @@ def encode(message: Any) -> bytes:
     _encoder.encode_into(message, buffer, LENGTH_BYTES)
     buffer[:LENGTH_BYTES] = (len(buffer) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
     return bytes(buffer)
-
-
-def decode_to_engine(data: bytes | memoryview) -> ToEngine:
-    return _to_engine.decode(data)
-
-
-def decode_to_frontend(data: bytes | memoryview) -> ToFrontend:
-    return _to_frontend.decode(data)
