@@ -8,7 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -207,35 +208,13 @@ class DeviceThread:
     ) -> Sequence[Outcome]:
         """Count an execution, and give each request its own outputs and timing."""
         self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
-        busy_s = ended_s - started_s
-        model.statistics.executed(
-            rows,
-            busy_s,
-            execution.compute_s,
-            execution.output_s,
-            execution.stall_s,
-            execution.swapped_bytes,
-            execution.prefetched,
-            [started_s - ticket.arrived_s for ticket in tickets],
-            time.time(),
-        )
-        return [
-            InferResult(
-                own,
-                ExecutionTiming(
-                    ticket.arrived_s,
-                    started_s,
-                    busy_s,
-                    execution.compute_s,
-                    execution.stall_s,
-                    execution.output_s,
-                    execution.swapped_bytes,
-                    rows,
-                    self._lane,
-                ),
-            )
-            for ticket, own in zip(tickets, outputs, strict=True)
+        cost = (execution.compute_s, execution.stall_s, execution.output_s, execution.swapped_bytes)
+        timings = [
+            ExecutionTiming(ticket.arrived_s, started_s, ended_s - started_s, *cost, rows, self._lane)
+            for ticket in tickets
         ]
+        model.statistics.executed(timings, execution.prefetched, time.time())
+        return [InferResult(own, timing) for own, timing in zip(outputs, timings, strict=True)]
 
     def _announce_next(self) -> None:
         """Announce the next model, so that it may begin its copies."""
@@ -251,12 +230,11 @@ def split_rows(batches: Sequence[int], execution: Execution) -> list[Inputs]:
     """Return each request's rows of a batch's outputs, as views."""
     if len(batches) == 1:
         return [execution.outputs]
-    parts: list[Inputs] = []
-    start = 0
-    for batch in batches:
-        parts.append({name: array[start : start + batch] for name, array in execution.outputs.items()})
-        start += batch
-    return parts
+    ends = accumulate(batches)
+    return [
+        {name: array[end - batch : end] for name, array in execution.outputs.items()}
+        for batch, end in zip(batches, ends, strict=True)
+    ]
 
 
 def _follower(tickets: Iterable[Ticket], lane: int) -> "Follow | None":
@@ -268,32 +246,12 @@ def _follower(tickets: Iterable[Ticket], lane: int) -> "Follow | None":
 
 
 def _spans_to(on_spans: OnSpans, lane: int) -> "Follow":
+    """Return a recorder that hands on its spans. On Linux, their clock (`perf_counter`) is `time.monotonic`'s."""
+
     def follow(recording: "Recording") -> None:
-        shift_s = _clock_shift_s()
-        on_spans(
-            [
-                DeviceSpan(
-                    span.model,
-                    span.lane,
-                    span.name,
-                    span.start_s + shift_s,
-                    span.end_s + shift_s,
-                    span.nbytes,
-                    span.stalled,
-                    span.ahead,
-                    lane,
-                )
-                for span in recording.spans()
-            ]
-        )
+        on_spans([DeviceSpan(**asdict(span), compute_lane=lane) for span in recording.spans()])
 
     return follow
-
-
-def _clock_shift_s() -> float:
-    """Return the offset from the recordings' clock to the monotonic one; on Linux they are the same."""
-    recorded, ours = (time.get_clock_info(name).implementation for name in ("perf_counter", "monotonic"))
-    return 0.0 if recorded == ours else time.monotonic() - time.perf_counter()
 
 
 def _error_of(request: InferRequest, error: Exception) -> RequestError:

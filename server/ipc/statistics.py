@@ -11,6 +11,7 @@ import msgspec
 
 from planner.shapes import Bucket
 from server import errors
+from server.ipc.execution import ExecutionTiming
 from server.ipc.histogram import SECONDS, Histogram
 from server.ipc.model import DeviceUse, GraphCapture, ModelKey
 
@@ -79,35 +80,25 @@ class ModelStatistics(msgspec.Struct):
     )
     rejections: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
 
-    def executed(
-        self,
-        rows: int,
-        busy_s: float,
-        compute_s: float,
-        output_s: float,
-        stall_s: float,
-        swapped_bytes: int,
-        prefetched: bool,
-        queued_s: Sequence[float],
-        wall_s: float,
-    ) -> None:
-        """Count an execution of `busy_s` and its answers; `queued_s` has the waiting time of each request."""
-        count, prepare_s = len(queued_s), max(0.0, busy_s - compute_s - output_s)
+    def executed(self, timings: Sequence[ExecutionTiming], prefetched: bool, wall_s: float) -> None:
+        """Count an execution that ended at `wall_s`; `timings` are those of its requests, which waited differently."""
+        t, count = timings[0], len(timings)
+        prepare_s = max(0.0, t.busy_s - t.compute_s - t.output_s)
         self.execution_count += 1
-        self.inference_count += rows
+        self.inference_count += t.rows
         self.last_inference_s = wall_s
-        self.batches.setdefault(rows, StageTimes()).add(1, prepare_s, compute_s, output_s)
-        self.answered.add(count, count * prepare_s, count * compute_s, count * output_s)
-        waited_s = sum(queued_s)
-        self.queue_s += waited_s
-        self.success_s += waited_s + count * busy_s
+        self.batches.setdefault(t.rows, StageTimes()).add(1, prepare_s, t.compute_s, t.output_s)
+        self.answered.add(count, count * prepare_s, count * t.compute_s, count * t.output_s)
+        queued_s = [timing.started_s - timing.queued_s for timing in timings]
+        self.queue_s += sum(queued_s)
+        self.success_s += sum(queued_s) + count * t.busy_s
         for queue_s in queued_s:
             self.queued.add(queue_s)
-            self.response_ms.add((queue_s + busy_s) * 1e3)
-        self.stall_s += stall_s
-        self.swapped_bytes += swapped_bytes
+            self.response_ms.add((queue_s + t.busy_s) * 1e3)
+        self.stall_s += t.stall_s
+        self.swapped_bytes += t.swapped_bytes
         self.prefetch_hits += prefetched
-        self.computed.add(compute_s)
+        self.computed.add(t.compute_s)
 
     def failed(self, reason: FailureReason, seconds: float) -> None:
         self.failed_count += 1

@@ -89,11 +89,9 @@ class FakeEngine:
         except Exception as error:
             raise ExecutionFailed(info.name, str(error)) from error
         busy_s = time.monotonic() - arrived_s
-        self._statistics[request.model].executed(request.batch, busy_s, busy_s, 0, 0, 0, False, [0.0], time.time())
-        return InferResult(
-            {name: _leased(array, lease) for name, array in outputs.items()},
-            ExecutionTiming(arrived_s, arrived_s, busy_s, busy_s),
-        )
+        timing = ExecutionTiming(arrived_s, arrived_s, busy_s, busy_s, rows=request.batch)
+        self._statistics[request.model].executed([timing], False, time.time())
+        return InferResult({name: _leased(array, lease) for name, array in outputs.items()}, timing)
 
     async def load(self, model: str, config: str | None) -> None: ...
 
