@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec.structs import replace
 
 from server.engine.execution import Execution, Servable
 from server.errors import ExecutionFailed, InvalidRequest, RequestError
@@ -193,28 +192,15 @@ class DeviceThread:
         executed_s = self._clock()
         outputs = split_rows([ticket.request.batch for ticket in tickets], execution)
         ended_s = self._clock()
-        execution = replace(execution, output_s=execution.output_s + ended_s - executed_s)
-        return self._counted(model, tickets, rows, execution, outputs, started_s, ended_s), ended_s
-
-    def _counted(
-        self,
-        model: LoadedModel,
-        tickets: Sequence[Ticket],
-        rows: int,
-        execution: Execution,
-        outputs: Sequence[Inputs],
-        started_s: float,
-        ended_s: float,
-    ) -> Sequence[Outcome]:
-        """Count an execution, and give each request its own outputs and timing."""
+        output_s = execution.output_s + ended_s - executed_s
         self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
-        cost = (execution.compute_s, execution.stall_s, execution.output_s, execution.swapped_bytes)
+        cost = (execution.compute_s, execution.stall_s, output_s, execution.swapped_bytes)
         timings = [
             ExecutionTiming(ticket.arrived_s, started_s, ended_s - started_s, *cost, rows, self._lane)
             for ticket in tickets
         ]
         model.statistics.executed(timings, execution.prefetched, time.time())
-        return [InferResult(own, timing) for own, timing in zip(outputs, timings, strict=True)]
+        return [InferResult(own, timing) for own, timing in zip(outputs, timings, strict=True)], ended_s
 
     def _announce_next(self) -> None:
         """Announce the next model, so that it may begin its copies."""
