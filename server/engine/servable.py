@@ -17,23 +17,14 @@ from runtime.lowering.model import Port
 from runtime.recording import Follow
 from server.engine.execution import Execution
 from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
+from server.protocol.datatypes import BF16, DTYPES
 from server.scheduling.estimates import SwapTiming
 
-_DATATYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "UINT8",
-    torch.uint16: "UINT16",
-    torch.uint32: "UINT32",
-    torch.uint64: "UINT64",
-    torch.int8: "INT8",
-    torch.int16: "INT16",
-    torch.int32: "INT32",
-    torch.int64: "INT64",
-    torch.float16: "FP16",
-    torch.bfloat16: "BF16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
+DATATYPES: Mapping[torch.dtype, str] = {
+    torch.bfloat16 if name == BF16 else torch.from_numpy(np.empty(0, dtype)).dtype: name
+    for name, dtype in DTYPES.items()
 }
+"""KServe's names."""
 
 
 def describe(
@@ -56,12 +47,12 @@ def describe(
 
 
 def _spec(lowered: Lowered, port: Port, labels: tuple[str, ...] = ()) -> TensorSpec:
-    if port.dtype not in _DATATYPES:
+    if port.dtype not in DATATYPES:
         raise UnsupportedModel(f"{lowered.name}: {port.name} is {port.dtype}, which KServe v2 has no datatype for")
     shape = port.shape[1:] if lowered.batched else port.shape
     sizes = tuple(d for d in shape if d is not None)
     fixed = tuple(-1 if isinstance(d, str) else d for d in sizes)
-    return TensorSpec(port.name, _DATATYPES[port.dtype], fixed, labels, sizes if -1 in fixed else ())
+    return TensorSpec(port.name, DATATYPES[port.dtype], fixed, labels, sizes if -1 in fixed else ())
 
 
 @dataclass(slots=True)

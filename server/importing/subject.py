@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from server.engine.servable import DATATYPES
 from server.errors import ImportFailed
 from server.importing.declared_input import DeclaredInput
-from server.protocol.datatypes import BF16, DTYPES
 
 Tensors = dict[str, torch.Tensor]
 Examples = Callable[[int, int], Tensors]
@@ -81,19 +80,17 @@ def with_examples(module: nn.Module, examples: Mapping[str, torch.Tensor]) -> Su
 
 def dtype_of(datatype: str) -> torch.dtype:
     """Return torch's type of a KServe datatype. Raises ImportFailed."""
-    if datatype == BF16:
-        return torch.bfloat16
-    if datatype not in DTYPES:
-        raise ImportFailed(f"no datatype is called {datatype}; there are {', '.join(DTYPES)}")
-    return torch.from_numpy(np.empty(0, DTYPES[datatype])).dtype
+    for dtype, name in DATATYPES.items():
+        if name == datatype:
+            return dtype
+    raise ImportFailed(f"no datatype is called {datatype}; there are {', '.join(DATATYPES.values())}")
 
 
 def datatype_of(dtype: torch.dtype) -> str:
     """Return KServe's name of a type. Raises ImportFailed."""
-    for datatype in DTYPES:
-        if dtype_of(datatype) is dtype:
-            return datatype
-    raise ImportFailed(f"KServe v2 has no datatype for {dtype}; let the module take another one")
+    if dtype not in DATATYPES:
+        raise ImportFailed(f"KServe v2 has no datatype for {dtype}; let the module take another one")
+    return DATATYPES[dtype]
 
 
 def reason_of(error: BaseException) -> str:
