@@ -36,6 +36,10 @@ def seconds_or_zero(text: str) -> float:
     return positive(text, "a number of seconds", allow_zero=True)
 
 
+def rate(text: str) -> float:
+    return positive(text, "a rate in requests per second")
+
+
 port = integer(0, 65535)
 
 
@@ -51,7 +55,7 @@ def batches(text: str) -> tuple[int, ...]:
 
 def model_rate(text: str) -> tuple[str, float]:
     """Return the model and the requests per second of NAME=RATE."""
-    name, separator, rate = text.rpartition("=")
+    name, separator, per_s = text.rpartition("=")
     if not separator or not name:
         raise ValueError(f"'{text}' is not of the form NAME=RATE")
-    return name, positive(rate, "a rate in requests per second")
+    return name, rate(per_s)

@@ -6,6 +6,7 @@ from runtime.lowering import packing
 from runtime.options import Dtype, Options
 from server.errors import RepositoryError
 from server.models.repository import ModelSource
+from server.protocol.config_fields import parameter_of
 from server.protocol.model_config import ModelConfig
 
 PRECISION, CHANNELS_LAST, FUSED = "precision", "channels_last", "fused"
@@ -48,9 +49,10 @@ def options_of(source: ModelSource, device: str, *, pack_weights: bool = True) -
 
 def _choice(config: ModelConfig, key: str, default: str, choices: tuple[str, ...]) -> str:
     """Return the parameter's value in lower case, or the default."""
-    if key not in config.parameters:
-        return default
-    given = str(config.parameters[key].string_value)
-    if given.lower() not in choices:
-        raise RepositoryError(f"config.pbtxt: parameter '{key}': '{given[:40]}' is none of {', '.join(choices)}")
-    return given.lower()
+
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(f"'{text[:40]}' is none of {', '.join(choices)}")
+        return text.lower()
+
+    return parameter_of(config, key, parse) or default

@@ -29,11 +29,11 @@ from runtime.profiling.stopwatch import NOISY
 from server.config.config import ServeConfig, cache_of
 from server.config.values import batches as parse_sizes
 from server.engine.servable import describe
-from server.errors import RepositoryError
 from server.models.known_models import KnownModel
 from server.models.options import options_of
 from server.models.repository import FileState, ModelSource
 from server.models.worker_process import WorkerProcesses
+from server.protocol.config_fields import parameter_of
 from server.protocol.model_config import ModelConfig, config_mismatch, config_names
 
 _log = logging.getLogger("cohabit.models")
@@ -300,13 +300,7 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
 
 def wanted_buckets(source: ModelSource, config: ServeConfig) -> tuple[int, ...]:
     """Return the sizes of dynamic dimensions to plan for; empty for the default. Raises RepositoryError."""
-    given = None if source.config is None else source.config.parameters
-    if given is None or SHAPE_BUCKETS not in given:
-        return config.shape_buckets or ()
-    try:
-        return parse_sizes(given[SHAPE_BUCKETS].string_value)
-    except ValueError as error:
-        raise RepositoryError(f"config.pbtxt: parameter '{SHAPE_BUCKETS}': {error}") from error
+    return parameter_of(source.config, SHAPE_BUCKETS, parse_sizes) or config.shape_buckets or ()
 
 
 def _marker(source: ModelSource, config: ServeConfig, *more: str) -> Path:

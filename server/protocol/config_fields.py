@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from server.errors import RepositoryError
 from server.protocol.config_messages import ModelConfig, ModelInput, ModelInstanceGroup
+
+_T = TypeVar("_T")
 
 Treatment = Literal["honoured", "refused", "warned"]
 
@@ -205,6 +207,16 @@ def defaults_of(config: ModelConfig) -> dict[str, float]:
     for name in sorted(given.keys() - optional):
         raise RepositoryError(f"config.pbtxt: parameter {_DEFAULT}{name}: there is no optional input '{name}'")
     return {name: _number(name, value.string_value) for name, value in given.items()}
+
+
+def parameter_of(config: ModelConfig | None, key: str, parse: Callable[[str], _T]) -> _T | None:
+    """Parse one of `parameters`; None where the configuration has none. Raises RepositoryError naming it."""
+    if config is None or key not in config.parameters:
+        return None
+    try:
+        return parse(config.parameters[key].string_value)
+    except ValueError as error:
+        raise RepositoryError(f"config.pbtxt: parameter '{key}': {error}") from error
 
 
 def _number(name: str, text: str) -> float:

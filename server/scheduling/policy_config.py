@@ -1,7 +1,8 @@
 """Reads a model's queueing policy from its ModelConfig."""
 
-from server.config.values import integer, positive
+from server.config.values import integer, rate
 from server.errors import RepositoryError
+from server.protocol.config_fields import parameter_of
 from server.protocol.config_messages import ModelConfig, ModelDynamicBatching, ModelQueuePolicy
 from server.scheduling.policy import LevelPolicy, Policy
 
@@ -9,6 +10,7 @@ CONCURRENCY, RATE, BURST = "max_concurrency", "max_requests_per_second", "max_bu
 """Keys of `parameters` in a ModelConfig, for settings that have no field."""
 
 _MOST_LEVELS = 1024
+_count = integer(1, 1 << 20)
 
 
 def policy_of(config: ModelConfig) -> Policy:
@@ -16,7 +18,7 @@ def policy_of(config: ModelConfig) -> Policy:
     batching = config.dynamic_batching
     levels, default_level = _levels(batching)
     default = _level_policy(batching.default_queue_policy)
-    rate_per_s = _rate(config)
+    rate_per_s = parameter_of(config, RATE, rate)
     return Policy(
         levels=levels,
         default_level=default_level,
@@ -25,9 +27,9 @@ def policy_of(config: ModelConfig) -> Policy:
         preferred_batches=_preferred(batching, config.max_batch_size),
         batch_delay_s=batching.max_queue_delay_microseconds / 1e6,
         keeps_order=batching.preserve_ordering,
-        concurrency=_whole(config, CONCURRENCY),
+        concurrency=parameter_of(config, CONCURRENCY, _count),
         rate_per_s=rate_per_s,
-        burst=_whole(config, BURST) or max(1, round(rate_per_s or 0.0)),
+        burst=parameter_of(config, BURST, _count) or max(1, round(rate_per_s or 0.0)),
     )
 
 
@@ -79,27 +81,3 @@ def _preferred(batching: ModelDynamicBatching, max_batch: int) -> tuple[int, ...
                 f"config.pbtxt: preferred_batch_size has {size}, it must be from 1 to max_batch_size {max_batch}"
             )
     return sizes
-
-
-def _rate(config: ModelConfig) -> float | None:
-    text = _parameter(config, RATE)
-    if text is None:
-        return None
-    try:
-        return positive(text, "a rate in requests per second")
-    except ValueError as error:
-        raise RepositoryError(f"config.pbtxt: parameter '{RATE}': {error}") from error
-
-
-def _whole(config: ModelConfig, key: str) -> int | None:
-    text = _parameter(config, key)
-    if text is None:
-        return None
-    try:
-        return integer(1, 1 << 20)(text)
-    except ValueError as error:
-        raise RepositoryError(f"config.pbtxt: parameter '{key}': {error}") from error
-
-
-def _parameter(config: ModelConfig, key: str) -> str | None:
-    return config.parameters[key].string_value if key in config.parameters else None
