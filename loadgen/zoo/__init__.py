@@ -18,12 +18,12 @@ Build = Callable[[int], tuple["torch.nn.Module", Inputs]]
 class ZooModel:
     """A model of the zoo.
 
-    `builder` names a function `(seed) -> (module in eval mode, example inputs by argument name)`. The seed fixes
-    the weights, and for a ranker also the layer sizes; models with real weights ignore it.
+    Its name in `module` is a function `(seed) -> (module in eval mode, example inputs by argument name)`. The seed
+    fixes the weights, and for a ranker also the layer sizes; models with real weights ignore it.
     """
 
     name: str
-    builder: str
+    module: str
     parameters: int
     """Number of parameters (of seed 0, where the seed changes it), buffers not counted."""
     description: str
@@ -35,9 +35,8 @@ class ZooModel:
 
     def build(self, seed: int = 0) -> "tuple[torch.nn.Module, Inputs]":
         """Build the model. Raises UnavailableModel where a package with its code or weights is not installed."""
-        module, _, function = self.builder.partition(":")
         try:
-            build: Build = getattr(importlib.import_module(f"loadgen.zoo.{module}"), function)
+            build: Build = getattr(importlib.import_module(f"loadgen.zoo.{self.module}"), self.name)
         except ModuleNotFoundError as error:
             raise not_installed(self.name, error) from error
         return build(seed)
@@ -49,48 +48,38 @@ def not_installed(what: str, error: ModuleNotFoundError) -> UnavailableModel:
 
 
 _ENTRIES = (
-    ZooModel("bert_base", "text:bert_base", 109_482_240, "BERT base, 128 tokens, pooled state"),
-    ZooModel("bert_large", "text:bert_large", 335_141_888, "BERT large, 128 tokens, pooled state"),
-    ZooModel("bert_short", "text:bert_short", 66_955_008, "BERT base with 6 layers (as DistilBERT), 16 tokens"),
-    ZooModel("bert_small", "text:bert_small", 11_170_560, "BERT with 4 layers of 256, 64 tokens, pooled state"),
-    ZooModel("gpt2", "text:gpt2", 124_439_808, "GPT-2 prefill of 64 tokens, logits of the last one"),
-    ZooModel("lstm", "recurrent:lstm", 56_872_036, "12 LSTM layers of 768 over 16 tokens, classifier"),
+    ZooModel("bert_base", "text", 109_482_240, "BERT base, 128 tokens, pooled state"),
+    ZooModel("bert_large", "text", 335_141_888, "BERT large, 128 tokens, pooled state"),
+    ZooModel("bert_short", "text", 66_955_008, "BERT base with 6 layers (as DistilBERT), 16 tokens"),
+    ZooModel("bert_small", "text", 11_170_560, "BERT with 4 layers of 256, 64 tokens, pooled state"),
+    ZooModel("gpt2", "text", 124_439_808, "GPT-2 prefill of 64 tokens, logits of the last one"),
+    ZooModel("lstm", "recurrent", 56_872_036, "12 LSTM layers of 768 over 16 tokens, classifier"),
     ZooModel(
-        "minilm",
-        "sentence:minilm",
-        22_565_376,
-        "all-MiniLM-L6-v2, 128 tokens, sentence embedding",
-        real_weights=True,
+        "minilm", "sentence", 22_565_376, "all-MiniLM-L6-v2, 128 tokens, sentence embedding", real_weights=True
     ),
     ZooModel(
-        "minilm_short",
-        "sentence:minilm_short",
-        22_565_376,
-        "all-MiniLM-L6-v2, 32 tokens, sentence embedding",
-        real_weights=True,
+        "minilm_short", "sentence", 22_565_376, "all-MiniLM-L6-v2, 32 tokens, sentence embedding", real_weights=True
     ),
-    ZooModel("mobilenet_v2", "vision:mobilenet_v2", 3_506_153, "MobileNetV2, 224x224, 1001 classes"),
-    ZooModel(
-        "ranker", "ranker:ranker", 1_403_329, "ranking model: embeddings and an MLP, 5 to 8 MiB by seed, about 1 ms"
-    ),
-    ZooModel("resnet152", "vision:resnet152", 60_192_808, "ResNet-152, 224x224, 1000 classes"),
-    ZooModel("resnet50", "vision:resnet50", 25_557_032, "ResNet-50, 224x224, 1000 classes"),
+    ZooModel("mobilenet_v2", "vision", 3_506_153, "MobileNetV2, 224x224, 1001 classes"),
+    ZooModel("ranker", "ranker", 1_403_329, "ranking model: embeddings and an MLP, 5 to 8 MiB by seed, about 1 ms"),
+    ZooModel("resnet152", "vision", 60_192_808, "ResNet-152, 224x224, 1000 classes"),
+    ZooModel("resnet50", "vision", 25_557_032, "ResNet-50, 224x224, 1000 classes"),
     ZooModel(
         "torchcrepe",
-        "pitch:tiny",
+        "pitch",
         486_552,
         "CREPE pitch tracker (tiny), frames of 1024 samples at 16 kHz",
         real_weights=True,
     ),
     ZooModel(
         "torchcrepe_full",
-        "pitch:full",
+        "pitch",
         22_239_976,
         "CREPE pitch tracker (full), frames of 1024 samples at 16 kHz",
         real_weights=True,
     ),
-    ZooModel("vit", "vision:vit", 86_567_656, "ViT-B/16, 224x224, 1000 classes"),
-    ZooModel("vit_small", "vision:vit_small", 22_050_664, "ViT-S/16, 224x224, 1000 classes"),
+    ZooModel("vit", "vision", 86_567_656, "ViT-B/16, 224x224, 1000 classes"),
+    ZooModel("vit_small", "vision", 22_050_664, "ViT-S/16, 224x224, 1000 classes"),
 )
 
 ZOO: Mapping[str, ZooModel] = {entry.name: entry for entry in _ENTRIES}

