@@ -10,7 +10,7 @@ from planner.profile import Profile
 from planner.shapes import Bucket
 from planner.sizing.deployment import Room
 from runtime.lowering.lower import Lowered
-from server.models.repository import FileState
+from server.file_state import FileState
 
 Plans = Mapping[Bucket, Plan]
 

@@ -29,9 +29,10 @@ from runtime.profiling.stopwatch import NOISY
 from server.config.config import ServeConfig, cache_of
 from server.config.values import batches as parse_sizes
 from server.engine.servable import describe
+from server.file_state import FileState
 from server.models.known_models import KnownModel
 from server.models.options import options_of
-from server.models.repository import FileState, ModelSource
+from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcesses
 from server.protocol.config_fields import parameter_of
 from server.protocol.model_config import ModelConfig, config_mismatch, config_names

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from runtime.lowering.archive_file import LOWERED_SUFFIX
 from server.errors import RepositoryError
+from server.file_state import FileState
 from server.ipc.model import ModelKey
 from server.protocol.config_fields import defaults_of, ignored_fields, refuse_fields
 from server.protocol.model_config import ModelConfig, read_config
@@ -25,24 +26,6 @@ _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _PROGRAM = "model.pt2"
 _MOST_LABEL_BYTES = 1 << 20
 _WARMUP = "warmup"
-
-
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """Changes when a file is written or replaced."""
-
-    inode: int
-    nbytes: int
-    changed_ns: int
-
-    @staticmethod
-    def of(path: Path) -> "FileState | None":
-        """Read a file's state; None if there is no such file."""
-        try:
-            stat = os.stat(path)
-        except OSError:
-            return None
-        return FileState(stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from pathlib import Path
 
 from server.config.config import ServeConfig
 from server.errors import ConfigError
+from server.file_state import FileState
 from server.observe.access import Access, read_tokens
 
 _log = logging.getLogger("cohabit.access")
 
 _INTERVAL_S = 5.0
-
-_State = tuple[int, int, int]
 
 
 class TokenFiles:
@@ -23,17 +20,14 @@ class TokenFiles:
         """`access` must be made from the files' current contents."""
         self._config = config
         self._access = access
-        self._seen = _states(self._paths)
-
-    @property
-    def _paths(self) -> Sequence[Path]:
-        return (*self._config.token_files, *self._config.control_token_files)
+        self._paths = (*config.token_files, *config.control_token_files)
+        self._seen = self._states()
 
     async def follow(self, interval_s: float = _INTERVAL_S) -> None:
         """Poll the files until cancelled; reload all when one has changed."""
         while self._paths:
             await asyncio.sleep(interval_s)
-            states = await asyncio.to_thread(_states, self._paths)
+            states = await asyncio.to_thread(self._states)
             if states != self._seen:
                 self._seen = states
                 await self.reread()
@@ -51,15 +45,5 @@ class TokenFiles:
         self._access.exchange(tokens, control_tokens)
         _log.info("token files reloaded", extra={"fields": {"tokens": len(tokens), "control": len(control_tokens)}})
 
-
-def _states(paths: Sequence[Path]) -> tuple[_State | None, ...]:
-    """Return a value that changes when a file is written, replaced or removed."""
-    return tuple(map(_state, paths))
-
-
-def _state(path: Path) -> _State | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    def _states(self) -> list[FileState | None]:
+        return [FileState.of(path) for path in self._paths]

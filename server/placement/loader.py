@@ -18,6 +18,7 @@ from server.config.config import ServeConfig, cache_of
 from server.config.sizes import FixedSize
 from server.engine.servable import ProgramServable
 from server.errors import load_reason
+from server.file_state import FileState
 from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
 from server.models import planning
 from server.models.bundling import fitting_bundle, room_in
@@ -29,7 +30,7 @@ from server.models.prepared import (
     warn_without_packing,
 )
 from server.models.preparer import ModelPreparer
-from server.models.repository import FileState, ModelSource, warn_of_ignored_config
+from server.models.repository import ModelSource, warn_of_ignored_config
 from server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
+from server.file_state import FileState
 from server.models.known_models import LeastRecentlyUsed
-from server.models.repository import FileState
 
 
 def test_the_least_recently_used_makes_room() -> None:

@@ -12,8 +12,9 @@ from server_fakes import FakeServable, tensors
 from test_compute_lane import lane_of
 
 from server.errors import InvalidRequest, RepositoryError
+from server.file_state import FileState
 from server.ipc.model import Array, ModelInfo
-from server.models.repository import FileState, ModelSource, Unloadable, scan
+from server.models.repository import ModelSource, Unloadable, scan
 from server.placement.warmup import warm_up
 from server.protocol.model_config import ModelConfig
 
