@@ -51,10 +51,7 @@ async def running_server(
     with tempfile.TemporaryFile() as log:
         # A session of its own, so that Ctrl-C reaches this process only, which then stops the server.
         process = await asyncio.create_subprocess_exec(
-            *command,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=None if show_log else log,
-            start_new_session=True,
+            *command, stdout=asyncio.subprocess.PIPE, stderr=None if show_log else log, start_new_session=True
         )
         try:
             url = await _ready_url(process, command, log, patience_s, progress)

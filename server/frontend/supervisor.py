@@ -34,11 +34,7 @@ class Supervisor:
     """Owns the engine's process. All methods belong to the event loop's thread."""
 
     def __init__(
-        self,
-        client: EngineConnection,
-        config: bytes,
-        watchdog_s: float,
-        command: Sequence[str] = COMMAND,
+        self, client: EngineConnection, config: bytes, watchdog_s: float, command: Sequence[str] = COMMAND
     ) -> None:
         """`config` is an encoded `ServeConfig`; a `watchdog_s` of 0 switches the watchdog off."""
         self._client = client

@@ -308,13 +308,7 @@ def _marker(source: ModelSource, config: ServeConfig, *more: str) -> Path:
     """Return the file that exists once a worker has prepared this model for this configuration."""
     threads = threads_of(config)
     options = asdict(model_options(source, config))
-    made = (
-        archive_fingerprint(source.path),
-        wanted_batches(source, config),
-        options,
-        threads,
-        packing.machine(),
-    )
+    made = (archive_fingerprint(source.path), wanted_batches(source, config), options, threads, packing.machine())
     link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     if config.verify_reads:
         link += ("verified",)

@@ -16,14 +16,7 @@ from server.config.config import ServeConfig, cache_of
 from server.models import planning
 from server.models.bundling import room_in
 from server.models.known_models import Plans, new_cache
-from server.models.prepared import (
-    Prepared,
-    key_of,
-    measure_in_worker,
-    prepare,
-    prepare_in_worker,
-    prepare_known,
-)
+from server.models.prepared import Prepared, key_of, measure_in_worker, prepare, prepare_in_worker, prepare_known
 from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcesses, planning_workers, preparing_workers
 

@@ -22,13 +22,7 @@ from server.file_state import FileState
 from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
 from server.models import planning
 from server.models.bundling import fitting_bundle, room_in
-from server.models.prepared import (
-    OnProgress,
-    Prepared,
-    open_backend,
-    prepare,
-    warn_without_packing,
-)
+from server.models.prepared import OnProgress, Prepared, open_backend, prepare, warn_without_packing
 from server.models.preparer import ModelPreparer
 from server.models.repository import ModelSource, warn_of_ignored_config
 from server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here

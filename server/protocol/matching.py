@@ -99,14 +99,7 @@ def fit(
         timeout_s = _seconds(unsigned(parameters, "timeout", "the request"))
     outputs = _outputs(message.outputs, info, regions, binary)
     return InferRequest(
-        info.key,
-        inputs,
-        batch,
-        outputs,
-        message.id or None,
-        priority=priority,
-        timeout_s=timeout_s,
-        sizes=sizes,
+        info.key, inputs, batch, outputs, message.id or None, priority=priority, timeout_s=timeout_s, sizes=sizes
     )
 
 

@@ -231,8 +231,4 @@ def _dims_agree(given: Sequence[int], actual: Sequence[int]) -> bool:
 
 
 def _fields(tensor: TensorSpec) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "data_type": DataType.Value(config_type(tensor.datatype)),
-        "dims": tensor.shape,
-    }
+    return {"name": tensor.name, "data_type": DataType.Value(config_type(tensor.datatype)), "dims": tensor.shape}
