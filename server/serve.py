@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from server.config.config import ServeConfig, encode_config
 from server.frontend.dataplane import DataPlane
@@ -103,37 +103,23 @@ class Server:
         tls = None
         if config.tls_cert is not None and config.tls_key is not None:
             tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
-        reuse_port, is_first = config.frontends > 1, self._engine_path is None
-        most, idle_s = config.max_connections, config.keep_alive_s
-        http = HttpServer(
-            self.plane,
-            access,
-            max_body_bytes=config.max_body_bytes,
-            max_connections=most,
-            keep_alive_s=idle_s,
-            tls=tls,
-            reuse_port=reuse_port,
-        )
+        is_first = self._engine_path is None
+        every = {"max_connections": config.max_connections, "keep_alive_s": config.keep_alive_s, "tls": tls}
+        shared = {"max_body_bytes": config.max_body_bytes, "reuse_port": config.frontends > 1}
+        options: dict[str, Any] = {**every, **shared}
+        http = HttpServer(self.plane, access, **options)
         self._ports.append(http)
         self.http_url = await http.start(
             config.hosts, config.http_port, config.http_unix if is_first else None, "--http-port"
         )
         if config.grpc_port is not None:
-            self._grpc = GrpcServer(
-                self.plane,
-                access,
-                max_body_bytes=config.max_body_bytes,
-                max_connections=most,
-                keep_alive_s=idle_s,
-                max_connection_age_s=config.max_connection_age_s,
-                tls=tls,
-                reuse_port=reuse_port,
-            )
+            age_s = config.max_connection_age_s
+            self._grpc = GrpcServer(self.plane, access, **options, max_connection_age_s=age_s)
             self.grpc_address = await self._grpc.start(
                 config.hosts, config.grpc_port, config.grpc_unix if is_first else None
             )
         if is_first and config.metrics_port is not None:
-            metrics = MetricsServer(self.plane, access, max_connections=most, keep_alive_s=idle_s, tls=tls)
+            metrics = MetricsServer(self.plane, access, **every)
             self._ports.append(metrics)
             url = await metrics.start(config.hosts, config.metrics_port, None, "--metrics-port")
             self.metrics_url = f"{url}/metrics"
