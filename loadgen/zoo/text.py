@@ -32,34 +32,20 @@ class Prefill(nn.Module):
 
 
 def bert_base(seed: int) -> tuple[nn.Module, Inputs]:
-    return _encoder(seed, BertConfig(attn_implementation="sdpa"), length=128)
+    return _encoder(seed, hidden=768, layers=12, heads=12, length=128)
 
 
 def bert_short(seed: int) -> tuple[nn.Module, Inputs]:
     """Of DistilBERT's size."""
-    return _encoder(seed, BertConfig(num_hidden_layers=6, attn_implementation="sdpa"), length=16)
+    return _encoder(seed, hidden=768, layers=6, heads=12, length=16)
 
 
 def bert_large(seed: int) -> tuple[nn.Module, Inputs]:
-    config = BertConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        attn_implementation="sdpa",
-    )
-    return _encoder(seed, config, length=128)
+    return _encoder(seed, hidden=1024, layers=24, heads=16, length=128)
 
 
 def bert_small(seed: int) -> tuple[nn.Module, Inputs]:
-    config = BertConfig(
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=1024,
-        attn_implementation="sdpa",
-    )
-    return _encoder(seed, config, length=64)
+    return _encoder(seed, hidden=256, layers=4, heads=4, length=64)
 
 
 def gpt2(seed: int) -> tuple[nn.Module, Inputs]:
@@ -69,7 +55,14 @@ def gpt2(seed: int) -> tuple[nn.Module, Inputs]:
         return model, {"input_ids": token_ids(config.vocab_size, length=64)}
 
 
-def _encoder(seed: int, config: BertConfig, length: int) -> tuple[nn.Module, Inputs]:
+def _encoder(seed: int, hidden: int, layers: int, heads: int, length: int) -> tuple[nn.Module, Inputs]:
+    config = BertConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+        attn_implementation="sdpa",
+    )
     with seeded(seed):
         model = Encoder(BertModel(config)).eval()
         mask_BT = torch.ones(EXAMPLE_BATCH, length, dtype=torch.int64)

@@ -44,17 +44,19 @@ def mobilenet_v2(seed: int) -> tuple[nn.Module, Inputs]:
 
 
 def vit(seed: int) -> tuple[nn.Module, Inputs]:
-    with seeded(seed):
-        config = ViTConfig(num_labels=1000, attn_implementation="sdpa")
-        return ImageClassifier(ViTForImageClassification(config)).eval(), _images()
+    return _vit(seed, hidden=768, heads=12)
 
 
 def vit_small(seed: int) -> tuple[nn.Module, Inputs]:
+    return _vit(seed, hidden=384, heads=6)
+
+
+def _vit(seed: int, hidden: int, heads: int) -> tuple[nn.Module, Inputs]:
     with seeded(seed):
         config = ViTConfig(
-            hidden_size=384,
-            num_attention_heads=6,
-            intermediate_size=1536,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            intermediate_size=4 * hidden,
             num_labels=1000,
             attn_implementation="sdpa",
         )
