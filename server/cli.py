@@ -19,15 +19,7 @@ from server.config.config import ServeConfig
 from server.config.sources import add_flags, as_toml, read_settings
 from server.errors import ConfigError, RepositoryError
 from server.process_rights import allow_connections, no_new_privileges
-from server.tools.flags import (
-    add_bundle_flags,
-    add_check_flags,
-    add_compare_flags,
-    add_import_flags,
-    add_plan_flags,
-    add_profile_flags,
-    add_show_flags,
-)
+from server.tools import flags
 from server.tools.remote.commands import COMMANDS, RemoteCommand
 
 if TYPE_CHECKING:
@@ -209,47 +201,47 @@ _TOOLS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str, str
     # command: module, flags, summary, description
     "import": (
         "import_model",
-        add_import_flags,
+        flags.add_import_flags,
         "make a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint",
         "Export a model with a dynamic batch, compare it with eager PyTorch, and write it to a model repository with\n"
         "its configuration. Importing a model runs its code.",
     ),
     "check": (
         "check",
-        add_check_flags,
+        flags.add_check_flags,
         "say whether a model can be served, in how much memory, and why not",
         "Say whether a model can be served and in how much memory: its inputs and outputs, the least memory, and what\n"
         "each memory size is predicted to cost in latency.",
     ),
     "plan": (
         "plan",
-        add_plan_flags,
+        flags.add_plan_flags,
         "plan how a model runs in some memory, and write the plans to files",
         "Plan how a model runs in some memory: which parameters stay resident, when the others are copied, and to\n"
         "which addresses. Writes plans, graphs and profiles as JSON files.",
     ),
     "export-bundle": (
         "export_bundle",
-        add_bundle_flags,
+        flags.add_bundle_flags,
         "prepare a repository for one memory size, to be served on another machine",
         "Lower, measure and plan every model of a repository for one memory size, and write all that `cohabit serve`\n"
         "needs to a folder. It serves that folder without archives, worker processes or searches.",
     ),
     "show": (
         "show",
-        add_show_flags,
+        flags.add_show_flags,
         "check a plan and draw it in the terminal or as an HTML page",
         "Check a plan and draw it: lanes and memory over time, stalls and copies.",
     ),
     "compare-plans": (
         "compare",
-        add_compare_flags,
+        flags.add_compare_flags,
         "compare the searchers on one model, batch size and memory size",
         "Run every searcher on one model, batch size and memory size, one after the other.",
     ),
     "profile": (
         "profile",
-        add_profile_flags,
+        flags.add_profile_flags,
         "measure a model's ops on a device, and the device's link",
         "Measure a model on a device: time per op, bandwidth of the link in both directions, and how much concurrent\n"
         "copies and ops slow each other down. The cache keeps the measurements for the other commands.",
