@@ -35,11 +35,11 @@ CohabitError
     └── NotInRepository      the repository has no such model, or none that can be read
 """
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import msgspec
 
+from planner import errors as planner_errors
 from planner.errors import CohabitError, format_bytes
 
 
@@ -299,14 +299,8 @@ def from_wire(wire: WireError) -> CohabitError:
     return error
 
 
-def _family(error: type[CohabitError]) -> Iterator[type[CohabitError]]:
-    yield error
-    for child in error.__subclasses__():
-        yield from _family(child)
-
-
 _BY_NAME = {
-    error.__name__: error
-    for error in _family(CohabitError)
-    if error.__module__ in (__name__, CohabitError.__module__)
+    name: kind
+    for name, kind in (vars(planner_errors) | globals()).items()
+    if isinstance(kind, type) and issubclass(kind, CohabitError)
 }

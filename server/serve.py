@@ -179,25 +179,20 @@ class Server:
     async def _keep_frontend(self, engine_path: Path) -> None:
         """Start a further front end, again after it has ended."""
         while True:
-            process = await self._start_frontend(engine_path)
+            command = (sys.executable, "-m", "server.frontend_process", str(engine_path))
+            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+            assert process.stdin is not None
+            process.stdin.write(encode_config(self._config))
+            process.stdin.close()
             self._frontends.add(process)
             status = await process.wait()
             self._frontends.discard(process)
             _log.error("a front end has ended, and is started again", extra={"fields": {"status": status}})
             await asyncio.sleep(_FRONTEND_RESTART_S)
 
-    async def _start_frontend(self, engine_path: Path) -> asyncio.subprocess.Process:
-        command = (sys.executable, "-m", "server.frontend_process", str(engine_path))
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-        assert process.stdin is not None
-        process.stdin.write(encode_config(self._config))
-        process.stdin.close()
-        return process
-
     def _warn_if_open(self, access: Access) -> None:
         if not self._config.is_loopback and not access.tokens:
-            hosts: Sequence[str] = self._config.hosts
             _log.warning(
                 "every client that reaches the ports may use them; consider --token-file and --tls-cert",
-                extra={"fields": {"hosts": ", ".join(hosts)}},
+                extra={"fields": {"hosts": ", ".join(self._config.hosts)}},
             )

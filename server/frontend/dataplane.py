@@ -84,7 +84,7 @@ class DataPlane:
         return self.tracer.control
 
     def server_metadata(self) -> dict[str, Any]:
-        return descriptions.server_metadata(self._name, descriptions.extensions(without=self.regions.refused))
+        return descriptions.server_metadata(self._name, self.regions.refused)
 
     def not_ready(self) -> str | None:
         """Return why the server is not ready, or None."""

@@ -53,7 +53,6 @@ class _Pending:
     """A request that the engine has not answered."""
 
     message: messages.Infer
-    info: ModelInfo
     future: asyncio.Future[InferResult]
     lease: Lease
     mark: np.ndarray
@@ -226,7 +225,6 @@ class EngineConnection:
         message = self._message(self._next_id, request, info, lease)
         pending = _Pending(
             message,
-            info,
             asyncio.get_running_loop().create_future(),
             lease,
             self._memory.array(message.mark_offset, MARK, (1,)),
@@ -260,17 +258,14 @@ class EngineConnection:
     async def _fetch_report(self) -> EngineReport:
         async with self._reporting:
             self._next_report = None  # who comes from now on needs newer figures
-            return await self._ask_report()
-
-    async def _ask_report(self) -> EngineReport:
-        if self._started:
-            self._send_rejections()
-            try:
-                async with asyncio.timeout(_REPORT_S):
-                    self._last_report = await self._call(messages.AskReport) or self._last_report
-            except (TimeoutError, RequestError):
-                _log.debug("the engine did not report")
-        return self._last_report
+            if self._started:
+                self._send_rejections()
+                try:
+                    async with asyncio.timeout(_REPORT_S):
+                        self._last_report = await self._call(messages.AskReport) or self._last_report
+                except (TimeoutError, RequestError):
+                    _log.debug("the engine did not report")
+            return self._last_report
 
     def count_rejection(self, model: ModelKey, reason: str) -> None:
         if not self._started:

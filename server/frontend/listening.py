@@ -30,9 +30,8 @@ class TlsFiles:
         for flag, path in (("--tls-cert", self.cert), ("--tls-key", self.key)):
             _readable(flag, path)
         try:
-            context.load_cert_chain(
-                self.cert, self.key, password=""
-            )  # an encrypted key must not ask on the terminal
+            # An encrypted key must not ask for its password on the terminal.
+            context.load_cert_chain(self.cert, self.key, password="")
         except (OSError, ValueError) as error:
             raise ConfigError(f"--tls-cert {self.cert}, --tls-key {self.key}: {error}") from error
         if self.client_ca is not None:

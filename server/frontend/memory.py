@@ -38,15 +38,11 @@ class RequestMemory:
         self.map = mmap.mmap(self.descriptor, self.nbytes)
         self._base = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
         self._free = FreeList(PAGE_BYTES, self.nbytes - PAGE_BYTES)
-        self._used_bytes = 0
+        self.used_bytes = 0
         self._highest = PAGE_BYTES
         """The end of the highest block allocated since pages were last returned to the system."""
         self._filled = PAGE_BYTES
         """Up to here, everything has pages."""
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
 
     def lease(self) -> "Lease":
         return Lease(self)
@@ -57,12 +53,12 @@ class RequestMemory:
         offset = self._free.take(size)
         if offset is None:
             raise Overloaded(
-                f"requests that are not answered yet take {format_bytes(self._used_bytes)} of"
+                f"requests that are not answered yet take {format_bytes(self.used_bytes)} of"
                 f" {format_bytes(self.nbytes - PAGE_BYTES)}, which leaves no {format_bytes(nbytes)} in one piece;"
                 " send fewer at once, or start the server with a larger --queue-memory",
                 _RETRY_S,
             )
-        self._used_bytes += size
+        self.used_bytes += size
         self._highest = max(self._highest, offset + size)
         return offset
 
@@ -88,8 +84,8 @@ class RequestMemory:
     def release(self, offset: int, nbytes: int) -> None:
         size = round_up(nbytes)
         self._free.release(offset, size)
-        self._used_bytes -= size
-        if self._used_bytes == 0 and self._highest > PAGE_BYTES + _KEPT_BYTES:
+        self.used_bytes -= size
+        if self.used_bytes == 0 and self._highest > PAGE_BYTES + _KEPT_BYTES:
             self.map.madvise(
                 mmap.MADV_REMOVE, PAGE_BYTES, -(-self._highest // PAGE_BYTES) * PAGE_BYTES - PAGE_BYTES
             )

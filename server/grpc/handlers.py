@@ -25,14 +25,8 @@ _MOST_CONTROL_BYTES = 1 << 20
 """Size of a message that is no inference request."""
 
 _CONTROL_CALLS = (
-    "RepositoryModelLoad",
-    "RepositoryModelUnload",
-    "SystemSharedMemoryRegister",
-    "SystemSharedMemoryUnregister",
-    "CudaSharedMemoryRegister",
-    "CudaSharedMemoryUnregister",
-    "TraceSetting",
-    "LogSettings",
+    *("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
+    *(f"{kind}SharedMemory{order}" for kind in ("System", "Cuda") for order in ("Register", "Unregister")),
 )
 _PERMISSIONS = {
     **dict.fromkeys(("ServerLive", "ServerReady", "Check", "Watch"), Permission.HEALTH),

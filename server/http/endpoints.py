@@ -33,17 +33,10 @@ def endpoints(plane: DataPlane, max_body_bytes: int) -> Iterator[Endpoint]:
     yield Endpoint("POST", _of_models("/infer"), api.infer, "Run an inference", "InferRequest", "InferResponse")
     yield from _described(api)
     yield from _model_control(control)
-    for name, path, status, register, unregister in (
-        (
-            "System",
-            "/v2/systemsharedmemory",
-            control.system_status,
-            control.system_register,
-            control.system_unregister,
-        ),
-        ("Cuda", "/v2/cudasharedmemory", control.cuda_status, control.cuda_register, control.cuda_unregister),
-    ):
-        yield from _shared_memory(name, path, status, register, unregister)
+    system = (control.system_status, control.system_register, control.system_unregister)
+    yield from _shared_memory("System", "/v2/systemsharedmemory", *system)
+    cuda = (control.cuda_status, control.cuda_register, control.cuda_unregister)
+    yield from _shared_memory("Cuda", "/v2/cudasharedmemory", *cuda)
     trace, logs = control.trace_settings, control.log_settings
     for paths, handler, what, schema in (
         (_TRACE, trace, "trace settings", "TraceSettings"),

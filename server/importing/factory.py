@@ -69,9 +69,7 @@ def _load(module: nn.Module, path: Path) -> None:
             " save module.state_dict()"
         )
     own = module.state_dict()
-    loaded = {
-        tensor.data_ptr() for key, tensor in own.items() if key in state
-    }  # safetensors hold tied weights once
+    loaded = {tensor.data_ptr() for key, tensor in own.items() if key in state}  # tied weights are there once
     problems = [f"{key} is missing" for key in own if key not in state and own[key].data_ptr() not in loaded]
     problems += [f"the module has no {key}" for key in state if key not in own]
     problems += [

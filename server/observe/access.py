@@ -40,10 +40,6 @@ class Access:
     )
     """Number of refused calls by reason."""
 
-    def exchange(self, tokens: tuple[Digest, ...], control_tokens: tuple[Digest, ...]) -> None:
-        """Replace the tokens; which calls need one does not change."""
-        self.tokens, self.control_tokens = tokens, control_tokens
-
     def require(self, authorization: str | None, permission: Permission) -> None:
         """Check a call's Authorization header. Raises Unauthenticated or PermissionMissing."""
         if permission in self.open:

@@ -42,7 +42,7 @@ class TokenFiles:
             fields = {"reason": str(error)}
             _log.error("token files not reloaded, the tokens stay as they were", extra={"fields": fields})
             return
-        self._access.exchange(tokens, control_tokens)
+        self._access.tokens, self._access.control_tokens = tokens, control_tokens
         _log.info("token files reloaded", extra={"fields": {"tokens": len(tokens), "control": len(control_tokens)}})
 
     def _states(self) -> list[FileState | None]:

@@ -107,9 +107,13 @@ class Lifecycle:
             operation.exception()  # retrieved, because it was logged and the client may have disconnected
 
     async def _serve(self, model: str, found: Sequence[Found]) -> None:
-        placement = await self._opened_placement()
+        if self._lanes.draining:
+            raise ShuttingDown
+        await self._opened.wait()
+        placement = self._placement
+        assert placement is not None
         versions = {entry.version for entry in found if entry.version is not None}
-        async with self._lock(model):
+        async with self._locks.setdefault(model, asyncio.Lock()):
             surplus = [t for key, t in self._serving.items() if key.name == model and key.version not in versions]
             sources = [entry for entry in found if isinstance(entry, ModelSource) and not self._keep(entry)]
             for source in sources:
@@ -215,16 +219,6 @@ class Lifecycle:
             del self._serving[placed.key]
             self._registry.failed(*placed.key, f"it could not be moved: {reason}")
 
-    async def _opened_placement(self) -> "ModelPlacement":
-        if self._lanes.draining:
-            raise ShuttingDown
-        await self._opened.wait()
-        assert self._placement is not None
-        return self._placement
-
     def _require_explicit(self) -> None:
         if self._config.model_control != "explicit":
             raise ControlOff(self._config.model_control)
-
-    def _lock(self, model: str) -> asyncio.Lock:
-        return self._locks.setdefault(model, asyncio.Lock())

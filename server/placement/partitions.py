@@ -1,6 +1,6 @@
 """The arena's address map: workspaces at the bottom, partitions from the top down, gaps between them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.sizing.deployment import Room
@@ -27,22 +27,14 @@ class Partitions:
     def __init__(self, arena_bytes: int, workspace_bytes: int = 0, lanes: int = 1) -> None:
         self.arena_bytes = arena_bytes
         self.lanes = lanes
-        self._workspace_bytes = workspace_bytes
-        self._held: dict[str, Extent] = {}
-
-    @property
-    def workspace_bytes(self) -> int:
+        self.workspace_bytes = workspace_bytes
         """The size of each lane's workspace."""
-        return self._workspace_bytes
+        self.held: dict[str, Extent] = {}
 
     @property
     def workspaces(self) -> Extent:
         """The extent of all lanes' workspaces, one after the other."""
-        return Extent(0, self.lanes * self._workspace_bytes)
-
-    @property
-    def held(self) -> Mapping[str, Extent]:
-        return self._held
+        return Extent(0, self.lanes * self.workspace_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -50,9 +42,9 @@ class Partitions:
 
     def gaps(self, workspace_bytes: int | None = None) -> list[Extent]:
         """Return the free extents, lowest first, if each workspace had at least `workspace_bytes`."""
-        low = self.lanes * max(self._workspace_bytes, workspace_bytes or 0)
+        low = self.lanes * max(self.workspace_bytes, workspace_bytes or 0)
         gaps = []
-        for extent in (*sorted(e for e in self._held.values() if e.nbytes), Extent(self.arena_bytes, 0)):
+        for extent in (*sorted(e for e in self.held.values() if e.nbytes), Extent(self.arena_bytes, 0)):
             if extent.offset > low:
                 gaps.append(Extent(low, extent.offset - low))
             low = max(low, extent.end)
@@ -60,7 +52,7 @@ class Partitions:
 
     def rooms(self, workspaces: Iterable[int]) -> list[Room]:
         """Return each possible workspace size, not below the present one, with the largest free partition."""
-        sizes = sorted({max(size, self._workspace_bytes) for size in (0, *workspaces)})
+        sizes = sorted({max(size, self.workspace_bytes) for size in (0, *workspaces)})
         return [
             Room(size, max((gap.nbytes for gap in self.gaps(size)), default=0))
             for size in sizes
@@ -82,16 +74,16 @@ class Partitions:
 
     def put(self, owner: str, extent: Extent) -> None:
         """Assign exactly these bytes, which must be free or the owner's."""
-        others = [self.workspaces, *(e for name, e in self._held.items() if name != owner)]
+        others = [self.workspaces, *(e for name, e in self.held.items() if name != owner)]
         assert 0 <= extent.offset <= extent.end <= self.arena_bytes
         assert not any(extent.overlaps(other) for other in others)
-        self._held[owner] = extent
+        self.held[owner] = extent
 
     def release(self, owner: str) -> None:
         """Release an owner's bytes; after the last owner, the workspace is released, too."""
-        self._held.pop(owner, None)
-        if not self._held:
-            self._workspace_bytes = 0
+        self.held.pop(owner, None)
+        if not self.held:
+            self.workspace_bytes = 0
 
     def grow_workspace(self, nbytes: int) -> bool:
         """Grow each workspace to at least `nbytes`; False if a partition is in the way.
@@ -100,11 +92,11 @@ class Partitions:
         """
         if not self._may_grow_to(nbytes):
             return False
-        self._workspace_bytes = max(self._workspace_bytes, nbytes)
+        self.workspace_bytes = max(self.workspace_bytes, nbytes)
         return True
 
     def _may_grow_to(self, nbytes: int) -> bool:
-        if self.lanes > 1 and self._held and nbytes > self._workspace_bytes:
+        if self.lanes > 1 and self.held and nbytes > self.workspace_bytes:
             return False
         workspaces = Extent(0, self.lanes * nbytes)
-        return workspaces.end <= self.arena_bytes and not any(workspaces.overlaps(e) for e in self._held.values())
+        return workspaces.end <= self.arena_bytes and not any(workspaces.overlaps(e) for e in self.held.values())

@@ -76,7 +76,7 @@ class ModelPlacement:
             plans = await asyncio.to_thread(self.preparer.quick_plans, prepared, room)
             lane = self.memory.least_busy_lane() if old is None else old.lane
             placed = await self._install(prepared, room, plans, lane)
-        self._improve_later(placed)
+        self._start(self.improve(placed))
         return placed
 
     async def retire(self, placed: PlacedModel, timeout_s: float) -> None:
@@ -184,7 +184,7 @@ class ModelPlacement:
         await self._migrate({t.owner: t for t in others}, steps, workspace, plans, programs)
         for placed in others:
             if placed.owner in plans:
-                self._improve_later(placed)
+                self._start(self.improve(placed))
         return Room(workspace, share)
 
     def _no_room_for_all(self, prepared: Prepared, others: list[PlacedModel]) -> CohabitError:
@@ -296,9 +296,6 @@ class ModelPlacement:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _improve_later(self, placed: PlacedModel) -> None:
-        self._start(self.improve(placed))
 
     async def _improve_all(self, placed_models: Sequence[PlacedModel]) -> None:
         """Improve the plans of the start's models one after the other, then plan what they begin with next time."""

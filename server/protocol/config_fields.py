@@ -267,8 +267,5 @@ def _messages(descriptor: FieldDescriptor, value: Any) -> list[Message]:
 
 def _shown(value: Any) -> str:
     """Return a value's text, if it is short."""
-    return (
-        f" {value!r}"
-        if isinstance(value, str | int) and not isinstance(value, bool) and len(str(value)) < 80
-        else ""
-    )
+    is_short = isinstance(value, str | int) and not isinstance(value, bool) and len(str(value)) < 80
+    return f" {value!r}" if is_short else ""

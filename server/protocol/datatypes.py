@@ -8,17 +8,9 @@ import numpy as np
 
 _LITTLE_ENDIAN = {
     "BOOL": "?",
-    "UINT8": "u1",
-    "UINT16": "<u2",
-    "UINT32": "<u4",
-    "UINT64": "<u8",
-    "INT8": "i1",
-    "INT16": "<i2",
-    "INT32": "<i4",
-    "INT64": "<i8",
-    "FP16": "<f2",
-    "FP32": "<f4",
-    "FP64": "<f8",
+    **{f"UINT{8 * nbytes}": f"<u{nbytes}" for nbytes in (1, 2, 4, 8)},
+    **{f"INT{8 * nbytes}": f"<i{nbytes}" for nbytes in (1, 2, 4, 8)},
+    **{f"FP{8 * nbytes}": f"<f{nbytes}" for nbytes in (2, 4, 8)},
     "BF16": "<u2",
 }
 

@@ -1,6 +1,6 @@
 """Descriptions of the server and its models, in the JSON forms of KServe v2 and Triton."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -13,11 +13,7 @@ _EXTENSIONS = (
     *("model_configuration", "system_shared_memory", "cuda_shared_memory", "binary_tensor_data", "parameters"),
     *("statistics", "trace", "logging", "generate"),
 )
-
-
-def extensions(without: Container[str]) -> list[str]:
-    """The supported extensions of Triton, in Triton's order."""
-    return [name for name in _EXTENSIONS if name not in without]
+"""The supported extensions of Triton, in Triton's order."""
 
 
 def product_version() -> str:
@@ -27,7 +23,9 @@ def product_version() -> str:
         return "0.0.0"
 
 
-def server_metadata(name: str, extensions: Sequence[str]) -> dict[str, Any]:
+def server_metadata(name: str, without: Container[str]) -> dict[str, Any]:
+    """Describe the server; `without` has the extensions that are off."""
+    extensions = [extension for extension in _EXTENSIONS if extension not in without]
     return {"name": name, "version": product_version(), "extensions": extensions}
 
 

@@ -22,11 +22,6 @@ class Batch(msgspec.Struct, frozen=True):
     """Further requests may join until this time."""
 
 
-def lone_batch(ticket: Ticket) -> Batch:
-    """Return a batch of one request."""
-    return Batch((ticket,), ticket.request.batch)
-
-
 def choose_batch(
     waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, max_rows: int, now_s: float
 ) -> Batch:

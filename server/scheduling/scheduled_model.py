@@ -1,6 +1,6 @@
 """The scheduler's state of one model: its queue, its policy, and its time estimates."""
 
-from server.scheduling.batching import Batch, choose_batch, lone_batch
+from server.scheduling.batching import Batch, choose_batch
 from server.scheduling.estimates import Estimate, ModelEstimates, SwapTiming
 from server.scheduling.limits import Admission
 from server.scheduling.policy import Policy
@@ -53,6 +53,6 @@ class ScheduledModel:
     def batch(self, first: Ticket, now_s: float) -> Batch:
         """Return the batch that would be executed with `first` as its first request."""
         if len(self.queue) == 1 and self.policy.batch_delay_s == 0.0:
-            return lone_batch(first)
+            return Batch((first,), first.request.batch)
         estimate = self.estimate_of(first)
         return choose_batch(self.queue.starting_with(first), self.policy, estimate, self.max_rows, now_s)

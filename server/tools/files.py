@@ -42,11 +42,6 @@ def read_profile(path: Path, graph: Graph) -> Profile:
     return profile
 
 
-def read_pair(graph: Path, profile: Path) -> tuple[Graph, Profile]:
-    read = read_graph(graph)
-    return read, read_profile(profile, read)
-
-
 def find_graph(plan: Plan, path: Path) -> Graph:
     """Return the graph of a plan from the files near the plan's. Raises ConfigError if none matches."""
     return _find("graph", plan.graph, path, planner.graph.decode)

@@ -15,7 +15,7 @@ from server.config.config import Search
 from server.config.sources import config_of
 from server.errors import ConfigError
 from server.tools.boards import Board
-from server.tools.files import read_pair
+from server.tools.files import read_graph, read_profile
 from server.tools.flags import MEASURING, MemoryBudget
 from server.tools.progress import SearchProgress
 
@@ -62,7 +62,8 @@ def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -
             )
         if options.graph is None or options.profile is None:
             raise ConfigError("give a MODEL, or both --graph and --profile")
-        graph, profile = read_pair(options.graph, options.profile)
+        graph = read_graph(options.graph)
+        profile = read_profile(options.profile, graph)
         if options.batch_sizes not in (None, (graph.batch,)):
             raise ConfigError(f"--batch-sizes: {options.graph} is a graph for batch {graph.batch}")
         return [Instance(graph, profile)]

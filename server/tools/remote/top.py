@@ -74,11 +74,8 @@ def _by_number(row: tuple[tuple[str, str], bool]) -> tuple[str, int]:
 
 def _bucket(labels: Mapping[str, str]) -> list[int]:
     """Return a batch size, then the sizes of other dynamic dimensions."""
-    return (
-        [int(labels["batch"]), *map(int, labels["sizes"].split("x"))]
-        if "sizes" in labels
-        else [int(labels["batch"])]
-    )
+    sizes = labels["sizes"].split("x") if "sizes" in labels else []
+    return [int(labels["batch"]), *map(int, sizes)]
 
 
 def _over(part: float | None, whole: float | None) -> float | None:
