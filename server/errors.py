@@ -164,20 +164,23 @@ class UnknownEncoding(Unsupported):
         super().__init__(f"Unable to decompress request body, unknown Content-Encoding '{encoding}'")
 
 
+RETRY_S = 1.0
+"""When to try again, where nothing says how long it will take."""
+
+
 class Overloaded(RequestError):
     """There is no room for the request now."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float = RETRY_S) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-def too_many_unread(held_bytes: int, limit_bytes: int, retry_after_s: float) -> Overloaded:
+def too_many_unread(held_bytes: int, limit_bytes: int) -> Overloaded:
     """The error for a request of a connection that does not read its answers."""
     return Overloaded(
         f"answers that this connection has not received yet take {format_bytes(held_bytes)}, the limit is"
-        f" {format_bytes(limit_bytes)}; read them, or start the server with a larger --queue-memory",
-        retry_after_s,
+        f" {format_bytes(limit_bytes)}; read them, or start the server with a larger --queue-memory"
     )
 
 
@@ -295,7 +298,7 @@ def from_wire(wire: WireError) -> CohabitError:
     error = known.__new__(known)
     error.args = (wire.message,)
     if isinstance(error, Overloaded):
-        error.retry_after_s = wire.retry_after_s or 1.0
+        error.retry_after_s = wire.retry_after_s or RETRY_S
     return error
 
 

@@ -34,15 +34,13 @@ class ComputeLane:
     def __init__(
         self,
         scheduler: Scheduler,
-        clock: Callable[[], float] = time.monotonic,
         prefetch: bool = True,
         lane: int = 0,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`on_lost` is called with the reason, once, when nothing can be executed any more."""
         self._scheduler = scheduler
-        self._clock = clock
-        self._device = DeviceThread(scheduler, self, clock, prefetch, lane)
+        self._device = DeviceThread(scheduler, self, prefetch, lane)
         self._on_lost = on_lost
         self._current: dict[ModelKey, int] = {}
         """The generation of each model that new requests are for."""
@@ -119,7 +117,7 @@ class ComputeLane:
         self._require_running()
         try:
             with self._device.changed:
-                ticket = self._scheduler.submit(self._clock(), request)
+                ticket = self._scheduler.submit(time.monotonic(), request)
                 self._device.changed.notify()
         except RequestTimedOut:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
@@ -133,7 +131,7 @@ class ComputeLane:
         except asyncio.CancelledError:
             self._cancel(ticket)
             raise
-        self._scheduler.answered(self._clock() - ended_s)
+        self._scheduler.answered(time.monotonic() - ended_s)
         return result
 
     async def call_on_lane(self, action: Callable[[], _T]) -> _T:
@@ -250,7 +248,7 @@ class ComputeLane:
 
     def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
         """Answer a request with an error, and count it."""
-        waited_s = self._clock() - ticket.arrived_s
+        waited_s = time.monotonic() - ticket.arrived_s
         self._count_failure(ticket.request.model, ticket.generation, reason, waited_s)
         self._settle(ticket, error)
 
@@ -268,12 +266,12 @@ class ComputeLane:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm_s = expiry_s
-        self._alarm = self._loop.call_later(max(expiry_s - self._clock(), 0.0), self._shed)
+        self._alarm = self._loop.call_later(max(expiry_s - time.monotonic(), 0.0), self._shed)
 
     def _shed(self) -> None:
         self._alarm_s = math.inf
         with self._device.changed:
-            hopeless = self._scheduler.shed(self._clock())
+            hopeless = self._scheduler.shed(time.monotonic())
         self.refuse_late(hopeless)
         self._watch_deadlines()
 

@@ -1,7 +1,6 @@
 """The compute lanes of one device, each with a thread and a scheduler, and the assignment of models to lanes."""
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -22,14 +21,11 @@ class ComputeLanes:
         self,
         count: int,
         queue_limit: int,
-        clock: Callable[[], float] = time.monotonic,
         prefetch: bool = True,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`on_lost` is called once, with the reason, when the device is lost."""
-        self._lanes = [
-            ComputeLane(Scheduler(queue_limit), clock, prefetch, lane, self._all_lost) for lane in range(count)
-        ]
+        self._lanes = [ComputeLane(Scheduler(queue_limit), prefetch, lane, self._all_lost) for lane in range(count)]
         self._on_lost = on_lost
         self._lane_of: dict[ModelKey, ComputeLane] = {}
 

@@ -69,9 +69,7 @@ class Executed(msgspec.Struct, frozen=True):
 class DeviceThread:
     """`changed` guards the scheduler, `background` and `stopped`; after a change, the caller notifies it."""
 
-    def __init__(
-        self, scheduler: Scheduler, owner: "ComputeLane", clock: Callable[[], float], prefetch: bool, lane: int
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, owner: "ComputeLane", prefetch: bool, lane: int) -> None:
         """`owner` receives what happens, on the event loop's thread."""
         self.changed = threading.Condition()
         self.scheduler = scheduler
@@ -86,7 +84,6 @@ class DeviceThread:
         self.executing = (0.0, 0.0)
         """When the present execution began and its prediction, in seconds; zeros while there is none."""
         self._owner = owner
-        self._clock = clock
         self._lane = lane
         self._background_is_next = False
         """Whether an execution ran since the last piece of background work."""
@@ -116,7 +113,7 @@ class DeviceThread:
     def _step(self) -> None:
         """Alternate between an execution and a piece of background work; wait if there is neither."""
         with self.changed:
-            now_s = self._clock()
+            now_s = time.monotonic()
             pending = self.background[0] if self.background else None
             work = None if pending is not None and self._background_is_next else self._next(now_s)
             self._background_is_next = work is not None
@@ -159,7 +156,7 @@ class DeviceThread:
         """Execute requests together; if that fails, one by one, so that only the faulty ones fail."""
         tickets = work.tickets
         model = self.models[work.model, tickets[0].generation]
-        started_s = self._clock()
+        started_s = time.monotonic()
         outcomes, ended_s = self._execute(model, tickets, work.rows, work.predicted_s)
         failed = isinstance(outcomes[0], RequestError)
         with self.changed:
@@ -168,14 +165,14 @@ class DeviceThread:
             outcomes = [
                 self._execute(model, [ticket], ticket.request.batch, work.predicted_s)[0][0] for ticket in tickets
             ]
-            ended_s = self._clock()
+            ended_s = time.monotonic()
         return Executed(tickets, outcomes, ended_s, model.servable.lost)
 
     def _execute(
         self, model: LoadedModel, tickets: Sequence[Ticket], rows: int, predicted_s: float
     ) -> tuple[Sequence[Outcome], float]:
         """Execute requests as one batch; returns their outcomes (all results, or all errors) and the end time."""
-        started_s = self._clock()
+        started_s = time.monotonic()
         self.executing = (started_s, predicted_s)
         for ticket in tickets:
             if ticket.request.start_mark is not None:
@@ -186,12 +183,12 @@ class DeviceThread:
             inputs = [ticket.request.inputs for ticket in tickets]
             execution = model.servable.execute(inputs, rows, _follower(tickets, self._lane))
         except RequestError as error:
-            return [error] * len(tickets), self._clock()
+            return [error] * len(tickets), time.monotonic()
         except Exception as error:
-            return [_error_of(tickets[0].request, error)] * len(tickets), self._clock()
-        executed_s = self._clock()
+            return [_error_of(tickets[0].request, error)] * len(tickets), time.monotonic()
+        executed_s = time.monotonic()
         outputs = split_rows([ticket.request.batch for ticket in tickets], execution)
-        ended_s = self._clock()
+        ended_s = time.monotonic()
         output_s = execution.output_s + ended_s - executed_s
         self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
         cost = (execution.compute_s, execution.stall_s, output_s, execution.swapped_bytes)
@@ -205,7 +202,7 @@ class DeviceThread:
     def _announce_next(self) -> None:
         """Announce the next model, so that it may begin its copies."""
         with self.changed:
-            ahead = self.scheduler.peek(self._clock())
+            ahead = self.scheduler.peek(time.monotonic())
         model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
         if ahead is not None and model is not None:
             followed = _follower(ahead.tickets, self._lane) is not None

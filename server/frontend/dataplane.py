@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from server import log
 from server.config.config import ServeConfig
 from server.errors import (
+    RETRY_S,
     InvalidRequest,
     LevelFull,
     ModelNotFound,
@@ -43,7 +44,6 @@ ControlParameters = Mapping[str, bool | int | float | str | bytes]
 
 _QUICK_CLASSIFICATION_BYTES = 64 << 10
 _MOST_CONTROL_PARAMETERS = 64
-_RETRY_S = 1.0
 
 
 class DataPlane:
@@ -124,7 +124,7 @@ class DataPlane:
         most = 1 if info.key in self._full else self._queue_limit + max(info.max_batch_size, 1)
         if self._under_way.get(info.key, 0) >= most:
             self._client.count_rejection(info.key, "queue_full")
-            error = QueueFull.of_model(model, self._queue_limit, self._full.get(info.key, _RETRY_S))
+            error = QueueFull.of_model(model, self._queue_limit, self._full.get(info.key, RETRY_S))
             error.of_request(request_id)
             raise error
         return info

@@ -45,7 +45,6 @@ _MOST_TRACED = 1024
 _REPORT_S = 1.0
 _COUNT_S = 0.1
 """Rejections are reported to the engine this often."""
-_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -158,12 +157,10 @@ class EngineConnection:
             self._channel.close()
         self._channel, self._started = None, False
         if self._start is not None and not self._start.done():
-            self._start.set_exception(
-                EngineUnavailable(f"the engine's process ended while it loaded: {reason}", _RETRY_S)
-            )
+            self._start.set_exception(EngineUnavailable(f"the engine's process ended while it loaded: {reason}"))
         for operation in self._operations.values():
             if not operation.done():  # its caller still waits
-                operation.set_exception(EngineUnavailable(f"the engine's process ended: {reason}", _RETRY_S))
+                operation.set_exception(EngineUnavailable(f"the engine's process ended: {reason}"))
         self._operations.clear()
         self._traced.clear()
         self._rejections.clear()
@@ -187,7 +184,7 @@ class EngineConnection:
         """Refuse waiting requests, and new ones until the next process has started."""
         self._gave_up = reason
         for id_ in list(self._pending):
-            self._fail(id_, EngineUnavailable(reason, _RETRY_S))
+            self._fail(id_, EngineUnavailable(reason))
 
     def shed(self) -> None:
         """Refuse requests whose deadline has passed while no engine ran."""
@@ -218,7 +215,7 @@ class EngineConnection:
 
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
         if self._gave_up is not None:
-            raise EngineUnavailable(self._gave_up, _RETRY_S)
+            raise EngineUnavailable(self._gave_up)
         if self._closing:
             raise ShuttingDown
         self._next_id += 1
@@ -332,7 +329,7 @@ class EngineConnection:
 
     async def _call(self, make: Callable[[int], messages.ToEngine]) -> EngineReport | None:
         if not self._started:
-            raise EngineUnavailable(self.unavailable or "the engine is still loading", _RETRY_S)
+            raise EngineUnavailable(self.unavailable or "the engine is still loading")
         self._next_id += 1
         future: asyncio.Future[EngineReport | None] = asyncio.get_running_loop().create_future()
         self._operations[self._next_id] = future

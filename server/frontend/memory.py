@@ -18,7 +18,6 @@ from server.ipc.shared_layout import HEARTBEAT, PAGE_BYTES, round_up
 
 _KEPT_BYTES = 64 << 20
 """An idle pool keeps at most these pages and returns the others to the system."""
-_RETRY_S = 1.0
 
 
 class RequestMemory:
@@ -55,8 +54,7 @@ class RequestMemory:
             raise Overloaded(
                 f"requests that are not answered yet take {format_bytes(self.used_bytes)} of"
                 f" {format_bytes(self.nbytes - PAGE_BYTES)}, which leaves no {format_bytes(nbytes)} in one piece;"
-                " send fewer at once, or start the server with a larger --queue-memory",
-                _RETRY_S,
+                " send fewer at once, or start the server with a larger --queue-memory"
             )
         self.used_bytes += size
         self._highest = max(self._highest, offset + size)
@@ -76,7 +74,7 @@ class RequestMemory:
             os.posix_fallocate(self.descriptor, start, end - start)
         except OSError as error:
             raise Overloaded(
-                f"the system has no memory for the {format_bytes(nbytes)} of a request: {error.strerror}", _RETRY_S
+                f"the system has no memory for the {format_bytes(nbytes)} of a request: {error.strerror}"
             ) from error
         if is_next:
             self._filled = end

@@ -9,7 +9,6 @@ from server.frontend import listening
 from server.frontend.memory import Lease
 
 _CONNECTION_SHARE = 4
-_RETRY_S = 1.0
 
 
 class UnsentAnswers:
@@ -43,7 +42,7 @@ class CallAnswers:
         """Raise Overloaded if the connection has too many unsent answers for another request."""
         held, most = self._unsent.held[self._peer], self._unsent.connection_bytes
         if held >= most:
-            raise too_many_unread(held, most, _RETRY_S)
+            raise too_many_unread(held, most)
 
     def hold(self, lease: Lease) -> None:
         """Keep an answer's memory until it is sent."""

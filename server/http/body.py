@@ -2,11 +2,11 @@
 
 import asyncio
 import zlib
-from typing import Protocol
 
 from aiohttp import StreamReader, hdrs, web
 
 from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
+from server.frontend.memory import Lease
 from server.frontend.threads import call
 
 PATIENCE_S = 30.0
@@ -24,24 +24,8 @@ _INFLATED_BYTES = 1 << 20
 """Most output of one call of zlib."""
 
 
-class Allocator(Protocol):
-    """Where bodies are stored: a lease of the request memory, or the heap."""
-
-    def reserve(self, nbytes: int) -> memoryview:
-        """Return bytes that are writable once they are filled. Raises Overloaded if there is no room."""
-        ...
-
-    def fill(self, view: memoryview) -> None:
-        """Give memory to a part of a block. Raises Overloaded if the system has none."""
-        ...
-
-    def free(self, view: memoryview) -> None:
-        """Release one block that `reserve` returned."""
-        ...
-
-
 class Heap:
-    """The process's own memory, for the small bodies of control calls."""
+    """The process's own memory in place of a lease, for the small bodies of control calls."""
 
     def reserve(self, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
@@ -53,7 +37,7 @@ class Heap:
         pass
 
 
-async def read_body(request: web.Request, memory: Allocator, limit_bytes: int, way_out: str = "") -> memoryview:
+async def read_body(request: web.Request, memory: Lease | Heap, limit_bytes: int, way_out: str = "") -> memoryview:
     """Receive a body into `memory`, and decompress it there.
 
     `way_out` is what a client can do about a body over the limit, if that is not --max-body.
@@ -83,7 +67,9 @@ async def read_body(request: web.Request, memory: Allocator, limit_bytes: int, w
 class _Buffer:
     """A block that is moved to a larger one when it is full."""
 
-    def __init__(self, memory: Allocator, too_large: PayloadTooLarge, limit_bytes: int, capacity: int = 0) -> None:
+    def __init__(
+        self, memory: Lease | Heap, too_large: PayloadTooLarge, limit_bytes: int, capacity: int = 0
+    ) -> None:
         self._memory = memory
         self._limit_bytes = limit_bytes
         self._too_large = too_large
