@@ -9,14 +9,13 @@ from server.errors import InvalidRequest, Unsupported
 from server.http.answers import parse_json
 from server.ipc.model import Array, ModelInfo, TensorSpec
 from server.protocol.datatypes import BINARY_ONLY
+from server.protocol.json_numbers import VALUES, nesting
 from server.protocol.matching import InputBody, Parameters, RequestBody, errors_of, fit
 from server.protocol.request import InferRequest, InferResponse
 from server.protocol.shared_memory import RegionUse
 from server.protocol.tensors import from_json, to_json
 
-_OPENING = re.compile(rb"[\s\[]*")
 _EMPTY = re.compile(rb"[\s\[]*\]")
-_VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
 _MOST_DIMENSIONS = 64
 
 
@@ -61,7 +60,7 @@ def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
 def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody:
     """Give a value the shape of its nesting; a batch of one is added where it is left out."""
     shape = info.wire_shape(tensor)
-    depth = _depth(raw)
+    depth = nesting(memoryview(raw))
     if depth == 0:
         return InputBody(tensor.name, tensor.datatype, [1] * len(shape), msgspec.Raw(b"[%b]" % bytes(raw)))
     if depth > _MOST_DIMENSIONS:
@@ -74,16 +73,11 @@ def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBo
     return InputBody(tensor.name, tensor.datatype, nested, raw)
 
 
-def _depth(raw: msgspec.Raw) -> int:
-    opening = _OPENING.match(memoryview(raw))
-    return opening[0].count(b"[") if opening else 0
-
-
 def _nested_shape(raw: msgspec.Raw, depth: int) -> list[int]:
     """Return the length of each level's first array, counted without its values; the decoder checks the others."""
     if _EMPTY.match(memoryview(raw)):
         return [1] * (depth - 1) + [0]
-    structure = bytes(raw).translate(None, _VALUES)
+    structure = bytes(raw).translate(None, VALUES)
     shape = []
     for inner in range(depth - 1, -1, -1):
         end = structure.find(b"]" * (inner + 1))

@@ -43,14 +43,12 @@ _METADATA_TENSOR = _object({"name": _TEXT, "datatype": _DATATYPE, "shape": _arra
 _DURATION = _object({"count": _COUNT, "ns": _COUNT})
 _STAGES = dict.fromkeys(("compute_input", "compute_infer", "compute_output"), _DURATION)
 _DURATIONS = _STAGES | dict.fromkeys(("success", "fail", "queue", "cache_hit", "cache_miss"), _DURATION)
-_OUTPUTS = _array(_object(_TENSOR, {"data": _DATA, "parameters": _PARAMETERS}))
+_TENSORS = _array(_object(_TENSOR, {"data": _DATA, "parameters": _PARAMETERS}))
+_WANTED = _array(_object({"name": _TEXT}, {"parameters": _PARAMETERS}))
 
 _MODEL_STATISTICS = {
-    "name": _TEXT,
-    "version": _TEXT,
-    "last_inference": _COUNT,
-    "inference_count": _COUNT,
-    "execution_count": _COUNT,
+    **dict.fromkeys(("name", "version"), _TEXT),
+    **dict.fromkeys(("last_inference", "inference_count", "execution_count"), _COUNT),
     "inference_stats": _object(_DURATIONS),
     "batch_stats": _array(_object({"batch_size": _COUNT, **_STAGES})),
 }
@@ -62,26 +60,14 @@ _SCHEMAS: Mapping[str, Schema] = {
     "ModelReady": _object({"name": _TEXT, "ready": _FLAG}),
     "ServerMetadata": _object({"name": _TEXT, "version": _TEXT, "extensions": _array(_TEXT)}),
     "ModelMetadata": _object(
-        {
-            "name": _TEXT,
-            "versions": _array(_TEXT),
-            "platform": _TEXT,
-            "inputs": _array(_METADATA_TENSOR),
-            "outputs": _array(_METADATA_TENSOR),
-        }
+        {"name": _TEXT, "versions": _array(_TEXT), "platform": _TEXT}
+        | dict.fromkeys(("inputs", "outputs"), _array(_METADATA_TENSOR))
     ),
     "ModelConfig": _object(
         {"name": _TEXT, "max_batch_size": _COUNT, "input": {"type": "array"}, "output": {"type": "array"}}
     ),
-    "InferRequest": _object(
-        {"inputs": _array(_object(_TENSOR, {"data": _DATA, "parameters": _PARAMETERS}))},
-        {
-            "id": _TEXT,
-            "outputs": _array(_object({"name": _TEXT}, {"parameters": _PARAMETERS})),
-            "parameters": _PARAMETERS,
-        },
-    ),
-    "InferResponse": _object({"model_name": _TEXT, "model_version": _TEXT, "outputs": _OUTPUTS}, {"id": _TEXT}),
+    "InferRequest": _object({"inputs": _TENSORS}, {"id": _TEXT, "outputs": _WANTED, "parameters": _PARAMETERS}),
+    "InferResponse": _object({"model_name": _TEXT, "model_version": _TEXT, "outputs": _TENSORS}, {"id": _TEXT}),
     "GenerateRequest": {
         "type": "object",
         "properties": {"id": _TEXT, "parameters": _PARAMETERS},
@@ -100,20 +86,15 @@ _SCHEMAS: Mapping[str, Schema] = {
         "type": "object",
         "properties": {
             "trace_level": {"anyOf": [_array({"enum": ["OFF", "TIMESTAMPS"]}), {"type": "null"}]},
-            "trace_rate": {"type": ["string", "null"]},
-            "trace_count": {"type": ["string", "null"]},
-            "log_frequency": {"type": ["string", "null"]},
-            "trace_file": _TEXT,
-            "trace_mode": _TEXT,
+            **{key: {"type": ["string", "null"]} for key in ("trace_rate", "trace_count", "log_frequency")},
+            **dict.fromkeys(("trace_file", "trace_mode"), _TEXT),
         },
     },
     "LogSettings": _object(
         {},
         {
             "log_file": _TEXT,
-            "log_info": _FLAG,
-            "log_warning": _FLAG,
-            "log_error": _FLAG,
+            **dict.fromkeys(("log_info", "log_warning", "log_error"), _FLAG),
             "log_verbose_level": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
             "log_format": {"enum": ["default", "ISO8601"]},
         },

@@ -20,12 +20,8 @@ class ReadyModel:
     report: ModelCounters
 
 
-@dataclass(frozen=True, slots=True)
-class _Metric:
-    name: str
-    kind: Kind
-    help: str
-    read: Callable[[ReadyModel], Iterable[Sample]]
+Metric = Callable[[Sequence[ReadyModel]], Family]
+"""Reads a metric of every model."""
 
 
 def families_of(views: Sequence[ReadyModel], requested: Sequence[ModelEntry]) -> Iterator[Family]:
@@ -37,48 +33,51 @@ def families_of(views: Sequence[ReadyModel], requested: Sequence[ModelEntry]) ->
         [(_identity(entry), float(entry.is_ready)) for entry in requested],
     )
     for metric in _METRICS:
-        yield Family(metric.name, metric.kind, metric.help, _samples(metric, views))
+        yield metric(views)
 
 
-def _samples(metric: _Metric, views: Iterable[ReadyModel]) -> Iterator[Sample]:
-    for view in views:
-        identity = _identity(view.entry)
-        for labels, value in metric.read(view):
-            yield {**identity, **labels}, value
+def _metric(name: str, kind: Kind, text: str, read: Callable[[ReadyModel], Iterable[Sample]]) -> Metric:
+    def samples(views: Sequence[ReadyModel]) -> Iterator[Sample]:
+        for view in views:
+            identity = _identity(view.entry)
+            for labels, value in read(view):
+                yield {**identity, **labels}, value
+
+    return lambda views: Family(name, kind, text, samples(views))
 
 
 def _identity(entry: ModelEntry) -> dict[str, str]:
     return {"model": entry.name, "version": "" if entry.version is None else str(entry.version)}
 
 
-def _counter(name: str, text: str, value: Callable[[ModelStatistics], float]) -> _Metric:
-    return _Metric(name, "counter", text, lambda view: [({}, value(view.report.statistics))])
+def _counter(name: str, text: str, value: Callable[[ModelStatistics], float]) -> Metric:
+    return _metric(name, "counter", text, lambda view: [({}, value(view.report.statistics))])
 
 
-def _microseconds(name: str, text: str, seconds: Callable[[ModelStatistics], float]) -> _Metric:
+def _microseconds(name: str, text: str, seconds: Callable[[ModelStatistics], float]) -> Metric:
     return _counter(name, text, lambda s: round(seconds(s) * 1e9) // 1000)
 
 
-def _by_reason(name: str, text: str, counts: Callable[[ModelStatistics], Mapping[Any, int]]) -> _Metric:
+def _by_reason(name: str, text: str, counts: Callable[[ModelStatistics], Mapping[Any, int]]) -> Metric:
     def read(view: ReadyModel) -> Iterable[Sample]:
         return [({"reason": reason}, count) for reason, count in counts(view.report.statistics).items()]
 
-    return _Metric(name, "counter", text, read)
+    return _metric(name, "counter", text, read)
 
 
-def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Histogram]) -> _Metric:
-    return _Metric(name, "histogram", text, lambda view: [({}, value(view.report.statistics))])
+def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Histogram]) -> Metric:
+    return _metric(name, "histogram", text, lambda view: [({}, value(view.report.statistics))])
 
 
-def _footprint(name: str, text: str, value: Callable[[ModelFootprint], float]) -> _Metric:
-    return _Metric(name, "gauge", text, lambda view: [({}, value(view.entry.footprint))])
+def _footprint(name: str, text: str, value: Callable[[ModelFootprint], float]) -> Metric:
+    return _metric(name, "gauge", text, lambda view: [({}, value(view.entry.footprint))])
 
 
-def _by_bucket(name: str, text: str, values: Callable[[ModelFootprint], Mapping[Bucket, float]]) -> _Metric:
+def _by_bucket(name: str, text: str, values: Callable[[ModelFootprint], Mapping[Bucket, float]]) -> Metric:
     def read(view: ReadyModel) -> Iterable[Sample]:
         return [(_labels(bucket), value) for bucket, value in sorted(values(view.entry.footprint).items())]
 
-    return _Metric(name, "gauge", text, read)
+    return _metric(name, "gauge", text, read)
 
 
 def _labels(bucket: Bucket) -> dict[str, str]:
@@ -129,7 +128,7 @@ _METRICS = (
         "Cumulative microseconds that executions took to hand out their outputs",
         lambda s: s.answered.output_s,
     ),
-    _Metric(
+    _metric(
         "nv_inference_pending_request_count",
         "gauge",
         "Number of requests that wait for execution",
@@ -166,16 +165,16 @@ _METRICS = (
         "cohabit_bound_seconds", "Lower bound of one inference's seconds in this memory", lambda f: f.bound_s
     ),
     _by_bucket("cohabit_plan_gap", "Predicted seconds over the lower bound, less 1", _gaps),
-    _Metric(
+    _metric(
         "cohabit_captured",
         "gauge",
         "Whether an execution is launched as one graph, where the device has graphs",
         lambda view: [(_labels(b), float(c.refused is None)) for b, c in sorted(view.report.captures.items())],
     ),
-    _Metric(
+    _metric(
         "cohabit_graph_bytes", "gauge", "Device memory that captured graphs take outside of the arena", _graph_bytes
     ),
-    _Metric(
+    _metric(
         "cohabit_measured_over_predicted",
         "gauge",
         "Measured over predicted seconds of recent executions",

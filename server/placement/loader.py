@@ -28,7 +28,7 @@ from server.models.repository import ModelSource, warn_of_ignored_config
 from server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here
 from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from server.placement.lane_choice import assign_lanes
-from server.placement.memory_map import PlacedRow, draw
+from server.placement.memory_map import draw
 from server.placement.partitions import Extent
 from server.placement.placement import ModelPlacement
 from server.placement.process_memory import measure_process_memory
@@ -60,9 +60,8 @@ class Loaded:
 
     @property
     def memory_map(self) -> str:
-        placed_models = self.placed_models.values()
-        rows = [PlacedRow(placed.key, placed.prepared.weight_bytes, placed.lane) for placed in placed_models]
-        return draw(self.deployment, rows) if rows else ""
+        placed_models = list(self.placed_models.values())
+        return draw(self.deployment, placed_models) if placed_models else ""
 
     def use(self) -> DeviceUse:
         return self.memory.use()

@@ -2,11 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from planner.errors import format_bytes
 from planner.sizing.deployment import ONE_REGION, Deployment, DeploymentEntry
-from server.ipc.model import ModelKey
+from server.placement.device_memory import PlacedModel
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
@@ -14,27 +13,18 @@ _TEXTS = ("model", "")
 """Columns that are aligned to the left."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedRow:
-    """What the map shows of a model besides its deployment entry. `weight_bytes` includes host-side tables."""
-
-    model: ModelKey
-    weight_bytes: int
-    lane: int
-
-
-def draw(deployment: Deployment, placed: Sequence[PlacedRow]) -> str:
+def draw(deployment: Deployment, placed: Sequence[PlacedModel]) -> str:
     """Return the memory map as text; `placed` is in the order of the entries. Several versions have their numbers."""
     several = deployment.lanes > 1
     columns = (*_COLUMNS, "lane") if several else _COLUMNS
-    versions = Counter(row.model.name for row in placed)
+    versions = Counter(model.key.name for model in placed)
     rows = [
         [
-            row.model.name if versions[row.model.name] == 1 else f"{row.model.name} version {row.model.version}",
-            *_cells(entry, row.weight_bytes, shared=deployment.layout in ONE_REGION),
-            *([str(row.lane)] if several else []),
+            model.key.name if versions[model.key.name] == 1 else f"{model.key.name} version {model.key.version}",
+            *_cells(entry, model.prepared.weight_bytes, shared=deployment.layout in ONE_REGION),
+            *([str(model.lane)] if several else []),
         ]
-        for entry, row in zip(deployment.entries, placed, strict=True)
+        for entry, model in zip(deployment.entries, placed, strict=True)
     ]
     workspaces = [[*row, *[""] * (len(columns) - len(row))] for row in _workspaces(deployment)]
     widths = [max(len(row[n]) for row in (columns, *rows, *workspaces)) for n in range(len(columns))]

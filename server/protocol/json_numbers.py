@@ -22,7 +22,8 @@ _LARGEST_INT64 = 2**63 - 1
 _OPENING = re.compile(rb"[\s\[]*")
 _BRACKETS = b"[]"
 _STRUCTURE = b"[],"
-_VALUES = bytes(byte for byte in range(256) if byte not in _STRUCTURE)
+VALUES = bytes(byte for byte in range(256) if byte not in _STRUCTURE)
+"""What a JSON array has besides its structure."""
 _PIECE_BYTES = 64 << 10
 _PIECE_VALUES = 16 << 10
 
@@ -59,9 +60,14 @@ def _dump_with_constants(values: list[float]) -> bytes:
     return json.dumps(values).encode()
 
 
-def _depth(data: memoryview, name: str, rank: int) -> int:
+def nesting(data: memoryview) -> int:
+    """Return how many brackets open before the first value."""
     opening = _OPENING.match(data)
-    depth = opening[0].count(b"[") if opening else 0
+    return opening[0].count(b"[") if opening else 0
+
+
+def _depth(data: memoryview, name: str, rank: int) -> int:
+    depth = nesting(data)
     if depth not in (1, rank):
         raise InvalidRequest(
             f"data of input '{name}' is nested {depth} deep; it must be a flat array"
@@ -81,7 +87,7 @@ def _decode_in_pieces(data: memoryview, name: str, datatype: str, shape: Sequenc
             raise InvalidRequest(f"input '{name}' has more values than the {flat.size} of its shape {list(shape)}")
         flat[done : done + len(values)] = _array(values, name, datatype)
         done += len(values)
-        structure += piece.translate(None, _VALUES) + b","
+        structure += piece.translate(None, VALUES) + b","
     if done != flat.size:
         raise InvalidRequest(f"input '{name}' has {done} values, but its shape {list(shape)} takes {flat.size}")
     if structure[:-1] != _brackets(shape if depth > 1 else (flat.size,)):
