@@ -107,7 +107,7 @@ class ProgramServable:
         result = self.executor.run(program, tensors, follow=follow)
         start_s = time.perf_counter()
         own = rows if self.info.max_batch_size else None
-        outputs = {p.name: _array(t, own) for p, t in zip(self.outputs, result.outputs, strict=True)}
+        outputs = {p.name: array_of(t, own) for p, t in zip(self.outputs, result.outputs, strict=True)}
         return Execution(
             outputs,
             compute_s=result.latency_s,
@@ -148,8 +148,8 @@ def _tensor(arrays: Sequence[Array], port: Port, rows: int, planned: int) -> tor
     return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
 
 
-def _array(tensor: torch.Tensor, rows: int | None) -> Array:
-    """Return the first `rows` of a tensor as an array; None for a tensor without a batch."""
+def array_of(tensor: torch.Tensor, rows: int | None = None) -> Array:
+    """Return the first `rows` of a tensor as an array, of bfloat16 as its bits; None for all of it."""
     own = tensor.contiguous()
     array: Array = own.view(torch.uint16).numpy() if own.dtype is torch.bfloat16 else own.numpy()
     return array if rows is None else array[:rows]

@@ -15,10 +15,8 @@ from server.protocol.matching import (
     NO_DATA,
     Dim,
     InputBody,
-    OutputBody,
     Parameters,
     RequestBody,
-    ResponseBody,
     WantedBody,
     errors_of,
     fit,
@@ -78,7 +76,7 @@ def decode_request(
 
 def encode_response(response: InferResponse) -> EncodedResponse:
     """Write JSON, followed by the binary tensors if there are any; outputs in shared memory are written there."""
-    described: list[OutputBody] = []
+    described: list[dict[str, Any]] = []
     tail: list[bytes | memoryview] = []
     for output in response.outputs:
         binary = to_binary(output.array, output.tensor.datatype) if output.binary or output.window else None
@@ -87,20 +85,18 @@ def encode_response(response: InferResponse) -> EncodedResponse:
             output.window.write(memoryview(binary))
         elif binary is not None:
             tail.append(binary)
-    body = ResponseBody(response.model, str(response.version), described, response.id or msgspec.UNSET)
-    header = msgspec.json.encode(body)
+    body = {"model_name": response.model, "model_version": str(response.version), "outputs": described}
+    header = msgspec.json.encode(body | ({"id": response.id} if response.id else {}))
     return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
 
 
-def _output_body(output: OutputTensor, binary: bytes | memoryview | None) -> OutputBody:
-    body = OutputBody(output.tensor.name, output.tensor.datatype, output.array.shape)
+def _output_body(output: OutputTensor, binary: bytes | memoryview | None) -> dict[str, Any]:
+    body = {"name": output.tensor.name, "datatype": output.tensor.datatype, "shape": output.array.shape}
     if output.window is not None:
         return body  # without parameters, as Triton: its C++ client takes any for those of binary data
     if binary is not None:
-        body.parameters = {"binary_data_size": len(binary)}
-    else:
-        body.data = to_json(output.array)
-    return body
+        return body | {"parameters": {"binary_data_size": len(binary)}}
+    return body | {"data": to_json(output.array)}
 
 
 class _Tail:

@@ -13,7 +13,7 @@ import torch
 from runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
-from server.engine.servable import ProgramServable
+from server.engine.servable import ProgramServable, array_of
 from server.errors import ImportFailed
 from server.importing.exporting import export, save
 from server.importing.subject import Subject
@@ -128,7 +128,9 @@ def _largest_error(subject: Subject, servable: ProgramServable, rows: int) -> fl
     Raises ImportFailed if it is over the tolerance.
     """
     inputs = subject.examples(rows, rows)
-    answered = servable.execute([{port.name: _array(inputs[port.name]) for port in servable.inputs}], rows).outputs
+    answered = servable.execute(
+        [{port.name: array_of(inputs[port.name]) for port in servable.inputs}], rows
+    ).outputs
     dtypes = {tensor.dtype for tensor in subject.module.state_dict().values()}
     tolerance = max((REDUCED_TOLERANCES.get(dtype, TOLERANCE) for dtype in dtypes), default=TOLERANCE)
     largest = 0.0
@@ -153,12 +155,6 @@ def _difference(found: Array, wanted: torch.Tensor) -> float:
         return 0.0
     scale = float(np.abs(other[np.isfinite(other)]).max(initial=0.0))
     return float(np.abs(own - other)[different].max()) / scale if scale else math.inf
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    """Return a tensor as the protocols hand it over: bfloat16 as its bits."""
-    array: Array = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
-    return array
 
 
 def _write_labels(subject: Subject, info: ModelInfo, folder: Path) -> dict[str, str]:

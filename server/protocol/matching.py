@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import Meta, Raw
 
 from server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
 from server.ipc.model import Array, ModelInfo, TensorSpec
@@ -44,21 +44,6 @@ class RequestBody(msgspec.Struct):
     id: str = ""
     outputs: list[WantedBody] = []
     parameters: Parameters = {}
-
-
-class OutputBody(msgspec.Struct, omit_defaults=True):
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    parameters: dict[str, int] | UnsetType = UNSET
-    data: Raw | UnsetType = UNSET
-
-
-class ResponseBody(msgspec.Struct, omit_defaults=True):
-    model_name: str
-    model_version: str
-    outputs: list[OutputBody]
-    id: str | UnsetType = UNSET
 
 
 Read = Callable[[InputBody], Array]

@@ -13,17 +13,13 @@ class ScheduledModel:
     def __init__(self, generation: int) -> None:
         self.first_generation = self.generation = generation
         self.queue = ModelQueue()
-        self.admission = Admission(Policy())
-        self.apply(self.admission.policy)
+        self.policy = Policy()
+        self.admission = Admission()
         self.estimates = ModelEstimates({})
         self.max_rows = 0
         """0 if requests are executed alone."""
         self.swap_timing = SwapTiming()
         self.held = False
-
-    def apply(self, policy: Policy) -> None:
-        """Replace the policy."""
-        self.policy = self.admission.policy = policy
 
     def estimate_of(self, ticket: Ticket) -> Estimate:
         return self.estimates.of(ticket.request.sizes)

@@ -86,7 +86,7 @@ class Scheduler:
         self._generations += 1
         known = self._models.setdefault(model, ScheduledModel(self._generations))
         known.generation = self._generations
-        known.apply(policy or Policy())
+        known.policy = policy or Policy()
         known.estimates = ModelEstimates(predicted_s or {})
         known.max_rows = max_rows
         known.swap_timing = swap_timing or SwapTiming()
@@ -133,7 +133,7 @@ class Scheduler:
             if now_s + needed_s > ticket.deadline_s:
                 self._overloaded_s = now_s
                 raise RequestTimedOut(request.model.name, ticket.timeout_s or 0.0, needed_s)
-        known.admission.enter(request.model.name, now_s, self._backlog_s)
+        known.admission.enter(request.model.name, known.policy, now_s, self._backlog_s)
         self._arrivals += 1
         self._live.add(ticket)
         known.queue.push(ticket)
