@@ -158,19 +158,9 @@ def prepare(
     def progress(text: str) -> None:
         on_progress(source.name, text.removeprefix(f"{source.name}: "))
 
-    cache = cache_of(config)
-    options = model_options(source, config)
-    batches = wanted_batches(source, config)
-    lowered = lower(
-        source.path,
-        source.name,
-        batches,
-        cache / "weights",
-        progress,
-        options,
-        shape_buckets=wanted_buckets(source, config),
-        cached_only=cached_only,
-    )
+    cache, options, buckets = cache_of(config), model_options(source, config), wanted_buckets(source, config)
+    given = (source.path, source.name, wanted_batches(source, config), cache / "weights", progress, options)
+    lowered = lower(*given, shape_buckets=buckets, cached_only=cached_only)
     release_free_memory()  # lowering has packed the weights one by one
     weights = FileState.of(lowered.weights_path)
     lowered = _with_config_names(source, lowered)

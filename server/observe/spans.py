@@ -48,17 +48,8 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
     events.append(end)
     if (timing := trace.timing) is not None:
         numbers = {"rows": timing.rows, "stall_ms": timing.stall_s * 1e3, "swapped_bytes": timing.swapped_bytes}
-        events.append(
-            {
-                "ph": "X",
-                "pid": DEVICE,
-                "tid": track_of(COMPUTE, timing.lane),
-                "name": trace.model,
-                "ts": timing.started_s * 1e6,
-                "dur": timing.busy_s * 1e6,
-                "args": numbers | {"trace_id": trace.context.trace_id},
-            }
-        )
+        track, executed = track_of(COMPUTE, timing.lane), {**numbers, "trace_id": trace.context.trace_id}
+        events.append(_complete(track, trace.model, timing.started_s, timing.busy_s, executed))
     return events
 
 
@@ -66,15 +57,9 @@ def lane_events(spans: Iterable[DeviceSpan], trace_id: str) -> Iterator[Event]:
     """Return the spans of a compute lane and its copy lanes for an execution: ops, stalls, and copies."""
     for span in spans:
         name, label = _lane_label(span)
-        yield {
-            "ph": "X",
-            "pid": DEVICE,
-            "tid": track_of(_TRACKS[span.lane], span.compute_lane),
-            "name": name,
-            "ts": span.start_s * 1e6,
-            "dur": (span.end_s - span.start_s) * 1e6,
-            "args": {"model": span.model, **label, "trace_id": trace_id},
-        }
+        track = track_of(_TRACKS[span.lane], span.compute_lane)
+        label = {"model": span.model, **label, "trace_id": trace_id}
+        yield _complete(track, name, span.start_s, span.end_s - span.start_s, label)
 
 
 def _lane_label(span: DeviceSpan) -> tuple[str, dict[str, Any]]:
@@ -109,6 +94,12 @@ def _pair(
     common = {"cat": "request", "id": trace.context.span_id, "pid": REQUESTS, "tid": 0, "name": name}
     begin = {**common, "ph": "b", "ts": start_s * 1e6, "args": label or {}}
     return begin, {**common, "ph": "e", "ts": max(end_s, start_s) * 1e6}
+
+
+def _complete(track: int, name: str, start_s: float, seconds: float, label: dict[str, Any]) -> Event:
+    """Return a span of one of the device's tracks."""
+    times = {"ts": start_s * 1e6, "dur": seconds * 1e6}
+    return {"ph": "X", "pid": DEVICE, "tid": track, "name": name, **times, "args": label}
 
 
 def _meta(kind: str, process: int, name: str, thread: int = 0) -> Event:

@@ -220,19 +220,12 @@ class ModelPlacement:
         workspace: int,
     ) -> dict[str, Programs]:
         """Bind programs at the wanted extents, so that an unsupported plan is refused before any model moves."""
-        return {
-            t.owner: await asyncio.to_thread(
-                self.memory.bind,
-                t.owner,
-                t.prepared,
-                plans.get(t.owner, t.plans),
-                wanted[t.owner],
-                t.lane,
-                workspace_bytes=workspace,
-                yields=True,
-            )
-            for t in placed_models
-        }
+        bind = partial(self.memory.bind, workspace_bytes=workspace, yields=True)
+        programs: dict[str, Programs] = {}
+        for t in placed_models:
+            made = plans.get(t.owner, t.plans)
+            programs[t.owner] = await asyncio.to_thread(bind, t.owner, t.prepared, made, wanted[t.owner], t.lane)
+        return programs
 
     async def _migrate(
         self,

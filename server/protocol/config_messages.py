@@ -26,24 +26,11 @@ def _load() -> None:
 
 _load()
 
-from tritonclient.grpc.model_config_pb2 import (
-    DataType,
-    ModelConfig,
-    ModelDynamicBatching,
-    ModelInput,
-    ModelInstanceGroup,
-    ModelOutput,
-    ModelQueuePolicy,
-    ModelWarmup,
-)
-
-__all__ = [
-    "DataType",
-    "ModelConfig",
-    "ModelDynamicBatching",
-    "ModelInput",
-    "ModelInstanceGroup",
-    "ModelOutput",
-    "ModelQueuePolicy",
-    "ModelWarmup",
-]
+from tritonclient.grpc.model_config_pb2 import DataType as DataType
+from tritonclient.grpc.model_config_pb2 import ModelConfig as ModelConfig
+from tritonclient.grpc.model_config_pb2 import ModelDynamicBatching as ModelDynamicBatching
+from tritonclient.grpc.model_config_pb2 import ModelInput as ModelInput
+from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup as ModelInstanceGroup
+from tritonclient.grpc.model_config_pb2 import ModelOutput as ModelOutput
+from tritonclient.grpc.model_config_pb2 import ModelQueuePolicy as ModelQueuePolicy
+from tritonclient.grpc.model_config_pb2 import ModelWarmup as ModelWarmup

@@ -13,30 +13,12 @@ from planner.shapes import Bucket
 from server.errors import RepositoryError
 from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
 from server.protocol.config_fields import defaults_of
-from server.protocol.config_messages import (
-    DataType,
-    ModelConfig,
-    ModelInput,
-    ModelInstanceGroup,
-    ModelOutput,
-    ModelWarmup,
-)
+from server.protocol.config_messages import DataType as DataType
+from server.protocol.config_messages import ModelConfig as ModelConfig
+from server.protocol.config_messages import ModelInput, ModelInstanceGroup, ModelOutput
+from server.protocol.config_messages import ModelWarmup as ModelWarmup
 from server.protocol.datatypes import config_type
 from server.protocol.tensors import filled
-
-__all__ = [
-    "DataType",
-    "ModelConfig",
-    "ModelWarmup",
-    "config_as_json",
-    "config_mismatch",
-    "config_names",
-    "config_of",
-    "config_text",
-    "parse_config",
-    "read_config",
-    "with_defaults",
-]
 
 _LARGEST_FILE_BYTES = 1 << 20
 _INDEXED = re.compile(r".*__(\d{1,4})", re.ASCII | re.DOTALL)

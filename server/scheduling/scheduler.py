@@ -255,18 +255,9 @@ class Scheduler:
                 deadline_s = end_s
                 estimate = known.estimates.of(request.sizes)
                 due_s = min(due_s, deadline_s - estimate.upper_estimate_s(request.batch, now_s))
-        return Ticket(
-            request,
-            self._arrivals + 1,
-            known.generation,
-            arrived_s,
-            deadline_s,
-            timeout_s,
-            late_s,
-            due_s,
-            level,
-            alone=not self._live and self._busy_until_s == -math.inf,
-        )
+        number, times_s = self._arrivals + 1, (arrived_s, deadline_s, timeout_s, late_s, due_s)
+        alone = not self._live and self._busy_until_s == -math.inf
+        return Ticket(request, number, known.generation, *times_s, level, alone)
 
     def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
         """Return when a request must start, or, under a DELAY policy, counts as late."""

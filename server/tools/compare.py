@@ -69,16 +69,8 @@ def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Tab
     graph, profile = instance.graph, instance.profile
     bound_s = latency_bound(graph, profile, memory_bytes, 0)
     table = make_table(
-        *(
-            "searcher",
-            "latency",
-            "over bound",
-            "over resident",
-            "over link",
-            "planned in",
-            "evaluations",
-            "memory as",
-        ),
+        *("searcher", "latency", "over bound", "over resident"),
+        *("over link", "planned in", "evaluations", "memory as"),
         left=("searcher", "memory as"),
         title=f"{graph.name} at batch {graph.bucket} in {format_bytes(memory_bytes)}:"
         f" {milliseconds(profile.compute_s)} resident, lower bound {milliseconds(bound_s)}",
