@@ -25,7 +25,8 @@ from server.tools.remote.commands import COMMANDS, RemoteCommand
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from server.serve import OnProgress, Server
+    from server.engine_host import OnProgress
+    from server.serve import Server
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 

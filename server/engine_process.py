@@ -130,7 +130,8 @@ class FrontendConnection:
 
     def _written(self, message: messages.Infer, result: InferResult) -> list[messages.SharedTensor]:
         """Write the wanted outputs to the request's shared memory. Raises ExecutionFailed if they do not fit."""
-        offset, end = message.output_offset, message.output_offset + message.output_bytes
+        offset = message.mark_offset + round_up(MARK.itemsize)
+        end = offset + message.output_bytes
         written = []
         for name in message.outputs:
             array = result.outputs.get(name)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,15 +29,12 @@ from server.observe.tracing import Tracer
 from server.protocol.shared_memory import Regions, no_system, open_region
 
 if TYPE_CHECKING:
-    from server.engine_host import Engine, Load
+    from server.engine_host import Engine, Load, OnProgress
 
 _log = logging.getLogger("cohabit.serve")
 _ANSWERS_WRITTEN_S = 2.0
 _RECONNECT_S = 0.05
 _FRONTEND_RESTART_S = 1.0
-
-OnProgress = Callable[[str, str], None]
-"""Receives a model's name and the stage of its loading."""
 
 
 class Server:
@@ -124,7 +121,7 @@ class Server:
             url = await metrics.start(config.hosts, config.metrics_port, None, "--metrics-port")
             self.metrics_url = f"{url}/metrics"
 
-    async def load(self, on_progress: OnProgress = lambda model, stage: None) -> str:
+    async def load(self, on_progress: "OnProgress" = lambda model, stage: None) -> str:
         """Start the engine and load the repository; returns the memory map.
 
         Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if no model could be loaded.

@@ -62,11 +62,7 @@ class DataPlane:
         self.regions = regions
         self.tracer = tracer or Tracer(TraceControl())
         self.log_settings = LogSettings()
-        self._name = config.server_name
-        self._device = config.device
-        self._queue_limit = config.queue_limit
-        self._explicit_repository = config.repository if config.model_control == "explicit" else None
-        self._shares_ports = config.frontends > 1
+        self._config = config
         self._client = client
         self._machine = machine
         self._under_way: dict[ModelKey, int] = {}
@@ -84,7 +80,7 @@ class DataPlane:
         return self.tracer.control
 
     def server_metadata(self) -> dict[str, Any]:
-        return descriptions.server_metadata(self._name, self.regions.refused)
+        return descriptions.server_metadata(self._config.server_name, self.regions.refused)
 
     def not_ready(self) -> str | None:
         """Return why the server is not ready, or None."""
@@ -121,10 +117,11 @@ class DataPlane:
         if self._draining:
             raise ShuttingDown
         info = self.describe(model, version)
-        most = 1 if info.key in self._full else self._queue_limit + max(info.max_batch_size, 1)
+        queue_limit = self._config.queue_limit
+        most = 1 if info.key in self._full else queue_limit + max(info.max_batch_size, 1)
         if self._under_way.get(info.key, 0) >= most:
             self._client.count_rejection(info.key, "queue_full")
-            error = QueueFull.of_model(model, self._queue_limit, self._full.get(info.key, RETRY_S))
+            error = QueueFull.of_model(model, queue_limit, self._full.get(info.key, RETRY_S))
             error.of_request(request_id)
             raise error
         return info
@@ -132,10 +129,10 @@ class DataPlane:
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Return the repository index. With explicit control it has folders that came after the start."""
         index = descriptions.repository_index(e for e in self._client.catalog if e.is_ready or not only_ready)
-        if only_ready or self._explicit_repository is None:
+        if only_ready or self._config.model_control != "explicit":
             return index
         listed = {entry["name"] for entry in index}
-        folders = await asyncio.to_thread(_folders, self._explicit_repository)
+        folders = await asyncio.to_thread(_folders, self._config.repository)
         return index + [{"name": name} for name in folders if name not in listed]
 
     async def config(self, model: str, version: str | None) -> ModelConfig:
@@ -143,7 +140,7 @@ class DataPlane:
         entry = self._client.catalog.find(model, version)
         report = (await self._client.report()).models.get(info.key)
         given = None if entry.config is None else ModelConfig.FromString(entry.config)
-        return config_of(info, given, None if report is None else report.captures, self._device)
+        return config_of(info, given, None if report is None else report.captures, self._config.device)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
         """Return the counters of all models, of one, or of one version, as Triton's JSON. Raises ModelNotListed."""
@@ -259,7 +256,7 @@ class DataPlane:
         self.traces.update(changes, model)
 
     def _require_only_front_end(self, what: str) -> None:
-        if self._shares_ports:
+        if self._config.frontends > 1:
             raise Unsupported(f"{what} cannot be changed with --frontends over 1: front ends do not share it")
 
     def traced_model(self, model: str) -> str:

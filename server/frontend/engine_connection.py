@@ -309,7 +309,6 @@ class EngineConnection:
             request.batch,
             [tensor.name for tensor in wanted],
             mark_offset,
-            mark_offset + round_up(MARK.itemsize),
             output_bytes,
             request.id,
             request.priority,

@@ -51,8 +51,8 @@ class Infer(msgspec.Struct, frozen=True, tag="infer"):
     outputs: list[str]
     mark_offset: int
     """Offset of the mark that the engine sets at the start of the execution; see `server.ipc.shared_layout`."""
-    output_offset: int
     output_bytes: int
+    """Room for the outputs, after the mark."""
     request_id: str | None = None
     priority: int | None = None
     timeout_s: float | None = None

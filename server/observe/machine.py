@@ -8,7 +8,7 @@ import psutil
 from server.ipc.model import DeviceUse
 from server.observe.access import Access
 from server.observe.gpus import Gpu, open_gpus
-from server.observe.prometheus import Family, Kind, Sample
+from server.observe.prometheus import Family, Kind, Sample, single
 
 
 class Machine:
@@ -56,9 +56,9 @@ _GPU_METRICS = {
 
 def _processors() -> Iterator[Family]:
     memory = psutil.virtual_memory()
-    yield _gauge("nv_cpu_utilization", "CPU utilization rate, 0 to 1", psutil.cpu_percent() / 100)
-    yield _gauge("nv_cpu_memory_total_bytes", "Memory of the machine, in bytes", memory.total)
-    yield _gauge("nv_cpu_memory_used_bytes", "Memory of the machine in use, in bytes", memory.used)
+    yield single("nv_cpu_utilization", "gauge", "CPU utilization rate, 0 to 1", psutil.cpu_percent() / 100)
+    yield single("nv_cpu_memory_total_bytes", "gauge", "Memory of the machine, in bytes", memory.total)
+    yield single("nv_cpu_memory_used_bytes", "gauge", "Memory of the machine in use, in bytes", memory.used)
 
 
 def _device(use: DeviceUse) -> Iterator[Family]:
@@ -77,9 +77,5 @@ def _device(use: DeviceUse) -> Iterator[Family]:
     )
     if use.pinned_total_bytes is not None:
         total, used = use.pinned_total_bytes, use.pinned_used_bytes
-        yield _gauge("nv_pinned_memory_pool_total_bytes", "Limit of pinned host memory, in bytes", total)
-        yield _gauge("nv_pinned_memory_pool_used_bytes", "Pinned host memory, in bytes", used)
-
-
-def _gauge(name: str, text: str, value: float) -> Family:
-    return Family(name, "gauge", text, [({}, value)])
+        yield single("nv_pinned_memory_pool_total_bytes", "gauge", "Limit of pinned host memory, in bytes", total)
+        yield single("nv_pinned_memory_pool_used_bytes", "gauge", "Pinned host memory, in bytes", used)

@@ -6,7 +6,7 @@ from server.ipc.catalog import ModelEntry
 from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from server.observe.machine import Machine
 from server.observe.model_metrics import ReadyModel, families_of
-from server.observe.prometheus import Family, written
+from server.observe.prometheus import single, written
 
 
 def metrics_page(
@@ -16,14 +16,9 @@ def metrics_page(
     ready = [entry for entry in entries if entry.is_ready]
     views = [ReadyModel(e, report.models.get(e.key) or ModelCounters(ModelStatistics())) for e in ready]
     wanted = [entry for entry in entries if entry.wanted]
-    engine = Family(
-        "cohabit_engine_restarts", "counter", "Times that the engine's process was started again", [({}, restarts)]
-    )
-    requests = Family(
-        "cohabit_request_memory_bytes",
-        "gauge",
-        "Shared memory that requests take which are not answered yet",
-        [({}, request_bytes)],
-    )
+    text = "Times that the engine's process was started again"
+    engine = single("cohabit_engine_restarts", "counter", text, restarts)
+    text = "Shared memory that requests take which are not answered yet"
+    requests = single("cohabit_request_memory_bytes", "gauge", text, request_bytes)
     rest = () if machine is None else machine.families(report.device)
     return written((*families_of(views, wanted), engine, requests, *rest))

@@ -28,6 +28,11 @@ class Family:
     samples: Iterable[Sample]
 
 
+def single(name: str, kind: Kind, text: str, value: float) -> Family:
+    """Return a metric with one sample, which has no labels."""
+    return Family(name, kind, text, [({}, value)])
+
+
 def written(families: Iterable[Family]) -> bytes:
     return "".join(line for family in families for line in _lines(family)).encode()
 
