@@ -40,7 +40,7 @@ class ComputeLane:
     ) -> None:
         """`on_lost` is called with the reason, once, when nothing can be executed any more."""
         self._scheduler = scheduler
-        self._device = DeviceThread(scheduler, self, prefetch, lane)
+        self.device = DeviceThread(scheduler, self, prefetch, lane)
         self._on_lost = on_lost
         self._current: dict[ModelKey, int] = {}
         """The generation of each model that new requests are for."""
@@ -53,16 +53,6 @@ class ComputeLane:
         self.draining = False
         """Whether new requests are refused."""
         self._answered = asyncio.Event()
-
-    @property
-    def computed_s(self) -> float:
-        """Seconds of computation since the start."""
-        return self._device.computed_s
-
-    @property
-    def executing(self) -> tuple[float, float]:
-        """See `DeviceThread.executing`."""
-        return self._device.executing
 
     def pending(self, model: ModelKey) -> int:
         """Return how many requests wait in this model's queue."""
@@ -78,35 +68,35 @@ class ComputeLane:
         model = info.key
         # No batching without predictions, nor where it changes answers.
         max_rows = info.max_batch_size if predicted_s and not info.only_batches else 0
-        with self._device.changed:
+        with self.device.changed:
             generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.swap_timing)
             self._current[model] = generation
-            self._device.models[model, generation] = LoadedModel(servable, statistics)
+            self.device.models[model, generation] = LoadedModel(servable, statistics)
 
     def replan(self, servable: Servable) -> None:
         """Replace the predictions after a servable's plans have changed."""
-        with self._device.changed:
+        with self.device.changed:
             self._scheduler.replan(servable.info.key, servable.predicted_s, servable.swap_timing)
 
     def remove(self, model: ModelKey) -> None:
         """Remove a model and refuse its waiting requests."""
-        with self._device.changed:
+        with self.device.changed:
             forgotten = self._scheduler.remove(model)
         self._current.pop(model, None)
-        for key in [key for key in self._device.models if key[0] == model]:
-            del self._device.models[key]
+        for key in [key for key in self.device.models if key[0] == model]:
+            del self.device.models[key]
         for ticket in forgotten:
             self._settle(ticket, ModelNotFound(*model, reason="unloaded"))
 
     def hold(self, model: ModelKey, held: bool) -> None:
         """Pause a model's dispatch while its memory changes, or resume it."""
-        with self._device.changed:
+        with self.device.changed:
             self._scheduler.hold(model, held)
-            self._device.changed.notify()
+            self.device.changed.notify()
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._device.start(self._loop)
+        self.device.start(self._loop)
 
     async def infer(self, request: InferRequest) -> InferResult:
         """Execute a request. Cancelling this takes it out of the queue, if it has not started.
@@ -116,9 +106,9 @@ class ComputeLane:
         """
         self._require_running()
         try:
-            with self._device.changed:
+            with self.device.changed:
                 ticket = self._scheduler.submit(time.monotonic(), request)
-                self._device.changed.notify()
+                self.device.changed.notify()
         except RequestTimedOut:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
             raise
@@ -158,9 +148,9 @@ class ComputeLane:
             else:
                 future.set_exception(error)
 
-        with self._device.changed:
-            self._device.background.append(PendingWork(background, end))
-            self._device.changed.notify()
+        with self.device.changed:
+            self.device.background.append(PendingWork(background, end))
+            self.device.changed.notify()
         await future
 
     async def finish(self, model: ModelKey, timeout_s: float, older_only: bool = False) -> bool:
@@ -182,12 +172,12 @@ class ComputeLane:
             if newest is not None:
                 self._drop_older(model)
             return False
-        for key in [key for key in self._device.models if key[0] == model and key[1] != self._current.get(model)]:
-            del self._device.models[key]
+        for key in [key for key in self.device.models if key[0] == model and key[1] != self._current.get(model)]:
+            del self.device.models[key]
         return True
 
     def _drop_older(self, model: ModelKey) -> None:
-        with self._device.changed:
+        with self.device.changed:
             older = self._scheduler.drop_older(model)
         for ticket in older:
             self.refused(ticket, ModelNotFound(*model, reason="replaced"), "OTHER")
@@ -195,21 +185,21 @@ class ComputeLane:
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Refuse unanswered requests and end the thread; False if it is still busy after `timeout_s`."""
         self.draining = True
-        with self._device.changed:
+        with self.device.changed:
             self._scheduler.clear()
-            self._device.stopped = True
-            background = list(self._device.background)
-            self._device.background.clear()
-            self._device.changed.notify()
+            self.device.stopped = True
+            background = list(self.device.background)
+            self.device.background.clear()
+            self.device.changed.notify()
         for pending in background:
             pending.settle(ShuttingDown())
         if self._alarm is not None:
             self._alarm.cancel()
         for ticket in list(self._waiting):
             self._settle(ticket, ShuttingDown())
-        if self._device.is_running:
-            await asyncio.to_thread(self._device.join, timeout_s)
-        return not self._device.is_running
+        if self.device.is_running:
+            await asyncio.to_thread(self.device.join, timeout_s)
+        return not self.device.is_running
 
     def _require_running(self) -> None:
         if self.draining:
@@ -219,10 +209,10 @@ class ComputeLane:
 
     def _cancel(self, ticket: Ticket) -> None:
         """Remove a request from the queue; one that has started is executed and counted, and its result dropped."""
-        with self._device.changed:
+        with self.device.changed:
             never_ran = self._scheduler.cancel(ticket)
         if never_ran:
-            self._device.models[ticket.request.model, ticket.generation].statistics.cancelled()
+            self.device.models[ticket.request.model, ticket.generation].statistics.cancelled()
             self._waiting.pop(ticket, None)
             self._answered.set()
 
@@ -253,13 +243,13 @@ class ComputeLane:
         self._settle(ticket, error)
 
     def _count_failure(self, model: ModelKey, generation: int, reason: FailureReason, seconds: float) -> None:
-        known = self._device.models.get((model, generation))
+        known = self.device.models.get((model, generation))
         if known is not None:
             known.statistics.failed(reason, seconds)
 
     def _watch_deadlines(self) -> None:
         """Set the alarm for the next deadline, so that requests are shed even while the lane is busy."""
-        with self._device.changed:
+        with self.device.changed:
             expiry_s = self._scheduler.expiry_s()
         if expiry_s >= self._alarm_s:
             return
@@ -270,7 +260,7 @@ class ComputeLane:
 
     def _shed(self) -> None:
         self._alarm_s = math.inf
-        with self._device.changed:
+        with self.device.changed:
             hopeless = self._scheduler.shed(time.monotonic())
         self.refuse_late(hopeless)
         self._watch_deadlines()
@@ -284,10 +274,10 @@ class ComputeLane:
         if self.lost is not None:
             return
         self.lost = reason
-        with self._device.changed:
+        with self.device.changed:
             self._scheduler.clear()
-            background = list(self._device.background)
-            self._device.background.clear()
+            background = list(self.device.background)
+            self.device.background.clear()
         for pending in background:
             pending.settle(DeviceUnavailable(reason))
         for ticket in list(self._waiting):

@@ -45,12 +45,15 @@ class ComputeLanes:
     def computed_s(self) -> dict[str, float]:
         """Seconds of computation since the start, by lane name."""
         count = len(self._lanes)
-        return {lane_name("compute", number, count): lane.computed_s for number, lane in enumerate(self._lanes)}
+        return {
+            lane_name("compute", number, count): lane.device.computed_s for number, lane in enumerate(self._lanes)
+        }
 
     @property
     def executing(self) -> tuple[float, float]:
         """When the oldest execution under way began and its prediction, in seconds; zeros if there is none."""
-        return min((lane.executing for lane in self._lanes if lane.executing[0]), default=(0.0, 0.0))
+        executing = (lane.device.executing for lane in self._lanes)
+        return min((one for one in executing if one[0]), default=(0.0, 0.0))
 
     def of(self, model: ModelKey) -> ComputeLane:
         """Return a model's lane; for an unknown model the first lane, which raises ModelNotFound."""

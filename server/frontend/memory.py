@@ -6,7 +6,6 @@ memory of all unanswered requests (`--queue-memory`).
 
 import mmap
 import os
-from types import TracebackType
 
 import numpy as np
 
@@ -129,9 +128,7 @@ class Lease:
     def __enter__(self) -> "Lease":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def take(self, nbytes: int) -> int:

@@ -48,10 +48,6 @@ class StageTimes(msgspec.Struct):
         self.output_s += output_s
 
 
-def _seconds() -> Histogram:
-    return Histogram.of(SECONDS)
-
-
 class ModelStatistics(msgspec.Struct):
     """The counters of one version of a model, since it was loaded into this engine."""
 
@@ -71,8 +67,8 @@ class ModelStatistics(msgspec.Struct):
     stall_s: float = 0.0
     swapped_bytes: int = 0
     prefetch_hits: int = 0
-    queued: Histogram = msgspec.field(default_factory=_seconds)
-    computed: Histogram = msgspec.field(default_factory=_seconds)
+    queued: Histogram = msgspec.field(default_factory=lambda: Histogram.of(SECONDS))
+    computed: Histogram = msgspec.field(default_factory=lambda: Histogram.of(SECONDS))
     """Compute times, one per execution."""
     response_ms: Histogram = msgspec.field(default_factory=lambda: Histogram.of(_RESPONSE_BOUNDS_MS))
     failures: dict[FailureReason, int] = msgspec.field(
@@ -130,8 +126,3 @@ class EngineReport(msgspec.Struct):
 
     models: dict[ModelKey, ModelCounters] = {}
     device: DeviceUse = DeviceUse()
-
-
-def rejection_reason(error: Exception) -> str | None:
-    """Return the reason of a refusal after which a retry can succeed; None for every other error."""
-    return REJECTIONS.get(type(error))  # type: ignore[arg-type]

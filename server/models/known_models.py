@@ -16,7 +16,7 @@ Plans = Mapping[Bucket, Plan]
 
 _BYTES_PER_INSTRUCTION = 4 << 10
 """Graph, profile, plan, draft and calls together, rounded up from a measured 3.4 KiB."""
-_MOST_MODELS, _MOST_BYTES = 64, 256 << 20
+MOST_MODELS, MOST_BYTES = 64, 256 << 20
 _MOST_ROOMS = 16
 
 K = TypeVar("K", bound=Hashable)
@@ -84,7 +84,3 @@ class KnownModel:
     def nbytes(self) -> int:
         """An estimate of its own memory."""
         return _BYTES_PER_INSTRUCTION * sum(len(trace.instructions) for trace in self.lowered.traces.values())
-
-
-def new_cache() -> LeastRecentlyUsed[Hashable, KnownModel]:
-    return LeastRecentlyUsed(_MOST_MODELS, _MOST_BYTES, lambda known: known.nbytes)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from planner.library import Library
@@ -15,7 +15,7 @@ from server.config.bundle import Bundle
 from server.config.config import ServeConfig, cache_of
 from server.models import planning
 from server.models.bundling import room_in
-from server.models.known_models import Plans, new_cache
+from server.models.known_models import MOST_BYTES, MOST_MODELS, KnownModel, LeastRecentlyUsed, Plans
 from server.models.prepared import Prepared, key_of, measure_in_worker, prepare, prepare_in_worker, prepare_known
 from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcesses, planning_workers, preparing_workers
@@ -41,7 +41,7 @@ class ModelPreparer:
         self._measuring = threading.Lock()
         self._searching = threading.Lock()
         """One full search at a time, so that quick ones need not wait."""
-        self._cache = new_cache()
+        self._cache = LeastRecentlyUsed[Hashable, KnownModel](MOST_MODELS, MOST_BYTES, lambda known: known.nbytes)
         self._lock = threading.Lock()
         """Guards the cache and its entries."""
 

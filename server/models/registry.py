@@ -5,9 +5,10 @@ from collections.abc import Callable, Collection, Iterator
 from msgspec.structs import replace
 
 from server.engine.execution import Servable
+from server.errors import RequestError
 from server.ipc.catalog import Catalog, ModelEntry, ModelState
 from server.ipc.model import ModelFootprint, ModelKey
-from server.ipc.statistics import ModelStatistics, rejection_reason
+from server.ipc.statistics import REJECTIONS, ModelStatistics
 from server.models.repository import ModelSource
 
 
@@ -75,9 +76,9 @@ class Registry:
         self._statistics.pop(model, None)
         self._put(replace(old, state=ModelState.UNAVAILABLE, reason="unloaded", footprint=nothing, wanted=False))
 
-    def rejected(self, model: ModelKey, error: Exception) -> None:
+    def rejected(self, model: ModelKey, error: RequestError) -> None:
         """Count a refused request, if a retry could succeed."""
-        if (reason := rejection_reason(error)) is not None:
+        if (reason := REJECTIONS.get(type(error))) is not None:
             self.count_rejection(model, reason)
 
     def count_rejection(self, model: ModelKey, reason: str, count: int = 1) -> None:

@@ -241,21 +241,15 @@ class ModelPlacement:
                 placed = placed_models[step.owner]
                 self._lanes[placed.lane].hold(placed.key, True)
                 partitions.release(step.owner)
-        await self._settle_lanes(
-            {placed_models[step.owner].lane for step in steps if isinstance(step, ReleaseForMove)}
-        )
+        if partitions.lanes > 1:  # with a single lane, background work is in order already
+            for lane in sorted({placed_models[s.owner].lane for s in steps if isinstance(s, ReleaseForMove)}):
+                await self._lanes[lane].call_on_lane(self.memory.executors[lane].settle)
         partitions.grow_workspace(workspace)
         for step in steps:
             if not isinstance(step, ReleaseForMove):
                 placed = placed_models[step.owner]
                 partitions.put(step.owner, step.extent)
                 await self._move(placed, plans.get(step.owner, placed.plans), programs[step.owner])
-
-    async def _settle_lanes(self, lanes: set[int]) -> None:
-        """Wait for executions of held models. With a single lane, background work is in order already."""
-        if self.memory.partitions.lanes > 1:
-            for lane in sorted(lanes):
-                await self._lanes[lane].call_on_lane(self.memory.executors[lane].settle)
 
     async def _move(self, placed: PlacedModel, plans: Plans, programs: Programs) -> None:
         """Load a model's residents for new programs while its requests wait, then switch to these programs."""
