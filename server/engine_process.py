@@ -174,7 +174,7 @@ class EngineService:
         self._frontends: set[FrontendConnection] = set()
         self._supervisor: FrontendConnection | None = None
         self._memory_map: str | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._starting: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
 
     @property
@@ -207,9 +207,7 @@ class EngineService:
         match message:
             case messages.Start():
                 self._supervisor = frontend
-                task = asyncio.create_task(self._start(message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._starting = asyncio.create_task(self._start(message))
             case messages.Stop():
                 if frontend is self._supervisor:
                     self._ended.set()
@@ -247,11 +245,14 @@ class EngineService:
         log.configure_logging(config.log_format)
         loop = asyncio.get_running_loop()
 
+        def publish(entry: ModelEntry) -> None:
+            self._send_all(messages.EntryChanged(entry))
+
         def progress(model: str, stage: str) -> None:
             loop.call_soon_threadsafe(self._send_all, messages.Progress(model, stage))
 
         try:
-            self._engine = self._make_engine(config, publish=self._publish, on_lost=_exit_device_lost)
+            self._engine = self._make_engine(config, publish=publish, on_lost=_exit_device_lost)
             self._memory_map = await self._engine.start(progress, message.restored)
         except LoadCancelled:
             return
@@ -264,9 +265,6 @@ class EngineService:
             )
         else:
             self._send_all(messages.Started(self._memory_map))
-
-    def _publish(self, entry: ModelEntry) -> None:
-        self._send_all(messages.EntryChanged(entry))
 
     def _send_all(self, message: object) -> None:
         for frontend in self._frontends:

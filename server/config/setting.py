@@ -50,10 +50,6 @@ class Setting:
         return self.type in (bool, bool | None)
 
     @property
-    def is_positional(self) -> bool:
-        return not self.flag.startswith("-")
-
-    @property
     def is_by_model(self) -> bool:
         """Whether each item belongs to a model; such settings are merged over their sources instead of replaced."""
         return get_origin(self.type) is Mapping

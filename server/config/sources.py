@@ -67,7 +67,7 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting) -> None:
         notes.append(f"default: {default if isinstance(default, str) else ', '.join(default)}")
     text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
     options: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
-    if setting.is_positional:
+    if not setting.flag.startswith("-"):
         parser.add_argument(setting.key, nargs="?", metavar=setting.metavar, **options)
     elif setting.is_switch:
         parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **options)

@@ -81,10 +81,6 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def url_of(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://{address_of(host, port)}"
-
-
 def _set_options(sock: socket.socket, family: int, reuse_port: bool) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_S * 1e3))

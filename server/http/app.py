@@ -82,9 +82,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except RequestError as error:
         response = response_of(error)
     except web.HTTPException as error:
-        allow: dict[str, str] | None = (
-            {hdrs.ALLOW: error.headers[hdrs.ALLOW]} if hdrs.ALLOW in error.headers else None
-        )
+        allow: dict[str, str] = {name: error.headers[name] for name in (hdrs.ALLOW,) if name in error.headers}
         response = error_response(error.status, error.reason, allow)
     except web.RequestPayloadError as error:
         request.content.feed_eof()  # no more of it is waited for

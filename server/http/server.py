@@ -13,7 +13,7 @@ from aiohttp.http import RawRequestMessage
 
 from server.errors import ConfigError
 from server.frontend.dataplane import DataPlane
-from server.frontend.listening import TlsFiles, open_sockets, url_of
+from server.frontend.listening import TlsFiles, address_of, open_sockets
 from server.http.app import make_app, make_metrics_app
 from server.http.errors import error_response
 from server.observe.access import OPEN, Access
@@ -79,7 +79,8 @@ class AppServer:
             except OSError as error:
                 raise ConfigError(f"{flag}: cannot listen on {unix}: {error}") from error
             self._unix = unix
-        return url_of("http" if tls is None else "https", hosts[0], sockets[0].getsockname()[1])
+        scheme = "http" if tls is None else "https"
+        return f"{scheme}://{address_of(hosts[0], sockets[0].getsockname()[1])}"
 
     async def stop(self, grace_s: float) -> None:
         """Take no more connections, give requests under way this long, then cancel them."""
