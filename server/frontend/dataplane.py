@@ -28,7 +28,7 @@ from server.frontend.threads import call
 from server.ipc.execution import InferResult
 from server.ipc.model import Array, ModelInfo, ModelKey
 from server.observe.machine import Machine
-from server.observe.metrics_page import metrics_page
+from server.observe.metrics import metrics_page
 from server.observe.settings import LogSettings, TraceControl, log_changes
 from server.observe.tracing import Tracer
 from server.protocol import descriptions

@@ -1,4 +1,4 @@
-"""The metrics of every model, under Triton's names where Triton has one."""
+"""The metrics, under Triton's names where Triton has one, and the text of `/metrics`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,9 @@ from planner.shapes import Bucket
 from server.ipc.catalog import ModelEntry
 from server.ipc.histogram import Histogram
 from server.ipc.model import ModelFootprint
-from server.ipc.statistics import ModelCounters, ModelStatistics
-from server.observe.prometheus import Family, Kind, Sample
+from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
+from server.observe.machine import Machine
+from server.observe.prometheus import Family, Kind, Sample, single, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +25,25 @@ Metric = Callable[[Sequence[ReadyModel]], Family]
 """Reads a metric of every model."""
 
 
-def families_of(views: Sequence[ReadyModel], requested: Sequence[ModelEntry]) -> Iterator[Family]:
-    """Read every metric of these models, and the readiness of each requested one."""
-    yield Family(
-        "cohabit_model_ready",
-        "gauge",
-        "Whether a model that was asked for can be served",
-        [(_identity(entry), float(entry.is_ready)) for entry in requested],
-    )
-    for metric in _METRICS:
-        yield metric(views)
+def metrics_page(
+    entries: Sequence[ModelEntry], report: EngineReport, machine: Machine | None, restarts: int, request_bytes: int
+) -> bytes:
+    """Write the metrics of the models, the device and the machine in Prometheus' text format. Any thread."""
+    ready = [entry for entry in entries if entry.is_ready]
+    views = [ReadyModel(e, report.models.get(e.key) or ModelCounters(ModelStatistics())) for e in ready]
+    readiness = [(_identity(entry), float(entry.is_ready)) for entry in entries if entry.wanted]
+    families = [
+        Family("cohabit_model_ready", "gauge", "Whether a model that was asked for can be served", readiness),
+        *(metric(views) for metric in _METRICS),
+        single("cohabit_engine_restarts", "counter", "Times that the engine's process was started again", restarts),
+        single(
+            "cohabit_request_memory_bytes",
+            "gauge",
+            "Shared memory that requests take which are not answered yet",
+            request_bytes,
+        ),
+    ]
+    return written([*families, *(() if machine is None else machine.families(report.device))])
 
 
 def _metric(name: str, kind: Kind, text: str, read: Callable[[ReadyModel], Iterable[Sample]]) -> Metric:
