@@ -6,6 +6,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,12 @@ def _made_by(factory: str) -> nn.Module:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        made = _attribute(importlib.import_module(name), function)()
+        made = attrgetter(function)(importlib.import_module(name))()
     except Exception as error:
         raise ImportFailed(f"{factory}: {type(error).__name__}: {reason_of(error)}") from error
     if not isinstance(made, nn.Module):
         raise ImportFailed(f"{factory} returns a {type(made).__name__}; let it return a torch.nn.Module")
     return made
-
-
-def _attribute(value: Any, path: str) -> Any:
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _load(module: nn.Module, path: Path) -> None:

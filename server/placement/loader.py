@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from planner.errors import CohabitError
 from planner.library import Library
@@ -18,7 +17,6 @@ from server.config.config import ServeConfig, cache_of
 from server.config.sizes import FixedSize
 from server.engine.servable import ProgramServable
 from server.errors import load_reason
-from server.file_state import FileState
 from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
 from server.models import planning
 from server.models.bundling import fitting_bundle, room_in
@@ -171,7 +169,7 @@ class _TimeLeft:
 
     def __init__(self, sources: Sequence[ModelSource]) -> None:
         self._start_s = time.monotonic()
-        self._all_bytes = {source.key: _file_bytes(source.path) for source in sources}
+        self._all_bytes = {source.key: source.state.nbytes if source.state else 0 for source in sources}
         self._left_bytes = dict(self._all_bytes)
 
     def done(self, source: ModelSource) -> None:
@@ -186,12 +184,6 @@ class _TimeLeft:
         left_bytes, all_bytes = sum(self._left_bytes.values()), sum(self._all_bytes.values())
         left_s = (time.monotonic() - self._start_s) * left_bytes / max(1, all_bytes - left_bytes)
         return f", {done} of {len(self._all_bytes)} done, about {left_s:.0f} s left"
-
-
-def _file_bytes(path: Path) -> int:
-    """Return a file's size; 0 if it is there no more."""
-    state = FileState.of(path)
-    return 0 if state is None else state.nbytes
 
 
 def _memory_bytes(

@@ -81,7 +81,8 @@ def fit(
     if parameters:
         binary = _flag(parameters, "binary_data_output", binary)
         priority = unsigned(parameters, "priority", "the request") or None
-        timeout_s = _seconds(unsigned(parameters, "timeout", "the request"))
+        timeout_us = unsigned(parameters, "timeout", "the request")
+        timeout_s = timeout_us / 1e6 if timeout_us else None  # 0 means none
     outputs = _outputs(message.outputs, info, regions, binary)
     return InferRequest(
         info.key, inputs, batch, outputs, message.id or None, priority=priority, timeout_s=timeout_s, sizes=sizes
@@ -274,8 +275,3 @@ def _flag(parameters: Mapping[str, object], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"parameter '{key}' must be true or false, got {str(value)[:40]}")
     return value
-
-
-def _seconds(microseconds: int | None) -> float | None:
-    """Convert a timeout; 0 means none."""
-    return microseconds / 1e6 if microseconds else None

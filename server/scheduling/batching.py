@@ -53,9 +53,11 @@ def choose_batch(
             best_s, paying = per_row_s, len(taken)
         if rows in policy.preferred_batches:
             preferred = len(taken)
-    waits = policy.batch_delay_s > 0.0 and not full and not preferred and rows < max_rows
-    latest_start_s = deadline_s - estimate.upper_estimate_s(rows, now_s)
-    keep_until_s = _keep_until(taken, policy, latest_start_s) if waits else -math.inf
+    keep_until_s = -math.inf
+    if policy.batch_delay_s > 0.0 and not full and not preferred and rows < max_rows:
+        # Until the oldest request has waited for the batch delay, or a deadline forces the start.
+        latest_start_s = deadline_s - estimate.upper_estimate_s(rows, now_s)
+        keep_until_s = min(min(ticket.arrived_s for ticket in taken) + policy.batch_delay_s, latest_start_s)
     del taken[preferred or paying :]
     return Batch(tuple(taken), sum([t.request.batch for t in taken]), keep_until_s)
 
@@ -89,8 +91,3 @@ def _fitting(tickets: Iterable[Ticket], max_rows: int, end_s: float) -> Iterator
             if rows > max_rows:
                 return
             yield ticket
-
-
-def _keep_until(tickets: Iterable[Ticket], policy: Policy, latest_start_s: float) -> float:
-    """Return when the oldest request has waited for the batch delay, or a deadline forces the start."""
-    return min(min(t.arrived_s for t in tickets) + policy.batch_delay_s, latest_start_s)
