@@ -13,12 +13,12 @@ from server.config.config import ServeConfig, encode_config
 from server.frontend.dataplane import DataPlane
 from server.frontend.engine_client import EngineClient
 from server.frontend.engine_connection import EngineConnection
-from server.frontend.in_process import InProcessEngine
 from server.frontend.listening import TlsFiles
 from server.frontend.memory import RequestMemory
 from server.frontend.supervisor import COMMAND, Supervisor
 from server.grpc.server import GrpcServer
 from server.http.server import HttpServer, MetricsServer
+from server.in_process import InProcessEngine
 from server.ipc.catalog import Catalog
 from server.observe.access import Access, open_access
 from server.observe.machine import Machine

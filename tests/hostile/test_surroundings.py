@@ -21,8 +21,8 @@ from server.engine_host import Engine
 from server.errors import ConfigError, ExecutionFailed, InvalidRequest, Overloaded
 from server.frontend.dataplane import DataPlane
 from server.frontend.engine_connection import EngineConnection
-from server.frontend.in_process import InProcessEngine
 from server.frontend.memory import RequestMemory
+from server.in_process import InProcessEngine
 from server.ipc.catalog import Catalog, ModelEntry, ModelState
 from server.ipc.messages import RestoredModel
 from server.ipc.model import ModelKey

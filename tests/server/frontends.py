@@ -12,9 +12,9 @@ import numpy as np
 from server.config.config import ServeConfig, encode_config
 from server.frontend.engine_client import EngineClient
 from server.frontend.engine_connection import EngineConnection
-from server.frontend.in_process import InProcessEngine
 from server.frontend.memory import Lease, RequestMemory
 from server.frontend.supervisor import Supervisor
+from server.in_process import InProcessEngine
 from server.ipc.catalog import Catalog
 from server.ipc.execution import InferResult
 from server.ipc.model import Array, ModelInfo

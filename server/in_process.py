@@ -1,6 +1,6 @@
 """An engine in the front end's process: less memory, but no isolation from crashes."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from server.frontend.memory import Lease
 from server.ipc.catalog import Catalog
@@ -10,21 +10,8 @@ from server.ipc.statistics import EngineReport
 from server.observe.settings import LogSettings
 from server.protocol.request import InferRequest
 
-
-class LocalEngine(Protocol):
-    """The part of `server.engine_host.Engine` that the client uses."""
-
-    @property
-    def lost(self) -> str | None: ...
-
-    started: bool
-
-    async def infer(self, request: InferRequest) -> InferResult: ...
-    async def load(self, model: str, config: str | None) -> None: ...
-    async def unload(self, model: str) -> None: ...
-    def report(self) -> EngineReport: ...
-    def count_rejection(self, model: ModelKey, reason: str) -> None: ...
-    async def stop(self) -> bool: ...
+if TYPE_CHECKING:
+    from server.engine_host import Engine
 
 
 class InProcessEngine:
@@ -32,7 +19,7 @@ class InProcessEngine:
 
     restarts = 0
 
-    def __init__(self, engine: LocalEngine, catalog: Catalog) -> None:
+    def __init__(self, engine: "Engine", catalog: Catalog) -> None:
         """`catalog` is the one that the engine publishes to."""
         self.catalog = catalog
         self._engine = engine
