@@ -220,13 +220,9 @@ class EngineConnection:
             raise ShuttingDown
         self._next_id += 1
         message = self._message(self._next_id, request, info, lease)
-        pending = _Pending(
-            message,
-            asyncio.get_running_loop().create_future(),
-            lease,
-            self._memory.array(message.mark_offset, MARK, (1,)),
-            request.on_spans,
-        )
+        future: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
+        mark = self._memory.array(message.mark_offset, MARK, (1,))
+        pending = _Pending(message, future, lease, mark, request.on_spans)
         lease.hold()
         self._pending[message.id] = pending
         if self._started:
