@@ -41,8 +41,8 @@ class ServeConfig:
     memory: MemorySize = field(
         metadata=flag(
             "--memory",
-            "device memory for all models, without embedding tables: 64MiB, 8GiB, 82MB, or 25% of the sum of their weights;"
-            " required unless --process-memory or a bundle gives it",
+            "device memory for all models, without embedding tables: 64MiB, 8GiB, 82MB, or 25% of the sum of their"
+            " weights; required unless --process-memory or a bundle gives it",
             parse_memory,
             "SIZE",
             group="memory",
