@@ -45,9 +45,6 @@ class Result:
 class ProgramRunner(Protocol[P_contra]):
     """Runs programs one at a time. Methods belong to the thread that owns the device, unless stated otherwise."""
 
-    changes_threads: bool
-    """Whether another thread may own the device from one run to the next."""
-
     @property
     def lost(self) -> str | None:
         """Why nothing can run any more, or None while the device works."""

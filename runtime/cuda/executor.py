@@ -50,7 +50,6 @@ class SharedDevice:
 class CudaExecutor:
     """Runs programs one at a time. Every method is called by one thread; a device has an executor per compute lane."""
 
-    changes_threads = False
     swap_busy_s = None
 
     def __init__(self, streams: Streams, shared: SharedDevice) -> None:

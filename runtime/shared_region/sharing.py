@@ -69,8 +69,6 @@ class SharedRegion:
     It is a `runtime.backend.Runner`: each run first decides what has to be copied where.
     """
 
-    changes_threads = False
-
     def __init__(
         self, backend: Backend, sharing: Sharing, arena: DeviceArena[Any], workspace_bytes: int, region_bytes: int
     ) -> None:
