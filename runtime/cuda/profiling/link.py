@@ -1,8 +1,7 @@
-"""Measures the link between pinned memory and the device: latency and bandwidth, each way and both ways at once."""
+"""Measures the link between pinned memory and the device: latency and bandwidth, each way."""
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -23,50 +22,33 @@ _QUEUE_S = 0.004
 _LEAST_S = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class LinkFigures:
-    """Each direction by itself, and the bandwidths of both when they are busy at the same time."""
-
-    swap_in: Link
-    swap_out: Link
-    both_in_bytes_per_s: float
-    both_out_bytes_per_s: float
-
-
 class LinkBench:
-    """A buffer on either side and copies between them. `close` releases the pinned one."""
+    """A buffer on either side and copies between them. `close` releases both."""
 
     def __init__(self, streams: Streams, pinned: PinnedMemory) -> None:
         self._streams = streams
         self._pinned = pinned
-        self._host = pinned.take(2 * _COPY_BYTES, "measuring the link")
-        self._device = streams.driver.allocate(2 * _COPY_BYTES)
+        self._host = pinned.take(_COPY_BYTES, "measuring the link")
+        self._buffer = torch.from_numpy(self._host)
+        self._device = streams.driver.allocate(_COPY_BYTES)
 
     def close(self) -> None:
         self._streams.driver.drain()
         self._streams.driver.free(self._device)
         self._pinned.release(self._host)
 
-    def figures(self) -> LinkFigures:
-        swap_in = self._link(self._streams.swap_in, self.copy_in)
-        swap_out = self._link(self._streams.swap_out, self._copy_out)
-        both = [self._both() for _ in range(_ROUNDS)]
-        nbytes = _COPIES * _COPY_BYTES
-        return LinkFigures(
-            swap_in,
-            swap_out,
-            nbytes / statistics.median(inward_s for inward_s, _ in both),
-            nbytes / statistics.median(outward_s for _, outward_s in both),
-        )
+    def links(self) -> tuple[Link, Link]:
+        """Return the link to the device and the one back, each by itself."""
+        return self._link(self._streams.swap_in, self.copy_in), self._link(self._streams.swap_out, self._copy_out)
 
     def copy_in(self, nbytes: int) -> None:
         """Issue one copy to the device, to the current stream."""
-        self._streams.driver.copy(self._device[:nbytes], self._half(0)[:nbytes])
+        self._streams.driver.copy(self._device[:nbytes], self._buffer[:nbytes])
 
     def busy(self, seconds: float, link: Link) -> Callable[[], float]:
         """Keep the swap-in lane copying for about so long.
 
-        The call that is returned waits for the end, and says how many times as long as by the link's figures it took.
+        The call that is returned waits for the end, and says how many times as long as by this link it took.
         """
         driver = self._streams.driver
         start, end = driver.event(timed=True), driver.event(timed=True)
@@ -84,10 +66,7 @@ class LinkBench:
         return wait
 
     def _copy_out(self, nbytes: int) -> None:
-        self._streams.driver.copy(self._half(1)[:nbytes], self._device[_COPY_BYTES : _COPY_BYTES + nbytes])
-
-    def _half(self, which: int) -> torch.Tensor:
-        return torch.from_numpy(self._host[which * _COPY_BYTES : (which + 1) * _COPY_BYTES])
+        self._streams.driver.copy(self._buffer[:nbytes], self._device[:nbytes])
 
     def _link(self, stream: Stream, copy: Callable[[int], None]) -> Link:
         """Blocks give the latency, large copies the rest."""
@@ -106,21 +85,3 @@ class LinkBench:
             driver.record(end)
         driver.synchronize(end)
         return driver.seconds(start, end) / count
-
-    def _both(self) -> tuple[float, float]:
-        driver = self._streams.driver
-        events = [driver.event(timed=True) for _ in range(4)]
-        streams = (
-            (self._streams.swap_in, self.copy_in, events[:2]),
-            (self._streams.swap_out, self._copy_out, events[2:]),
-        )
-        for stream, copy, (start, end) in streams:
-            with driver.on(stream):
-                driver.hold(_QUEUE_S)
-                driver.record(start)
-                for _ in range(_COPIES):
-                    copy(_COPY_BYTES)
-                driver.record(end)
-        for end in (events[1], events[3]):
-            driver.synchronize(end)
-        return driver.seconds(*events[:2]), driver.seconds(*events[2:])

@@ -95,7 +95,7 @@ def _measure(
     refused: list[tuple[int, ...]] = []
     bench = LinkBench(streams, pinned)
     try:
-        figures = bench.figures()
+        link_in, link_out = bench.links()
         for bucket in lowered.buckets:
             on_progress(f"{lowered.name}: measuring batch {bucket}")
             graph, examples = lowered.graphs[bucket], lowered.examples(bucket)
@@ -103,15 +103,15 @@ def _measure(
             with _resident(device, tried, store, graph) as program:
                 beyond = kernel_scratch(streams, program, graph, examples)
                 seconds = _op_seconds(device, streams, program, examples)
-                slowdowns = _slowdowns(device, program, examples, bench, figures.swap_in)
-                swap_in = _staged_link(device, program, figures.swap_in) if program.staged else figures.swap_in
+                slowdowns = _slowdowns(device, program, examples, bench, link_in)
+                swap_in = _staged_link(device, program, link_in) if program.staged else link_in
             refused.append(refused_ops(lowered, bucket, probes))
             lowered = with_scratch(lowered, bucket, beyond)
             waste = wasted_bytes(streams, lowered.graphs[bucket])
             scratch.append(tuple(nbytes + waste for nbytes in beyond))
             lowered = with_scratch(lowered, bucket, scratch[-1])
             measured_graph = lowered.graphs[bucket].fingerprint
-            profiles.append(Profile(measured_graph, device.name, seconds, swap_in, figures.swap_out, *slowdowns))
+            profiles.append(Profile(measured_graph, device.name, seconds, swap_in, link_out, *slowdowns))
     finally:
         bench.close()
     return Measurement(tuple(scratch), tuple(profiles), tuple(refused))
