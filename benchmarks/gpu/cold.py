@@ -17,8 +17,8 @@ from benchmarks.gpu import steps
 from benchmarks.gpu.common import RUNS, Measured, latencies_s, loaded, open_gpu, planned, resident, resnet
 from benchmarks.gpu.resnet import INPUT, resnet152
 from benchmarks.record import markdown_table
+from planner.lifetimes import peak_activation_bytes
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.profiling.scratch import live_peak_bytes
 
 Run = Callable[[], torch.Tensor]
 OURS = "ours"
@@ -75,7 +75,7 @@ def _ours(backend: CudaBackend, model: Measured) -> Iterator[tuple[str, float]]:
         serial = [backend.executor.load(program) + run(program, program.examples()).latency_s for _ in range(RUNS)]
     yield "ready: everything resident, one graph", ready_s
     yield "cold: load, then run", statistics.median(serial)
-    room = -(-(graph.parameter_bytes + live_peak_bytes(graph)) // 4096) * 4096
+    room = -(-(graph.parameter_bytes + peak_activation_bytes(graph)) // 4096) * 4096
     with loaded(backend, model, planned(model, 1, 0, room), 1) as program:
         yield "cold: streamed while it runs", statistics.median(latencies_s(backend, program))
     half = graph.parameter_bytes // 2 // 4096 * 4096

@@ -11,12 +11,12 @@ import pytest
 import torch
 from msgspec import structs
 
+from planner.lifetimes import peak_activation_bytes
 from planner.problem import Problem
 from planner.search.driver import search
 from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
-from runtime.cuda.profiling.scratch import live_peak_bytes
 from runtime.host.pages import anonymous_memory
 from runtime.lowering.lower import Lowered, lower
 from runtime.profiling.profile import resident_plan
@@ -137,7 +137,7 @@ def test_measured_plans_have_the_resident_program_s_bits_at_every_budget(
             graph, inputs = sized.graphs[batch], sized.examples(batch)
             whole = resident_plan(graph)
             largest = max((graph.tensors[i].nbytes for i in graph.parameters), default=0)
-            room = live_peak_bytes(graph) + 4 * MIB
+            room = peak_activation_bytes(graph) + 4 * MIB
             arena = backend.arena(whole.partition_bytes + whole.workspace_bytes + room + 4 * largest)
 
             def run(plan, profile=None):  # type: ignore[no-untyped-def]

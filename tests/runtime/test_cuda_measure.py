@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from planner.lifetimes import peak_activation_bytes
 from planner.problem import Limit, Problem
 from planner.search.driver import search
 from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.profiling import link, measure
-from runtime.cuda.profiling.scratch import live_peak_bytes
 from runtime.lowering.lower import Lowered, lower
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver
@@ -63,7 +63,7 @@ def test_scratch_is_what_kernels_take_beyond_their_results_and_what_pools_waste(
     for before, after in zip(graph.ops, sized.ops, strict=True):
         assert after.scratch_bytes >= 3 * MIB - sum(graph.tensors[i].nbytes for i in before.writes)
     # The fake's allocator wants 9 MiB; found in steps of a segment.
-    assert 9 * MIB <= live_peak_bytes(sized) <= 11 * MIB
+    assert 9 * MIB <= peak_activation_bytes(sized) <= 11 * MIB
 
 
 def test_a_measurement_is_kept_and_belongs_to_its_device(lowered: Lowered, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered) -> None:
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     sized, profiles = backend.measure(lowered, store, None, lambda text: None)
     graph = sized.graphs[Bucket(2)]
-    workspace = live_peak_bytes(graph) + 2 * max(graph.tensors[i].nbytes for i in graph.parameters)
+    workspace = peak_activation_bytes(graph) + 2 * max(graph.tensors[i].nbytes for i in graph.parameters)
     problem = Problem(graph, profiles[Bucket(2)], graph.parameter_bytes // 2, -(-workspace // 4096) * 4096)
     plan = search(problem, limit=Limit(evaluations=20))
     arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)

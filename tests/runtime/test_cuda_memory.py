@@ -6,6 +6,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from planner.lifetimes import peak_activation_bytes
 from planner.plan import Address, Compute, Placement, SwapIn
 from planner.shapes import Bucket
 from runtime.binding.program import Bases
@@ -13,7 +14,6 @@ from runtime.cuda.arena import CudaArena
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.pool_range import pool_range
 from runtime.cuda.profiling.dry_run import large_bytes
-from runtime.cuda.profiling.scratch import live_peak_bytes
 from runtime.cuda.stores import PinnedMemory, PinnedStore, StagedStore
 from runtime.errors import MemoryExceeded, UnsupportedPlan
 from runtime.lowering.lower import Lowered, lower
@@ -65,11 +65,11 @@ def test_a_zone_is_one_large_piece_and_segments_for_small_tensors() -> None:
 
 def test_the_live_peak_is_that_of_the_graph_s_own_order() -> None:
     graph = chain([PAGE] * 3, activation_bytes=100)
-    assert live_peak_bytes(graph) == 200, "each op has its input and its output"
+    assert peak_activation_bytes(graph) == 200, "each op has its input and its output"
     heavy = structs.replace(
         graph, ops=tuple(structs.replace(op, scratch_bytes=50 * n) for n, op in enumerate(graph.ops))
     )
-    assert live_peak_bytes(heavy) == 300
+    assert peak_activation_bytes(heavy) == 300
 
 
 def test_pinned_memory_has_a_cap() -> None:

@@ -9,11 +9,11 @@ import torch
 from msgspec import structs
 from torch import nn
 
+from planner.lifetimes import peak_activation_bytes
 from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.profiling import link, measure
-from runtime.cuda.profiling.scratch import live_peak_bytes
 from runtime.lowering import fused_ops as fused
 from runtime.lowering.lower import Lowered, lower
 from runtime.options import Options
@@ -111,7 +111,9 @@ def served(backend: CudaBackend, lowered: Lowered) -> list[torch.Tensor]:
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     graph, outputs = lowered.graphs[Bucket(2)], []
     for plan in (resident_plan(graph), streaming_plan(graph)):
-        roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + live_peak_bytes(graph) + ROOM_BYTES)
+        roomy = structs.replace(
+            plan, workspace_bytes=plan.workspace_bytes + peak_activation_bytes(graph) + ROOM_BYTES
+        )
         arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
         program = backend.build(lowered, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
         backend.executor.load(program)

@@ -14,6 +14,7 @@ import torch
 from planner import cache_file
 from planner.errors import FormatError
 from planner.graph import Graph, decode_as, fingerprint
+from planner.lifetimes import peak_activation_bytes
 from planner.plan import Plan
 from planner.profile import Link, Profile
 from planner.shapes import Bucket
@@ -22,7 +23,7 @@ from runtime.binding.program import Bases
 from runtime.cuda.issue import Streams
 from runtime.cuda.profiling.fusion_probe import refused_ops, with_plain, with_probes
 from runtime.cuda.profiling.link import LinkBench
-from runtime.cuda.profiling.scratch import kernel_scratch, live_peak_bytes, wasted_bytes, with_scratch
+from runtime.cuda.profiling.scratch import kernel_scratch, wasted_bytes, with_scratch
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.stores import PinnedMemory
 from runtime.lowering.lower import Lowered
@@ -136,7 +137,7 @@ def _resident(
 def ample_plan(graph: Graph) -> Plan:
     """Everything resident, and a workspace with more room than torch's allocator can want."""
     plan = resident_plan(graph)
-    room = 2 * live_peak_bytes(graph) + _AMPLE_BYTES
+    room = 2 * peak_activation_bytes(graph) + _AMPLE_BYTES
     return msgspec.structs.replace(plan, workspace_bytes=max(plan.workspace_bytes, room))
 
 

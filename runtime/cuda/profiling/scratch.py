@@ -4,14 +4,15 @@ Each op's peak is asked of torch's allocator. What its pools waste, by rounding 
 the model's tensors in ever smaller pools, and counted as scratch of every op.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import msgspec
 import torch
 
-from planner.graph import Graph
+from planner.graph import Graph, aligned
+from planner.lifetimes import peak_activation_bytes
 from planner.plan import Compute
 from planner.shapes import Bucket
 from runtime.cuda.arena import CudaArena
@@ -51,40 +52,20 @@ def kernel_scratch(
     with driver.allocating(program.pool):
         issue_inference(streams, program, commands, [], frame, perform, None)
     driver.drain()
-    made = [sum(_rounded(graph.tensors[i].nbytes) for i in op.writes) for op in graph.ops]
+    made = [sum(aligned(graph.tensors[i].nbytes, ALIGNMENT_BYTES) for i in op.writes) for op in graph.ops]
     return [max(0, peak - results) for peak, results in zip(peaks, made, strict=True)]
 
 
 def wasted_bytes(streams: Streams, graph: Graph) -> int:
     """How much more than its live tensors and scratch a graph needs in a pool of torch's allocator."""
-    segment, peak = SMALL_SEGMENT_BYTES, live_peak_bytes(graph)
+    segment, peak = SMALL_SEGMENT_BYTES, peak_activation_bytes(graph)
     if not peak:
         return 0
     most = -(-2 * peak // segment) + 2 * LEAST_LARGE_BYTES // segment
     arena = CudaArena(streams.driver, most * segment)
-    low, high = 0, most  # in segments: `low` is too small, `high` large enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fits(streams, graph, arena.bytes(0, middle * segment)):
-            high = middle
-        else:
-            low = middle
+    enough = bisect_left(range(most), True, 1, key=lambda n: _fits(streams, graph, arena.bytes(0, n * segment)))
     arena.close()
-    return max(0, high * segment - peak) + 2 * ALIGNMENT_BYTES
-
-
-def live_peak_bytes(graph: Graph) -> int:
-    """Most bytes of inputs, activations and scratch at once, each tensor dropped after its last use."""
-    changes = [0] * (len(graph.ops) + 1)
-    last = {i: n for n, op in enumerate(graph.ops) for i in (*op.reads, *op.writes)}
-    first = {i: n for n, op in enumerate(graph.ops) for i in op.writes}
-    for i, tensor in enumerate(graph.tensors):
-        if tensor.kind in ("input", "activation"):
-            changes[first.get(i, 0)] += tensor.nbytes
-            end = len(graph.ops) if i in graph.outputs else last.get(i, first.get(i, 0)) + 1
-            changes[end] -= tensor.nbytes
-    live = accumulate(changes)
-    return max((n + op.scratch_bytes for n, op in zip(live, graph.ops, strict=False)), default=0)
+    return max(0, enough * segment - peak) + 2 * ALIGNMENT_BYTES
 
 
 def _fits(streams: Streams, graph: Graph, memory: torch.Tensor) -> bool:
@@ -93,7 +74,3 @@ def _fits(streams: Streams, graph: Graph, memory: torch.Tensor) -> bool:
     except MemoryExceeded:
         return False
     return True
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
