@@ -10,7 +10,8 @@ import torch
 
 from planner.check import check
 from planner.graph import Graph
-from planner.plan import Compute, Plan, SwapIn
+from planner.lifetimes import live_ranges
+from planner.plan import Compute, Plan, Region
 from planner.profile import Profile
 from planner.shapes import Bucket
 from runtime.binding.calls import Call, bind_call, bind_gather, static_value, weight_at
@@ -20,6 +21,9 @@ from runtime.errors import UnsupportedPlan
 from runtime.lowering.lower import Lowered
 from runtime.memory import Destination, DeviceArena, HostStore
 from runtime.offload.activation import OffloadedActivation
+
+ByteRange = tuple[Region, int, int]
+"""Region, first byte, and the first byte after it."""
 
 
 @dataclass(slots=True)
@@ -82,19 +86,8 @@ def require_supported(graph: Graph, plan: Plan) -> None:
     computes = [s for s in plan.steps if isinstance(s, Compute)]
     if len({s.op for s in computes}) < len(computes):
         raise UnsupportedPlan(f"{graph.name}: the plan computes an op again, which this runtime does not do")
-    activations = [(p.address, graph.tensors[p.tensor].nbytes) for p in plan.inputs]
-    parameters = [(p.address, graph.tensors[p.tensor].nbytes) for p in plan.residents]
-    for step in plan.steps:
-        if isinstance(step, SwapIn):
-            brought = graph.tensors[step.tensor]
-            (parameters if brought.kind == "parameter" else activations).append((step.address, brought.nbytes))
-        elif isinstance(step, Compute):
-            writes = graph.ops[step.op].writes
-            activations += [(a, graph.tensors[t].nbytes) for a, t in zip(step.outputs, writes, strict=True)]
-            if step.scratch is not None:
-                activations.append((step.scratch, graph.ops[step.op].scratch_bytes))
-    ranges = [(a.region, a.offset, a.offset + n, True) for a, n in activations if n]
-    ranges += [(a.region, a.offset, a.offset + n, False) for a, n in parameters if n]
+    parameters, activations = byte_ranges(graph, plan)
+    ranges = [*((*r, True) for r in activations), *((*r, False) for r in parameters)]
     ends: dict[tuple[str, bool], int] = {}  # furthest end so far of a region's activations, and of its parameters
     for region, start, end, is_activation in sorted(ranges):
         if ends.get((region, not is_activation), 0) > start:
@@ -103,6 +96,17 @@ def require_supported(graph: Graph, plan: Plan) -> None:
                 " activations come from an allocator of their own, so plan with a workspace and without overlay"
             )
         ends[region, is_activation] = max(end, ends.get((region, is_activation), 0))
+
+
+def byte_ranges(graph: Graph, plan: Plan) -> tuple[list[ByteRange], list[ByteRange]]:
+    """Return the bytes of all parameters of a checked plan, and those of all else: inputs, activations and scratch."""
+    found: tuple[list[ByteRange], list[ByteRange]] = ([], [])
+    for live in live_ranges(graph, plan):
+        is_parameter = live.tensor is not None and graph.tensors[live.tensor].kind == "parameter"
+        if live.nbytes:
+            start = live.address.offset
+            found[0 if is_parameter else 1].append((live.address.region, start, start + live.nbytes))
+    return found
 
 
 def _bind_calls(drafted: Draft, arena: DeviceArena[Any], bases: Bases) -> _BoundCalls:

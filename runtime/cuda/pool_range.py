@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from planner.graph import Graph
-from planner.plan import Address, Compute, Plan, Region, SwapIn
+from planner.plan import Address, Plan
+from runtime.binding.cache import byte_ranges
 from runtime.errors import UnsupportedPlan
 
 ALIGNMENT_BYTES = 512
@@ -23,7 +24,7 @@ def pool_range(graph: Graph, plan: Plan) -> PoolRange:
 
     Raises UnsupportedPlan where there is none: activations in both regions, or parameters in between.
     """
-    activations = _activations(graph, plan)
+    parameters, activations = byte_ranges(graph, plan)
     if not activations:
         return PoolRange(Address("workspace", 0), 0)
     regions = {region for region, _, _ in activations}
@@ -35,7 +36,7 @@ def pool_range(graph: Graph, plan: Plan) -> PoolRange:
     (region,) = regions
     start, end = min(a for _, a, _ in activations), max(b for _, _, b in activations)
     low, high = 0, plan.partition_bytes if region == "partition" else plan.workspace_bytes
-    for place, first, last in _parameters(graph, plan):
+    for place, first, last in parameters:
         if place != region:
             continue
         if first < end and last > start:
@@ -47,27 +48,3 @@ def pool_range(graph: Graph, plan: Plan) -> PoolRange:
         high = min(high, first) if first >= end else high
     low = -(-low // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return PoolRange(Address(region, low), max(0, high - low) // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-
-
-def _activations(graph: Graph, plan: Plan) -> list[tuple[Region, int, int]]:
-    ranges = [_range(p.address, graph.tensors[p.tensor].nbytes) for p in plan.inputs]
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            op = graph.ops[step.op]
-            ranges += [_range(a, graph.tensors[t].nbytes) for a, t in zip(step.outputs, op.writes, strict=True)]
-            if step.scratch is not None:
-                ranges.append(_range(step.scratch, op.scratch_bytes))
-        elif isinstance(step, SwapIn) and graph.tensors[step.tensor].kind != "parameter":
-            ranges.append(_range(step.address, graph.tensors[step.tensor].nbytes))
-    return [r for r in ranges if r[2] > r[1]]
-
-
-def _parameters(graph: Graph, plan: Plan) -> list[tuple[Region, int, int]]:
-    ranges = [_range(p.address, graph.tensors[p.tensor].nbytes) for p in plan.residents]
-    swap_ins = [s for s in plan.steps if isinstance(s, SwapIn) and graph.tensors[s.tensor].kind == "parameter"]
-    ranges += [_range(s.address, graph.tensors[s.tensor].nbytes) for s in swap_ins]
-    return [r for r in ranges if r[2] > r[1]]
-
-
-def _range(address: Address, nbytes: int) -> tuple[Region, int, int]:
-    return address.region, address.offset, address.offset + nbytes
