@@ -3,15 +3,17 @@
 An activation is in memory from the op that makes it, or from a swap-in, to its drop: an *interval*.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.utils import _pytree as pytree
 
 from planner.graph import Graph
-from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
+from planner.lifetimes import LiveRange, live_ranges
+from planner.plan import Compute, Plan, SwapIn, SwapOut
 from runtime.errors import UnsupportedPlan
-from runtime.lowering.trace import Instruction, Trace
+from runtime.lowering.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +45,6 @@ class Spill:
         return max(i.last_use for i in self.intervals if i.last_use < computes)
 
 
-@dataclass(slots=True)
-class _OpenInterval:
-    last_use: int | None = None
-    swap_outs: int = 0
-
-
-@dataclass(slots=True)
-class _Found:
-    maker: int
-    op: int
-    intervals: list[_OpenInterval] = field(default_factory=lambda: [_OpenInterval()])
-
-
 def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
     """Return the spills of a checked plan, by tensor. Raises UnsupportedPlan for what cannot leave memory."""
     leaving = {
@@ -71,52 +60,44 @@ def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
             )
     if not leaving:
         return ()
-    found = _intervals(graph, plan, leaving)
-    makers = {i.op: i for i in trace.instructions if i.op is not None}
-    return tuple(_spill(graph, trace, tensor, found[tensor], makers[found[tensor].op]) for tensor in sorted(found))
+    lives: dict[int, list[LiveRange]] = {tensor: [] for tensor in sorted(leaving)}
+    for live in live_ranges(graph, plan):
+        if live.tensor in lives:
+            lives[live.tensor].append(live)
+    computes = [index for index, step in enumerate(plan.steps) if isinstance(step, Compute)]
+    number = {index: n for n, index in enumerate(computes)}
+    return tuple(_spill(graph, trace, plan, tensor, own, number) for tensor, own in lives.items())
 
 
-def _intervals(graph: Graph, plan: Plan, leaving: set[int]) -> dict[int, _Found]:
-    found: dict[int, _Found] = {}
-    computes = 0
-    for step in plan.steps:
-        match step:
-            case Compute():
-                op = graph.ops[step.op]
-                found |= {t: _Found(computes, step.op) for t in leaving.intersection(op.writes)}
-                for t in leaving.intersection((*op.reads, *op.writes)):
-                    found[t].intervals[-1].last_use = computes
-                computes += 1
-            case SwapOut(tensor):
-                found[tensor].intervals[-1].swap_outs += 1
-            case SwapIn(tensor) if tensor in leaving:
-                found[tensor].intervals.append(_OpenInterval())
-            case SwapIn() | Drop():
-                pass
-    for tensor in leaving.intersection(graph.outputs):
-        found[tensor].intervals[-1].last_use = computes - 1  # until the last op has ended
-    return found
-
-
-def _spill(graph: Graph, trace: Trace, tensor: int, found: _Found, maker: Instruction) -> Spill:
+def _spill(
+    graph: Graph, trace: Trace, plan: Plan, tensor: int, lives: Sequence[LiveRange], number: Mapping[int, int]
+) -> Spill:
+    """Return one spill. `number` counts compute steps, by their index in the plan."""
     what = graph.tensors[tensor]
+    made = plan.steps[lives[0].start]
+    assert isinstance(made, Compute), "an activation is in memory once its op has made it"
+    maker = next(i for i in trace.instructions if i.op == made.op)
     if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((maker.args, maker.kwargs))):
         raise UnsupportedPlan(
             f"{graph.name}: the plan swaps {what.name} out, whose op reads a constant of the program and may have made"
             " a view of it; plan with this activation in memory"
         )
     intervals: list[SpillInterval] = []
-    for n, interval in enumerate(found.intervals):
-        if interval.last_use is None:
+    for live in lives:
+        uses, is_last = [number[i] for i in live.uses if i in number], live is lives[-1]
+        swap_outs = len(live.uses) - len(uses)
+        if is_last and tensor in graph.outputs:
+            uses.append(len(number) - 1)  # until the last op has ended
+        if not uses:
             raise UnsupportedPlan(
                 f"{graph.name}: the plan brings {what.name} back and drops it before any op has read it"
             )
-        intervals.append(SpillInterval(interval.last_use, interval.swap_outs, n + 1 == len(found.intervals)))
+        intervals.append(SpillInterval(uses[-1], swap_outs, is_last))
     return Spill(
         tensor=tensor,
         nbytes=what.nbytes,
-        maker=found.maker,
+        maker=number[lives[0].start],
         slot=maker.out,
-        leaf=trace.ops[found.op].results[graph.ops[found.op].writes.index(tensor)],
+        leaf=trace.ops[made.op].results[graph.ops[made.op].writes.index(tensor)],
         intervals=tuple(intervals),
     )
