@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.cuda.api import Event
-from runtime.cuda.issue import Marks, Perform, Streams, issue, issue_some
+from runtime.cuda.issue import Marks, Perform, Streams, issue
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.schedule import Commands, Work
 from runtime.cuda.transfers import Feeder
@@ -50,9 +50,9 @@ def _issue_by_two(
         except Exception as error:  # the lane goes on, because the other one waits for its records
             errors.append(error)
 
-    feeder.submit(lambda: issue_some(streams, ["swap_in"], commands, events, attempt, marks))
+    feeder.submit(lambda: issue(streams, commands, events, attempt, ["swap_in"], marks))
     try:
-        issue_some(streams, ["compute", "swap_out"], commands, events, perform, marks)
+        issue(streams, commands, events, perform, ["compute", "swap_out"], marks)
     finally:
         marks.abandon()
         feeder.drain()

@@ -5,12 +5,13 @@ the other one has issued the record.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from planner.plan import Lane
 from runtime.cuda.api import Driver, Event, Stream
-from runtime.cuda.schedule import Commands, Issue, Lane, Record, Wait, Work
+from runtime.cuda.schedule import LANES, Commands, Record, Wait, Work
 
 Perform = Callable[[Work], None]
 
@@ -29,13 +30,7 @@ class Streams:
         return Streams(driver, driver.stream(), driver.stream(), driver.stream())
 
     def stream(self, lane: Lane) -> Stream:
-        match lane:
-            case "compute":
-                return self.compute
-            case "swap_in":
-                return self.swap_in
-            case "swap_out":
-                return self.swap_out
+        return {"compute": self.compute, "swap_in": self.swap_in, "swap_out": self.swap_out}[lane]
 
 
 class Marks:
@@ -63,43 +58,27 @@ class Marks:
             self._changed.wait_for(lambda: self._abandoned or event in self._recorded)
 
 
-def issue(streams: Streams, commands: Commands, events: Sequence[Event], perform: Perform) -> None:
-    """Issue everything from this thread."""
-    _issue_lanes(streams, commands.issues, events, perform, None)
-
-
-def issue_some(
+def issue(
     streams: Streams,
-    some: Sequence[Lane],
     commands: Commands,
     events: Sequence[Event],
     perform: Perform,
-    marks: Marks,
+    lanes: Sequence[Lane] = LANES,
+    marks: Marks | None = None,
 ) -> None:
-    """Issue some streams' commands, while another thread issues the others'."""
-    _issue_lanes(streams, [i for i in commands.issues if i.lane in some], events, perform, marks)
-
-
-def _issue_lanes(
-    streams: Streams, issues: Iterable[Issue], events: Sequence[Event], perform: Perform, marks: Marks | None
-) -> None:
-    for lane, part in groupby(issues, key=lambda i: i.lane):
-        with streams.driver.on(streams.stream(lane)):
-            _issue(streams.driver, part, events, perform, marks)
-
-
-def _issue(
-    driver: Driver, issues: Iterable[Issue], events: Sequence[Event], perform: Perform, marks: Marks | None
-) -> None:
-    for item in issues:
-        match item.command:
-            case Record(event):
-                driver.record(events[event])
-                if marks is not None:
-                    marks.mark(event)
-            case Wait(event):
-                if marks is not None:
-                    marks.until(event)
-                driver.wait(events[event])
-            case command:
-                perform(command)
+    """Issue the commands of these lanes from this thread; with `marks`, while another thread issues the others."""
+    driver = streams.driver
+    for lane, part in groupby((i for i in commands.issues if i.lane in lanes), key=lambda i: i.lane):
+        with driver.on(streams.stream(lane)):
+            for item in part:
+                match item.command:
+                    case Record(event):
+                        driver.record(events[event])
+                        if marks is not None:
+                            marks.mark(event)
+                    case Wait(event):
+                        if marks is not None:
+                            marks.until(event)
+                        driver.wait(events[event])
+                    case command:
+                        perform(command)

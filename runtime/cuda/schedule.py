@@ -13,9 +13,8 @@ may then reuse the bytes for later work.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
 
-from planner.plan import Compute, Drop, SwapIn, SwapOut
+from planner.plan import Compute, Drop, Lane, SwapIn, SwapOut
 from runtime.binding.draft import SwapStep
 from runtime.binding.program import Program
 
@@ -29,7 +28,6 @@ FORK = 0
 LINK_FREE = 1
 """The event after the last copy."""
 
-Lane = Literal["compute", "swap_in", "swap_out"]
 LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 
 
