@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from planner.problem import Cost, Problem
@@ -28,14 +27,12 @@ class EvaluationPool:
         self._threads = ThreadPoolExecutor(workers) if workers > 1 else None
         self._context = _Spawning()
         self._processes: ProcessPoolExecutor | None = None
-        self._started: Future[None] | None = None
+        self._started: Future[int] | None = None
 
     def __enter__(self) -> "EvaluationPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
         if self._processes is not None:
@@ -69,7 +66,7 @@ class EvaluationPool:
             pickle.dump(self._arguments, self._file)
             self._file.flush()
             self._processes = ProcessPoolExecutor(self._workers, self._context, _start_worker, (self._file.name,))
-            self._started = self._processes.submit(_nothing)
+            self._started = self._processes.submit(int)
         assert self._started is not None
         return self._started.done()
 
@@ -111,10 +108,6 @@ def _start_worker(file: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the driver decides
     searcher, problem, seed = pickle.loads(Path(file).read_bytes())
     _searcher = make(searcher, problem, seed)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _evaluate_in_worker(candidate: Any, good_s: float) -> Cost:

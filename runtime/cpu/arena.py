@@ -3,7 +3,6 @@
 import math
 import mmap
 from contextlib import suppress
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -27,9 +26,7 @@ class CpuArena:
     def __enter__(self) -> "CpuArena":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

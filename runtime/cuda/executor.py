@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import torch
 
@@ -74,9 +73,7 @@ class CudaExecutor:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -94,7 +91,7 @@ class CudaExecutor:
             self.release(program)
         if self._shared.lost is None:
             self.settle()
-        self._feeder.close()
+        self._feeder.shutdown()
 
     @property
     def lost(self) -> str | None:

@@ -5,7 +5,7 @@ those through the staging ring by a thread of their own, which waits for the rin
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -25,22 +25,15 @@ class Transfer:
     error: BaseException | None = None
 
 
-class Feeder:
-    """A thread that issues what needs host work, in the order of submission. It starts when it is first needed."""
+class Feeder(ThreadPoolExecutor):
+    """A thread that makes calls which need host work and do not raise, in order. It starts when it is first needed."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "swap-in")
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Queue a call, which must not raise."""
-        self._thread.submit(work)
+        super().__init__(1, "swap-in")
 
     def drain(self) -> None:
         """Return when every call has been made."""
-        self._thread.submit(lambda: None).result()
-
-    def close(self) -> None:
-        self._thread.shutdown()
+        self.submit(int).result()
 
 
 class Transfers:
