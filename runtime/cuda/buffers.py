@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from planner.graph import aligned
 from runtime.cuda.api import HostBytes
 from runtime.cuda.stores import PinnedMemory
 from runtime.errors import DeviceError
@@ -90,8 +91,7 @@ def _part(own: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _nbytes(port: Port, shape: tuple[int, ...]) -> int:
-    nbytes = torch.Size(shape).numel() * port.dtype.itemsize
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return aligned(torch.Size(shape).numel() * port.dtype.itemsize, _ALIGNMENT_BYTES)
 
 
 def _views(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.graph import Graph
+from planner.graph import Graph, aligned
 from planner.plan import Address, Plan
 from runtime.binding.cache import byte_ranges
 from runtime.errors import UnsupportedPlan
@@ -46,5 +46,5 @@ def pool_range(graph: Graph, plan: Plan) -> PoolRange:
             )
         low = max(low, last) if last <= start else low
         high = min(high, first) if first >= end else high
-    low = -(-low // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    low = aligned(low, ALIGNMENT_BYTES)
     return PoolRange(Address(region, low), max(0, high - low) // ALIGNMENT_BYTES * ALIGNMENT_BYTES)

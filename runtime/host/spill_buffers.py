@@ -16,14 +16,15 @@ import numpy as np
 import torch
 
 from planner.errors import format_bytes
+from planner.graph import aligned
 from runtime.errors import MemoryExceeded
 from runtime.host.direct import open_direct, read_fully, write_fully
 from runtime.host.pages import Bytes, anonymous_memory, release_pages
+from runtime.lowering.weights import BLOCK_BYTES
 from runtime.memory import SpillBuffer
 
 BUFFER_BYTES = 1 << 20
 """Size of one read or write; a program has two such aligned buffers, one per direction."""
-_BLOCK_BYTES = 4096
 
 
 def ram_spill_buffers(sizes: Sequence[int]) -> list[SpillBuffer]:
@@ -47,7 +48,7 @@ def _bytes_of(flat: torch.Tensor) -> Bytes:
 
 def _starts(sizes: Sequence[int]) -> list[int]:
     """Where each begins, in whole blocks, and the end of all."""
-    return list(accumulate((-(-n // _BLOCK_BYTES) * _BLOCK_BYTES for n in sizes), initial=0))
+    return list(accumulate((aligned(n, BLOCK_BYTES) for n in sizes), initial=0))
 
 
 class _RamSpillBuffer:
@@ -100,18 +101,14 @@ class _FileSpillBuffer:
         for start in range(0, len(bytes_), BUFFER_BYTES):
             part = bytes_[start : start + BUFFER_BYTES]
             np.copyto(buffer[: len(part)], part)
-            write_fully(self._file.fd, buffer[: _whole_blocks(len(part))], self._offset + start)
+            write_fully(self._file.fd, buffer[: aligned(len(part), BLOCK_BYTES)], self._offset + start)
 
     def load(self, destination: torch.Tensor) -> None:
         bytes_, buffer = _bytes_of(destination), self._file.incoming
         for start in range(0, len(bytes_), BUFFER_BYTES):
             part = bytes_[start : start + BUFFER_BYTES]
-            read_fully(self._file.fd, buffer[: _whole_blocks(len(part))], self._offset + start)
+            read_fully(self._file.fd, buffer[: aligned(len(part), BLOCK_BYTES)], self._offset + start)
             np.copyto(part, buffer[: len(part)])
 
     def close(self) -> None:
         """The file's blocks are released with the last buffer."""
-
-
-def _whole_blocks(nbytes: int) -> int:
-    return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES

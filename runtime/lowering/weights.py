@@ -18,7 +18,7 @@ import torch
 
 from planner import cache_file
 from planner.errors import FormatError
-from planner.graph import decode_as, fingerprint
+from planner.graph import aligned, decode_as, fingerprint
 from runtime.lowering.packing import is_packed, layout_of, raw_bytes, stored_bytes
 
 BLOCK_BYTES = 4096
@@ -35,10 +35,6 @@ _DESCRIPTION_VERSION = 4
 _COPY_BYTES = 16 << 20
 
 _log = logging.getLogger("cohabit.runtime")
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -103,13 +99,13 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def file_bytes(self) -> int:
-        return self.segment_bytes + sum(round_up(t.nbytes, BLOCK_BYTES) for t in self.tables)
+        return self.segment_bytes + sum(aligned(t.nbytes, BLOCK_BYTES) for t in self.tables)
 
     @property
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Offset and size of each segment, then of each table with what pads it: the whole file."""
         yield from ((s.offset, s.nbytes) for s in self.segments)
-        yield from ((t.offset, round_up(t.nbytes, BLOCK_BYTES)) for t in self.tables)
+        yield from ((t.offset, aligned(t.nbytes, BLOCK_BYTES)) for t in self.tables)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -160,7 +156,7 @@ def lay_out(
     placed: list[Table] = []
     for name, table in tables.items():
         placed.append(Table(name, dtype_name(table.dtype), tuple(table.shape), offset, table.nbytes))
-        offset += round_up(table.nbytes, BLOCK_BYTES)
+        offset += aligned(table.nbytes, BLOCK_BYTES)
     return Manifest(archive, tuple(segments), tuple(placed), machine)
 
 
@@ -174,7 +170,7 @@ def _coalesce(groups: list[list[WeightUse]], alignment: int) -> list[list[Weight
     joined: list[list[WeightUse]] = []
     size = COALESCE_BYTES
     for group in groups:
-        nbytes = sum(round_up(u.nbytes, alignment) for u in group)
+        nbytes = sum(aligned(u.nbytes, alignment) for u in group)
         if joined and size + nbytes <= COALESCE_BYTES:
             joined[-1] = joined[-1] + group
             size += nbytes
@@ -191,8 +187,8 @@ def _segment(offset: int, group: Sequence[WeightUse], alignment: int) -> Segment
         t = use.tensor
         stride, layout = ((), layout_of(t)) if is_packed(t) else (tuple(t.stride()), None)
         pieces.append(Piece(use.name, dtype_name(t.dtype), tuple(t.shape), stride, position, use.nbytes, layout))
-        position += round_up(use.nbytes, alignment)
-    return Segment(offset, round_up(position, BLOCK_BYTES), tuple(pieces))
+        position += aligned(use.nbytes, alignment)
+    return Segment(offset, aligned(position, BLOCK_BYTES), tuple(pieces))
 
 
 def write(

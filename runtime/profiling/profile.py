@@ -185,7 +185,7 @@ def resident_plan(graph: Graph) -> Plan:
     for i, tensor in enumerate(graph.tensors):
         if tensor.kind != "parameter":
             addresses[i] = Address("workspace", workspace)
-            workspace += -(-tensor.nbytes // tensor.alignment) * tensor.alignment
+            workspace += tensor.aligned_bytes
     scratch = Address("workspace", workspace)
     return Plan(
         graph=graph.fingerprint,

@@ -53,7 +53,7 @@ class Chooser:
         self._memory_bytes = problem.memory_bytes
         self._offload, self._keep = offload, keep
         self._turn = turn(gaps)
-        self._nbytes = [-(-t.nbytes // t.alignment) * t.alignment for t in problem.graph.tensors]
+        self._nbytes = [t.aligned_bytes for t in problem.graph.tensors]
         weights = (t for t, what in enumerate(self._graph.tensors) if what.kind in ("parameter", "state"))
         self._weights = frozenset(t for t in weights if gaps.uses[t])
 
