@@ -15,7 +15,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from planner.shapes import Dimension, DynamicShape, UnknownExpression, evaluate
 from runtime.errors import UnsupportedModel
 from runtime.lowering.model import FxModel, Port
-from runtime.lowering.trace import DYNAMIC
+from runtime.lowering.trace import DYNAMIC, is_unbacked
 
 _UNLIMITED = 1 << 20
 _TRIED = 5040
@@ -178,11 +178,7 @@ def _asserted(node: fx.Node) -> torch.SymBool | None:
     if getattr(node.target, "_opname", "") != "_assert_scalar" or not isinstance(node.args[0], fx.Node):
         return None
     value = node.args[0].meta.get("val")
-    return value if isinstance(value, torch.SymBool) and not any(map(_is_value, _symbols(value))) else None
-
-
-def _is_value(symbol: str) -> bool:
-    return symbol.startswith(("u", "zuf"))
+    return value if isinstance(value, torch.SymBool) and not is_unbacked(value) else None
 
 
 def _size_of(inputs: dict[str, fx.Node], match: re.Match[str]) -> str:

@@ -123,6 +123,8 @@ def lower(
     model.folder = folder
     buckets = _buckets(model, wanted, shape_buckets)
     rewrite(model, options, [_symbols(model, bucket) for bucket in _without_ones(buckets)])
+    from runtime.lowering.exported import compute_sizes_first  # torch's deserializer, as in `_read`
+
     compute_sizes_first(model)
     own = own_storages(model.weights)
     runs, usable = _Runs(model, own, _without_ones(buckets)[0].sizes), sorted({b.batch for b in buckets})
@@ -166,13 +168,6 @@ def _read(path: Path, name: str) -> FxModel:
     from runtime.lowering.exported import from_program
 
     return from_program(name, read(path), guards(path))
-
-
-def compute_sizes_first(model: FxModel) -> None:
-    """See `runtime.lowering.exported.compute_sizes_first`, which imports as much."""
-    from runtime.lowering import exported
-
-    exported.compute_sizes_first(model)
 
 
 def _machine(options: Options) -> str | None:

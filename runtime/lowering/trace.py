@@ -351,7 +351,7 @@ class _Tracer:
 
     def _refuse_value_sizes(self, node: fx.Node) -> None:
         for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, torch.Tensor) and any(_is_unbacked(d) for d in value.shape):
+            if isinstance(value, torch.Tensor) and any(is_unbacked(d) for d in value.shape):
                 raise UnsupportedModel(
                     f"{self.model.name}: op {node.name} makes a tensor of shape {[str(d) for d in value.shape]},"
                     " which depends on values: its memory cannot be promised beforehand."
@@ -386,7 +386,8 @@ class _Tracer:
                 del self.frame[n]
 
 
-def _is_unbacked(value: Any) -> bool:
+def is_unbacked(value: Any) -> bool:
+    """Whether a size or condition depends on values."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return any(str(s).startswith(("u", "zuf")) for s in value.node.expr.free_symbols)
     return False
@@ -395,7 +396,7 @@ def _is_unbacked(value: Any) -> bool:
 def _depends_on_values(node: fx.Node) -> bool:
     if getattr(node.target, "_opname", "") in ("item", "_local_scalar_dense"):
         return True
-    return any(_is_unbacked(v) for v in pytree.tree_leaves(node.meta.get("val")))
+    return any(is_unbacked(v) for v in pytree.tree_leaves(node.meta.get("val")))
 
 
 def _target_name(target: Any) -> str:

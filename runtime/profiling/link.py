@@ -94,7 +94,7 @@ def measure_contention(
         latencies = []
         for _ in repeat():
             cold()
-            latencies.append(followed(program, examples(), executor)[0])
+            latencies.append(followed(program, examples(), executor))
     copy_s = statistics.median(rounds) if rounds else alone_copy_s
     return max(1.0, statistics.median(latencies) / alone_s), max(1.0, copy_s / alone_copy_s)
 

@@ -17,7 +17,7 @@ from runtime.binding.calls import Call
 from runtime.binding.draft import ComputeStep
 from runtime.binding.program import Program
 from runtime.lowering.weights import Manifest
-from runtime.recording import Note, Recording
+from runtime.recording import Recording
 
 _MEASURING_S = 0.3
 """Time for each figure, beyond the fewest runs."""
@@ -66,7 +66,7 @@ class StepTimes:
         self._columns: list[list[float]] = [[] for _ in steps]
         self._latencies: list[float] = []
 
-    def add(self, latency_s: float, spans: Sequence[Span | Note]) -> None:
+    def add(self, latency_s: float, spans: Sequence[Span]) -> None:
         self._latencies.append(latency_s)
         for column, span in zip(self._columns, spans, strict=True):
             column.append(span.end_s - span.start_s)
@@ -87,15 +87,12 @@ class StepTimes:
         return tuple(m + between_s for m in medians)
 
 
-def followed(
-    program: Program, examples: Sequence[torch.Tensor], executor: Executor
-) -> tuple[float, Sequence[Note]]:
-    """Run one inference as served. Returns the seconds until its last step ended, and when its steps ran."""
+def followed(program: Program, examples: Sequence[torch.Tensor], executor: Executor) -> float:
+    """Run one inference as served. Returns the seconds until its last step ended."""
     recordings: SimpleQueue[Recording] = SimpleQueue()
     start_s = time.perf_counter()
     executor.run(program, examples, follow=recordings.put)
-    notes = recordings.get().notes
-    return max((note.end_s for note in notes), default=start_s) - start_s, notes
+    return max((note.end_s for note in recordings.get().notes), default=start_s) - start_s
 
 
 def repeat() -> Iterator[int]:
