@@ -62,15 +62,6 @@ Key = tuple[str, int]
 """Model and parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Placement:
-    """Offsets of all parameters of a model."""
-
-    offsets: Mapping[int, int]
-    ranges: tuple[tuple[int, int], ...]
-    """(offset, size) of the same bytes, adjacent ones joined."""
-
-
 @dataclass(slots=True)
 class _RunState:
     """A run while it is planned."""
@@ -98,8 +89,8 @@ class ParameterRegion:
         self._keeps = keeps
         self._whole = whole
         self._free = FreeList(offset, nbytes)
-        self._earlier: dict[str, deque[_Placement]] = {}
-        """Placements of whole models, the newest first."""
+        self._earlier: dict[str, deque[dict[int, int]]] = {}
+        """Offsets of the parameters of whole models, the newest first."""
         self._held: OrderedDict[Key, tuple[int, int]] = OrderedDict()
         """(offset, size) of what is in the region, least recently used first."""
 
@@ -145,21 +136,18 @@ class ParameterRegion:
     def _place_model(self, uses: ParameterUses) -> Mapping[int, int]:
         """Evict the least recently used models until this one fits: where it was before, in one piece, or in pieces."""
         earlier = self._earlier.setdefault(uses.model, deque(maxlen=PLACEMENTS_KEPT))
-        while (placement := self._free_placement(earlier) or self._new_placement(uses)) is None:
+        while (offsets := self._free_placement(uses, earlier)) is None:
             self.forget(next(iter(self._held))[0])
-        if placement in earlier:
-            earlier.remove(placement)
-        earlier.appendleft(placement)
-        return placement.offsets
+        if offsets in earlier:
+            earlier.remove(offsets)
+        earlier.appendleft(offsets)
+        return offsets
 
-    def _free_placement(self, placements: Iterable[_Placement]) -> _Placement | None:
-        return next((p for p in placements if all(self._free.has(*part) for part in p.ranges)), None)
-
-    def _new_placement(self, uses: ParameterUses) -> _Placement | None:
-        offsets = _in_one_piece(self._free.copy(), uses)
-        if offsets is None:
-            offsets = _in_pieces(self._free.copy(), uses)
-        return None if offsets is None else _Placement(offsets, _ranges(offsets, uses.nbytes))
+    def _free_placement(self, uses: ParameterUses, earlier: Iterable[dict[int, int]]) -> dict[int, int] | None:
+        for offsets in earlier:
+            if all(self._free.has(offsets[s], nbytes) for s, nbytes in uses.nbytes.items() if nbytes):
+                return offsets
+        return _in_one_piece(self._free.copy(), uses) or _in_pieces(self._free.copy(), uses)
 
     def _walk(self, uses: ParameterUses, offsets: Mapping[int, int], prefetch: bool) -> FetchPlan:
         run = _RunState(uses)
@@ -224,16 +212,6 @@ class ParameterRegion:
         self._free.release(offset, nbytes)
         if run is not None and key[0] == run.uses.model and key[1] in run.last_reads:
             run.evicted.append((offset, offset + nbytes, run.last_reads[key[1]] + 1))
-
-
-def _ranges(offsets: Mapping[int, int], nbytes: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-    ranges: list[tuple[int, int]] = []
-    for segment, offset in sorted(offsets.items(), key=lambda item: item[1]):
-        if ranges and sum(ranges[-1]) == offset:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + nbytes[segment])
-        elif nbytes[segment]:
-            ranges.append((offset, nbytes[segment]))
-    return tuple(ranges)
 
 
 def _in_one_piece(free: FreeList, uses: ParameterUses) -> dict[int, int] | None:
