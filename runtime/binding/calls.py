@@ -114,8 +114,10 @@ def bind_call(
 def bind_gather(
     template: CallTemplate, statics: Mapping[int, Any], frees: tuple[int, ...], store: HostStore[Any]
 ) -> Call:
-    """Return a call that reads rows of one of the store's tables. It raises StoreChanged."""
-    gather = bind_call(template, statics, frees, store.table(str(template.table)))
+    """Return a call that may read rows of one of the store's tables: it then raises StoreChanged."""
+    if template.table is None:
+        return bind_call(template, statics, frees)
+    gather = bind_call(template, statics, frees, store.table(template.table))
     check = store.check_tables
     if check is None:
         return gather

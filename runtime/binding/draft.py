@@ -4,7 +4,7 @@ Drafting walks the plan once. A model that moves, or is loaded again, is bound t
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Generic, Literal, TypeVar
 
@@ -25,6 +25,9 @@ C = TypeVar("C")
 
 Statics = tuple[tuple[int, int], ...]
 """(slot, index into `Draft.statics`) of slots whose values are known once the model has addresses."""
+
+PendingCall = tuple[Instruction, Statics]
+"""A call before the last use of each slot is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +122,11 @@ class Draft:
     """How many leading swap-ins go to the model's own partition and wait for nothing: they can be prefetched."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
-    restored: Mapping[int, int] = field(init=False)
+    restored: Mapping[int, int]
     """Initial residents that a run brings back, with the index into `swap_ins` of the last copy that does.
 
     The run itself need not wait for that copy: the next one does.
     """
-
-    def __post_init__(self) -> None:
-        initial = {p.tensor for p in self.plan.residents}
-        object.__setattr__(
-            self, "restored", {s.tensor: i for i, s in enumerate(self.swap_ins) if s.tensor in initial}
-        )
 
 
 def draft(
@@ -137,14 +134,6 @@ def draft(
 ) -> Draft:
     """Draft a checked plan. Raises UnsupportedPlan."""
     return _Drafter(graph, trace, manifest, plan, device).draft(profile)
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingCall:
-    """A call before the last use of each slot is known."""
-
-    instruction: Instruction
-    statics: Statics
 
 
 class _Drafter:
@@ -159,7 +148,7 @@ class _Drafter:
         self.made: set[int] = set()
         self.addresses = {p.tensor: p.address for p in plan.residents}
         self.unread = set(self.addresses)
-        self.computes: list[ComputeStep[_PendingCall]] = []
+        self.computes: list[ComputeStep[PendingCall]] = []
         self.swap_ins: list[SwapStep] = []
         self.swap_outs: list[SwapStep] = []
         self.spills = {s.tensor: s for s in spills_of(graph, trace, plan)}
@@ -168,6 +157,7 @@ class _Drafter:
 
     def draft(self, profile: Profile | None) -> Draft:
         final_calls, constants = self._walk()
+        initial = {p.tensor for p in self.plan.residents}
         frees = _frees([*(c.calls for c in self.computes), final_calls], self.trace.output_slots)
         return Draft(
             graph=self.graph,
@@ -197,11 +187,12 @@ class _Drafter:
             constants=constants,
             prefix=sum(1 for _ in takewhile(self._is_prefetchable, self.swap_ins)),
             epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
+            restored={s.tensor: i for i, s in enumerate(self.swap_ins) if s.tensor in initial},
         )
 
-    def _walk(self) -> tuple[tuple[_PendingCall, ...], Statics]:
+    def _walk(self) -> tuple[tuple[PendingCall, ...], Statics]:
         """Return the final calls, and the outputs that are parameters, with addresses as of the last op."""
-        answer: tuple[tuple[_PendingCall, ...], Statics] | None = None
+        answer: tuple[tuple[PendingCall, ...], Statics] | None = None
         for index, step in enumerate(self.plan.steps):
             if index == self.plan.epilogue_start and self.computes:
                 answer = self._answer()
@@ -217,7 +208,7 @@ class _Drafter:
                     self._add_swap_out(index, step)
         return self._answer() if answer is None else answer
 
-    def _answer(self) -> tuple[tuple[_PendingCall, ...], Statics]:
+    def _answer(self) -> tuple[tuple[PendingCall, ...], Statics]:
         final = self._pending(self._final_views())
         return final, self.statics.of(self.trace.output_slots, self.addresses)
 
@@ -249,19 +240,17 @@ class _Drafter:
         self.unread -= first
         self.computes.append(ComputeStep(index, calls, swap_ins, swap_outs, tuple(sorted(first))))
 
-    def _pending(self, instructions: Iterable[Instruction]) -> tuple[_PendingCall, ...]:
-        return tuple(_PendingCall(i, self.statics.of(i.reads, self.addresses)) for i in instructions)
+    def _pending(self, instructions: Iterable[Instruction]) -> tuple[PendingCall, ...]:
+        return tuple((i, self.statics.of(i.reads, self.addresses)) for i in instructions)
 
     def _finished(self, after: Sequence[int], kind: type[Compute] | type[SwapIn] | type[SwapOut]) -> int:
         """Return how many steps of another lane must have finished; lanes run in order."""
         return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
 
-    def _calls(
-        self, pending: Iterable[_PendingCall], frees: Mapping[int, tuple[int, ...]]
-    ) -> tuple[DraftCall, ...]:
+    def _calls(self, pending: Iterable[PendingCall], frees: Mapping[int, tuple[int, ...]]) -> tuple[DraftCall, ...]:
         return tuple(
-            DraftCall(template_of(p.instruction, self.device), p.statics, frees.get(id(p.instruction), ()))
-            for p in pending
+            DraftCall(template_of(instruction, self.device), statics, frees.get(id(instruction), ()))
+            for instruction, statics in pending
         )
 
     def _nbytes(self, tensor: int) -> int:
@@ -341,12 +330,12 @@ class _StaticValues:
         return StaticView(template_of(view, self._device), self.of(view.reads, addresses))
 
 
-def _frees(steps: Sequence[Sequence[_PendingCall]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def _frees(steps: Sequence[Sequence[PendingCall]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Return the slots that each instruction (by identity) is the last to use, in the plan's order of ops."""
     last: dict[int, Instruction] = {}
     for step in steps:
-        for call in step:
-            last.update(dict.fromkeys((call.instruction.out, *call.instruction.reads), call.instruction))
+        for instruction, _ in step:
+            last.update(dict.fromkeys((instruction.out, *instruction.reads), instruction))
     frees: dict[int, list[int]] = {}
     for slot, instruction in last.items():
         if slot not in kept:

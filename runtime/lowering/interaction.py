@@ -129,17 +129,12 @@ def _random_rows(
 
 
 def _try(model: FxModel, run: Run, rows: _Tensors) -> _Tensors | None:
-    """Return the results, or None if the model does not take the rows."""
+    """Return the results in types whose rows can be selected and compared, or None if the model refuses the rows."""
     try:
-        return _run(model, run, rows)
+        inputs = [t.to(port.dtype, copy=True) for port, t in zip(model.inputs, rows, strict=True)]
+        return [_comparable(t) for t in run(len(rows[0]), inputs)]
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
         return None
-
-
-def _run(model: FxModel, run: Run, rows: _Tensors) -> _Tensors:
-    """Return the results as float64 or int64, in which rows can be selected and compared."""
-    inputs = [t.to(port.dtype, copy=True) for port, t in zip(model.inputs, rows, strict=True)]
-    return [_comparable(t) for t in run(len(rows[0]), inputs)]
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

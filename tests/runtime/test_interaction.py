@@ -100,13 +100,13 @@ def test_rounding_is_no_influence(name: str, tmp_path: Path) -> None:
 
 def test_the_finding_is_kept_with_the_lowered_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    run = interaction._run
+    tried = interaction._try
 
-    def counted(model: FxModel, own_run: interaction.Run, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    def counted(model: FxModel, own_run: interaction.Run, rows: list[torch.Tensor]) -> list[torch.Tensor] | None:
         runs.append(len(rows[0]))
-        return run(model, own_run, rows)
+        return tried(model, own_run, rows)
 
-    monkeypatch.setattr(interaction, "_run", counted)
+    monkeypatch.setattr(interaction, "_try", counted)
     (first,) = lowered_model(*INTERACTING["less_than_rounding"], tmp_path, [1, 2, 4], options=Options())
     assert runs == [4, 4, 1, 2, 4], "a reference, and every trial until the last one showed it"
     again = lower(tmp_path / "model.pt2", "m", [1, 2, 4], tmp_path / "cache")
