@@ -14,7 +14,7 @@ from planner.lifetimes import live_ranges
 from planner.plan import Compute, Plan, Region
 from planner.profile import Profile
 from planner.shapes import Bucket
-from runtime.binding.calls import Call, bind_call, bind_gather, static_value, weight_at
+from runtime.binding.calls import Call, bind_call, bind_with_store, static_value, weight_at
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, Statics, StaticWeight, SwapStep, draft
 from runtime.binding.program import Bases, Program
 from runtime.errors import UnsupportedPlan
@@ -142,7 +142,7 @@ def _program(
 
     def with_tables(drafts: Sequence[DraftCall], calls: Sequence[Call | None]) -> tuple[Call, ...]:
         return tuple(
-            bind_gather(d.template, _values(d.statics, bound.statics), d.frees, store) if call is None else call
+            bind_with_store(d.template, _values(d.statics, bound.statics), d.frees, store) if call is None else call
             for d, call in zip(drafts, calls, strict=True)
         )
 

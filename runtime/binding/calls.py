@@ -111,7 +111,7 @@ def bind_call(
     return call
 
 
-def bind_gather(
+def bind_with_store(
     template: CallTemplate, statics: Mapping[int, Any], frees: tuple[int, ...], store: HostStore[Any]
 ) -> Call:
     """Return a call that may read rows of one of the store's tables: it then raises StoreChanged."""

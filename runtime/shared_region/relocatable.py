@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.profile import Profile
 from runtime.binding.cache import ProgramCache
-from runtime.binding.calls import Call, bind_gather, static_value, weight_at
+from runtime.binding.calls import Call, bind_with_store, static_value, weight_at
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
 from runtime.binding.program import Program
 from runtime.errors import UnsupportedPlan
@@ -122,7 +122,7 @@ class RelocatableModel:
         return SwapStep("swap_in", step, segment, nbytes, computes_before, offset=offset, copy=copy)
 
     def _bound(self, calls: tuple[DraftCall, ...]) -> tuple[Call, ...]:
-        return tuple(bind_gather(c.template, {}, c.frees, self._store) for c in calls)
+        return tuple(bind_with_store(c.template, {}, c.frees, self._store) for c in calls)
 
 
 class _StaticsAt:

@@ -47,15 +47,6 @@ class Seconds(NamedTuple):
     swap_out: Floats
 
 
-class Overhead(NamedTuple):
-    """Time of an iteration, what of it swapping and recomputation add, and the time of all copies, hidden or not."""
-
-    total_s: float
-    swapping_s: float
-    recomputing_s: float
-    copying_s: float
-
-
 def seconds(gaps: Gaps, profile: Profile) -> Seconds:
     sizes = [t.nbytes for t in gaps.graph.tensors]
     return Seconds(
@@ -74,26 +65,26 @@ def evaluate(t: Tables, times: Seconds, fates: Codes, memory_bytes: int) -> floa
     peak_bytes = made.held.max()
     if peak_bytes > memory_bytes:
         return float(TOO_MUCH_S * peak_bytes / memory_bytes)
-    found = overhead(t, times, made, hastened(made, t.nbytes, memory_bytes), memory_bytes)
-    return float(found.total_s + COPYING * found.copying_s)
+    total_s, copying_s = overhead(t, times, made, hastened(made, t.nbytes, memory_bytes), memory_bytes)
+    return float(total_s + COPYING * copying_s)
 
 
 @compiled
-def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_bytes: int) -> Overhead:
+def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_bytes: int) -> tuple[float, float]:
     """Algorithm 2 over the actions of a sequence that fits in the memory, in this order.
 
+    Returns the time of an iteration, and that of all copies, hidden or not.
     One long function for the reason given in planner.sequence.alap.
     """
     start, ids, nbytes, scratch_bytes = t.start, t.ids, t.nbytes, t.scratch_bytes
     verb, what = made.verb, made.what
     op_s, in_s, out_s = times.op, times.swap_in, times.swap_out
     there_s, used_s, saved_s = np.zeros(len(nbytes)), np.zeros(len(nbytes)), np.zeros(len(nbytes))
-    ran = np.zeros(len(op_s), np.bool_)
     # Bytes that were given up and when they are free: [0] what is copied out, [1] the rest, each in order of time.
     free_s, freed_bytes = np.empty((2, len(verb))), np.empty((2, len(verb)), np.int64)
     head, tail = np.zeros(2, np.int64), np.zeros(2, np.int64)
     taken_bytes = _bytes_at_start(t, made)
-    compute_s = inward_s = outward_s = swapping_s = recomputing_s = copying_s = 0.0
+    compute_s = inward_s = outward_s = copying_s = 0.0
     for n in order:
         i = what[n]
         if verb[n] == SWAP_OUT:
@@ -132,9 +123,6 @@ def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_
             copying_s += in_s[i]
             there_s[i] = used_s[i] = inward_s
             continue
-        swapping_s += ready_s - compute_s
-        recomputing_s += op_s[i] if ran[i] else 0.0
-        ran[i] = True
         compute_s = ready_s + op_s[i]
         free_s[1, tail[1]], freed_bytes[1, tail[1]] = compute_s, scratch
         tail[1] += 1
@@ -143,7 +131,7 @@ def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_
                 used_s[ids[u]] = compute_s
                 if kind in (WRITES, CHANGES):
                     there_s[ids[u]] = compute_s
-    return Overhead(compute_s, swapping_s, recomputing_s, copying_s)
+    return compute_s, copying_s
 
 
 @compiled
