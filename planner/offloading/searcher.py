@@ -83,7 +83,7 @@ class Offloading(PlanSearcher[OffloadingCandidate]):
     def _search(self) -> Iterator[Sequence[OffloadingCandidate]]:
         middle = len(self._sizes) // 2
         yield [self._guess(middle, 0, strictly=False)]
-        ranks = range(len(RANKS)) if self._zones.has_gaps else range(1)
+        ranks = range(len(RANKS)) if self._zones.movable else range(1)
         yield [
             self._guess(size, rank, strictly=strictly)
             for size in range(len(self._sizes))

@@ -15,11 +15,8 @@ from planner.profile import Profile
 from planner.sequence.alap import COMPUTE, SWAP_IN, AlapSequence, alap, codes, tables
 from planner.sequence.delayed_drops import delay_drops
 from planner.sequence.gaps import Fate, Gap, Gaps
-from planner.sequence.no_wait import no_wait
+from planner.sequence.no_wait import SHARES, no_wait
 from planner.sequence.sequence import Action, ActionKind, Placed, lay_out
-
-SHARES: Final = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)
-"""Shares of the zone that activations may occupy at once; the rest is for fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +67,12 @@ class ActivationZones:
     def __init__(self, graph: Graph) -> None:
         self.graph = without_parameters(graph)
         self._gaps = Gaps(self.graph)
-        self._movable = [i for i, gap in enumerate(self._gaps.all) if self._can_leave(gap)]
-
-    def _can_leave(self, gap: Gap) -> bool:
-        tensor = self.graph.tensors[gap.tensor]
-        return tensor.kind == "activation" and tensor.nbytes > 0
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether any activation could be offloaded."""
-        return bool(self._movable)
+        self.movable = [i for i, gap in enumerate(self._gaps.all) if gap.is_offloadable(self.graph)]
+        """Gaps, by number, during which an activation could be offloaded."""
 
     def leanest(self) -> ActivationZone:
         """Return the smallest zone: every activation is offloaded in every gap."""
-        return self._zone(self._fates(self._movable), 0)
+        return self._zone(self._fates(self.movable), 0)
 
     def within(self, profile: Profile, zone_bytes: int, rank: Rank) -> ActivationZone | None:
         """Return a zone of at most so many bytes with few offloads; None if even the smallest is larger."""
@@ -124,33 +113,25 @@ class ActivationZones:
     def _fates_within(self, profile: Profile, nbytes: int, rank: Rank) -> list[Fate] | None:
         """Offload gaps over the fullest moment until every moment fits."""
         moved: list[int] = []
-        left = sorted(self._movable, key=lambda i: rank(self._offload_cost(profile, self._gaps.all[i])))
+        gaps = self._gaps.all
+        left = sorted(self.movable, key=lambda i: rank(self._offload_cost(profile, gaps[i])))
         while True:
             made = alap(tables(self._gaps), codes(self._fates(moved)))
             fullest = int(made.held.argmax()) if len(made.held) else 0
             if not len(made.held) or made.held[fullest] <= nbytes:
                 return self._fates(moved)
             position = _position(made, fullest)
-            helping = next((i for i in left if _is_over(self._gaps.all[i], position)), None)
+            helping = next((i for i in left if gaps[i].last_use < position < gaps[i].next_use), None)
             if helping is None:
                 return None
             left.remove(helping)
             moved.append(helping)
 
     def _offload_cost(self, profile: Profile, gap: Gap) -> _OffloadCost:
-        nbytes = _nbytes(self.graph, gap)
+        nbytes = self.graph.tensors[gap.tensor].nbytes
         copies_s = profile.swap_out.seconds(nbytes) + profile.swap_in.seconds(nbytes)
         between_s = sum(profile.op_seconds[gap.last_use + 1 : gap.next_use])
         return _OffloadCost(nbytes, between_s - copies_s, copies_s)
-
-
-def _nbytes(graph: Graph, gap: Gap) -> int:
-    return graph.tensors[gap.tensor].nbytes
-
-
-def _is_over(gap: Gap, position: int) -> bool:
-    """Whether a tensor offloaded in the gap is absent during the op at a position."""
-    return gap.last_use < position < gap.next_use
 
 
 def _position(made: AlapSequence, action: int) -> int:
