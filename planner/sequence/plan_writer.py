@@ -6,6 +6,7 @@ finds mistakes."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Final
 
 from planner.graph import Graph
@@ -150,10 +151,7 @@ class _LastUsers:
             return _NEVER
         first = bisect_right(self._start, offset) - 1
         last = bisect_left(self._start, offset + nbytes)
-        clock = _NEVER
-        for other in self._clock[first:last]:
-            clock = _latest(clock, other)
-        return clock
+        return reduce(_latest, self._clock[first:last], _NEVER)
 
     def leave(self, offset: int, nbytes: int, clock: _Clock) -> None:
         """These bytes were used until `clock`; earlier users were waited for."""

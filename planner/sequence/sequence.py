@@ -3,7 +3,7 @@
 A searcher that decides what to keep, swap and recompute need not care about offsets. An action that brings a tensor
 starts a range of its life in memory, the drop ends it, and ranges that overlap in time get disjoint bytes."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -90,38 +90,23 @@ def lay_out(graph: Graph, actions: Sequence[Action], residents: Collection[int],
 
     Stops at the first layout that fits in `enough_bytes`; whether the one found does, `peak_bytes` tells.
     """
-    pieces = _pieces(graph, actions, residents)
-    return pieces.placed(place(pieces.blocks, enough_bytes))
+    blocks, placed = _blocks(graph, actions, residents)
+    return placed(place(blocks, enough_bytes))
 
 
 def lay_out_within(
     graph: Graph, actions: Sequence[Action], residents: Collection[int], memory_bytes: int, nodes: int = 0
 ) -> Placed | None:
     """Offsets as of `lay_out` in the memory given; None if `planner.layout.placement.place_within` finds none."""
-    pieces = _pieces(graph, actions, residents)
-    layout = place_within(pieces.blocks, memory_bytes, nodes)
-    return None if layout is None else pieces.placed(layout)
+    blocks, placed = _blocks(graph, actions, residents)
+    layout = place_within(blocks, memory_bytes, nodes)
+    return None if layout is None else placed(layout)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The blocks of a sequence, and to which of them each range and each action's scratch belongs."""
-
-    ranges: tuple[TensorRange, ...]
-    blocks: list[Block]
-    block_of_range: list[int]
-    block_of_scratch: dict[int, int]
-
-    def placed(self, layout: Layout) -> Placed:
-        return Placed(
-            self.ranges,
-            tuple(layout.offsets[b] for b in self.block_of_range),
-            {i: layout.offsets[b] for i, b in self.block_of_scratch.items()},
-            layout.peak_bytes,
-        )
-
-
-def _pieces(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> _Pieces:
+def _blocks(
+    graph: Graph, actions: Sequence[Action], residents: Collection[int]
+) -> tuple[list[Block], Callable[[Layout], Placed]]:
+    """Return the blocks of a sequence, and a function that gives its ranges and scratch the offsets of a layout."""
     found = tensor_ranges(graph, actions, residents)
     last = len(actions) + 1
     home = {s.tensor: s.span for s in found if s.tensor in residents and s.span.first == 0}
@@ -144,7 +129,12 @@ def _pieces(graph: Graph, actions: Sequence[Action], residents: Collection[int])
             blocks.append(Block(nbytes, SCRATCH_ALIGNMENT, Lifespan(i, i + 1)))
     first_range = {s.tensor: i for i, s in enumerate(found) if s.span.first == 0}
     block_of_range = [owner[i] if i in owner else owner[first_range[s.tensor]] for i, s in enumerate(found)]
-    return _Pieces(tuple(found), blocks, block_of_range, scratch)
+
+    def placed(layout: Layout) -> Placed:
+        offsets = tuple(layout.offsets[b] for b in block_of_range)
+        return Placed(tuple(found), offsets, {i: layout.offsets[b] for i, b in scratch.items()}, layout.peak_bytes)
+
+    return blocks, placed
 
 
 def plan_of(problem: Problem, actions: Sequence[Action], residents: Collection[int], nodes: int = 0) -> Plan | None:
@@ -165,13 +155,8 @@ def write(
 ) -> Plan:
     """Write a single-model plan: all of the memory is the partition."""
     starting = {(s.tensor, s.span.first): o for s, o in zip(placed.ranges, placed.offsets, strict=True)}
-    writer = PlanWriter(
-        graph,
-        memory_bytes,
-        0,
-        {t: starting[t, 0] for t in graph.inputs},
-        {t: starting[t, 0] for t in residents},
-    )
+    inputs, kept = ({t: starting[t, 0] for t in tensors} for tensors in (graph.inputs, residents))
+    writer = PlanWriter(graph, memory_bytes, 0, inputs, kept)
     last = max((i for i, a in enumerate(actions) if a.verb is ActionKind.COMPUTE), default=None)
     for i, action in enumerate(actions):
         match action.verb:
