@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from planner.offloading.zone import ActivationZone
 from planner.plan import Placement, Plan
+from planner.problem import Problem
 from planner.sequence.sequence import ActionKind
 from planner.streaming.emit import ParameterCopies
 from planner.streaming.stream import Swaps
@@ -18,23 +19,22 @@ class OffloadingEmitter:
 
     def __init__(
         self,
+        problem: Problem,
         work: Workload,
         zone: ActivationZone,
-        partition_bytes: int,
-        workspace_bytes: int,
         residents: tuple[Placement, ...],
         swaps: Swaps,
         strictly: bool,
     ) -> None:
         self._work, self._zone, self._strictly = work, zone, strictly
         self._graph = work.footprint.graph
-        self._partition_bytes = partition_bytes
+        self._partition_bytes = problem.partition_bytes
         self._starting = {
-            (s.tensor, s.span.first): partition_bytes + offset
+            (s.tensor, s.span.first): problem.partition_bytes + offset
             for s, offset in zip(zone.placed.ranges, zone.placed.offsets, strict=True)
         }
         inputs = {i: self._starting[i, 0] for i in self._graph.inputs}
-        self._copies = ParameterCopies(work, partition_bytes, workspace_bytes, inputs, residents, swaps)
+        self._copies = ParameterCopies(problem, work, inputs, residents, swaps)
         self._returning = deque[tuple[int, int]]()
         """Activations that may return now, with their offsets."""
         self._returns_due = deque(self._find_returns_due())

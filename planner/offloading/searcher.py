@@ -76,8 +76,7 @@ class Offloading(PlanSearcher[OffloadingCandidate]):
         if zone is None:
             return None
         work, residents, swaps = self._past(candidate.size).played(candidate.parameters)
-        sizes = problem.partition_bytes, problem.workspace_bytes
-        plan = OffloadingEmitter(work, zone, *sizes, residents, swaps, candidate.strictly).plan()
+        plan = OffloadingEmitter(problem, work, zone, residents, swaps, candidate.strictly).plan()
         return replace(plan, graph=problem.graph.fingerprint, profile=problem.profile.fingerprint)
 
     def _search(self) -> Iterator[Sequence[OffloadingCandidate]]:

@@ -22,9 +22,8 @@ class ParameterCopies:
 
     def __init__(
         self,
+        problem: Problem,
         work: Workload,
-        partition_bytes: int,
-        workspace_bytes: int,
         inputs: Mapping[int, int],
         residents: tuple[Placement, ...],
         swaps: Swaps,
@@ -35,11 +34,12 @@ class ParameterCopies:
         parameter, page, after_op, needed_by = (column[:count].tolist() for column in columns)
         tensor = [work.parameters[p] for p in parameter]
         self._work = work
-        self._partition_bytes = partition_bytes
+        self._partition_bytes = problem.partition_bytes
         self._drops = _parameter_drops(work, frozenset(p.tensor for p in residents), tensor, needed_by)
         self._left = deque(zip(tensor, page, after_op, needed_by, strict=True))
         homes = {p.tensor: self.offset(p.address) for p in residents}
-        self.writer = PlanWriter(work.footprint.graph, partition_bytes, workspace_bytes, inputs, homes)
+        sizes = problem.partition_bytes, problem.workspace_bytes
+        self.writer = PlanWriter(work.footprint.graph, *sizes, inputs, homes)
 
     def offset(self, address: Address) -> int:
         return address.offset + (self._partition_bytes if address.region == "workspace" else 0)
@@ -66,19 +66,11 @@ class ParameterCopies:
 
 def emit(problem: Problem, view: OpOrder, home: Ints, swaps: Swaps) -> Plan:
     """Make a plan in which the ops run in some order and activations have fixed places."""
-    work, given = view.work, problem.residents
-    residents = placements(work, home) if given is None else given
-    plan = _emit(problem.partition_bytes, problem.workspace_bytes, work, residents, swaps)
-    return in_original_order(plan, view.order, problem.graph, problem.profile)
-
-
-def _emit(
-    partition_bytes: int, workspace_bytes: int, work: Workload, residents: tuple[Placement, ...], swaps: Swaps
-) -> Plan:
+    work = view.work
     graph, layout = work.footprint.graph, work.footprint.activations
-    base = 0 if work.arrays.single else partition_bytes
+    base = 0 if work.arrays.single else problem.partition_bytes
     inputs = {i: base + layout.tensors[i] for i in graph.inputs}
-    copies = ParameterCopies(work, partition_bytes, workspace_bytes, inputs, residents, swaps)
+    copies = ParameterCopies(problem, work, inputs, residents_of(problem, work, home), swaps)
     drops = _activation_drops(graph)
     for k in range(-1, len(graph.ops)):
         if k >= 0:
@@ -94,11 +86,14 @@ def _emit(
         copies.drop_after(k)
         while copies.may_start(k):
             copies.issue()
-    return copies.writer.plan(work.profile.fingerprint)
+    plan = copies.writer.plan(work.profile.fingerprint)
+    return in_original_order(plan, view.order, problem.graph, problem.profile)
 
 
-def placements(work: Workload, home: Ints) -> tuple[Placement, ...]:
-    """Residents of a plan, in page order."""
+def residents_of(problem: Problem, work: Workload, home: Ints) -> tuple[Placement, ...]:
+    """Residents of a plan: those given, or those with a home in page order."""
+    if problem.residents is not None:
+        return problem.residents
     chosen = sorted(np.flatnonzero(home != NOWHERE).tolist(), key=lambda p: (int(home[p]), p))
     return tuple(Placement(work.parameters[p], work.address(int(home[p]))) for p in chosen)
 

@@ -20,7 +20,7 @@ from planner.problem import Cost, Problem
 from planner.profile import Profile
 from planner.streaming import stream
 from planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
-from planner.streaming.emit import emit, placements
+from planner.streaming.emit import emit, residents_of
 from planner.streaming.op_orders import OpOrders
 from planner.streaming.page_map import NOWHERE
 from planner.streaming.residents import by_share, capacities, guesses
@@ -111,11 +111,9 @@ class Streaming:
 
     def played(self, candidate: StreamingCandidate) -> tuple[Workload, tuple[Placement, ...], Swaps]:
         """Return a candidate's residents and the swap-ins of one inference."""
-        work, given = self.views[candidate.order].work, self.problem.residents
-        decisions = self._decisions(candidate)
+        work, decisions = self.views[candidate.order].work, self._decisions(candidate)
         home = self._home(work, decisions)
-        swaps, _ = play(work.arrays, home, decisions)
-        return work, placements(work, home) if given is None else given, swaps
+        return work, residents_of(self.problem, work, home), play(work.arrays, home, decisions)[0]
 
     def leading(self) -> list[tuple[tuple[int, ...], Decisions]]:
         """Return the best orders and decisions of the latest round."""
