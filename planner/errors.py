@@ -26,9 +26,6 @@ class FingerprintMismatch(FormatError):
 
     def __init__(self, what: str, expected: str, found: str) -> None:
         super().__init__(f"{what} was made for {found[:12]}, but {expected[:12]} is in use; make it again")
-        self.what = what
-        self.expected = expected
-        self.found = found
 
 
 class InvalidGraph(CohabitError):
@@ -60,7 +57,6 @@ class InfeasibleBudget(CohabitError):
         )
         self.model = model
         self.op = op
-        self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
 
 

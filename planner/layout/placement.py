@@ -6,7 +6,7 @@ most bytes alive at once, which no placement can beat."""
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -79,13 +79,12 @@ def layouts(blocks: Sequence[Block], most_bytes: int = UNLIMITED) -> Iterator[La
     if not blocks:
         yield Layout((), 0)
         return
-    nbytes, alignment, first, end, first_again, end_again = _arrays(blocks)
-    times = _BlockSpans(first, end, first_again, end_again)
-    for order in _orders(nbytes, alignment, first, end):
+    rows = _arrays(blocks)
+    for order in _orders(*rows[:4]):
         for best_fit in (True, False):
-            offsets = _fit(order, nbytes, alignment, times, best_fit, most_bytes)
+            offsets = _fit(order, rows, best_fit, most_bytes)
             if len(offsets):
-                yield Layout(tuple(offsets.tolist()), int((offsets + nbytes).max()))
+                yield Layout(tuple(offsets.tolist()), int((offsets + rows[0]).max()))
 
 
 def most_live_bytes(blocks: Sequence[Block]) -> int:
@@ -174,17 +173,8 @@ def joined(ranges: Iterable[ByteRange]) -> tuple[ByteRange, ...]:
     return tuple(found)
 
 
-class _BlockSpans(NamedTuple):
-    """When each block is needed, [blocks] each; the second span is empty for most."""
-
-    first: Ints
-    end: Ints
-    first_again: Ints
-    end_again: Ints
-
-
 def _arrays(blocks: Sequence[Block]) -> Ints:
-    """Bytes, alignment, and both spans' first and end, [6, blocks]."""
+    """Bytes, alignment, and both spans' first and end, [6, blocks]; the second span is empty for most."""
     rows = [(b.nbytes, b.alignment, b.span.first, b.span.end, *_again(b)) for b in blocks]
     return np.array(rows, dtype=np.int64).T.copy()
 
@@ -220,18 +210,18 @@ def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]
 
 
 @compiled
-def _fit(order: Ints, nbytes: Ints, alignment: Ints, times: _BlockSpans, best_fit: bool, most_bytes: int) -> Ints:
+def _fit(order: Ints, blocks: Ints, best_fit: bool, most_bytes: int) -> Ints:
     """Place blocks one by one in the tightest (or the lowest) gap between those already there.
 
-    Returns no offsets once a block would end above `most_bytes`.
+    `blocks` is of `_arrays`. Returns no offsets once a block would end above `most_bytes`.
     """
     offsets = np.zeros(len(order), dtype=np.int64)
-    placed = np.empty(
-        (6, len(order)), dtype=np.int64
-    )  # offset, top and times of those there, lowest first, side by side
+    nbytes, alignment = blocks[0], blocks[1]
+    # Offset, top and times of those there, lowest first, side by side.
+    placed = np.empty((6, len(order)), dtype=np.int64)
     count = 0
     for i in order:
-        first, end, first_again, end_again = times.first[i], times.end[i], times.first_again[i], times.end_again[i]
+        first, end, first_again, end_again = blocks[2, i], blocks[3, i], blocks[4, i], blocks[5, i]
         at, slack, found, top = 0, 0, False, 0
         for j in range(count):
             if not _meet(

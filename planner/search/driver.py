@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -69,13 +68,13 @@ def search(
             if is_over():
                 break
     best = shortlist.best()
-    plan = state.write(best.candidate)
+    plan = state.write(best)
     timeline = simulate(graph, plan, profile)
     assert timeline.period_s is not None or not graph.ops
     plan = replace(
         plan,
         provenance=Provenance(
-            searcher=f"{searcher} ({state.found_by(best.candidate)})" if isinstance(state, Best) else searcher,
+            searcher=f"{searcher} ({state.found_by(best)})" if isinstance(state, Best) else searcher,
             seed=seed,
             evaluations=shortlist.evaluations,
             latency_s=timeline.latency_s,
@@ -89,12 +88,6 @@ def search(
     return plan
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    candidate: Any
-    cost: Cost
-
-
 class Shortlist:
     """The candidates whose latency ties with the least so far."""
 
@@ -102,7 +95,7 @@ class Shortlist:
         self.evaluations = 0
         self.first_s = 0.0
         self.least_s = float("inf")
-        self._kept: list[Evaluated] = []
+        self._kept: list[tuple[Any, Cost]] = []
 
     def add(self, candidates: Sequence[Any], costs: Sequence[Cost]) -> None:
         """Count evaluated candidates and keep those that tie."""
@@ -112,13 +105,16 @@ class Shortlist:
         least_s = min((c.latency_s for c in costs), default=self.least_s)
         better = least_s < self.least_s
         self.least_s = min(least_s, self.least_s)
-        self._kept += map(Evaluated, candidates, costs)
+        self._kept += zip(candidates, costs, strict=False)
         if better or len(self._kept) > 4096:
-            self._kept = [j for j in self._kept if j.cost.latency_s <= self.least_s * TIE]
+            self._kept = self._fast()
 
-    def best(self) -> Evaluated:
+    def best(self) -> Any:
         """Return the candidate of least latency; among ties of least period, then of least link bytes."""
-        fast = [j for j in self._kept if j.cost.latency_s <= self.least_s * TIE]
-        shortest_s = min(j.cost.period_s for j in fast)
-        short = [j for j in fast if j.cost.period_s <= shortest_s * TIE]
-        return min(short, key=lambda j: (j.cost.link_bytes, j.cost.latency_s))
+        fast = self._fast()
+        shortest_s = min(cost.period_s for _, cost in fast)
+        short = [(candidate, cost) for candidate, cost in fast if cost.period_s <= shortest_s * TIE]
+        return min(short, key=lambda kept: (kept[1].link_bytes, kept[1].latency_s))[0]
+
+    def _fast(self) -> list[tuple[Any, Cost]]:
+        return [kept for kept in self._kept if kept[1].latency_s <= self.least_s * TIE]
