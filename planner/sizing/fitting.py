@@ -72,11 +72,6 @@ def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
     return sorted({*workspaces([demand], memory_bytes), *workspaces([demand.leaner()], memory_bytes)})
 
 
-def least_bytes(model: ModelDemand) -> int:
-    """Least memory, partition and workspace together, in which a model can run in all its buckets."""
-    return Demand.of(model).leaner().least_bytes
-
-
 def plan_model(
     model: ModelDemand, room: Room, library: Library | None = None, searcher: str = "best", *, quick: bool = False
 ) -> dict[Bucket, Plan]:

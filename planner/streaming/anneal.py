@@ -38,10 +38,8 @@ def anneal(
     nothing at the last step. With `fixed` residents their homes are `home`, and only whether they are kept is open.
     """
     np.random.seed(seed)
-    now = _copy(start)
-    best = _copy(start)
-    now_cost = _cost(work, now, home, fixed)
-    best_cost = now_cost
+    now = best = start
+    now_cost = best_cost = _cost(work, now, home, fixed)
     urgent = critical(work, home if fixed else homes(work, now.fate), now)
     for step in range(steps):
         tried = changed(work, now, fixed, most_pages, urgent)
@@ -118,11 +116,6 @@ def _exchange(work: Arrays, fate: Ints, p: int, most_pages: int) -> None:
         elif pages == work.size[p]:
             fate[p] = STREAMED
             break
-
-
-@compiled
-def _copy(decisions: Decisions) -> Decisions:
-    return Decisions(decisions.fate.copy(), decisions.hold.copy(), decisions.fit.copy(), decisions.lead)
 
 
 @compiled

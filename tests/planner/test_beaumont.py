@@ -15,7 +15,7 @@ from planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers,
 from planner.papers.beaumont.layers import LayerChain
 from planner.papers.beaumont.offload import greedy, relaxed_s, whole
 from planner.papers.beaumont.offload_choices import Choice
-from planner.papers.beaumont.prefetching import WeightChain, best, eager, latency_s
+from planner.papers.beaumont.prefetching import WeightChain, best, eager, fetching_s
 from planner.papers.beaumont.searcher import DynProg, Greedy
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.problem import Problem
@@ -36,6 +36,14 @@ def dynprog(chain: LayerChain, memory_bytes: float) -> Offloaded | None:
     """The choice of DYNPROG that offloads least."""
     found = optima(chain, memory_bytes)
     return found[0] if found else None
+
+
+def latency_s(line: WeightChain, keeps: Sequence[bool]) -> float:
+    """Time of a chain that keeps some weights; infinite where the others do not fit."""
+    weights = list(zip(line.weight_bytes, line.copy_s, keeps, strict=True))
+    kept = sum(nbytes for nbytes, _, keep in weights if keep)
+    fetched = [(0.0, 0.0) if keep else (nbytes, seconds) for nbytes, seconds, keep in weights]
+    return fetching_s(line.op_s, fetched, [room - kept for room in line.room_bytes], line.bytes_per_s)
 
 
 def fractions(chain: LayerChain, memory_bytes: float) -> tuple[float, ...]:

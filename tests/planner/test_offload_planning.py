@@ -19,9 +19,10 @@ from planner.problem import Limit, Problem
 from planner.profile import Profile
 from planner.search.driver import search
 from planner.shapes import Bucket
+from planner.sizing.demand import Demand
 from planner.sizing.deployment import ModelDemand, Room
 from planner.sizing.division import deploy
-from planner.sizing.fitting import fit, least_bytes, plan_model, split_budget
+from planner.sizing.fitting import fit, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph, unet
 from tests.planner.reference import peak_bytes
 
@@ -32,6 +33,11 @@ def demand(graph: Graph, profile: Profile | None = None, name: str = "model") ->
     return ModelDemand(
         name, {Bucket(1): graph}, {Bucket(1): profile or profile_of(graph, 1.0, bandwidth=40 * PAGE)}
     )
+
+
+def least_bytes(model: ModelDemand) -> int:
+    """Least memory in which a model can run in all its buckets."""
+    return Demand.of(model).leaner().least_bytes
 
 
 def plain_least(graph: Graph) -> int:

@@ -14,9 +14,10 @@ from planner.plan import SwapIn
 from planner.problem import Limit, Problem
 from planner.search.driver import search
 from planner.shapes import Bucket
+from planner.sizing.demand import Demand
 from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, Room
 from planner.sizing.division import deploy, divide
-from planner.sizing.fitting import fit, least_bytes, plan_model, split_budget
+from planner.sizing.fitting import fit, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, unrolled
 
 
@@ -180,7 +181,7 @@ def test_least_budget_of_a_model_is_exact() -> None:
 def test_one_more_model_takes_the_room_in_which_it_is_fastest() -> None:
     """`large` has 14 pages of parameters, two of activations at batch 4, and an op that needs four at once."""
     demand = MODELS[1]
-    assert least_bytes(demand) == 12 * PAGE
+    assert Demand.of(demand).leaner().least_bytes == 12 * PAGE
     assert fit(demand, []) is None
     assert fit(demand, [Room(8 * PAGE, 3 * PAGE)]) is None, "an op's four pages lie neither here nor there"
     roomy, tight = Room(8 * PAGE, 40 * PAGE), Room(8 * PAGE, 4 * PAGE)

@@ -38,21 +38,13 @@ class WeightChain:
     bytes_per_s: float
 
 
-def latency_s(line: WeightChain, keeps: Sequence[bool]) -> float:
-    """Time of the ops and the waits between them; infinite where the weights do not fit."""
-    weights = list(zip(line.weight_bytes, line.copy_s, keeps, strict=True))
-    kept = sum(nbytes for nbytes, _, keep in weights if keep)
-    fetched = [(0.0, 0.0) if keep else (nbytes, seconds) for nbytes, seconds, keep in weights]
-    return fetching_s(line.op_s, fetched, [room - kept for room in line.room_bytes], line.bytes_per_s)
-
-
 def fetching_s(
-    op_s: Sequence[float],
-    fetched: Sequence[tuple[float, float]],
-    room_bytes: Sequence[float],
-    bytes_per_s: float,
+    op_s: Sequence[float], fetched: Sequence[tuple[float, float]], room_bytes: Sequence[float], bytes_per_s: float
 ) -> float:
-    """The same for bytes and link time of what is fetched for each op, in the room that is left for that."""
+    """Time of the ops and the waits between them; infinite where what is fetched for an op does not fit in its room.
+
+    `fetched` has bytes and link time by op.
+    """
     wait_s = ahead_bytes = 0.0
     for seconds, (nbytes, copy_s), room in zip(
         reversed(op_s), reversed(fetched), reversed(room_bytes), strict=True
