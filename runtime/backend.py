@@ -7,8 +7,7 @@ parameter; `Backend`, `Executor` and `Runner` are for code that is independent o
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -85,17 +84,6 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
     @property
     def swap_busy_s(self) -> float | None:
         """Seconds that the swap-in lane has spent copying since the start; None if it is not measured."""
-        ...
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def start(self) -> None: ...
-
-    def close(self) -> None:
-        """Let the lanes finish their queues, and end."""
         ...
 
     def load(self, program: P_contra, *, follow: Follow | None = None) -> float:

@@ -69,13 +69,6 @@ class CudaExecutor:
         """The program whose epilogue is deferred until the next inference has been issued."""
         self._admitted: list[CudaProgram] = []
 
-    def __enter__(self) -> "CudaExecutor":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def start(self) -> None:
         self._adopt()
 
