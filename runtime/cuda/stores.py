@@ -15,9 +15,8 @@ import torch
 from planner.errors import format_bytes
 from runtime.cuda.api import Driver, Event, HostBytes
 from runtime.errors import MemoryExceeded
-from runtime.host.direct import read_fully
 from runtime.host.pages import anonymous_memory
-from runtime.host.store import find_table, table_view, verify
+from runtime.host.store import find_table, read_weights, table_view
 from runtime.lowering.weights import Manifest
 from runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
@@ -84,10 +83,7 @@ class PinnedStore:
         self._pinned = pinned
         self._manifest = manifest
         self._host = pinned.take(manifest.file_bytes, path.parent.name)
-        with path.open("rb", buffering=0) as file:
-            read_fully(file.fileno(), self._host, 0)
-        if verify_reads:
-            verify(path, manifest, self._host)
+        read_weights(path, manifest, self._host, verify_reads=verify_reads)
         self._region = torch.from_numpy(self._host)
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:

@@ -44,10 +44,7 @@ class RamStore:
     def __init__(self, path: Path, manifest: Manifest, *, verify_reads: bool = False) -> None:
         self.manifest = manifest
         self._bytes = np.frombuffer(anonymous_memory(manifest.file_bytes), np.uint8)
-        with path.open("rb", buffering=0) as file:
-            read_fully(file.fileno(), self._bytes[: manifest.file_bytes], 0)
-        if verify_reads:
-            verify(path, manifest, self._bytes)
+        read_weights(path, manifest, self._bytes, verify_reads=verify_reads)
         use_huge_pages(self._bytes)
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
@@ -188,11 +185,15 @@ class _Checksums:
         )
 
 
-def verify(path: Path, manifest: Manifest, read: Bytes) -> None:
-    """Compare all that was read from a weights file with its checksums. Raises StoreChanged."""
+def read_weights(path: Path, manifest: Manifest, destination: Bytes, *, verify_reads: bool) -> None:
+    """Read a whole weights file, and compare it with its checksums if `verify_reads`: raises StoreChanged."""
+    with path.open("rb", buffering=0) as file:
+        read_fully(file.fileno(), destination[: manifest.file_bytes], 0)
+    if not verify_reads:
+        return
     known = _Checksums(path, manifest)
     for n, (offset, nbytes) in enumerate(manifest.ranges):
-        if not known.fit(n, zlib.crc32(read[offset : offset + nbytes].data)):
+        if not known.fit(n, zlib.crc32(destination[offset : offset + nbytes].data)):
             raise known.changed(n)
 
 
