@@ -69,7 +69,7 @@ class Recording:
     def measured(self, start_s: float) -> tuple[Span, ...]:
         """Return the steps of this inference only, in the plan's order, with times counted from `start_s`."""
         spans = [
-            Span(note.step.step, lane_of(note.step), note.start_s - start_s, note.end_s - start_s)
+            Span(note.step.step, note.step.lane, note.start_s - start_s, note.end_s - start_s)
             for note in self.notes
             if note.step is not None and note.program is self.program and not note.stalled
         ]
@@ -82,8 +82,9 @@ class Recording:
         yield from self._spans()
 
     def _spans(self, ahead: bool = False) -> Iterator[LaneSpan]:
-        steps = (compute.step for compute in self.program.computes)
-        ops = dict(zip(steps, op_names(self.program), strict=True))
+        # A relocatable program numbers its steps in its own way.
+        planned = (step.op for step in self.program.plan.steps if isinstance(step, Compute))
+        ops = {step.step: op for step, op in zip(self.program.computes, planned, strict=True)}
         for note in self.notes:
             program, step, times = note.program, note.step, (note.start_s, note.end_s)
             match step:
@@ -92,27 +93,11 @@ class Recording:
                     is_next = ahead or program is not self.program
                     yield LaneSpan(program.graph.name, step.lane, name, *times, nbytes=step.nbytes, ahead=is_next)
                 case ComputeStep():
-                    yield LaneSpan(program.graph.name, "compute", ops[step.step], *times, stalled=note.stalled)
+                    name = program.graph.ops[ops[step.step]].name
+                    yield LaneSpan(program.graph.name, step.lane, name, *times, stalled=note.stalled)
                 case None:
                     yield LaneSpan(program.graph.name, "compute", "inference", *times)
 
 
 Follow = Callable[[Recording], None]
 """Takes a recording that is complete. Called by a thread of the executor: it must return soon, and not raise."""
-
-
-def lane_of(step: Step) -> Lane:
-    """Return the lane that a step runs on."""
-    return "compute" if isinstance(step, ComputeStep) else step.lane
-
-
-def op_names(program: Program) -> list[str]:
-    """Return the ops' names, one for each of `computes`; a relocatable program numbers its steps in its own way."""
-    return [program.graph.ops[step.op].name for step in program.plan.steps if isinstance(step, Compute)]
-
-
-def whole_inference(program: Program, start_s: float, end_s: float) -> Recording:
-    """Return the recording of an inference whose steps' times are not known."""
-    recording = Recording(program)
-    recording.note(program, None, start_s, end_s)
-    return recording

@@ -6,7 +6,7 @@ Drafting walks the plan once. A model that moves, or is loaded again, is bound t
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 
@@ -59,6 +59,7 @@ class DraftCall:
 class ComputeStep(Generic[C]):
     """An op with the views that lead to it. Counts are of finished steps of this run on the other lanes."""
 
+    lane: ClassVar[Literal["compute"]] = "compute"
     step: int
     """Index in the plan."""
     calls: tuple[C, ...]

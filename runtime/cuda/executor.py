@@ -32,7 +32,7 @@ from runtime.cuda.program import CudaProgram
 from runtime.cuda.schedule import Commands
 from runtime.cuda.transfers import Feeder, Transfer, Transfers
 from runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
-from runtime.recording import Follow, whole_inference
+from runtime.recording import Follow, Recording
 
 _log = logging.getLogger("cohabit.cuda")
 
@@ -161,7 +161,9 @@ class CudaExecutor:
             latency_s = time.perf_counter() - start
             self._submit_epilogue(program, watch)
         if follow is not None:
-            follow(whole_inference(program, start, start + latency_s))
+            recording = Recording(program)
+            recording.note(program, None, start, start + latency_s)
+            follow(recording)
         stall_s = 0.0 if program.compute_s is None else max(0.0, latency_s - program.compute_s)
         timeline = None
         if watch is not None:
