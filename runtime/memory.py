@@ -1,9 +1,12 @@
 """Protocols of memory: the device's arena, a model's parameters in the host, and buffers for spilled activations."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
+
+from planner.errors import format_bytes
+from runtime.errors import MemoryExceeded
 
 StoreKind = Literal["ram", "file"]
 Copy = Callable[[], None]
@@ -34,6 +37,14 @@ class DeviceArena(Protocol[Destination_co]):
         ...
 
     def close(self) -> None: ...
+
+
+def require_inside(arena: DeviceArena[Any], offset: int, nbytes: int) -> None:
+    """Raise MemoryExceeded for bytes outside of an arena."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > arena.nbytes:
+        raise MemoryExceeded(
+            f"bytes {offset} to {offset + nbytes} lie outside of the arena of {format_bytes(arena.nbytes)}"
+        )
 
 
 class SpillBuffer(Protocol):

@@ -7,9 +7,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from planner.errors import format_bytes
-from runtime.errors import MemoryExceeded
 from runtime.host.pages import Bytes, anonymous_memory
+from runtime.memory import require_inside
 
 
 class CpuArena:
@@ -40,7 +39,7 @@ class CpuArena:
 
     def bytes(self, offset: int, nbytes: int) -> Bytes:
         """The given bytes as a writable array. Raises MemoryExceeded outside of the arena."""
-        self._refuse_outside(offset, nbytes)
+        require_inside(self, offset, nbytes)
         return np.frombuffer(self._map, np.uint8, count=nbytes, offset=offset)
 
     def tensor(
@@ -48,13 +47,7 @@ class CpuArena:
     ) -> torch.Tensor:
         """A dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
         count = math.prod(shape)
-        self._refuse_outside(offset, count * dtype.itemsize)
+        require_inside(self, offset, count * dtype.itemsize)
         if count == 0:
             return torch.empty_strided(shape, stride, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).as_strided(shape, stride)
-
-    def _refuse_outside(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise MemoryExceeded(
-                f"bytes {offset} to {offset + nbytes} lie outside of the arena of {format_bytes(self.nbytes)}"
-            )

@@ -4,9 +4,8 @@ import math
 
 import torch
 
-from planner.errors import format_bytes
 from runtime.cuda.api import Driver
-from runtime.errors import MemoryExceeded
+from runtime.memory import require_inside
 
 
 class CudaArena:
@@ -25,10 +24,7 @@ class CudaArena:
 
     def bytes(self, offset: int, nbytes: int) -> torch.Tensor:
         """The given bytes. Raises MemoryExceeded outside of the arena."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise MemoryExceeded(
-                f"bytes {offset} to {offset + nbytes} lie outside of the arena of {format_bytes(self.nbytes)}"
-            )
+        require_inside(self, offset, nbytes)
         return self._bytes[offset : offset + nbytes]
 
     def tensor(

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -36,7 +37,8 @@ class Buffers:
         ports = (*inputs, *outputs)
         sizes = [_nbytes(port, shape) for port, shape in zip(ports, shapes, strict=True)]
         self._host = pinned.take(sum(sizes), f"{name}: inputs and outputs")
-        views = _views(self._host, ports, shapes, sizes)
+        places = zip(accumulate(sizes, initial=0), ports, shapes, strict=False)
+        views = [_view(self._host[at:], port, shape) for at, port, shape in places]
         self._largest = tuple(views[: len(inputs)]), tuple(views[len(inputs) :])
         self.inputs, self.outputs = self._largest
 
@@ -94,14 +96,6 @@ def _nbytes(port: Port, shape: tuple[int, ...]) -> int:
     return aligned(torch.Size(shape).numel() * port.dtype.itemsize, _ALIGNMENT_BYTES)
 
 
-def _views(
-    host: HostBytes, ports: Sequence[Port], shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
-) -> list[torch.Tensor]:
-    views = []
-    offset = 0
-    for port, whole, size in zip(ports, shapes, sizes, strict=True):
-        shape = torch.Size(whole)
-        raw = torch.from_numpy(host[offset : offset + shape.numel() * port.dtype.itemsize])
-        views.append(raw.view(port.dtype).reshape(shape) if shape.numel() else torch.empty(shape, dtype=port.dtype))
-        offset += size
-    return views
+def _view(host: HostBytes, port: Port, shape: tuple[int, ...]) -> torch.Tensor:
+    raw = torch.from_numpy(host[: torch.Size(shape).numel() * port.dtype.itemsize])
+    return raw.view(port.dtype).reshape(shape) if len(raw) else torch.empty(shape, dtype=port.dtype)

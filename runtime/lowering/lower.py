@@ -318,18 +318,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     source = tensor if dense else tensor.contiguous()
     if source.numel() == 0:
         return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
-    nbytes = source.numel() * source.element_size()
-    raw = torch.empty(0, dtype=torch.uint8).set_(
-        source.untyped_storage(), source.storage_offset() * source.element_size(), (nbytes,), (1,)
-    )
-    # Through numpy, because that gives a storage of its own over the same bytes.
-    flat = (
-        torch.from_numpy(raw.numpy()).view(source.dtype)
-        if _aligned(raw, source)
-        else raw.clone().view(source.dtype)
-    )
-    return flat.as_strided(source.shape, source.stride())
-
-
-def _aligned(raw: torch.Tensor, source: torch.Tensor) -> bool:
-    return raw.data_ptr() % source.element_size() == 0
+    raw = weights.dense_bytes(source)  # a tensor made of numpy's view has a storage of its own over the same bytes
+    if raw.ctypes.data % source.element_size():
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(source.dtype).as_strided(source.shape, source.stride())

@@ -255,12 +255,13 @@ def description_path(path: Path) -> Path:
 def _write_tensor(fd: int, tensor: torch.Tensor, offset: int) -> None:
     if tensor.numel() == 0:
         return
-    raw = raw_bytes(tensor) if is_packed(tensor) else _dense_bytes(tensor)
+    raw = raw_bytes(tensor) if is_packed(tensor) else dense_bytes(tensor)
     for position in range(0, len(raw), _COPY_BYTES):
         os.pwrite(fd, raw[position : position + _COPY_BYTES].data, offset + position)
 
 
-def _dense_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def dense_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the bytes of a dense tensor, in place."""
     start = tensor.storage_offset() * tensor.element_size()
     own = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
     return own.numpy()

@@ -33,7 +33,8 @@ def fitting_pools(
     Raises MemoryExceeded if there is none, or no further one.
     """
     for small_segments in _divisions(memory.nbytes):
-        pool = make_pool(streams, memory, small_segments)
+        with streams.driver.on(streams.compute):
+            pool = streams.driver.pool(memory, large_bytes(memory.nbytes, small_segments))
         if fits(streams, graph, steps, pool):
             yield pool
         else:
@@ -43,12 +44,6 @@ def fitting_pools(
         f" {format_bytes(memory.nbytes)} that the plan has for them; measure the model on this device, or give it a"
         " larger workspace"
     )
-
-
-def make_pool(streams: Streams, memory: torch.Tensor, small_segments: int) -> AllocatorPool:
-    """Return a pool for the compute stream with so many segments for small tensors."""
-    with streams.driver.on(streams.compute):
-        return streams.driver.pool(memory, large_bytes(memory.nbytes, small_segments))
 
 
 def large_bytes(nbytes: int, small_segments: int) -> int:
