@@ -6,6 +6,7 @@ The workspace is divided anew between activations and parameters in flight. For 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from msgspec.structs import replace
@@ -62,9 +63,9 @@ class Offloading(PlanSearcher[OffloadingCandidate]):
         self._seed = seed
         self._zones = ActivationZones(graph)
         self._sizes = self._zone_sizes()
-        self._made: dict[tuple[int, int], ActivationZone | None] = {}
-        self._streaming: dict[int, Streaming] = {}
-        self._best_ways: dict[int, list[streaming.StreamingCandidate]] = {}
+        self._zone = cache(self._find_zone)
+        self._past = cache(self._search_past)
+        self._ways = cache(self._find_ways)
         self._evaluated: list[tuple[float, OffloadingCandidate]] = []
         self._steps = self._search()
 
@@ -117,27 +118,16 @@ class Offloading(PlanSearcher[OffloadingCandidate]):
             dict.fromkeys(leanest + page_aligned(int(share * most)) for share in SIZES if most or not share)
         )
 
-    def _zone(self, size: int, rank: int) -> ActivationZone | None:
-        if (size, rank) not in self._made:
-            self._made[size, rank] = self._zones.within(self.problem.profile, self._sizes[size], RANKS[rank])
-        return self._made[size, rank]
+    def _find_zone(self, size: int, rank: int) -> ActivationZone | None:
+        return self._zones.within(self.problem.profile, self._sizes[size], RANKS[rank])
 
-    def _past(self, size: int) -> Streaming:
+    def _search_past(self, size: int) -> Streaming:
         """The streaming search past a zone of some size."""
-        if size not in self._streaming:
-            views = OpOrders(self.problem, self._sizes[size])
-            self._streaming[size] = Streaming(self.problem, self._seed, views)
-        return self._streaming[size]
+        return Streaming(self.problem, self._seed, OpOrders(self.problem, self._sizes[size]))
 
-    def _ways(self, size: int) -> list[streaming.StreamingCandidate]:
+    def _find_ways(self, size: int) -> list[streaming.StreamingCandidate]:
         """The best ways to stream past a zone if parameters had the link to themselves."""
-        if size not in self._best_ways:
-            self._best_ways[size] = self._find_ways(self._past(size))
-        return self._best_ways[size]
-
-    @staticmethod
-    def _find_ways(searcher: Streaming) -> list[streaming.StreamingCandidate]:
-        spent = 0
+        searcher, spent = self._past(size), 0
         evaluated: list[tuple[float, streaming.StreamingCandidate]] = []
         while spent < searcher.evaluations and (candidates := searcher.ask()):
             costs = [searcher.evaluate(c, 0.0) for c in candidates]

@@ -18,9 +18,8 @@ from planner.shapes import Bucket
 LayoutName = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")
 """Layouts with one region, in which a model is there as a whole while it runs."""
-PARAMETERS: tuple[LayoutName, ...] = ("pipelined", "on_demand")
-"""Layouts with one region, in which each op's parameters must be there, and the model may be larger."""
-ONE_REGION: tuple[LayoutName, ...] = (*WHOLE_MODELS, *PARAMETERS)
+ONE_REGION: tuple[LayoutName, ...] = (*WHOLE_MODELS, "pipelined", "on_demand")
+"""In the last two, each op's parameters must be there, and the model may be larger."""
 
 
 @dataclass(frozen=True)

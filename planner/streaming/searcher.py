@@ -197,17 +197,8 @@ class Streaming:
         found = self._found.get(candidate)
         if found is None:
             work, fixed = self.views[candidate.order].work, self.problem.residents is not None
-            home = self._home(work, start)
-            found = anneal(
-                work.arrays,
-                start,
-                home,
-                fixed,
-                work.resident_pages,
-                candidate.steps,
-                candidate.heat,
-                candidate.seed,
-            )
+            walk = candidate.steps, candidate.heat, candidate.seed
+            found = anneal(work.arrays, start, self._home(work, start), fixed, work.resident_pages, *walk)
             if len(self._found) > 64:
                 self._found.clear()
             self._found[candidate] = found

@@ -15,7 +15,7 @@ from planner.plan import Compute, Plan, Region
 from planner.profile import Profile
 from planner.shapes import Bucket
 from runtime.binding.calls import Call, bind_call, bind_with_store, static_value, weight_at
-from runtime.binding.draft import ComputeStep, Draft, DraftCall, Statics, StaticWeight, SwapStep, draft
+from runtime.binding.draft import Draft, DraftCall, Statics, StaticWeight, SwapStep, draft
 from runtime.binding.program import Bases, Program
 from runtime.errors import UnsupportedPlan
 from runtime.lowering.lower import Lowered
@@ -160,13 +160,7 @@ def _program(
         draft=drafted,
         statics=bound.statics,
         computes=tuple(
-            ComputeStep(
-                c.step,
-                (*with_tables(c.calls, calls), *after.get(n, ())),
-                c.swap_ins_before,
-                c.swap_outs_before,
-                c.first_reads,
-            )
+            c.with_calls((*with_tables(c.calls, calls), *after.get(n, ())))
             for n, (c, calls) in enumerate(zip(drafted.computes, bound.computes, strict=True))
         ),
         swap_ins=tuple(map(swap, drafted.swap_ins)),

@@ -21,6 +21,7 @@ from runtime.offload.activation import OffloadedActivation
 from runtime.offload.spills import Spill, spills_of
 
 C = TypeVar("C")
+D = TypeVar("D")
 """Calls of a step: `DraftCall` in a draft, `Call` in a program."""
 
 Statics = tuple[tuple[int, int], ...]
@@ -67,6 +68,10 @@ class ComputeStep(Generic[C]):
     swap_outs_before: int = 0
     first_reads: tuple[int, ...] = ()
     """Initial residents that this step is the first to read: the last run's epilogue may still be copying them."""
+
+    def with_calls(self, calls: tuple[D, ...]) -> "ComputeStep[D]":
+        """Return the same step with its calls in another form."""
+        return ComputeStep(self.step, calls, self.swap_ins_before, self.swap_outs_before, self.first_reads)
 
 
 def _not_bound() -> None:
@@ -167,16 +172,7 @@ class _Drafter:
             profile=profile,
             device=self.device,
             statics=tuple(self.statics.values),
-            computes=tuple(
-                ComputeStep(
-                    c.step,
-                    self._calls(c.calls, frees),
-                    c.swap_ins_before,
-                    c.swap_outs_before,
-                    c.first_reads,
-                )
-                for c in self.computes
-            ),
+            computes=tuple(c.with_calls(self._calls(c.calls, frees)) for c in self.computes),
             swap_ins=tuple(self.swap_ins),
             swap_outs=tuple(self.swap_outs),
             spills=tuple(self.spills.values()),

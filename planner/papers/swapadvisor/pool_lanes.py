@@ -40,13 +40,7 @@ def evaluate(
 
 @compiled
 def _evaluate(
-    uses: OpUses,
-    order: Ints,
-    class_of_size: Ints,
-    counts: Ints,
-    threshold: float,
-    good_s: float,
-    double_pass: bool,
+    uses: OpUses, order: Ints, class_of_size: Ints, counts: Ints, threshold: float, good_s: float, double_pass: bool
 ) -> tuple[bool, float, float, int]:
     fits, log, start = plan_swaps(uses, order, class_of_size, counts, threshold, double_pass)
     if not fits:
@@ -84,7 +78,11 @@ def _line_up(uses: OpUses, log: SwapLog, start: Ints, objects: int) -> tuple[Lan
         elif verb == RUN:
             lanes.work_s[COMPUTE, k] = uses.op_s[t]
             for u in range(uses.start[t], uses.start[t + 1]):
-                _run_with(lanes, uses.tensor[u], k, arrived, used, place, last)
+                v = uses.tensor[u]
+                wait_for(lanes, COMPUTE, k, SWAP_IN, arrived[v])
+                used[v] = k
+                if place[v] >= 0:
+                    last[place[v], COMPUTE] = k
             if k == length[COMPUTE] - 1:
                 for v in uses.outputs:
                     wait_for(lanes, COMPUTE, k, SWAP_IN, arrived[v])
@@ -111,15 +109,6 @@ def _line_up(uses: OpUses, log: SwapLog, start: Ints, objects: int) -> tuple[Lan
 
 
 @compiled
-def _run_with(lanes: LaneArrays, t: int, k: int, arrived: Ints, used: Ints, place: Ints, last: Ints) -> None:
-    """The op at position k uses a tensor."""
-    wait_for(lanes, COMPUTE, k, SWAP_IN, arrived[t])
-    used[t] = k
-    if place[t] >= 0:
-        last[place[t], COMPUTE] = k
-
-
-@compiled
 def _carry(uses: OpUses, log: SwapLog, start: Ints, lanes: LaneArrays, arrived: Ints) -> None:
     """Ops that read initial residents wait for the previous inference to have restored them."""
     k = 0
@@ -133,12 +122,7 @@ def _carry(uses: OpUses, log: SwapLog, start: Ints, lanes: LaneArrays, arrived: 
 
 
 def write(
-    problem: Problem,
-    uses: OpUses,
-    order: Ints,
-    pool: MemoryPool,
-    threshold: float,
-    double_pass: bool = True,
+    problem: Problem, uses: OpUses, order: Ints, pool: MemoryPool, threshold: float, double_pass: bool = True
 ) -> Plan:
     """The plan of an order that can run in this pool."""
     fits, log, start = plan_swaps(uses, order, pool.class_of_size, pool.counts, threshold, double_pass)
