@@ -203,10 +203,7 @@ class _Replay:
 
     def _start(self) -> None:
         tensors = self.graph.tensors
-        for region, nbytes in (
-            ("partition", self.plan.partition_bytes),
-            ("workspace", self.plan.workspace_bytes),
-        ):
+        for region, nbytes in (("partition", self.plan.partition_bytes), ("workspace", self.plan.workspace_bytes)):
             if nbytes < 0:
                 self.found.append(f"the {region} has {nbytes} bytes")
         for placement in self.plan.inputs:

@@ -14,14 +14,7 @@ import numpy as np
 
 from planner.arrays import Bools, Floats, Ints
 from planner.compiled import compiled
-from planner.simulate import (
-    COMPUTE,
-    NOTHING,
-    SWAP_IN,
-    LaneArrays,
-    empty_lanes,
-    latency_and_period,
-)
+from planner.simulate import COMPUTE, NOTHING, SWAP_IN, LaneArrays, empty_lanes, latency_and_period
 from planner.streaming.page_map import (
     NO_MORE,
     NOWHERE,
