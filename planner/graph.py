@@ -107,12 +107,9 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         """Ids of the inputs."""
         return tuple(i for i, t in enumerate(self.tensors) if t.kind == "input")
 
-    def needed_by(self, op: int) -> tuple[int, ...]:
-        """Tensors that must be in memory when an op ends: what it touches, and all outputs for the last op."""
-        return self._needed[op]
-
     @cached_property
-    def _needed(self) -> tuple[tuple[int, ...], ...]:
+    def needed(self) -> tuple[tuple[int, ...], ...]:
+        """By op, tensors that must be in memory when it ends: what it touches, and all outputs for the last op."""
         last = len(self.ops) - 1
         outputs = [self.outputs if k == last else () for k in range(len(self.ops))]
         return tuple(tuple(dict.fromkeys((*op.touched, *out))) for op, out in zip(self.ops, outputs, strict=True))

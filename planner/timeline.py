@@ -24,13 +24,3 @@ class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time from one inference's start to the next when they run back to back; None where it was not looked at."""
     link_bytes: int
     """Bytes copied in either direction, epilogue included."""
-
-    @property
-    def busy_s(self) -> float:
-        """Time that the compute lane spent in ops."""
-        return sum(s.end_s - s.start_s for s in self.spans if s.lane == "compute")
-
-    @property
-    def stall_s(self) -> float:
-        """Time that the compute lane spent waiting."""
-        return self.latency_s - self.busy_s

@@ -71,7 +71,7 @@ def serial(graph: Graph) -> list[Action]:
 
     for k, op in enumerate(graph.ops):
         leave(set(), k - 1)
-        needed = graph.needed_by(k)
+        needed = graph.needed[k]
         actions.extend(swap_in(t) for t in needed if t not in op.writes)
         actions.append(compute(k))
         here[:] = needed
@@ -115,7 +115,7 @@ def _lay_out(graph: Graph, actions: Sequence[Action]) -> Placed:
 
 def _needs(graph: Graph) -> list[int]:
     """Bytes that each op needs at once; last, those of all inputs, which arrive together."""
-    needs = [_packed(graph, graph.needed_by(k)) + op.aligned_scratch_bytes for k, op in enumerate(graph.ops)]
+    needs = [_packed(graph, graph.needed[k]) + op.aligned_scratch_bytes for k, op in enumerate(graph.ops)]
     return [*needs, _packed(graph, graph.inputs)]
 
 

@@ -278,10 +278,8 @@ class CudaExecutor:
     def _first_run(self, program: CudaProgram) -> None:
         try:
             self.run(program, program.examples())
-        except DeviceError:
+        finally:
             _raise_if_refused(program)
-            raise
-        _raise_if_refused(program)
         self.settle()
         if program.pool.held_bytes:
             raise DeviceError(

@@ -217,7 +217,6 @@ class _Tracer:
         self.last_use = {n: user for user in self.nodes for n in user.all_input_nodes}
 
     def run(self) -> Trace:
-        output_node: fx.Node | None = None
         for node in self.nodes:
             match node.op:
                 case "placeholder":
@@ -227,10 +226,7 @@ class _Tracer:
                     self.literals.add(node)
                 case "call_function":
                     self._call(node)
-                case "output":
-                    output_node = node
-        assert output_node is not None
-        outputs: Any = output_node.args[0]
+        (outputs,) = (cast(Any, node.args[0]) for node in self.nodes if node.op == "output")
         self.results = [self.frame[n] for n in outputs]
         return Trace(
             batch=self.bucket.batch,

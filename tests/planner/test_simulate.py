@@ -37,7 +37,6 @@ def test_hand_written_plan_by_hand() -> None:
     ]
     assert timeline.latency_s == 4
     assert timeline.period_s == 4
-    assert timeline.stall_s == 1
     assert timeline.link_bytes == 2 * PAGE
 
 

@@ -176,7 +176,7 @@ class _LruMemory:
 
     def turn(self, k: int) -> EvictAndFetch:
         """Make room for op k and run it."""
-        op, needed = self._graph.ops[k], self._graph.needed_by(k)
+        op, needed = self._graph.ops[k], self._graph.needed[k]
         missing = [t for t in needed if t not in self._used]
         scratch = self._graph.ops[k].aligned_scratch_bytes
         self._free -= scratch + sum(self._nbytes[t] for t in missing)
@@ -241,5 +241,5 @@ def _held_bytes(graph: Graph, course: LruDecisions, leaves: Sequence[Sequence[Ev
 
 def _last_uses(graph: Graph) -> dict[int, int]:
     """The last op that touches a tensor; the number of ops for outputs."""
-    last = {t: k for k in range(len(graph.ops)) for t in graph.needed_by(k)}
+    last = {t: k for k, needed in enumerate(graph.needed) for t in needed}
     return last | {t: len(graph.ops) for t in graph.outputs if graph.tensors[t].kind in ("input", "activation")}
