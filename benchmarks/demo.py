@@ -8,8 +8,8 @@ import argparse
 import asyncio
 import io
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import record
-from benchmarks.scrape import by_model, free_port, get
+from benchmarks.scrape import Running, by_model, get, serving
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
 from loadgen.load import Load
@@ -29,7 +29,7 @@ from loadgen.report import Report
 from loadgen.repository import prepare_visibly, recipes
 from loadgen.run import SentLoad, send_load
 from loadgen.sentences import EXAMPLES, embed, print_similarities
-from loadgen.server_process import running_server, server_command
+from loadgen.server_process import server_command
 
 LAYOUTS = (("resident", "100%"), ("time_shared", "25%"), ("partitioned", "25%"))
 TURNS = 4
@@ -70,55 +70,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(slots=True)
-class Running:
+class Measured:
     """A layout's server, and what was measured of it so far."""
 
-    url: str
-    metrics_url: str
+    server: Running
     alone_s: dict[str, float]
     turns: list[SentLoad] = field(default_factory=list)
 
 
 async def _measure(options: argparse.Namespace, console: Console) -> dict[str, Outcome]:
     async with AsyncExitStack() as stack:
-        servers: dict[str, Running] = {}
+        found: dict[str, Measured] = {}
         for layout, memory in LAYOUTS:
             console.rule(f"{layout} layout, memory {memory} of the weights")
-            servers[layout] = await stack.enter_async_context(_serving(layout, memory, options, console))
-        before = {layout: _statistics(server.url) for layout, server in servers.items()}
+            command = server_command("cohabit", options.folder / "repository", memory, layout)
+            command += ["--cache", str(options.folder / "cache")]
+            server = await stack.enter_async_context(serving(command, show_log=True))
+            console.print("each model alone, one request at a time")
+            models = [r.name for r in recipes(options.models)]
+            found[layout] = Measured(server, await asyncio.to_thread(_measure_alone, server.url, models))
+        before = {layout: _statistics(one.server.url) for layout, one in found.items()}
         for turn in range(TURNS):
-            for layout, server in servers.items():
+            for layout, one in found.items():
                 console.rule(f"turn {turn + 1} of {TURNS}: {layout}")
-                server.turns.append(await send_load(server.url, _load(options, turn)))
-        outcomes = {layout: _outcome(server, before[layout]) for layout, server in servers.items()}
+                one.turns.append(await send_load(one.server.url, _load(options, turn)))
+        outcomes = {layout: _outcome(one, before[layout]) for layout, one in found.items()}
         console.rule("three sentences through MiniLM")
-        print_similarities(EXAMPLES, await embed(servers["partitioned"].url, "minilm", EXAMPLES), console)
+        print_similarities(EXAMPLES, await embed(found["partitioned"].server.url, "minilm", EXAMPLES), console)
     return outcomes
 
 
-@asynccontextmanager
-async def _serving(
-    layout: str, memory: str, options: argparse.Namespace, console: Console
-) -> AsyncIterator[Running]:
-    metrics_port = free_port()
-    command = server_command("cohabit", options.folder / "repository", memory, layout)
-    command += ["--cache", str(options.folder / "cache"), "--metrics-port", str(metrics_port)]
-    async with running_server(command, patience_s=900, show_log=True) as url:
-        models = [r.name for r in recipes(options.models)]
-        console.print("each model alone, one request at a time")
-        alone_s = await asyncio.to_thread(_measure_alone, url, models)
-        yield Running(url, f"http://127.0.0.1:{metrics_port}/metrics", alone_s)
-
-
-def _outcome(server: Running, before: dict[str, tuple[int, float]]) -> Outcome:
-    after = _statistics(server.url)
-    predicted = by_model(server.metrics_url, "cohabit_predicted_seconds")
+def _outcome(measured: Measured, before: dict[str, tuple[int, float]]) -> Outcome:
+    after = _statistics(measured.server.url)
+    predicted = by_model(measured.server.metrics_url, "cohabit_predicted_seconds")
     costs = {
         m: Cost(predicted[m], alone_s, (after[m][1] - before[m][1]) / max(1, after[m][0] - before[m][0]))
-        for m, alone_s in server.alone_s.items()
+        for m, alone_s in measured.alone_s.items()
     }
-    swapped = sum(by_model(server.metrics_url, "cohabit_swapped_bytes").values())
-    return Outcome(joined(server.turns).report, costs, swapped)
+    return Outcome(joined(measured.turns).report, costs, measured.server.sum("cohabit_swapped_bytes"))
 
 
 def joined(turns: Sequence[SentLoad]) -> SentLoad:

@@ -27,11 +27,11 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 from tritonclient.http import InferenceServerClient
 
 from benchmarks.record import markdown_table, record
-from benchmarks.scrape import free_port, get
+from benchmarks.scrape import get, serving
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
 from loadgen.repository import prepare_visibly, recipes
-from loadgen.server_process import running_server, server_command
+from loadgen.server_process import server_command
 
 MODELS, ENTRIES, MEMORY = 4, ("ranker", "minilm"), "74MiB"
 HANGING = "hanging"
@@ -204,13 +204,13 @@ def sample(metrics_url: str, name: str) -> float:
 
 
 async def measured(options: argparse.Namespace, console: Console, models: Sequence[str]) -> list[str]:
-    port, rng, found = free_port(), random.Random(options.seed), Found()
+    rng, found = random.Random(options.seed), Found()
     command = server_command("cohabit", options.folder / "faults", MEMORY, None)
-    command += ["--cache", str(options.folder / "faults-cache"), "--metrics-port", str(port), "--grpc-port", "off"]
+    command += ["--cache", str(options.folder / "faults-cache")]
     command += ["--model-control", "explicit", "--load-model", "*"]
     command += ["--watchdog", str(WATCHDOG_S), "--batch-sizes", "1"]  # the bits of a row may depend on its batch
-    metrics_url = f"http://127.0.0.1:{port}/metrics"
-    async with running_server(command, patience_s=900) as url:
+    async with serving(command) as server:
+        url, metrics_url = server.url, server.metrics_url
         (front_end,) = (p.pid for p in psutil.Process().children() if "serve" in p.cmdline())
         asked = await asyncio.to_thread(questions, url, models)
         async with aiohttp.ClientSession() as session:

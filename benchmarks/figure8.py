@@ -11,8 +11,7 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +26,13 @@ from rich.progress import track
 
 from benchmarks.ratio import LIKELY, Ratio
 from benchmarks.record import RESULTS, markdown_table, record
-from benchmarks.scrape import by_model, free_port
+from benchmarks.scrape import serving
 from loadgen.errors import ServerFailed
 from loadgen.load import Load
 from loadgen.report import Report
 from loadgen.repository import prepare_visibly, recipes
 from loadgen.run import run_load
-from loadgen.server_process import running_server, server_command
+from loadgen.server_process import server_command
 from planner.sizing.deployment import ONE_REGION, LayoutName
 
 GENETIC = "partitioned, genetic planner"
@@ -103,15 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if {point.layout for point in points} == set(LAYOUTS) else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A layout's server."""
-
-    layout: str
-    url: str
-    metrics_url: str
-
-
 async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[Point], list[str], float]:
     """Every layout at every rate, ordered by layout; why a layout is missing; and the bytes that are ever copied."""
     layouts, rates = list(LAYOUTS), sorted(options.rates)
@@ -127,13 +117,15 @@ async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[
         if layout in notes:
             continue
         memory = "100%" if layout == "resident" else options.memory
+        of_server, flags = LAYOUTS[layout]
+        command = server_command("cohabit", options.folder / "repository", memory, of_server)
         try:
-            async with _serving(layout, memory, options.folder) as server:
-                swappable_bytes = _sum(server, "cohabit_parameter_bytes")
+            async with serving([*command, "--cache", str(options.folder / "cache"), *flags]) as server:
+                swappable_bytes = server.sum("cohabit_parameter_bytes")
                 for rate in rates:
-                    point, before = points[layout, rate], _sum(server, "cohabit_swapped_bytes")
+                    point, before = points[layout, rate], server.sum("cohabit_swapped_bytes")
                     point.reports.append(await run_load(server.url, _load(rate, n, options)))
-                    point.swapped_bytes += _sum(server, "cohabit_swapped_bytes") - before
+                    point.swapped_bytes += server.sum("cohabit_swapped_bytes") - before
         except ServerFailed as failure:
             notes[layout] = f"{layout}: {str(failure).splitlines()[-1]}\n"
             console.print(notes[layout], soft_wrap=True)
@@ -141,20 +133,6 @@ async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[
         p99s = ", ".join(f"{_ms(points[layout, rate].p99_s)} at {rate:g}/s" for rate in rates)
         console.print(f"round {n + 1}, {layout}: median p99 so far, ms: {p99s}", soft_wrap=True)
     return [point for point in points.values() if point.reports], list(notes.values()), swappable_bytes
-
-
-def _sum(server: Running, metric: str) -> float:
-    return sum(by_model(server.metrics_url, metric).values())
-
-
-@asynccontextmanager
-async def _serving(name: str, memory: str, folder: Path) -> AsyncIterator[Running]:
-    metrics_port = free_port()
-    layout, flags = LAYOUTS[name]
-    command = server_command("cohabit", folder / "repository", memory, layout)
-    command += ["--cache", str(folder / "cache"), "--metrics-port", str(metrics_port), *flags]
-    async with running_server(command, patience_s=900) as url:
-        yield Running(name, url, f"http://127.0.0.1:{metrics_port}/metrics")
 
 
 def _load(rate: float, seed: int, options: argparse.Namespace) -> Load:

@@ -13,10 +13,10 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.record import markdown_table, record, work_of_two
-from benchmarks.scrape import Running, free_port
+from benchmarks.scrape import serving
 from benchmarks.traffic import Client, client_of
 from loadgen.repository import PreparedModel, prepare_visibly, recipes
-from loadgen.server_process import running_server, server_command
+from loadgen.server_process import server_command
 
 MODELS, ENTRIES = 8, ("ranker", "bert_small")
 LANES = (1, 2)
@@ -48,17 +48,15 @@ class Found:
 
 
 @asynccontextmanager
-async def serving(
+async def served(
     prepared: Sequence[PreparedModel], folder: Path, lanes: int
 ) -> AsyncIterator[tuple[Client, Found]]:
     """A client of a server with so many lanes, whose cache is kept between runs; nothing found yet."""
     memory_bytes = int(SHARE_OF_WEIGHTS * sum(one.weight_bytes for one in prepared))
     command = server_command("cohabit", folder / "lanes", str(memory_bytes), None)
-    port = free_port()
-    command += ["--cache", str(folder / "lanes-cache"), "--compute-lanes", str(lanes), "--metrics-port", str(port)]
+    command += ["--cache", str(folder / "lanes-cache"), "--compute-lanes", str(lanes)]
     models = [one.recipe.name for one in prepared]
-    async with running_server(command, patience_s=900) as url, client_of(url, models) as client:
-        running = Running(url, f"http://127.0.0.1:{port}/metrics")
+    async with serving(command) as running, client_of(running.url, models) as client:
         running.require_swaps()
         yield client, Found(running.resident_share)
 
@@ -69,7 +67,7 @@ async def measured(
     """Saturation and latency by the number of lanes, and the rate at which latency was measured."""
     models = [one.recipe.name for one in prepared]
     async with AsyncExitStack() as stack:
-        serve = {lanes: await stack.enter_async_context(serving(prepared, folder, lanes)) for lanes in LANES}
+        serve = {lanes: await stack.enter_async_context(served(prepared, folder, lanes)) for lanes in LANES}
         clients = {lanes: client for lanes, (client, _) in serve.items()}
         found = {lanes: nothing_yet for lanes, (_, nothing_yet) in serve.items()}
         for client in clients.values():

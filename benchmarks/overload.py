@@ -23,10 +23,10 @@ import psutil
 from rich.console import Console
 
 from benchmarks.record import markdown_table, record, work_of_two
-from benchmarks.scrape import Running, free_port
+from benchmarks.scrape import Running, serving
 from benchmarks.traffic import OK, Client, Traffic, client_of
 from loadgen.repository import PreparedModel, prepare_visibly, recipes
-from loadgen.server_process import running_server, server_command
+from loadgen.server_process import server_command
 
 MODELS, ENTRY = 4, "bert_small"
 MEMORY_MIB = 20
@@ -96,11 +96,8 @@ class Bench:
     async def server(self, *flags: str, program: str = "cohabit") -> AsyncIterator[Running]:
         """A server on the models, with its cache warm from a start before."""
         command = server_command(program, self.folder / self.name, f"{self.memory_mib}MiB", None)
-        port = free_port()
         command += ["--cache", str(self.folder / f"{self.name}-cache"), "--queue-limit", str(QUEUE_LIMIT)]
-        command += ["--metrics-port", str(port), *flags]
-        async with running_server(command, patience_s=900) as url:
-            running = Running(url, f"http://127.0.0.1:{port}/metrics")
+        async with serving([*command, *flags]) as running:
             running.require_swaps()
             yield running
 

@@ -1,10 +1,14 @@
-"""What a running server says of itself: samples of its metrics."""
+"""A server for a measurement, and what it says of itself: samples of its metrics."""
 
 import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from loadgen.server_process import running_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,14 @@ class Running:
         """Raise ValueError if nothing is copied for any inference: what is measured then is not what it says."""
         if self.resident_share == 1:
             raise ValueError(f"every parameter of {self.url}'s models stays in device memory: give it less")
+
+
+@asynccontextmanager
+async def serving(command: Sequence[str], *, show_log: bool = False) -> AsyncIterator[Running]:
+    """Serve by a command, with metrics, until the context ends."""
+    port = free_port()
+    async with running_server([*command, "--metrics-port", str(port)], patience_s=900, show_log=show_log) as url:
+        yield Running(url, f"http://127.0.0.1:{port}/metrics")
 
 
 def by_model(metrics_url: str, name: str) -> dict[str, float]:

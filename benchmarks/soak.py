@@ -24,10 +24,10 @@ from tritonclient.grpc.service_pb2 import ModelInferResponse
 
 from benchmarks.faults import Question, engine_of, questions, sample
 from benchmarks.record import markdown_table, record
-from benchmarks.scrape import free_port
+from benchmarks.scrape import free_port, serving
 from loadgen.client import address_of
 from loadgen.repository import prepare_visibly, recipes
-from loadgen.server_process import running_server, server_command
+from loadgen.server_process import server_command
 
 MODELS, MEMORY = 4, "50%"
 TURN_S, WARM_UP_S = 15.0, 2.0
@@ -117,14 +117,13 @@ async def attackers(http: str, grpc_address: str, model: str, seed: int, found: 
 
 
 async def measured(options: argparse.Namespace, console: Console, models: Sequence[str]) -> Found:
-    ports, found = (free_port(), free_port()), Found()
+    grpc_port, found = free_port(), Found()
     command = server_command("cohabit", options.folder / "soak", MEMORY, None)
-    command += ["--cache", str(options.folder / "soak-cache"), "--batch-sizes", "1"]
-    command += ["--metrics-port", str(ports[0]), "--grpc-port", str(ports[1])]
-    metrics_url, grpc_address = f"http://127.0.0.1:{ports[0]}/metrics", f"127.0.0.1:{ports[1]}"
-    async with running_server(command, patience_s=900) as url:
+    command += ["--cache", str(options.folder / "soak-cache"), "--batch-sizes", "1", "--grpc-port", str(grpc_port)]
+    grpc_address = f"127.0.0.1:{grpc_port}"
+    async with serving(command) as server:
         (front_end,) = (p for p in psutil.Process().children() if "serve" in p.cmdline())
-        asked = await asyncio.to_thread(questions, url, models)
+        asked = await asyncio.to_thread(questions, server.url, models)
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         async with (
             aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session,
@@ -134,7 +133,7 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
             await turn(clients, asked, options.rate, WARM_UP_S, 0, False, Found())
             for seed in range(max(2, round(options.minutes * 60 / TURN_S / 2))):
                 await turn(clients, asked, options.rate, TURN_S, seed, False, found)
-                async with attackers(address_of(url), grpc_address, models[0], seed, found):
+                async with attackers(address_of(server.url), grpc_address, models[0], seed, found):
                     await turn(clients, asked, options.rate, TURN_S, seed, True, found)
                 engine = engine_of(front_end.pid)
                 for name, pid in (("front end", front_end.pid), ("engine", engine)):
@@ -142,8 +141,8 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
                         found.memory[name].append(psutil.Process(pid).memory_info().rss / 2**20)
                 p99s = ", ".join(f"{_p99_ms(found, hostile):.1f}" for hostile in (False, True))
                 console.print(f"turn {seed}: p99 {p99s} ms, {found.memory['front end'][-1]:.0f} MiB")
-        found.restarts = sample(metrics_url, "cohabit_engine_restarts")
-        found.left_bytes = sample(metrics_url, "cohabit_request_memory_bytes")
+        found.restarts = sample(server.metrics_url, "cohabit_engine_restarts")
+        found.left_bytes = sample(server.metrics_url, "cohabit_request_memory_bytes")
     return found
 
 

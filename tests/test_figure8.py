@@ -1,13 +1,14 @@
 """The CPU's Figure 8: its table and its picture, of reports that are made up."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from benchmarks import figure8, record
-from benchmarks.figure8 import Point, Running
+from benchmarks import figure8, record, scrape
+from benchmarks.figure8 import Point
+from benchmarks.scrape import Running
 from loadgen.errors import ServerFailed
 from loadgen.report import ModelReport, Report, Spread
 from loadgen.run import Load
@@ -45,18 +46,19 @@ def test_a_layout_that_cannot_start_is_a_note_and_the_others_are_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     @asynccontextmanager
-    async def serving(layout: LayoutName, memory: str, folder: Path) -> AsyncIterator[Running]:
+    async def serving(command: Sequence[str]) -> AsyncIterator[Running]:
+        layout, memory = (command[command.index(flag) + 1] for flag in ("--layout", "--memory"))
         if layout == "lru":
             raise ServerFailed("the server exited\ncohabit: big: holding all parameters at once needs more")
         assert memory == ("100%" if layout == "resident" else "25%")
-        yield Running(layout, "", "")
+        yield Running("", "")
 
     async def made_up(url: str, load: Load) -> Report:
         return point("lru", load.rate_per_s, 0.02).reports[0]
 
-    monkeypatch.setattr(figure8, "_serving", serving)
+    monkeypatch.setattr(figure8, "serving", serving)
     monkeypatch.setattr(figure8, "run_load", made_up)
-    monkeypatch.setattr(figure8, "by_model", lambda url, name: {"a": 1.0})
+    monkeypatch.setattr(scrape, "by_model", lambda url, name: {"a": 1.0})
     monkeypatch.setattr(figure8, "prepare_visibly", lambda *_, **__: [])
     monkeypatch.setattr(figure8, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path)

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.scrape import free_port
 from loadgen.server_process import server_command
 
 BARE = "bare handlers"
@@ -76,7 +76,7 @@ def bare() -> Iterator[ComparedServer]:
 def tritonserver(binary: Path, repository: Path, scratch: Path) -> Iterator[ComparedServer]:
     """Run the tritonserver of an unpacked `nvidia-pytriton` wheel on the CPU."""
     home = binary.parent.parent
-    http, grpc, metrics = (_free_port() for _ in range(3))
+    http, grpc, metrics = (free_port() for _ in range(3))
     command = [str(binary), "--model-repository", str(repository)]
     command += ["--backend-directory", str(_backends(home, scratch)), "--log-info", "0", "--log-warning", "0"]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
@@ -151,10 +151,3 @@ def _wait_until_ready(address: str) -> None:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"the server at {address} is not ready after {_PATIENCE_S:g} s")
         time.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port

@@ -20,7 +20,6 @@ from benchmarks.record import markdown_table
 from planner.lifetimes import peak_activation_bytes
 from runtime.cuda.backend import CudaBackend
 
-Run = Callable[[], torch.Tensor]
 OURS = "ours"
 
 

@@ -108,7 +108,3 @@ def replay_s(backend: CudaBackend, pool: AllocatorPool, issue: Callable[[], None
             times.append(driver.seconds(start, end))
     graph.close()
     return statistics.median(times)
-
-
-def median_ms(times: list[float]) -> str:
-    return f"{statistics.median(times) * 1e3:.2f}"

@@ -31,8 +31,6 @@ from planner.graph import Graph, TensorKind
 from planner.lifetimes import peak_activation_bytes
 from planner.sequence.serial import least_bytes
 
-CLASSES = 1000
-
 
 class Training(NamedTuple):
     """A network with its loss, one step's examples, and their number."""
