@@ -16,15 +16,14 @@ find, take turns.
 
 import math
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.layout.feasible import PAGE_BYTES, Footprint
-from planner.order import by_parameters, has_reuse, reordered
+from planner.order import by_parameters, has_reuse, in_original_order, reordered
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.other_order import OtherOrder
 from planner.search.registry import make
 from planner.sequence.gaps import Gaps
 from planner.sequence.serial import least_bytes, require_single_budget
@@ -115,7 +114,9 @@ class Best:
 
     def write(self, candidate: MemberCandidate) -> Plan:
         plan: Plan = self._member(candidate.member).write(candidate.inner)
-        return plan
+        if self._order is None or not self._names[candidate.member].endswith(BY_WEIGHTS):
+            return plan
+        return in_original_order(plan, self._order, self.problem.graph, self.problem.profile)
 
     def _offload_instead(self, refusal: InfeasibleBudget | UnsupportedProblem) -> None:
         """Use offloading where streaming refuses. Raises the refusal that names the smaller budget."""
@@ -213,11 +214,11 @@ class Best:
 
     def _member(self, i: int) -> Any:
         if i not in self._members:
-            searcher = self._names[i].partition(" ")[0]
-            if self._order is not None and self._names[i].endswith(BY_WEIGHTS):
-                self._members[i] = OtherOrder(searcher, self.problem, self._seed, self._order)
-            else:
-                self._members[i] = make(searcher, self.problem, self._seed)
+            name, problem = self._names[i], self.problem
+            if self._order is not None and name.endswith(BY_WEIGHTS):
+                graph, profile = reordered(problem.graph, problem.profile, self._order)
+                problem = replace(problem, graph=graph, profile=profile)
+            self._members[i] = make(name.partition(" ")[0], problem, self._seed)
         return self._members[i]
 
 
