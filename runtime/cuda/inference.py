@@ -1,11 +1,12 @@
 """Issues one inference of a program to the streams: inputs, commands, outputs."""
 
+import threading
 from collections.abc import Sequence
 
 import torch
 
 from runtime.cuda.api import Event
-from runtime.cuda.issue import Marks, Perform, Streams, issue
+from runtime.cuda.issue import Perform, Streams, issue
 from runtime.cuda.program import CudaProgram
 from runtime.cuda.schedule import Commands, Work
 from runtime.cuda.transfers import Feeder
@@ -41,7 +42,7 @@ def issue_inference(
 def _issue_by_two(
     streams: Streams, commands: Commands, events: Sequence[Event], perform: Perform, feeder: Feeder
 ) -> None:
-    marks = Marks()
+    marks = [threading.Event() for _ in events]
     errors: list[Exception] = []
 
     def attempt(command: Work) -> None:
@@ -54,7 +55,8 @@ def _issue_by_two(
     try:
         issue(streams, commands, events, perform, ["compute", "swap_out"], marks)
     finally:
-        marks.abandon()
+        for mark in marks:  # after an error, the remaining records will not be made
+            mark.set()
         feeder.drain()
     if errors:
         raise DeviceError(f"a copy from the store failed: {errors[0]}") from errors[0]

@@ -1,7 +1,7 @@
 """Issues commands to the three streams: by one thread in their order, or the swap-in stream's by another.
 
-A wait issued before its record waits for nothing. Where two threads issue, `Marks` delays a thread until
-the other one has issued the record.
+A wait issued before its record waits for nothing. Where two threads issue, each event has a mark, which delays a thread
+until the other one has issued the record.
 """
 
 import threading
@@ -33,38 +33,13 @@ class Streams:
         return {"compute": self.compute, "swap_in": self.swap_in, "swap_out": self.swap_out}[lane]
 
 
-class Marks:
-    """Which events of one issue have been recorded."""
-
-    def __init__(self) -> None:
-        self._recorded: set[int] = set()
-        self._changed = threading.Condition()
-        self._abandoned = False
-
-    def mark(self, event: int) -> None:
-        with self._changed:
-            self._recorded.add(event)
-            self._changed.notify_all()
-
-    def abandon(self) -> None:
-        """Release all waits, because the remaining records will not be made."""
-        with self._changed:
-            self._abandoned = True
-            self._changed.notify_all()
-
-    def until(self, event: int) -> None:
-        """Return when the event has been recorded, or never will be."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._abandoned or event in self._recorded)
-
-
 def issue(
     streams: Streams,
     commands: Commands,
     events: Sequence[Event],
     perform: Perform,
     lanes: Sequence[Lane] = LANES,
-    marks: Marks | None = None,
+    marks: Sequence[threading.Event] | None = None,
 ) -> None:
     """Issue the commands of these lanes from this thread; with `marks`, while another thread issues the others."""
     driver = streams.driver
@@ -75,10 +50,10 @@ def issue(
                     case Record(event):
                         driver.record(events[event])
                         if marks is not None:
-                            marks.mark(event)
+                            marks[event].set()
                     case Wait(event):
                         if marks is not None:
-                            marks.until(event)
+                            marks[event].wait()
                         driver.wait(events[event])
                     case command:
                         perform(command)
