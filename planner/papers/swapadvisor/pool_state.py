@@ -158,15 +158,6 @@ def take_free(state: PoolState, c: int, oldest: bool) -> int:
 
 
 @compiled
-def take_wish(state: PoolState, o: int) -> bool:
-    """Take a certain object, if it is free."""
-    if o < 0 or state.objects[o].holder != FREE:
-        return False
-    state.objects[o].entry = NOWHERE
-    return True
-
-
-@compiled
 def save(state: PoolState, t: int) -> None:
     """Swap a tensor out unless the host has a copy."""
     if not state.tensors[t].saved:

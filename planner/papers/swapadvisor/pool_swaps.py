@@ -36,7 +36,6 @@ from planner.papers.swapadvisor.pool_state import (
     release,
     save,
     take_free,
-    take_wish,
 )
 from planner.papers.swapadvisor.pools import CONSTANT, NO_SIZE, STATE, VALUE, OpUses
 
@@ -82,7 +81,9 @@ def plan_swaps(
     state = empty_state(uses, course.first_use, class_of_size, counts, home)
     fits = _scan(uses, course, class_of_size, state, _Rule(course.start_s, threshold, True, pressed))
     if fits and double_pass:
-        _settle(state, home)
+        for t in range(len(home)):  # the parameters that the first pass leaves in memory, where it leaves them
+            if state.tensors[t].kind != VALUE:
+                home[t] = state.tensors[t].where
         for trial in range(_MOST_PASSES + 1):
             if trial == _MOST_PASSES:
                 home[:] = NOWHERE
@@ -198,7 +199,9 @@ def _fetch(state: PoolState, rule: _Rule, t: int, k: int, demand: int) -> bool:
     if tensor.where >= 0:
         return True
     o = tensor.home
-    if not take_wish(state, o):
+    if o >= 0 and state.objects[o].holder == FREE:
+        state.objects[o].entry = NOWHERE
+    else:
         o = _make_room(state, rule, tensor.size_class, k, tensor.in_s, demand)
     if o < 0:
         return False
@@ -284,14 +287,6 @@ def _pass_by(state: PoolState, t: int, k: int, last: int, next_use: int, changed
             tensor.upcoming = last + 1 + tensor.first_use
     elif k < last or not tensor.output:
         leave(state, t)
-
-
-@compiled
-def _settle(state: PoolState, home: Ints) -> None:
-    """Make initial residents of the parameters that the first pass leaves in memory, where it leaves them."""
-    for t in range(len(home)):
-        if state.tensors[t].kind != VALUE:
-            home[t] = state.tensors[t].where
 
 
 @compiled
