@@ -15,7 +15,7 @@ from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Plan, Region, SwapIn, SwapOut, lane_of
 from planner.profile import Profile
 
-Clock = tuple[int, int, int]
+Clock = tuple[int, ...]
 _LANES = ("compute", "swap_in", "swap_out")
 _NEVER: Clock = (0, 0, 0)
 
@@ -99,8 +99,7 @@ def _clocks(graph: Graph, plan: Plan) -> tuple[list[Clock], list[str]]:
                 clock = _latest(clock, after[earlier])
         before.append(clock)
         own = _LANES.index(lane)
-        mine = tuple(n + (i == own) for i, n in enumerate(clock))
-        latest[lane] = (mine[0], mine[1], mine[2])
+        latest[lane] = tuple(n + (i == own) for i, n in enumerate(clock))
         after.append(latest[lane])
     return before, violations
 
@@ -227,7 +226,7 @@ class _Replay:
 
     def _compute(self, index: int, step: Compute) -> None:
         op, name, before = self.graph.ops[step.op], _name(self.graph, self.plan, index), self.clocks[index]
-        ended = self._issue(0, before)
+        ended = self._issue(0)
         for i in op.reads:
             self._read(name, i, before, ended)
         for i in op.mutates:
@@ -244,7 +243,7 @@ class _Replay:
     def _swap_in(self, index: int, step: SwapIn) -> None:
         tensor, before = self.graph.tensors[step.tensor], self.clocks[index]
         name = _name(self.graph, self.plan, index)
-        ended = self._issue(1, before)
+        ended = self._issue(1)
         if tensor.kind != "parameter":
             saved = self.on_host.get(step.tensor, _NEVER if tensor.kind == "state" else None)
             if saved is None:
@@ -256,7 +255,7 @@ class _Replay:
     def _swap_out(self, index: int, step: SwapOut) -> None:
         tensor, before = self.graph.tensors[step.tensor], self.clocks[index]
         name = _name(self.graph, self.plan, index)
-        ended = self._issue(2, before)
+        ended = self._issue(2)
         if tensor.kind == "parameter":
             self.found.append(f"{name}: a parameter has a host copy at all times; drop it instead")
         self._read(name, step.tensor, before, ended)
@@ -305,12 +304,10 @@ class _Replay:
                     f" it started at {_show(resident.address)}"
                 )
 
-    def _issue(self, lane: int, before: Clock) -> Clock:
+    def _issue(self, lane: int) -> Clock:
         """Count a step on its lane; return the clock that has passed once the step has ended."""
         self.issued[lane] += 1
-        mine = [0, 0, 0]
-        mine[lane] = self.issued[lane]
-        return mine[0], mine[1], mine[2]
+        return tuple(n if i == lane else 0 for i, n in enumerate(self.issued))
 
     def _read(self, name: str, tensor: int, before: Clock, ended: Clock) -> None:
         copy = self.live.get(tensor)
