@@ -129,7 +129,7 @@ def write(
     assert fits
     graph = problem.graph
     offsets = pool.offsets.tolist()
-    writer = PlanWriter(graph, problem.memory_bytes, 0, *_at_start(graph, uses, offsets, start))
+    writer = PlanWriter(graph, problem.memory_bytes, 0, *_at_start(graph, offsets, start))
     results: dict[int, int] = {}
     scratch: int | None = None
     last = int(order[-1])
@@ -152,9 +152,7 @@ def write(
     return writer.plan(problem.profile.fingerprint)
 
 
-def _at_start(
-    graph: Graph, uses: OpUses, offsets: Sequence[int], start: Ints
-) -> tuple[dict[int, int], dict[int, int]]:
+def _at_start(graph: Graph, offsets: Sequence[int], start: Ints) -> tuple[dict[int, int], dict[int, int]]:
     """Offsets of the inputs and the initial residents. What has no bytes is always in memory."""
     inputs: dict[int, int] = {}
     residents: dict[int, int] = {}
