@@ -20,7 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import record
+from benchmarks.record import parser_of, record
 from benchmarks.scrape import Running, by_model, get, serving
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
@@ -217,12 +217,10 @@ def _ms(seconds: float) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser = parser_of("benchmarks.demo", __doc__)
     parser.add_argument("--models", type=int, default=16, help="how many models (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=300.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds of load, each (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/demo.md too")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 

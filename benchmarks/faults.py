@@ -26,7 +26,7 @@ from rich.progress import track
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 from tritonclient.http import InferenceServerClient
 
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import get, serving
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
@@ -277,12 +277,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    parser = parser_of("benchmarks.faults", __doc__)
     parser.add_argument("--faults", type=int, default=200, help="how many (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults' order and moments")
-    parser.add_argument("--record", action="store_true", help="write docs/results/faults.md")
     return parser
 
 

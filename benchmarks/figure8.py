@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.ratio import LIKELY, Ratio
-from benchmarks.record import RESULTS, markdown_table, record
+from benchmarks.record import RESULTS, markdown_table, parser_of, record
 from benchmarks.scrape import serving
 from loadgen.errors import ServerFailed
 from loadgen.load import Load
@@ -223,7 +223,7 @@ def _rates(text: str) -> list[float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.figure8", description=__doc__)
+    parser = parser_of("benchmarks.figure8", __doc__)
     parser.add_argument("--models", type=int, default=16, help="how many models (default: %(default)s)")
     parser.add_argument(
         "--memory", default="25%", metavar="SIZE", help="memory but for resident (25%% of the weights)"
@@ -240,8 +240,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--zipf", type=float, default=0.0, metavar="S", help="skew of the models' popularity (0: none)"
     )
-    parser.add_argument("--record", action="store_true", help="write docs/results/figure8.md and its picture")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 

@@ -20,7 +20,7 @@ import psutil
 import tritonclient.http
 from rich.console import Console
 
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from loadgen.client import address_of
 from loadgen.inputs import random_inputs
 from loadgen.repository import prepare_visibly, recipes
@@ -144,10 +144,8 @@ def _cpu_s(pid: int) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_start", description=__doc__)
+    parser = parser_of("benchmarks.first_start", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="starts of each kind (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/first-start.md too")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from benchmarks.record import markdown_table, record, work_of_two
+from benchmarks.record import markdown_table, parser_of, record, work_of_two
 from benchmarks.scrape import serving
 from benchmarks.traffic import Client, client_of
 from loadgen.repository import PreparedModel, prepare_visibly, recipes
@@ -135,10 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lanes", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    parser = parser_of("benchmarks.lanes", __doc__)
     parser.add_argument("--turn", type=float, default=2.5, help="seconds of each turn (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/lanes.md")
     return parser
 
 

@@ -5,7 +5,6 @@ start is one with an empty cache: it lowers the model, serves it on quick plans,
 this process may make memory cgroups, starts are also tried in those of several sizes.
 """
 
-import argparse
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ import psutil
 import tritonclient.http
 from rich.console import Console
 
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import by_model
 from loadgen.inputs import random_inputs
 from loadgen.repository import prepare_visibly, recipes
@@ -60,9 +59,7 @@ class FirstStart:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/memory.md too")
+    parser = parser_of("benchmarks.memory", __doc__)
     options = parser.parse_args(argv)
     console = Console(highlight=False)
     repository = options.folder / "memory"

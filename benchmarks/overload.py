@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from benchmarks.record import markdown_table, record, work_of_two
+from benchmarks.record import markdown_table, parser_of, record, work_of_two
 from benchmarks.scrape import Running, serving
 from benchmarks.traffic import OK, Client, Traffic, client_of
 from loadgen.repository import PreparedModel, prepare_visibly, recipes
@@ -254,11 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    parser = parser_of("benchmarks.overload", __doc__)
     parser.add_argument("--duration", type=float, default=10.0, help="seconds of each load (default: %(default)s)")
     parser.add_argument("--only", action="append", choices=MEASUREMENTS, help="one of the measurements; repeatable")
-    parser.add_argument("--record", action="store_true", help="write docs/results/overload.md")
     return parser
 
 

@@ -3,7 +3,6 @@
 Programs run with every parameter resident. Whether bits depend on the budget is held by the tests.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from loadgen.repository import prepare_visibly, recipes
 from loadgen.zoo import ZOO, Inputs
 from planner.shapes import Bucket
@@ -43,10 +42,8 @@ BATCH, BATCHES = 8, 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    parser = parser_of("benchmarks.precision", __doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="zoo models")
-    parser.add_argument("--record", action="store_true", help="write docs/results/precision.md")
     options = parser.parse_args(argv)
     console = Console(stderr=True, highlight=False)
     prepare_visibly(

@@ -1,5 +1,6 @@
 """Writes result files: the command, the machine, the versions and the date, and the numbers as they came out."""
 
+import argparse
 import datetime
 import os
 import platform
@@ -27,6 +28,14 @@ def record(name: str, title: str, module: str, sections: Sequence[str], folder: 
     head = [f"# {title}", "", f"    {command}", "", f"{_date()}, commit {_commit()}. {_machine()}", ""]
     path.write_text("\n".join([*head, *sections]).rstrip() + "\n")
     return path
+
+
+def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that benchmarks with models on disk have in common."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    return parser
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

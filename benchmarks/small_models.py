@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from loadgen.client import address_of
 from loadgen.server_process import running_server, server_command
 from loadgen.zoo import ZOO
@@ -195,10 +195,8 @@ def _table(measured: Mapping[str, Mapping[str, Sequence[float]]]) -> tuple[str, 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.small_models", description=__doc__)
+    parser = parser_of("benchmarks.small_models", __doc__)
     parser.add_argument("--rounds", type=int, default=500, help="requests of each model (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/small-models.md too")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 

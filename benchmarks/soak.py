@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 import grpc
@@ -23,7 +22,7 @@ from rich.console import Console
 from tritonclient.grpc.service_pb2 import ModelInferResponse
 
 from benchmarks.faults import Question, engine_of, questions, sample
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import free_port, serving
 from loadgen.client import address_of
 from loadgen.repository import prepare_visibly, recipes
@@ -210,11 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    parser = parser_of("benchmarks.soak", __doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="(default: %(default)s)")
     parser.add_argument("--rate", type=float, default=20.0, help="valid requests per second (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/soak.md")
     return parser
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.edge import cgroup
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, PATIENCE_S, Outcome
 from benchmarks.edge.peer import IMAGE, network
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from loadgen.repository import prepare_visibly, recipes
 
 MODEL = "resnet152"
@@ -102,11 +102,9 @@ def _peers(folder: Path) -> dict[str, Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.edge", description=__doc__)
+    parser = parser_of("benchmarks.edge", __doc__)
     parser.add_argument("--requests", type=int, default=50, help="requests of each run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/edge.md too")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.edge.cgroup import MIB, bundle_of, cohabit
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from loadgen.load import Load
 from loadgen.report import Report, Spread
 from loadgen.repository import prepare_visibly, recipes
@@ -81,11 +81,9 @@ def _cells(spreads: Sequence[Spread]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.edge.fleet", description=__doc__)
+    parser = parser_of("benchmarks.edge.fleet", __doc__)
     parser.add_argument("--seconds", type=float, default=300.0, help="of load (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/edge-fleet.md too")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, bundle_of, cohabit
 from benchmarks.faults import ANSWERED, PATIENCE_S, Found, Question, load, questions
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from loadgen.repository import prepare_visibly, recipes
 from loadgen.server_process import running_server
 from server.config.bundle import read_bundle
@@ -169,13 +169,11 @@ def _shown(found: Found) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.edge.lost_weights", description=__doc__)
+    parser = parser_of("benchmarks.edge.lost_weights", __doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase (default: %(default)s)")
     parser.add_argument(
         "--rate", type=float, default=10.0, help="requests per second and model (default: %(default)s)"
     )
-    parser.add_argument("--record", action="store_true", help="write docs/results/edge-lost-weights.md too")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 

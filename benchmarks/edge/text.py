@@ -8,13 +8,12 @@ and what the base is, says `benchmarks.edge.cgroup`. Needs root and cgroups of v
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.edge import cgroup
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, Outcome
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, record
 from loadgen.repository import prepare_visibly, recipes
 
 CASES: tuple[tuple[str, int, str], ...] = (
@@ -71,11 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.edge.text", description=__doc__)
+    parser = parser_of("benchmarks.edge.text", __doc__)
     parser.add_argument("--requests", type=int, default=20, help="requests of each run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each model (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/edge-text.md too")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 
