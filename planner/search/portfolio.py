@@ -25,6 +25,7 @@ from planner.order import by_parameters, has_reuse, in_original_order, reordered
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.search.registry import make
+from planner.search.searcher import PlanSearcher
 from planner.sequence.gaps import Gaps
 from planner.sequence.serial import least_bytes, require_single_budget
 
@@ -56,7 +57,7 @@ class MemberCandidate:
     inner: Any
 
 
-class Best:
+class Best(PlanSearcher[MemberCandidate]):
     """Asks one member after the other; stops when the bound is reached."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -84,23 +85,11 @@ class Best:
                 self._names += [f"{name}{BY_WEIGHTS}" for name in (QUICKEST, *SAMPLED)]
             require_single_budget(problem, "best")
         self._told: Sequence[Cost] = ()
-        self._asking = 0
         self._least_s = [math.inf] * len(self._names)
         self._count = 0
-        self._has_done_enough = False
-        self._asks = self._ask_single() if single else self._ask_served()
-
-    @property
-    def evaluations(self) -> int:
+        self.evaluations = 10**12
         """Only known once every member has had its turn; a very large number before."""
-        return self._count if self._has_done_enough else 10**12
-
-    @property
-    def is_compiled(self) -> bool:
-        return bool(self._member(self._asking).is_compiled)
-
-    def ask(self) -> Sequence[MemberCandidate]:
-        return next(self._asks, ())
+        self._steps = self._ask_single() if single else self._ask_served()
 
     def tell(self, candidates: Sequence[MemberCandidate], costs: Sequence[Cost]) -> None:
         self._told = costs
@@ -138,7 +127,7 @@ class Best:
             yield from self._turn_of_seeded([0])
         if self._names[-1] == "offloading" and min(self._least_s) > self.problem.bound_s * (1 + WORTH_OFFLOADING):
             yield from self._turn(len(self._names) - 1)
-        self._has_done_enough = True
+        self.evaluations = self._count
         spent = -1
         while SEEDED in self._names and not self._is_at_bound() and spent < self._count:
             spent = self._count
@@ -185,7 +174,7 @@ class Best:
                 return
             if left[i] > 0:
                 yield from self._turn(i, left[i])
-        self._has_done_enough = True
+        self.evaluations = self._count
         if not self._is_at_bound():
             yield from self._turn(min(left, key=self._rank), math.inf)
 
@@ -204,7 +193,7 @@ class Best:
         """
         member, spent = self._member(i), 0
         while inner := member.ask():
-            self._told, self._asking = (), i
+            self._told, self.is_compiled = (), member.is_compiled
             yield [MemberCandidate(i, c) for c in inner]
             member.tell(inner[: len(self._told)], self._told)
             spent += len(inner)
