@@ -15,7 +15,7 @@ from planner.plan import Compute, Plan, Region
 from planner.profile import Profile
 from planner.shapes import Bucket
 from runtime.binding.calls import Call, bind_call, bind_with_store, static_value, weight_at
-from runtime.binding.draft import Draft, DraftCall, Statics, StaticWeight, SwapStep, draft
+from runtime.binding.draft import Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
 from runtime.binding.program import Bases, Program
 from runtime.errors import UnsupportedPlan
 from runtime.lowering.lower import Lowered
@@ -60,7 +60,7 @@ class ProgramCache:
         graph = lowered.graphs[bucket]
         check(graph, profile, plan)
         require_supported(graph, plan)
-        drafts[bucket] = draft(graph, lowered.traces[bucket], lowered.manifest, plan, profile, device)
+        drafts[bucket] = Drafter(graph, lowered.traces[bucket], lowered.manifest, plan, device).draft(profile)
         return drafts[bucket]
 
     def build(

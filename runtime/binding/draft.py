@@ -135,15 +135,8 @@ class Draft:
     """
 
 
-def draft(
-    graph: Graph, trace: Trace, manifest: Manifest, plan: Plan, profile: Profile | None, device: torch.device
-) -> Draft:
-    """Draft a checked plan. Raises UnsupportedPlan."""
-    return _Drafter(graph, trace, manifest, plan, device).draft(profile)
-
-
-class _Drafter:
-    """Walks a plan once, tracking the address of each parameter."""
+class Drafter:
+    """Walks a checked plan once, tracking the address of each parameter. Raises UnsupportedPlan."""
 
     def __init__(self, graph: Graph, trace: Trace, manifest: Manifest, plan: Plan, device: torch.device) -> None:
         self.graph, self.trace, self.plan, self.device = graph, trace, plan, device
