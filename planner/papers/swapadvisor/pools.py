@@ -144,23 +144,17 @@ def object_bytes(sizes: TensorSizes, classes: Ints) -> Ints:
 
     `classes` count from 1, as in the paper.
     """
-    return _round_up(*_extremes(sizes, classes))
+    return _objects(sizes, classes)[0]
 
 
 def pool_of(sizes: TensorSizes, classes: Ints, counts: Ints) -> MemoryPool:
     """The pool of an allocation: CLS and CNT."""
-    largest, alignment = _extremes(sizes, classes)
-    return MemoryPool(classes - 1, counts, _round_up(largest, alignment), alignment)
+    return MemoryPool(classes - 1, counts, *_objects(sizes, classes))
 
 
-def _extremes(sizes: TensorSizes, classes: Ints) -> tuple[Ints, Ints]:
-    """Largest size and coarsest alignment in each class."""
+def _objects(sizes: TensorSizes, classes: Ints) -> tuple[Ints, Ints]:
+    """Size and alignment of each class's objects."""
     largest, alignment = np.zeros(classes.max(), np.int64), np.ones(classes.max(), np.int64)
     np.maximum.at(largest, classes - 1, sizes.nbytes)
     np.maximum.at(alignment, classes - 1, sizes.alignment)
-    return largest, alignment
-
-
-def _round_up(nbytes: Ints, alignment: Ints) -> Ints:
-    rounded: Ints = -(-nbytes // alignment) * alignment
-    return rounded
+    return -(-largest // alignment) * alignment, alignment
