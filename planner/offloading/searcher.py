@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from planner.errors import UnsupportedProblem
 from planner.layout.feasible import Footprint, page_aligned
 from planner.offloading.emit import OffloadingEmitter
-from planner.offloading.zone import RANKS, ActivationZone, ActivationZones
+from planner.offloading.zone import RANKS, ActivationZones
 from planner.plan import Plan
 from planner.problem import TIE, UNFIT, Cost, Problem
 from planner.search.searcher import PlanSearcher
@@ -60,11 +60,11 @@ class Offloading(PlanSearcher[OffloadingCandidate]):
                 " parameters; ask another searcher for anything else"
             )
         self.problem = problem
-        self._seed = seed
         self._zones = ActivationZones(graph)
         self._sizes = self._zone_sizes()
-        self._zone = cache(self._find_zone)
-        self._past = cache(self._search_past)
+        self._zone = cache(lambda size, rank: self._zones.within(problem.profile, self._sizes[size], RANKS[rank]))
+        self._past = cache(lambda size: Streaming(problem, seed, OpOrders(problem, self._sizes[size])))
+        """The streaming search past a zone of some size."""
         self._ways = cache(self._find_ways)
         self._evaluated: list[tuple[float, OffloadingCandidate]] = []
         self._steps = self._search()
@@ -117,13 +117,6 @@ class Offloading(PlanSearcher[OffloadingCandidate]):
         return list(
             dict.fromkeys(leanest + page_aligned(int(share * most)) for share in SIZES if most or not share)
         )
-
-    def _find_zone(self, size: int, rank: int) -> ActivationZone | None:
-        return self._zones.within(self.problem.profile, self._sizes[size], RANKS[rank])
-
-    def _search_past(self, size: int) -> Streaming:
-        """The streaming search past a zone of some size."""
-        return Streaming(self.problem, self._seed, OpOrders(self.problem, self._sizes[size]))
 
     def _find_ways(self, size: int) -> list[streaming.StreamingCandidate]:
         """The best ways to stream past a zone if parameters had the link to themselves."""
