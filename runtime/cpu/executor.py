@@ -55,8 +55,6 @@ class CpuExecutor:
     A changed weights file is the loss of the device if `lost_on_change`, and else fails the runs that read it.
     """
 
-    changes_threads = True
-
     def __init__(self, *, lost_on_change: bool = True) -> None:
         self._lost_on_change = lost_on_change
         self._computes = Counter()
