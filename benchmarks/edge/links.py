@@ -164,7 +164,7 @@ def _measure(
 
 def disk_bytes_per_s(path: Path) -> float:
     """Read a file past the page cache, in large pieces, with more than one read under way."""
-    fd, _ = open_direct(path, os.O_RDONLY)
+    fd = open_direct(path, os.O_RDONLY)
     nbytes = os.fstat(fd).st_size // _READ_BYTES * _READ_BYTES
     buffers = np.frombuffer(anonymous_memory(_READERS * _READ_BYTES), np.uint8).reshape(_READERS, -1)
     buffers[:] = 1

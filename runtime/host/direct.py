@@ -6,12 +6,12 @@ from pathlib import Path
 from runtime.host.pages import Bytes
 
 
-def open_direct(path: Path, flags: int) -> tuple[int, bool]:
-    """Return a descriptor, and whether it bypasses the page cache: some file systems lack O_DIRECT."""
+def open_direct(path: Path, flags: int) -> int:
+    """Return a descriptor that bypasses the page cache, unless the file system lacks O_DIRECT."""
     try:
-        return os.open(path, flags | os.O_DIRECT), True
+        return os.open(path, flags | os.O_DIRECT)
     except (OSError, AttributeError):
-        return os.open(path, flags), False
+        return os.open(path, flags)
 
 
 def read_fully(fd: int, destination: Bytes, offset: int) -> None:

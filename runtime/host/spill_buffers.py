@@ -72,7 +72,7 @@ class _ScratchFile:
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         handle, path = tempfile.mkstemp(dir=folder, prefix="activations-")
-        self.fd, _ = open_direct(Path(path), os.O_RDWR)
+        self.fd = open_direct(Path(path), os.O_RDWR)
         weakref.finalize(self, os.close, self.fd)
         os.close(handle)
         os.unlink(path)

@@ -80,7 +80,7 @@ class FileStore:
         self._folder = path.parent
         self._verify_reads = verify_reads
         self._checksums = _Checksums(path, manifest)
-        self._fd, self.direct = open_direct(path, os.O_RDONLY)
+        self._fd = open_direct(path, os.O_RDONLY)
         self._state = self._tables_state = self._current_state()
         self._tables: dict[str, Bytes] = {}
         self.check_tables = None if verify_reads or not manifest.tables else self._check_tables
