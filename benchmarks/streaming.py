@@ -19,6 +19,7 @@ from rich.console import Console
 from benchmarks.chrome_trace import chrome_trace
 from benchmarks.record import markdown_table, record
 from loadgen.repository import prepare_visibly, recipes
+from planner.graph import aligned
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.profile import Profile
@@ -103,12 +104,14 @@ def _measure(lowered: Lowered, store: Store, options: argparse.Namespace, say: C
         budget = int(weights * share) // 4096 * 4096
         partition, workspace = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
         plans.append(search(Problem(graph, profile, partition, workspace)))
-    *starts, end = accumulate((_blocks(p.workspace_bytes) + p.partition_bytes for p in plans), initial=0)
-    size = end + _blocks(resident.workspace_bytes) + resident.partition_bytes
+    *starts, end = accumulate(
+        (aligned(p.workspace_bytes, BLOCK_BYTES) + p.partition_bytes for p in plans), initial=0
+    )
+    size = end + aligned(resident.workspace_bytes, BLOCK_BYTES) + resident.partition_bytes
     with CpuArena(size) as arena, CpuExecutor() as executor:
 
         def build(plan: Plan, start: int) -> Program:
-            bases = Bases(start + _blocks(plan.workspace_bytes), start)
+            bases = Bases(start + aligned(plan.workspace_bytes, BLOCK_BYTES), start)
             return backend.build(lowered, plan, profile if plan is not resident else None, arena, bases, store)
 
         whole = _Runs(lowered, resident, build(resident, end), executor)
@@ -124,11 +127,6 @@ def _measure(lowered: Lowered, store: Store, options: argparse.Namespace, say: C
         shown = ((row.streamed_s, "streamed"), (row.predicted_s, "predicted"), (row.resident_s, "resident"))
         say(f"  {row.share:.0%}: " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name in shown))
     return rows
-
-
-def _blocks(nbytes: int) -> int:
-    """Round up to whole blocks, which O_DIRECT reads."""
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _write_traces(

@@ -25,6 +25,7 @@ from rich.console import Console
 from benchmarks.record import markdown_table, record
 from loadgen.repository import prepare_visibly, recipes
 from planner.bounds.bound import latency_bound
+from planner.graph import aligned
 from planner.layout.feasible import Footprint, page_aligned
 from planner.plan import Plan
 from planner.problem import Problem
@@ -131,12 +132,14 @@ def _measure(
         partition, workspace = split_budget({Bucket(1): graph}, {Bucket(1): profile}, memory)
         plans.append(search(Problem(graph, profile, partition, workspace)))
     plans.append(resident_plan(graph))
-    rooms = [_blocks(plan.partition_bytes) + _blocks(plan.workspace_bytes) for plan in plans]
+    rooms = [
+        aligned(plan.partition_bytes, BLOCK_BYTES) + aligned(plan.workspace_bytes, BLOCK_BYTES) for plan in plans
+    ]
     starts = np.cumsum([0, *rooms]).tolist()
     with CpuArena(starts[-1]) as arena, CpuExecutor() as executor:
         programs = []
         for plan, start in zip(plans, starts, strict=False):
-            bases = Bases(start + _blocks(plan.workspace_bytes), start)
+            bases = Bases(start + aligned(plan.workspace_bytes, BLOCK_BYTES), start)
             programs.append(backend.build(lowered, plan, profile if plan.provenance else None, arena, bases, store))
 
         def run(program: Program) -> float:
@@ -194,11 +197,6 @@ def bound_s(lowered: Lowered, profile: Profile, memory: int, resident_s: float, 
     )
     activations = Footprint.of(graph).activation_bytes
     return latency_bound(graph, ideal, memory - activations, activations)
-
-
-def _blocks(nbytes: int) -> int:
-    """Round up to whole blocks, which O_DIRECT reads."""
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:

@@ -12,9 +12,11 @@ from benchmarks.planner.capture import Captured
 
 ROOT = Path(__file__).parent.parent.parent
 _OURS = ("capture", "inception", "models", "nasnet", "recurrent", "training")
+_REWRITES = ("in_place", "precision", "recurrent", "slicing")
 _SOURCES = (
     *(f"benchmarks/planner/{name}.py" for name in _OURS),
     "runtime/lowering/rewrite.py",
+    *(f"runtime/lowering/rewrites/{name}.py" for name in _REWRITES),
     "runtime/lowering/weights.py",
 )
 """What decides how a captured graph looks."""

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from planner.shapes import Bucket
-from runtime.lowering import fusion, packing, rewrite
+from runtime.lowering import fusion, packing
 from runtime.lowering.lower import Lowered, lower
+from runtime.lowering.rewrites import slicing
 from runtime.options import Options
 from runtime.profiling.profile import resident_plan
 from tests.runtime import models
@@ -125,8 +126,8 @@ def test_slices_of_a_layer_are_packed_with_the_activation_function_behind_it(
     name: str, slices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
-    monkeypatch.setattr(rewrite, "PACKED_SPLIT_BYTES", 100)
-    monkeypatch.setattr(rewrite, "MOST_PACKED_SLICE_BYTES", 100)
+    monkeypatch.setattr(slicing, "PACKED_SPLIT_BYTES", 100)
+    monkeypatch.setattr(slicing, "MOST_PACKED_SLICE_BYTES", 100)
     layers, _ = PATTERNS[name]
     lowered = lowered_pattern(layers, tmp_path, Options(packed=True))
     assert [op.target for op in lowered.graphs[Bucket(2)].ops] == [*slices, "aten.cat.default"]

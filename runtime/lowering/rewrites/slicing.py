@@ -1,0 +1,165 @@
+"""Layers with large weights, computed in slices of their outputs, each of which is copied and dropped on its own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from runtime.lowering.fusion import ACTIVATIONS
+from runtime.lowering.model import FxModel
+
+aten = torch.ops.aten
+
+SPLIT_BYTES, MOST_SLICE_BYTES = 16 << 20, 8 << 20
+"""A layer with a larger weight is computed in slices of its outputs, whatever the model's size; the largest slice."""
+PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES = 6 << 20, 4 << 20
+"""The same where weights are packed: small products take a CPU hardly longer, and less memory will do."""
+SPLIT_SHARE, LEAST_SPLIT_BYTES = 1 / 8, 1 << 20
+"""So is one with a larger share of the model's weights, from this size on: a quarter of the weights must do."""
+SLICE_SHARE, LEAST_SLICE_BYTES = 1 / 12, 512 << 10
+"""Size of a slice: large enough for the link, small enough to start early."""
+_BLOCK_ROWS = 64
+"""Packed layouts hold so many outputs together, and are padded to a multiple of that."""
+CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_BY_ELEMENT = (aten.to.dtype, aten.mul.Tensor, aten.sub.Tensor, aten.add.Tensor, aten.div.Tensor)
+"""Operators by which weights become others of the same shape, such as integers and their scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """An op whose result can be computed in parts: each reads a part of its weight."""
+
+    weight: fx.Node
+    operands: Sequence[Any]
+    cuts: Sequence[int | None]
+    """Per operand, the dimension in which a part reads its rows; None where each part reads all."""
+    joined: int
+    """The dimension in which parts are put together."""
+    arguments: Callable[[Sequence[Any]], tuple[Any, ...]]
+    """The op's arguments, given the operands."""
+
+
+def split_large_layers(model: FxModel, *, packed: bool) -> None:
+    """Compute layers with large weights in parts: of output features, of output channels, or of experts.
+
+    Each part has its part of the weight, so that it can start, and be dropped, on its own. A weight that is stored
+    as integers is multiplied by its scales part by part, too.
+    """
+    total = sum(w.nbytes for w in model.weights.values())
+    most, slice_bytes = (PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES) if packed else (SPLIT_BYTES, MOST_SLICE_BYTES)
+    most = min(most, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
+    slice_bytes = min(slice_bytes, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
+    known: dict[tuple[fx.Node, int, int], fx.Node] = {}
+    for node in list(model.graph.nodes):
+        layer = _layer(model, node) if node.op == "call_function" and not node.kwargs else None
+        if layer is None or (nbytes := _stored_bytes(model, layer.weight)) <= most:
+            continue
+        count = _shape(model, layer.weight)[0]
+        rows = -(-count // -(-nbytes // slice_bytes))
+        if rows > _BLOCK_ROWS:
+            rows = -(-rows // _BLOCK_ROWS) * _BLOCK_ROWS
+        call: Callable[..., fx.Node] = model.graph.call_function
+        after = _activation_after(node)
+        with model.graph.inserting_before(node):
+            parts = []
+            for start in range(0, count, rows):
+                own = [
+                    o if cut is None or o is None else _rows(model, known, o, cut, start, min(start + rows, count))
+                    for o, cut in zip(layer.operands, layer.cuts, strict=True)
+                ]
+                part = call(node.target, layer.arguments(own))
+                parts.append(part if after is None else call(after.target, (part, *after.args[1:]), after.kwargs))
+            whole = call(aten.cat.default, (parts, layer.joined))
+        for replaced in [node] if after is None else [after, node]:
+            whole.meta = dict(replaced.meta)
+            replaced.replace_all_uses_with(whole)
+            model.graph.erase_node(replaced)
+    model.graph.eliminate_dead_code()  # what whole weights were computed by
+
+
+def _activation_after(node: fx.Node) -> fx.Node | None:
+    """The activation function that alone reads a value, which parts can compute one by one."""
+    reader = next(iter(node.users)) if len(node.users) == 1 else None
+    return reader if reader is not None and reader.target in ACTIVATIONS else None
+
+
+def _layer(model: FxModel, node: fx.Node) -> _Layer | None:
+    """How an op can be computed in parts; None if it cannot, or has no weight."""
+    if node.target is aten.linear.default or (node.target in CONVOLUTIONS and not _grouped(node)):
+        x, weight, bias, *rest = cast(Any, (*node.args, None)[: max(3, len(node.args))])
+        if not _stored_bytes(model, weight) or (bias is not None and not _stored_bytes(model, bias)):
+            return None
+        joined = -1 if node.target is aten.linear.default else 1 - len(_shape(model, weight))
+        return _Layer(weight, (x, weight, bias), (None, 0, 0), joined, lambda own: (*own, *rest))
+    if node.target is aten.bmm.default:
+        return _product(model, "bij,bjk->bik", node.args, lambda own: tuple(own))
+    if node.target is aten.einsum.default and isinstance(node.args[1], list | tuple):
+        equation = str(node.args[0]).replace(" ", "")
+        return _product(model, equation, node.args[1], lambda own: (equation, list(own)))
+    return None
+
+
+def _product(
+    model: FxModel, equation: str, operands: Sequence[Any], arguments: Callable[[Sequence[Any]], tuple[Any, ...]]
+) -> _Layer | None:
+    """A product in Einstein's notation, in parts of its weight's first dimension, if the result has that dimension."""
+    given, _, result = equation.partition("->")
+    names = given.split(",")
+    weights = [(node, own) for node, own in zip(operands, names, strict=True) if _stored_bytes(model, node)]
+    if "." in equation or len(weights) != 1 or not weights[0][1]:
+        return None
+    weight, first = weights[0][0], weights[0][1][0]
+    cuts = [own.index(first) if first in own else None for own in names]
+    count = _shape(model, weight)[0]
+    for node, own, cut in zip(operands, names, cuts, strict=True):
+        # A dimension that is named twice is a diagonal; one of size 1 is the same for all rows.
+        if own.count(first) > 1 or (cut is not None and _shape(model, node)[cut] != count):
+            return None
+    return _Layer(weight, operands, cuts, result.index(first), arguments) if first in result else None
+
+
+def _stored_bytes(model: FxModel, node: Any) -> int:
+    """Bytes of a weight, or of those from which a value is computed element by element; 0 for any other value."""
+    weight = model.weight_of(node)
+    if weight is not None:
+        return weight.nbytes
+    if not isinstance(node, fx.Node) or node.target not in _BY_ELEMENT or len(node.users) > 1 or node.kwargs:
+        return 0
+    read = [_stored_bytes(model, n) for n in node.all_input_nodes]
+    return sum(read) if all(read) else 0
+
+
+def _shape(model: FxModel, node: fx.Node) -> Sequence[int]:
+    weight = model.weight_of(node)
+    return (node.meta["val"] if weight is None else weight).shape
+
+
+def _rows(
+    model: FxModel, known: dict[tuple[fx.Node, int, int], fx.Node], node: fx.Node, dim: int, start: int, end: int
+) -> fx.Node:
+    """Some rows of an operand: a weight of their own, the same of what it is computed from, or a view."""
+    weight = model.weight_of(node)
+    if weight is None and not _stored_bytes(model, node):
+        return model.graph.call_function(aten.slice.Tensor, (node, dim, start, end))
+    if weight is None:
+        count = len(_shape(model, node))
+        arguments: list[Any] = list(node.args)
+        for i, a in enumerate(arguments):
+            if _has_rows(model, a, count):
+                arguments[i] = _rows(model, known, a, dim, start, end)
+        return model.graph.call_function(cast(Any, node.target), tuple(arguments))
+    if (node, start, end) not in known:
+        known[node, start, end] = model.add_weight(f"{node.name}_rows{start}", weight[start:end])
+    return known[node, start, end]
+
+
+def _has_rows(model: FxModel, operand: Any, dims: int) -> bool:
+    """Whether an operand of an elementwise op has a row for each of the result's, and is not the same for all."""
+    return isinstance(operand, fx.Node) and len(shape := _shape(model, operand)) == dims and shape[0] != 1
+
+
+def _grouped(node: fx.Node) -> bool:
+    """Whether a convolution's output channels see only their group's inputs."""
+    return len(node.args) > 6 and bool(node.args[6] != 1)
