@@ -6,8 +6,8 @@ import msgspec
 
 from planner.graph import decode_as, fingerprint
 
-FORMAT_VERSION = 3
-"""Version 1 had a cost per script segment, and measured op times differently; version 2 had no noise."""
+FORMAT_VERSION = 4
+"""Version 1 had a cost per script segment, and measured op times differently; 2 had no noise, 3 no window."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,6 +38,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     """From a single run, without slowdowns, to be replaced by a full measurement."""
     noise: float = 0.0
     """How much longer than the fastest run the median run took, as a share: other work slowed this one down."""
+    window_bytes: int = 0
+    """Parameters that stream through so few bytes are copied, and read, in the processor's cache: link and slowdowns
+    were measured so, and plans stream through no more. 0 where the size makes no difference."""
     format_version: int = FORMAT_VERSION
 
     @cached_property

@@ -2,7 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,7 +13,6 @@ from planner.check import check
 from planner.errors import FingerprintMismatch
 from planner.plan import Plan, Provenance
 from planner.problem import TIE, Cost, Limit, Problem
-from planner.search.evaluation import EvaluationPool
 from planner.search.portfolio import Best
 from planner.search.registry import make
 from planner.simulate import simulate
@@ -32,7 +33,8 @@ def search(
 ) -> Plan:
     """Find the plan of least latency; among equals (within TIE) of least period, then of least link bytes.
 
-    Without a limit in seconds, the same problem, searcher and seed give the same plan with any number of workers.
+    Candidates are evaluated by so many `workers`, threads, where that is compiled code. Without a limit in seconds, the
+    same problem, searcher and seed give the same plan with any number of them.
     Once `is_stopped` returns true, the best plan so far is returned.
     Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.
     """
@@ -49,14 +51,27 @@ def search(
     def is_over() -> bool:
         return is_stopped() or time.monotonic() >= deadline_s
 
-    with EvaluationPool(searcher, problem, seed, workers, state) as pool:
+    with ThreadPoolExecutor(workers) as threads:
+
+        def evaluate(candidates: Sequence[Any]) -> list[Cost]:
+            """Return the candidates' costs in order, cut short once the search is over."""
+            in_turn: Callable[..., Iterable[Cost]] = map
+            each = threads.map if workers > 1 and state.is_compiled else in_turn
+            costs = []
+            for cost in each(state.evaluate, candidates, repeat(shortlist.least_s * TIE)):
+                costs.append(cost)
+                if is_over():
+                    threads.shutdown(wait=False, cancel_futures=True)
+                    break
+            return costs
+
         while candidates := state.ask():
             most = limit.evaluations if limited else state.evaluations
             left = len(candidates) if most is None else most - shortlist.evaluations
             if left <= 0:
                 break
             candidates = candidates[:left]
-            costs = pool.evaluate(candidates, shortlist.least_s * TIE, is_over)
+            costs = evaluate(candidates)
             if limit.strict and is_over() and shortlist.evaluations + len(costs) > 1:
                 costs = costs[:-1]
             candidates = candidates[: len(costs)]

@@ -11,9 +11,9 @@ C = TypeVar("C")
 
 
 class Searcher(Protocol[C]):
-    """One search for one problem, seeded when it is made. Candidates are plain data that can be pickled.
+    """One search for one problem, seeded when it is made.
 
-    `evaluate` and `write` depend only on the problem and the candidate: other threads and processes may call them.
+    `evaluate` and `write` depend only on the problem and the candidate: other threads may call them.
     """
 
     evaluations: int

@@ -66,10 +66,11 @@ def workspaces(demands: Sequence[Demand], memory: int) -> list[int]:
     Ops that share parameters may need them once if they run together, which takes more activations.
     """
     own = [f for d in demands for f in d.footprints.values()]
+    cached = max((p.window_bytes for d in demands for p in d.model.profiles.values()), default=0)
     sizes: set[int] = set()
     for footprints in (own, [f if f.by_parameters is None else f.by_parameters[0] for f in own]):
         activations = max(f.activation_bytes for f in footprints)
         largest = max(f.least_bytes for f in footprints)
         sizes.update(activations + page_aligned(int((largest - activations) * f)) for f in WINDOWS)
-        sizes.add(largest)
+        sizes.update((largest, activations + cached))
     return sorted(s for s in sizes if s <= memory)

@@ -96,7 +96,7 @@ class Streaming:
         for candidate, cost in zip(candidates, costs, strict=False):
             busy_s = cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
             self._evaluated.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
-            if is_perfect(self.problem, self.views[0].work.footprint, cost):
+            if is_perfect(self.views[0].work, cost):
                 self._done = True
 
     def evaluate(self, candidate: StreamingCandidate, good_s: float) -> Cost:
@@ -209,11 +209,13 @@ class Streaming:
         return homes(work.arrays, decisions.fate) if given is None else work.homes(given)
 
 
-def is_perfect(problem: Problem, footprint: Footprint, cost: Cost) -> bool:
+def is_perfect(work: Workload, cost: Cost) -> bool:
     """Whether there is hardly anything to improve on: nothing ever waits, with hardly a needless copy."""
-    room = problem.memory_bytes - footprint.activation_bytes - max(footprint.op_pages) * PAGE_BYTES
-    necessary = max(problem.graph.parameter_bytes - max(room, 0), 0)
-    return cost.period_s <= problem.profile.compute_s * (1 + 1e-6) and cost.link_bytes <= necessary
+    footprint, arrays = work.footprint, work.arrays
+    pages = arrays.partition_pages + arrays.workspace_pages - max(footprint.op_pages)
+    room = pages * PAGE_BYTES - footprint.activation_bytes
+    necessary = max(footprint.graph.parameter_bytes - max(room, 0), 0)
+    return cost.period_s <= work.profile.compute_s * (1 + 1e-6) and cost.link_bytes <= necessary
 
 
 def first_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:

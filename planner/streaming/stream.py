@@ -121,7 +121,8 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     for p in range(parameters):
         if home[p] >= 0:
             memory.where[p] = home[p]
-            locked[p] = ops if decisions.fate[p] == KEPT or work.last_use[p] < 0 else work.last_use[p]
+            stays = work.keeps or decisions.fate[p] == KEPT or work.last_use[p] < 0
+            locked[p] = ops if stays else work.last_use[p]
             if work.size[p] > 0:
                 put(memory, p, home[p], work.size[p])
     for k in range(ops):

@@ -54,6 +54,8 @@ class Arrays(NamedTuple):
     """Time of a page on the link, latency not counted."""
     single: bool
     """Whether this is one model's whole budget, without a shared workspace."""
+    keeps: bool
+    """Whether no resident is released, because copies to its bytes would leave the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,9 @@ class Workload:
         if single:
             partition_bytes, workspace_bytes = 0, partition_bytes
         footprint.require(partition_bytes, workspace_bytes)
+        cached = not single and streams_in_cache(footprint, profile)
+        if cached:
+            workspace_bytes = min(workspace_bytes, footprint.activation_bytes + profile.window_bytes)
         tensors = footprint.graph.tensors
         read = (i for use in footprint.uses for i in use)
         parameters = tuple(dict.fromkeys((*read, *(r.tensor for r in residents))))
@@ -114,6 +119,7 @@ class Workload:
             reused=ints(np.flatnonzero(_next_uses(uses, len(parameters)) < NO_MORE)),
             page_s=PAGE_BYTES / profile.swap_in.bandwidth_bytes_per_s,
             single=single,
+            keeps=cached,
         )
         return Workload(footprint, profile, parameters, arrays)
 
@@ -151,6 +157,11 @@ class Workload:
                 )
             home[number[placement.tensor]] = page
         return home
+
+
+def streams_in_cache(footprint: Footprint, profile: Profile) -> bool:
+    """Whether the parameters of two ops fit the processor's cache, so that copies overlap with ops there."""
+    return 2 * max(footprint.op_pages) * PAGE_BYTES <= profile.window_bytes
 
 
 def _first_uses(uses: list[list[int]], parameters: int) -> Ints:

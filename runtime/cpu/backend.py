@@ -16,9 +16,10 @@ from runtime.cpu.executor import CpuExecutor
 from runtime.host.pages import Bytes
 from runtime.host.store import LimitedStore, Links, open_store
 from runtime.lowering.lower import Lowered
-from runtime.lowering.weights import Manifest
+from runtime.lowering.weights import BLOCK_BYTES, Manifest
 from runtime.memory import DeviceArena, HostStore, StoreKind
 from runtime.profiling.profile import cached_profiles, device_name, measure, traced_profiles
+from runtime.profiling.stopwatch import last_level_cache_bytes
 from runtime.shared_region.relocatable import RelocatableModel
 
 
@@ -78,12 +79,22 @@ class CpuBackend:
         device = device_name(torch.get_num_threads(), store, limit)
 
         def measured() -> dict[Bucket, Profile]:
-            if quick and (traced := traced_profiles(lowered, device, CpuArena, store)) is not None:
+            window = self._window_bytes(lowered.manifest, store)
+            if quick and (traced := traced_profiles(lowered, device, CpuArena, store, window)) is not None:
                 return traced
-            with CpuArena(lowered.manifest.segment_bytes) as arena, CpuExecutor() as executor:
-                return measure(lowered, device, self.build, arena, store, executor, on_progress)
+            with CpuArena(lowered.manifest.segment_bytes + window) as arena, CpuExecutor() as executor:
+                return measure(lowered, device, self.build, arena, store, executor, window, on_progress)
 
         return lowered, cached_profiles(lowered, device, cache, measured, quick=quick)
+
+    def _window_bytes(self, manifest: Manifest, store: HostStore[Bytes]) -> int:
+        """Return a third of the last-level cache, as what is copied from RAM and what ops write pass through it, too.
+
+        0 for links that memory does not limit, and for parameters that do not fit.
+        """
+        window = last_level_cache_bytes() // 3 // BLOCK_BYTES * BLOCK_BYTES
+        largest = max((s.nbytes for s in manifest.segments), default=0)
+        return window if store.kind == "ram" and self._bandwidth is None and largest <= window else 0
 
     def build(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from planner.graph import aligned
 from planner.profile import Link
 from runtime.backend import Executor
 from runtime.binding.program import Program
@@ -30,26 +31,41 @@ def leading(manifest: Manifest, most_bytes: int) -> Manifest:
 
 
 def segment_copies(
-    manifest: Manifest, store: HostStore[Any], arena: DeviceArena[Any], most_bytes: int | None = None
+    manifest: Manifest,
+    store: HostStore[Any],
+    arena: DeviceArena[Any],
+    window_bytes: int,
+    most_bytes: int | None = None,
 ) -> list[Copy]:
     """Return copies of all segments, or of their first bytes, to where they lie in the arena.
 
-    Ops that read them meanwhile read the same bytes: they are replaced by themselves.
+    Ops that read them meanwhile read the same bytes: they are replaced by themselves. With a window they go there,
+    behind the segments, one after the other; none is larger.
     """
     copies = []
+    cursor = 0
     for n, segment in enumerate(manifest.segments):
         nbytes = segment.nbytes if most_bytes is None else min(segment.nbytes, most_bytes)
+        if cursor + nbytes > window_bytes:
+            cursor = 0
+        offset = manifest.segment_bytes + cursor if window_bytes else segment.offset
         if nbytes:
-            copies.append(store.copy(n, arena.bytes(segment.offset, nbytes)))
+            copies.append(store.copy(n, arena.bytes(offset, nbytes)))
+        cursor += aligned(nbytes, BLOCK_BYTES)
     return copies
 
 
 def measure_swap_in(
-    manifest: Manifest, store: HostStore[Any], arena: DeviceArena[Any], cold: ColdCaches, rounds: int = ROUNDS
+    manifest: Manifest,
+    store: HostStore[Any],
+    arena: DeviceArena[Any],
+    window_bytes: int,
+    cold: ColdCaches,
+    rounds: int = ROUNDS,
 ) -> Link:
     """Copy every segment whole, then the first block of each: the difference is bandwidth, the rest latency."""
-    whole = segment_copies(manifest, store, arena)
-    blocks = segment_copies(manifest, store, arena, BLOCK_BYTES)
+    whole = segment_copies(manifest, store, arena, window_bytes)
+    blocks = segment_copies(manifest, store, arena, window_bytes, BLOCK_BYTES)
     if not whole:
         return Link(1e-5, 1e10)
     _seconds(whole)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from planner import cache_file
 from planner import profile as profile_format
@@ -26,7 +27,7 @@ from runtime.profiling.stopwatch import ColdCaches, measure_ops
 logger = logging.getLogger(__name__)
 
 _LEAST_S = 1e-9
-_METHOD = 4
+_METHOD = 5
 """Changes with the method of measurement, so that cached profiles are measured again."""
 
 _SAMPLE_BYTES = 64 << 20
@@ -96,13 +97,14 @@ def measure(
     arena: DeviceArena[Any],
     store: HostStore[Any],
     executor: Executor,
+    window_bytes: int = 0,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[Bucket, Profile]:
     """Run a model with every parameter resident, alone and alongside a busy link.
 
     At the smallest batch size every bucket is measured, at others one; `_scaled_from` says how the rest follow. `arena`
-    holds the model's segments. The link, and how much it and the ops slow each other down, are measured in the
-    smallest bucket.
+    holds the model's segments, and a window behind them. The link, and how much it and the ops slow each other down,
+    are measured in the smallest bucket.
     """
     profiles: dict[Bucket, Profile] = {}
     cold = ColdCaches.for_model(lowered.manifest)
@@ -117,14 +119,15 @@ def measure(
 
         if not profiles:
             executor.load(program)
-            swap_in, swap_out = measure_swap_in(lowered.manifest, store, arena, cold), measure_swap_out(store)
+            swap_in = measure_swap_in(lowered.manifest, store, arena, window_bytes, cold)
+            swap_out = measure_swap_out(store)
         times = measure_ops(program, examples, executor, cold)
         if not profiles:
-            copies = segment_copies(lowered.manifest, store, arena)
+            copies = segment_copies(lowered.manifest, store, arena, window_bytes)
             slowdowns = measure_contention(program, examples, executor, copies, cold, times.latency_s)
-        profiles[bucket] = Profile(
-            graph.fingerprint, device, times.medians(), swap_in, swap_out, *slowdowns, noise=times.noise
-        )
+            links = Profile("", device, (), swap_in, swap_out, *slowdowns, window_bytes=window_bytes)
+        op_seconds = times.medians()
+        profiles[bucket] = replace(links, graph=graph.fingerprint, op_seconds=op_seconds, noise=times.noise)
     for bucket, graph in lowered.graphs.items():
         if (known := _scaled_from(lowered, bucket)) is not None:
             columns = zip(*(profiles[b].op_seconds for b in known), strict=True)
@@ -132,14 +135,12 @@ def measure(
                 at_size * at_batch / max(at_both, _LEAST_S) for at_size, at_batch, at_both in columns
             )
             noise = max(profiles[b].noise for b in known)
-            profiles[bucket] = Profile(
-                graph.fingerprint, device, op_seconds, swap_in, swap_out, *slowdowns, noise=noise
-            )
+            profiles[bucket] = replace(links, graph=graph.fingerprint, op_seconds=op_seconds, noise=noise)
     return profiles
 
 
 def traced_profiles(
-    lowered: Lowered, device: str, open_arena: OpenArena, store: HostStore[Any]
+    lowered: Lowered, device: str, open_arena: OpenArena, store: HostStore[Any], window_bytes: int = 0
 ) -> dict[Bucket, Profile] | None:
     """Return provisional profiles with the times of the runs that traced a model; None for a model from the cache.
 
@@ -149,10 +150,11 @@ def traced_profiles(
     if not all(seconds.values()):
         return None
     sample = leading(lowered.manifest, _SAMPLE_BYTES)
-    with open_arena(sample.segment_bytes) as arena:
-        link = measure_swap_in(sample, store, arena, ColdCaches(0), rounds=1), measure_swap_out(store)
+    with open_arena(sample.segment_bytes + window_bytes) as arena:
+        swap_in = measure_swap_in(sample, store, arena, window_bytes, ColdCaches(0), rounds=1)
+    links = Profile("", device, (), swap_in, measure_swap_out(store), provisional=True, window_bytes=window_bytes)
     return {
-        bucket: Profile(graph.fingerprint, device, seconds[bucket], *link, provisional=True)
+        bucket: replace(links, graph=graph.fingerprint, op_seconds=seconds[bucket])
         for bucket, graph in lowered.graphs.items()
     }
 

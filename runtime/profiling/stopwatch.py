@@ -36,7 +36,7 @@ class ColdCaches:
     @staticmethod
     def for_model(manifest: Manifest) -> "ColdCaches":
         """Do nothing for a model that is too large for the caches anyway."""
-        cache_bytes = _largest_cache_bytes()
+        cache_bytes = last_level_cache_bytes()
         return ColdCaches(0 if manifest.segment_bytes > 2 * cache_bytes else 2 * cache_bytes)
 
     def __call__(self) -> None:
@@ -122,10 +122,10 @@ def repeating(work: Callable[[], object], name: str) -> Iterator[None]:
         thread.join()
 
 
-def _largest_cache_bytes() -> int:
+def last_level_cache_bytes() -> int:
     """Return the size of the last-level cache, at most 128 MiB; 32 MiB if the system does not report it."""
-    sizes = [32 << 20]
+    sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
             sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)
-    return min(max(sizes), 128 << 20)
+    return min(max(sizes, default=32 << 20), 128 << 20)

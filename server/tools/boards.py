@@ -40,6 +40,7 @@ class Board:
             op_seconds=tuple(seconds * self.compute_factor for seconds in profile.op_seconds),
             swap_in=store,
             swap_out=store,
+            window_bytes=0,
         )
 
 

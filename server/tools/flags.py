@@ -292,7 +292,7 @@ def _add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None
         type=_type(integer(1, 256)),
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="threads or processes that evaluate candidates; the plan does not depend on it (default: one per CPU)",
+        help="threads that evaluate candidates; the plan does not depend on it (default: one per CPU)",
     )
 
 

@@ -57,11 +57,15 @@ def profile_of(
     latency_s: float = 0.0,
     compute_slowdown: float = 1.0,
     swap_slowdown: float = 1.0,
+    window_bytes: int = 0,
 ) -> Profile:
     """By default an op takes a second, and so does a page on the link."""
     seconds = [op_s] * len(graph.ops) if isinstance(op_s, float) else op_s
     link = Link(latency_s, bandwidth)
-    return Profile(graph.fingerprint, "test", tuple(seconds), link, link, compute_slowdown, swap_slowdown)
+    return Profile(
+        graph.fingerprint, "test", tuple(seconds), link, link, compute_slowdown, swap_slowdown,
+        window_bytes=window_bytes,
+    )  # fmt: skip
 
 
 def hand_written_plan(graph: Graph, profile: Profile) -> Plan:
@@ -153,6 +157,7 @@ def random_profile(rng: random.Random, graph: Graph) -> Profile:
         latency_s=rng.choice((0.0, 0.1)),
         compute_slowdown=rng.choice((1.0, 1.3)),
         swap_slowdown=rng.choice((1.0, 1.5)),
+        window_bytes=PAGE * rng.choice((0, 0, 0, 8, 16)),
     )
 
 

@@ -145,6 +145,22 @@ def test_chain_reaches_the_bound(pages: int) -> None:
     assert plan.provenance.gap == pytest.approx(0.0, abs=1e-8)
 
 
+@pytest.mark.parametrize("searcher", ["streaming", "genetic", "best"])
+@pytest.mark.parametrize("window_pages", [0, 4, 1])
+def test_parameters_stream_through_what_the_processor_s_cache_holds(window_pages: int, searcher: str) -> None:
+    """Unless it is so little that copies could not overlap with ops there."""
+    graph = chain([PAGE] * 40)
+    profile = profile_of(graph, op_s=0.9, window_bytes=PAGE * window_pages)
+    partition, workspace = 6 * PAGE, Footprint.of(graph).activation_bytes + 10 * PAGE
+    plan = search(Problem(graph, profile, partition, workspace), searcher, limit=Limit(evaluations=200))
+    places = {s.address for s in plan.steps if isinstance(s, SwapIn)}
+    if window_pages == 4:
+        assert len(places) == 4
+        assert {place.region for place in places} == {"workspace"}
+    else:
+        assert len(places) > 4
+
+
 def test_period_decides_between_equal_latencies() -> None:
     """One resident of two would do for the latency; only with W0 kept and W1 streamed is nothing copied twice."""
     graph = chain([PAGE] * 2)

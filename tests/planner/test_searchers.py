@@ -1,7 +1,6 @@
 """What holds for every searcher: plans are safe, no faster than the bound, reproducible, and there if any is."""
 
 import math
-import multiprocessing
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +15,6 @@ from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.plan import SwapIn
 from planner.problem import TIE, Limit, Problem
 from planner.search.driver import search
-from planner.search.evaluation import EvaluationPool
 from planner.search.portfolio import BY_WEIGHTS, QUICKEST, SAMPLE, SAMPLED, Best
 from planner.search.registry import make
 from planner.sequence.serial import least_bytes
@@ -85,20 +83,6 @@ def test_same_seed_same_plan(searcher: str) -> None:
         problem = problem_of(seed)
         first, second = (search(problem, searcher, seed=seed, limit=FEW) for _ in range(2))
         assert first == second
-
-
-@pytest.mark.parametrize("searcher", ["genetic", "particle_swarm"])
-def test_worker_processes_evaluate_alike_and_end_with_the_search(searcher: str) -> None:
-    problem = long_chain()
-    state = make(searcher, problem, 3)
-    while len(asked := state.ask()) < 2:
-        state.tell(asked, [state.evaluate(c, 0.0) for c in asked])
-    with EvaluationPool(searcher, problem, 3, 2, state) as pool:
-        while not pool.has_processes():
-            pool.evaluate(asked, 0.0, lambda: False)
-        there = pool.evaluate(asked, math.inf, lambda: False)
-    assert there == [state.evaluate(c, math.inf) for c in asked]
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(

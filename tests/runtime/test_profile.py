@@ -5,18 +5,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 import runtime.cpu.backend
 import runtime.profiling.stopwatch
+from planner.graph import aligned
 from planner.profile import Link, Profile
 from planner.shapes import Bucket
 from planner.timeline import Span, Timeline
 from runtime.cpu.backend import CpuBackend
 from runtime.lowering.allowed_ops import draws
 from runtime.lowering.lower import Lowered, lower
-from runtime.profiling.link import leading
+from runtime.lowering.weights import BLOCK_BYTES
+from runtime.memory import StoreKind
+from runtime.profiling.link import leading, segment_copies
 from runtime.profiling.stopwatch import NOISY, ColdCaches, measure_ops
 from server.models.prepared import warn_of_noise, warn_of_random_ops
 from tests.runtime import models
@@ -134,6 +138,59 @@ def test_calls_that_draw_random_numbers_are_told_from_those_that_do_not(
     call: tuple[Any, tuple[Any, ...], dict[str, Any]], expected: bool
 ) -> None:
     assert draws(*call) is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "bandwidth", "cache_bytes", "expected"),
+    [
+        ("ram", None, 6 << 20, 2 << 20),
+        ("ram", None, 1 << 20, 0),
+        ("ram", 1e9, 6 << 20, 0),
+        ("file", None, 6 << 20, 0),
+    ],
+)
+@pytest.mark.parametrize("quick", [False, True])
+def test_parameters_from_ram_are_measured_in_the_last_level_cache(
+    kind: StoreKind,
+    bandwidth: float | None,
+    cache_bytes: int,
+    expected: int,
+    quick: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no other link limits the copies and every parameter fits."""
+    monkeypatch.setattr(runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(runtime.cpu.backend, "last_level_cache_bytes", lambda: cache_bytes)
+    models.export(torch.nn.Linear(512, 512), {"input": torch.zeros(2, 512)}, tmp_path / "m.pt2")
+    lowered = lower(tmp_path / "m.pt2", "m", [2], tmp_path)
+    backend = CpuBackend(bandwidth)
+    store = backend.open_store(kind, lowered.weights_path, lowered.manifest)
+    profile = backend.measure(lowered, store, None, lambda text: None, quick=quick)[1][Bucket(2)]
+    store.close()
+    assert profile.window_bytes == expected
+    assert profile.provisional is quick
+
+
+@pytest.mark.parametrize("with_window", [False, True])
+def test_a_link_is_timed_in_its_window_behind_the_segments(bench: Bench, with_window: bool) -> None:
+    """Or where the segments lie."""
+    manifest, found = bench.lowered.manifest, list[tuple[int, int]]()
+
+    def taken(offset: int, nbytes: int) -> np.ndarray:
+        found.append((offset, offset + nbytes))
+        return np.empty(nbytes, np.uint8)
+
+    arena: Any = SimpleNamespace(bytes=taken)
+    window_bytes = 2 * max(aligned(s.nbytes, BLOCK_BYTES) for s in manifest.segments) * with_window
+    copies = segment_copies(manifest, bench.store, arena, window_bytes)
+    assert [end - start for start, end in found] == [s.nbytes for s in manifest.segments]
+    assert len(copies) == len(found) > 1
+    if with_window:
+        assert min(found)[0] == manifest.segment_bytes
+        assert max(end for _, end in found) <= manifest.segment_bytes + window_bytes < 2 * manifest.segment_bytes
+    else:
+        assert [start for start, _ in found] == [s.offset for s in manifest.segments]
 
 
 def test_a_provisional_link_is_timed_with_the_first_segments(bench: Bench) -> None:

@@ -128,7 +128,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
 
     def tell(self, candidates: Sequence[ServingChromosome], costs: Sequence[Cost]) -> None:
         super().tell(candidates, costs)
-        if any(is_perfect(self.problem, self._first.work.footprint, cost) for cost in costs):
+        if any(is_perfect(self._first.work, cost) for cost in costs):
             self._steps = iter(())
 
     def evaluate(self, candidate: ServingChromosome, good_s: float) -> Cost:
