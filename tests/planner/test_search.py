@@ -14,7 +14,7 @@ from planner.graph import Graph, Op, Tensor
 from planner.layout.feasible import Footprint
 from planner.order import by_parameters, has_reuse, reordered
 from planner.plan import Address, Compute, Drop, Placement, SwapIn
-from planner.problem import Limit, Problem
+from planner.problem import TIE, Limit, Problem
 from planner.search.driver import search
 from planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, parameter, profile_of, random_graph, random_profile
@@ -56,7 +56,9 @@ def test_every_plan_is_safe_and_no_faster_than_the_bound(seed: int) -> None:
     assert timeline.latency_s == pytest.approx(plan.provenance.latency_s)
     assert timeline.period_s == pytest.approx(plan.provenance.period_s)
     assert latency_bound(graph, profile, partition, workspace) <= timeline.latency_s
-    assert timeline.latency_s <= plan.provenance.baseline_s * 1.005 + 1e-12
+    # Where copies slow ops down, a plan may be slower than its candidate was judged to be, because it copies earlier.
+    slack = 1.02 if profile.compute_slowdown > 1 or profile.swap_slowdown > 1 else TIE
+    assert timeline.latency_s <= plan.provenance.baseline_s * slack + 1e-12
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
