@@ -86,9 +86,7 @@ class Engine:
         self.registry = Registry(publish)
         self._config = config
         self._load = load
-        self._lanes = ComputeLanes(
-            config.compute_lanes, config.queue_limit, prefetch=config.prefetch, on_lost=on_lost
-        )
+        self._lanes = ComputeLanes(config.compute_lanes, config.queue_limit, on_lost=on_lost)
         self._lifecycle = Lifecycle(config, self.registry, self._lanes)
         self._loaded: Loaded | None = None
         self._periodic: list[asyncio.Task[None]] = []

@@ -184,7 +184,6 @@ class ServeConfig:
         integer(1, 16),
         "N",
     )
-    prefetch: bool = setting(True, "--prefetch", "start the next model's swap-ins while the current model computes")
     batch_sizes: tuple[int, ...] = setting(
         (1, 2, 4, 8),
         "--batch-sizes",

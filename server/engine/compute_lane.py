@@ -34,13 +34,12 @@ class ComputeLane:
     def __init__(
         self,
         scheduler: Scheduler,
-        prefetch: bool = True,
         lane: int = 0,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`on_lost` is called with the reason, once, when nothing can be executed any more."""
         self._scheduler = scheduler
-        self.device = DeviceThread(scheduler, self, prefetch, lane)
+        self.device = DeviceThread(scheduler, self, lane)
         self._on_lost = on_lost
         self._current: dict[ModelKey, int] = {}
         """The generation of each model that new requests are for."""
@@ -69,14 +68,14 @@ class ComputeLane:
         # No batching without predictions, nor where it changes answers.
         max_rows = info.max_batch_size if predicted_s and not info.only_batches else 0
         with self.device.changed:
-            generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.swap_timing)
+            generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.recovery_s)
             self._current[model] = generation
             self.device.models[model, generation] = LoadedModel(servable, statistics)
 
     def replan(self, servable: Servable) -> None:
         """Replace the predictions after a servable's plans have changed."""
         with self.device.changed:
-            self._scheduler.replan(servable.info.key, servable.predicted_s, servable.swap_timing)
+            self._scheduler.replan(servable.info.key, servable.predicted_s, servable.recovery_s)
 
     def remove(self, model: ModelKey) -> None:
         """Remove a model and refuse its waiting requests."""

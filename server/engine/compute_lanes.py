@@ -21,11 +21,10 @@ class ComputeLanes:
         self,
         count: int,
         queue_limit: int,
-        prefetch: bool = True,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`on_lost` is called once, with the reason, when the device is lost."""
-        self._lanes = [ComputeLane(Scheduler(queue_limit), prefetch, lane, self._all_lost) for lane in range(count)]
+        self._lanes = [ComputeLane(Scheduler(queue_limit), lane, self._all_lost) for lane in range(count)]
         self._on_lost = on_lost
         self._lane_of: dict[ModelKey, ComputeLane] = {}
 

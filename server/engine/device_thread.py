@@ -69,7 +69,7 @@ class Executed(msgspec.Struct, frozen=True):
 class DeviceThread:
     """`changed` guards the scheduler, `background` and `stopped`; after a change, the caller notifies it."""
 
-    def __init__(self, scheduler: Scheduler, owner: "ComputeLane", prefetch: bool, lane: int) -> None:
+    def __init__(self, scheduler: Scheduler, owner: "ComputeLane", lane: int) -> None:
         """`owner` receives what happens, on the event loop's thread."""
         self.changed = threading.Condition()
         self.scheduler = scheduler
@@ -77,8 +77,6 @@ class DeviceThread:
         self.stopped = False
         self.models: dict[tuple[ModelKey, int], LoadedModel] = {}
         """By key and generation."""
-        self.prefetch = prefetch
-        """Whether the next model's copies may begin during the execution before; read before each execution."""
         self.computed_s = 0.0
         """Seconds of computation since the start."""
         self.executing = (0.0, 0.0)
@@ -177,8 +175,6 @@ class DeviceThread:
         for ticket in tickets:
             if ticket.request.start_mark is not None:
                 ticket.request.start_mark(started_s, predicted_s)
-        if self.prefetch:
-            self._announce_next()
         try:
             inputs = [ticket.request.inputs for ticket in tickets]
             execution = model.servable.execute(inputs, rows, _follower(tickets, self._lane))
@@ -196,17 +192,8 @@ class DeviceThread:
             ExecutionTiming(ticket.arrived_s, started_s, ended_s - started_s, *cost, rows, self._lane)
             for ticket in tickets
         ]
-        model.statistics.executed(timings, execution.prefetched, time.time())
+        model.statistics.executed(timings, time.time())
         return [InferResult(own, timing) for own, timing in zip(outputs, timings, strict=True)], ended_s
-
-    def _announce_next(self) -> None:
-        """Announce the next model, so that it may begin its copies."""
-        with self.changed:
-            ahead = self.scheduler.peek(time.monotonic())
-        model = self.models.get((ahead.model, ahead.tickets[0].generation)) if ahead is not None else None
-        if ahead is not None and model is not None:
-            followed = _follower(ahead.tickets, self._lane) is not None
-            model.servable.expect(ahead.rows, ahead.tickets[0].request.sizes, followed)
 
 
 def split_rows(batches: Sequence[int], execution: Execution) -> list[Inputs]:

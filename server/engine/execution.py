@@ -7,7 +7,6 @@ import msgspec
 
 from planner.shapes import Bucket
 from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo
-from server.scheduling.estimates import SwapTiming
 
 if TYPE_CHECKING:
     from runtime.recording import Follow
@@ -23,8 +22,6 @@ class Execution(msgspec.Struct, frozen=True, eq=False):
     compute_s: float
     stall_s: float = 0.0
     swapped_bytes: int = 0
-    prefetched: bool = False
-    """Whether its first copies began during the execution before."""
     output_s: float = 0.0
     """From the existence of the outputs until they are converted to these arrays."""
 
@@ -41,7 +38,9 @@ class Servable(Protocol):
         ...
 
     @property
-    def swap_timing(self) -> SwapTiming: ...
+    def recovery_s(self) -> float:
+        """Lost directly after an execution of the same model, while its residents are still copied back."""
+        ...
 
     @property
     def lost(self) -> str | None:
@@ -61,13 +60,5 @@ class Servable(Protocol):
         unaligned, must not be written to, and are valid until the call returns. BF16 arrays are uint16, outputs too.
 
         Raises InvalidRequest for values that the model cannot take. Any other exception fails this request alone.
-        """
-        ...
-
-    def expect(self, rows: int, sizes: tuple[int, ...] = (), followed: bool = False) -> None:
-        """Announce that this model is executed after the next execution, so that its first copies are prefetched.
-
-        `sizes` are those of its requests. Compute lane's thread. The announcement may turn out wrong. `followed`:
-        the execution will probably be given a `follow`.
         """
         ...

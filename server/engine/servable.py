@@ -18,7 +18,6 @@ from runtime.recording import Follow
 from server.engine.execution import Execution
 from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
 from server.protocol.datatypes import BF16, DTYPES
-from server.scheduling.estimates import SwapTiming
 
 DATATYPES: Mapping[torch.dtype, str] = {
     torch.bfloat16 if name == BF16 else torch.from_numpy(np.empty(0, dtype)).dtype: name
@@ -77,18 +76,10 @@ class ProgramServable:
         }
 
     @property
-    def swap_timing(self) -> SwapTiming:
-        """What the smallest bucket saves by a prefetched prefix, and loses directly after itself."""
-        program = self.programs[min(self.programs)]
-        provenance = program.plan.provenance
-        if provenance is None or program.link_bytes == 0:
-            return SwapTiming()
-        prefix_bytes = sum(step.nbytes for step in program.swap_ins[: program.prefix])
-        stall_s = max(provenance.latency_s - provenance.resident_s, 0.0)
-        return SwapTiming(
-            prefix_s=stall_s * prefix_bytes / program.link_bytes,
-            recovery_s=max(provenance.period_s - provenance.latency_s, 0.0),
-        )
+    def recovery_s(self) -> float:
+        """What the smallest bucket loses directly after itself."""
+        about = self.programs[min(self.programs)].plan.provenance
+        return 0.0 if about is None else max(about.period_s - about.latency_s, 0.0)
 
     @property
     def lost(self) -> str | None:
@@ -113,13 +104,8 @@ class ProgramServable:
             compute_s=result.latency_s,
             stall_s=result.stall_s,
             swapped_bytes=result.link_bytes,
-            prefetched=result.prefetched,
             output_s=time.perf_counter() - start_s,
         )
-
-    def expect(self, rows: int, sizes: tuple[int, ...] = (), followed: bool = False) -> None:
-        """Prefetch this model's prefix after the next execution's own copies."""
-        self.executor.expect(self._planned(rows, sizes), followed=followed)
 
     def switch(self, programs: Mapping[Bucket, Program]) -> None:
         """Replace the programs. The residents of the new ones must be in place. Compute lane's thread."""

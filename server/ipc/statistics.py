@@ -66,7 +66,6 @@ class ModelStatistics(msgspec.Struct):
     """Since the epoch; 0 before the first."""
     stall_s: float = 0.0
     swapped_bytes: int = 0
-    prefetch_hits: int = 0
     queued: Histogram = msgspec.field(default_factory=lambda: Histogram.of(SECONDS))
     computed: Histogram = msgspec.field(default_factory=lambda: Histogram.of(SECONDS))
     """Compute times, one per execution."""
@@ -76,7 +75,7 @@ class ModelStatistics(msgspec.Struct):
     )
     rejections: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
 
-    def executed(self, timings: Sequence[ExecutionTiming], prefetched: bool, wall_s: float) -> None:
+    def executed(self, timings: Sequence[ExecutionTiming], wall_s: float) -> None:
         """Count an execution that ended at `wall_s`; `timings` are those of its requests, which waited differently."""
         t, count = timings[0], len(timings)
         prepare_s = max(0.0, t.busy_s - t.compute_s - t.output_s)
@@ -93,7 +92,6 @@ class ModelStatistics(msgspec.Struct):
             self.response_ms.add((queue_s + t.busy_s) * 1e3)
         self.stall_s += t.stall_s
         self.swapped_bytes += t.swapped_bytes
-        self.prefetch_hits += prefetched
         self.computed.add(t.compute_s)
 
     def failed(self, reason: FailureReason, seconds: float) -> None:

@@ -155,11 +155,6 @@ _METRICS = (
     ),
     _counter("cohabit_swapped_bytes", "Bytes copied in and out for inferences", lambda s: s.swapped_bytes),
     _counter("cohabit_stall_seconds", "Seconds that computing waited for parameters", lambda s: s.stall_s),
-    _counter(
-        "cohabit_prefetch_hits",
-        "Executions whose leading copies had begun during the previous execution",
-        lambda s: s.prefetch_hits,
-    ),
     _by_reason("cohabit_rejected_requests", "Requests that were refused before they ran", lambda s: s.rejections),
     _footprint("cohabit_partition_bytes", "Device memory of the model's own", lambda f: f.partition_bytes),
     _footprint("cohabit_parameter_bytes", "Size of the model's parameters", lambda f: f.parameter_bytes),

@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.shapes import Bucket, smallest_holding
@@ -18,16 +17,6 @@ _LARGEST_STEP = 3.0
 """A measurement is clipped to this many times the mean, so that one outlier does not cause mass shedding."""
 _FORGET_S = 5.0
 """Time constant of the decay of corrections without measurements, so that shedding does not last for ever."""
-
-
-@dataclass(frozen=True, slots=True)
-class SwapTiming:
-    """How the order of executions changes the cost of a model's swaps. Zero for a resident model."""
-
-    prefix_s: float = 0.0
-    """Saved if the first copies were prefetched during the previous execution."""
-    recovery_s: float = 0.0
-    """Lost directly after an execution of the same model, while its residents are still copied back."""
 
 
 class Delay:

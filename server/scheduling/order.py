@@ -20,7 +20,6 @@ class DispatchOrder:
     def __init__(self, waiting: Mapping[ModelKey, ScheduledModel]) -> None:
         self._waiting = waiting
         self._last: ModelKey | None = None
-        self._announced: ModelKey | None = None
         self._bypassed: tuple[int, int] = (0, 0)
         """The number of the oldest request, and how many executions have bypassed it."""
 
@@ -49,13 +48,9 @@ class DispatchOrder:
         """Return when a batch that is held back may start; infinite if there is none."""
         return min((_kept_until_s(known, now_s) for known in self._waiting.values()), default=math.inf)
 
-    def announce(self, model: ModelKey) -> None:
-        """Record the model that is prefetched because it is probably next."""
-        self._announced = model
-
     def dispatched(self, model: ModelKey, batch: Batch) -> None:
         """Record that a batch was dispatched and has left its queue."""
-        self._last, self._announced = model, None
+        self._last = model
         oldest = _oldest(self._waiting.items())[1].number if self._waiting else None
         if oldest is None or oldest > min([ticket.number for ticket in batch.tickets]):
             self._bypassed = (0, 0)
@@ -64,11 +59,9 @@ class DispatchOrder:
             self._bypassed = (oldest, count + 1)
 
     def _urgency_s(self, model: ModelKey, known: ScheduledModel) -> float:
-        """Return when a model's next batch is due, adjusted by what its swaps save or cost now."""
+        """Return when a model's next batch is due, later if its residents are still copied back."""
         due_s = known.queue.due_s(known.max_rows)
-        if model == self._last:
-            return due_s + known.swap_timing.recovery_s
-        return due_s - known.swap_timing.prefix_s if model == self._announced else due_s
+        return due_s + known.recovery_s if model == self._last else due_s
 
 
 def _kept_until_s(known: ScheduledModel, now_s: float) -> float:

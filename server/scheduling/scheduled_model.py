@@ -1,7 +1,7 @@
 """The scheduler's state of one model: its queue, its policy, and its time estimates."""
 
 from server.scheduling.batching import Batch, choose_batch
-from server.scheduling.estimates import Estimate, ModelEstimates, SwapTiming
+from server.scheduling.estimates import Estimate, ModelEstimates
 from server.scheduling.limits import Admission
 from server.scheduling.policy import Policy
 from server.scheduling.queues import ModelQueue, Ticket
@@ -18,7 +18,8 @@ class ScheduledModel:
         self.estimates = ModelEstimates({})
         self.max_rows = 0
         """0 if requests are executed alone."""
-        self.swap_timing = SwapTiming()
+        self.recovery_s = 0.0
+        """Lost directly after an execution of the same model, while its residents are still copied back."""
         self.held = False
 
     def estimate_of(self, ticket: Ticket) -> Estimate:

@@ -14,7 +14,7 @@ from server.ipc.model import ModelKey
 from server.protocol.request import InferRequest
 from server.scheduling.batching import Batch
 from server.scheduling.deadlines import Deadlines
-from server.scheduling.estimates import Delay, ModelEstimates, SwapTiming
+from server.scheduling.estimates import Delay, ModelEstimates
 from server.scheduling.order import DispatchOrder
 from server.scheduling.policy import Policy
 from server.scheduling.queues import Ticket
@@ -36,7 +36,7 @@ class Work(msgspec.Struct, frozen=True):
     model: ModelKey
     tickets: tuple[Ticket, ...]
     rows: int
-    predicted_s: float = 0.0
+    predicted_s: float
     """The expected duration of the execution."""
 
 
@@ -77,7 +77,7 @@ class Scheduler:
         predicted_s: Mapping[Bucket, float] | None = None,
         policy: Policy | None = None,
         max_rows: int = 0,
-        swap_timing: SwapTiming | None = None,
+        recovery_s: float = 0.0,
     ) -> int:
         """Add a version of a model, or replace what serves it; returns the generation of new tickets.
 
@@ -89,14 +89,14 @@ class Scheduler:
         known.policy = policy or Policy()
         known.estimates = ModelEstimates(predicted_s or {})
         known.max_rows = max_rows
-        known.swap_timing = swap_timing or SwapTiming()
+        known.recovery_s = recovery_s
         return known.generation
 
-    def replan(self, model: ModelKey, predicted_s: Mapping[Bucket, float], swap_timing: SwapTiming) -> None:
+    def replan(self, model: ModelKey, predicted_s: Mapping[Bucket, float], recovery_s: float) -> None:
         """Replace a model's predictions after its plans have changed."""
         known = self._models[model]
         known.estimates.replan(predicted_s)
-        known.swap_timing = swap_timing
+        known.recovery_s = recovery_s
 
     def remove(self, model: ModelKey) -> list[Ticket]:
         """Remove a model; returns its waiting requests."""
@@ -204,14 +204,6 @@ class Scheduler:
     def answered(self, seconds: float) -> None:
         """Record the delay from the end of an execution until its answer is sent. Only `submit` reads it."""
         self._answer_delay.measured(seconds)
-
-    def peek(self, now_s: float) -> Work | None:
-        """Return what `next` would probably return, without removing it; its model may be prefetched."""
-        chosen = self._choose(max(now_s, self._busy_until_s))
-        if chosen is None:
-            return None
-        self._order.announce(chosen[0])
-        return Work(chosen[0], chosen[1].tickets, chosen[1].rows)
 
     def wake_s(self, now_s: float) -> float:
         """Return when a batch that is held back may be dispatched; infinite if there is none."""

@@ -20,7 +20,6 @@ from server.engine.execution import Execution, Servable
 from server.engine_host import Engine
 from server.errors import InvalidRequest
 from server.ipc.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, ModelKey, TensorSpec
-from server.scheduling.estimates import SwapTiming
 from server.serve import Server
 
 Function = Callable[..., dict[str, Array]]
@@ -31,17 +30,12 @@ class FakeServable:
     info: ModelInfo
     function: Function
     calls: list[int] = field(default_factory=list)
-    expected: list[int] = field(default_factory=list)
-    """Batches that were announced to come next."""
     predicted_s: Mapping[Bucket, float] = field(default_factory=dict)
-    swap_timing: SwapTiming = field(default_factory=SwapTiming)
+    recovery_s: float = 0.0
     lost: str | None = None
     captures: Mapping[Bucket, GraphCapture] = field(
         default_factory=lambda: {Bucket(1): GraphCapture(1, 4096, None)}
     )
-
-    def expect(self, rows: int, sizes: tuple[int, ...] = (), followed: bool = False) -> None:
-        self.expected.append(rows)
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: object = None) -> Execution:
         self.calls.append(rows)

@@ -1,4 +1,4 @@
-"""One compute lane: batches, prefetch, background work, versions, deadlines, and faults of the device."""
+"""One compute lane: batches, background work, versions, deadlines, and faults of the device."""
 
 import asyncio
 import threading
@@ -55,8 +55,8 @@ async def queued(lane: ComputeLane, model: str, count: int) -> None:
 
 
 @asynccontextmanager
-async def lane_of(*servables: FakeServable, prefetch: bool = True) -> AsyncIterator[ComputeLane]:
-    lane = ComputeLane(Scheduler(64), prefetch=prefetch)
+async def lane_of(*servables: FakeServable) -> AsyncIterator[ComputeLane]:
+    lane = ComputeLane(Scheduler(64))
     for servable in servables:
         lane.add(servable, ModelStatistics())
     lane.start()
@@ -64,33 +64,6 @@ async def lane_of(*servables: FakeServable, prefetch: bool = True) -> AsyncItera
         yield lane
     finally:
         await lane.stop()
-
-
-# Announcements of the model that is executed next.
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-async def test_the_next_model_is_announced_before_each_execution_while_prefetch_is_on(enabled: bool) -> None:
-    first, gate = gated("first")
-    second = identity("second", "FP32")
-    async with lane_of(first, second, prefetch=enabled) as lane:
-        answers = [infer(lane, "first")]
-        await entered(gate)
-        answers += [infer(lane, "second", batch=3), infer(lane, "first", batch=2)]
-        await queued(lane, "first", 1)
-        gate.open.set()
-        await asyncio.gather(*answers)
-    assert (first.calls, second.calls) == ([1, 2], [3])
-    assert first.expected == ([2] if enabled else []), "announced before `second` is executed"
-    assert second.expected == [], "the queue was empty when the first execution began"
-
-
-async def test_a_lone_request_announces_nothing() -> None:
-    servable = identity("m", "FP32")
-    async with lane_of(servable) as lane:
-        for _ in range(5):
-            await lane.infer(request())
-    assert servable.expected == []
 
 
 # Batches.

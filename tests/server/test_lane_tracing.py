@@ -1,8 +1,7 @@
-"""The device's lanes in the trace file: what they did for a traced request, and the prefetch for the next model."""
+"""The device's lanes in the trace file: what they did for a traced request."""
 
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,22 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
-from server_http import infer, x
+from server_fakes import Running, running, serving
+from server_http import infer
 
 from planner.plan import Compute, SwapIn
 from planner.shapes import Bucket
-from runtime.backend import Result
 from runtime.binding.program import Program
-from runtime.cpu.executor import CpuExecutor
 from runtime.lowering.lower import Lowered
 from server.engine.servable import ProgramServable, describe
 from server.observe.spans import COMPUTE, SWAP_IN
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.gated import WAIT_S, GatedStore
-from tests.runtime.observing import observed
-from tests.runtime.test_executor import beside, evicting_plan, prefix_plan
+from tests.runtime.test_executor import evicting_plan, prefix_plan
 
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 384], "data": [0.5] * 768}]}
 
@@ -38,11 +33,11 @@ def bench(wide: Lowered) -> Iterator[Bench]:
         yield bench
 
 
-def servable(bench: Bench, program: Program, executor: Any = None) -> ProgramServable:
+def servable(bench: Bench, program: Program) -> ProgramServable:
     info = describe(bench.lowered, 1, 2)
     info = type(info)(program.name, 1, info.inputs, info.outputs, info.max_batch_size)
     lowered = bench.lowered
-    return ProgramServable(info, {Bucket(2): program}, lowered.inputs, lowered.outputs, executor or bench.executor)
+    return ProgramServable(info, {Bucket(2): program}, lowered.inputs, lowered.outputs, bench.executor)
 
 
 def written(handle: Running, bench: Bench, path: Path) -> list[Event]:
@@ -122,63 +117,6 @@ def test_requests_that_are_not_sampled_leave_nothing_of_the_lanes(bench: Bench, 
             assert infer(handle, "wide", BODY, {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}).status == 200
         events = written(handle, bench, tmp_path / "t.json")
     assert len(track(events, COMPUTE, "wide")) == 2 * len(bench.graph.ops)
-
-
-class Patient:
-    """The executor, but its last op waits until a store's copies have begun: they do so beside this inference."""
-
-    lost = None
-
-    def __init__(self, executor: CpuExecutor, store: GatedStore) -> None:
-        self._executor, self._store = executor, store
-
-    def expect(self, program: Program | None, *, followed: bool = False) -> None:
-        self._executor.expect(program, followed=followed)
-
-    def capture(self, program: Program) -> None:
-        return None
-
-    def run(self, program: Program, inputs: Sequence[torch.Tensor], **options: Any) -> Result:
-        last = program.computes[-1].step
-
-        def wait(step: int, _: object) -> None:
-            if step == last:
-                assert self._store.begun.wait(WAIT_S)
-                self._store.open.set()
-
-        return self._executor.run(observed(program, wait), inputs, **options)
-
-
-def test_prefetch_for_the_next_model_begins_before_this_models_compute_ends(bench: Bench, tmp_path: Path) -> None:
-    plan = prefix_plan(bench.graph)
-    store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
-    assert isinstance(bench.executor, CpuExecutor)
-    first = servable(bench, beside(bench, plan, 32 << 20, "a"), Patient(bench.executor, store))
-    program = beside(bench, plan, 48 << 20, "b", store)
-    gate = Gate()
-    blocker = FakeServable(identity("blocker", "FP32").info, gate)
-    loaded = serving(blocker, first, servable(bench, program))  # type: ignore[arg-type]
-    with (
-        running(loaded, trace_file=tmp_path / "t.json", trace_rate=1) as handle,
-        ThreadPoolExecutor(3) as clients,
-    ):
-        answers: list[Future[Any]] = [clients.submit(infer, handle, "blocker", {"inputs": [x()]})]
-        assert gate.entered.wait(WAIT_S)
-        for model in ("a", "b"):
-            answers.append(clients.submit(infer, handle, model, BODY))
-            eventually(lambda model=model: handle.engine.report().models[model, 1].pending == 1)  # type: ignore[misc]
-        gate.open.set()
-        assert [answer.result().status for answer in answers] == [200] * 3
-        events = written(handle, bench, tmp_path / "t.json")
-    own = track(events, SWAP_IN, "b")
-    prefix = [e for e in own if e["args"]["ahead"]]
-    names = [bench.graph.tensors[s.tensor].name for s in program.swap_ins]
-    assert [e["name"] for e in own] == names, "each copy once, in the plan's order"
-    assert [e["name"] for e in prefix] == names[: program.prefix]
-    assert sum(e["args"]["bytes"] for e in own) == program.link_bytes
-    assert prefix[0]["ts"] < end(track(events, COMPUTE, "a")[-1])
-    assert prefix[0]["ts"] < track(events, COMPUTE, "b")[0]["ts"]
-    assert not any(e["args"]["ahead"] for e in track(events, SWAP_IN, "a"))
 
 
 def test_answers_are_the_same_whether_traced_or_not(bench: Bench, tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ OURS = {
     "cohabit_measured_over_predicted",
     "cohabit_swapped_bytes",
     "cohabit_stall_seconds",
-    "cohabit_prefetch_hits",
     "cohabit_rejected_requests",
     "cohabit_memory_bytes",
     "cohabit_lane_busy_seconds",

@@ -50,16 +50,16 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
 
 
 def test_a_file_alone_is_enough(tmp_path: Path) -> None:
-    path = file(tmp_path, 'repository = "zoo"\nmemory = "2GiB"\nbatch_sizes = [4, 1]\nprefetch = false\n')
+    path = file(tmp_path, 'repository = "zoo"\nmemory = "2GiB"\nbatch_sizes = [4, 1]\npack_weights = false\n')
     found = config("--config", path)
     assert (found.repository, found.memory) == (Path("zoo"), FixedSize(2 << 30))
-    assert (found.batch_sizes, found.prefetch) == ((1, 4), False)
+    assert (found.batch_sizes, found.pack_weights) == ((1, 4), False)
 
 
 def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
     path = file(tmp_path, 'repository = "zoo"\n')
-    found = config(environment={"COHABIT_CONFIG": path, "COHABIT_MEMORY": "64MiB", "COHABIT_PREFETCH": "no"})
-    assert (found.repository, found.memory, found.prefetch) == (Path("zoo"), FixedSize(64 << 20), False)
+    found = config(environment={"COHABIT_CONFIG": path, "COHABIT_MEMORY": "64MiB", "COHABIT_PACK_WEIGHTS": "no"})
+    assert (found.repository, found.memory, found.pack_weights) == (Path("zoo"), FixedSize(64 << 20), False)
 
 
 def test_a_flag_that_repeats_the_default_is_still_a_flag() -> None:
@@ -83,7 +83,7 @@ def test_models_tables_say_what_is_loaded(tmp_path: Path) -> None:
         ("http_prot = 1", "http_prot in FILE: there is no such setting"),
         ("http_port = 70000", "http_port in FILE: '70000' is not a whole number"),
         ("http_port = true", "http_port in FILE: it must be a text or a number"),
-        ("prefetch = 1", "prefetch in FILE: it must be true or false"),
+        ("pack_weights = 1", "pack_weights in FILE: it must be true or false"),
         ("load_model = true", "load_model in FILE: it must be a list"),
         (
             "layout = 'flat'",
@@ -110,7 +110,7 @@ def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, message: str
         ("COHABIT_http_port", "1", "COHABIT_http_port: there is no such setting"),
         ("COHABIT_HTTP_PORT", "x", "COHABIT_HTTP_PORT: 'x' is not a whole number"),
         ("COHABIT_STORE", "tape", "COHABIT_STORE: 'tape' is none of ram, file"),
-        ("COHABIT_PREFETCH", "maybe", "COHABIT_PREFETCH: 'maybe' is neither true nor false"),
+        ("COHABIT_PACK_WEIGHTS", "maybe", "COHABIT_PACK_WEIGHTS: 'maybe' is neither true nor false"),
         ("COHABIT_CONFIG", "/nowhere.toml", "--config: /nowhere.toml cannot be read: No such file"),
     ],
 )

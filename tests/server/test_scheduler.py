@@ -8,7 +8,6 @@ from planner.shapes import Bucket
 from server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
 from server.ipc.model import ModelKey
 from server.protocol.request import InferRequest
-from server.scheduling.estimates import SwapTiming
 from server.scheduling.order import BYPASSES
 from server.scheduling.policy import LevelPolicy, Policy
 from server.scheduling.queues import Ticket
@@ -97,7 +96,7 @@ def test_cancelled_request_never_runs_and_makes_room() -> None:
     assert scheduler.cancel(dropped)
     assert not scheduler.cancel(dropped)
     assert scheduler.cancel(scheduler.submit(0.0, request()))
-    assert scheduler.next(0.0) == Work(key("m"), (kept,), 1)
+    assert scheduler.next(0.0) == Work(key("m"), (kept,), 1, 0.0)
     assert not scheduler.cancel(kept)
     assert scheduler.next(0.0) is None
 
@@ -211,7 +210,7 @@ def test_refusals_do_not_keep_a_model_of_unknown_times_from_running() -> None:
     with pytest.raises(RequestTimedOut):
         scheduler.submit(0.0, request(timeout_s=-1.0))
     waiting = scheduler.submit(0.0, request())
-    assert scheduler.next(0.0) == Work(key("m"), (waiting,), 1)
+    assert scheduler.next(0.0) == Work(key("m"), (waiting,), 1, 0.0)
 
 
 def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> None:
@@ -294,9 +293,6 @@ def test_model_bound_by_its_swaps_is_padded_rather_than_swapped_twice(
     scheduler.add(key("m"), SWAP_BOUND, max_rows=8)
     for batch in waiting:
         scheduler.submit(0.0, request(batch=batch))
-    ahead = scheduler.peek(0.0)
-    assert ahead is not None
-    assert (ahead.model.name, ahead.rows) == ("m", sum(together[0]))
     assert batches_taken(scheduler) == together
 
 
@@ -484,8 +480,8 @@ def test_late_request_goes_behind_the_others_where_the_policy_says_so() -> None:
     punctual = scheduler.submit(0.9, request())
     assert scheduler.shed(1.5) == []
     assert [scheduler.next(1.5), scheduler.next(1.5)] == [
-        Work(key("m"), (punctual,), 1),
-        Work(key("m"), (late,), 1),
+        Work(key("m"), (punctual,), 1, 0.0),
+        Work(key("m"), (late,), 1, 0.0),
     ]
 
 
@@ -516,34 +512,13 @@ def test_rate_allows_bursts_and_then_its_mean() -> None:
     assert 0.0 < min(waits_s) < max(waits_s) <= 0.1 + 1e-9
 
 
-# SwapTiming, and what it may not do.
-
-
-def test_model_whose_prefix_is_there_goes_before_one_that_is_a_little_older() -> None:
-    scheduler = Scheduler(16)
-    for model, prefix_s in (("running", 0.0), ("announced", 0.5), ("older", 0.0)):
-        scheduler.add(key(model), {Bucket(1): 1.0}, swap_timing=SwapTiming(prefix_s=prefix_s))
-    scheduler.submit(0.0, request("running"))
-    scheduler.next(0.0)
-    older = scheduler.submit(0.1, request("older"))
-    scheduler.hold(key("older"), True)
-    scheduler.submit(0.3, request("announced"))
-    ahead = scheduler.peek(0.3)
-    assert ahead is not None
-    assert ahead.model.name == "announced"
-    scheduler.hold(key("older"), False)
-    work = scheduler.next(1.0)
-    assert work is not None
-    assert work.model.name == "announced"
-    work = scheduler.next(2.0)
-    assert work is not None
-    assert work.tickets == (older,)
+# Time that a model loses directly after itself, and what it may not do.
 
 
 def test_model_whose_residents_are_on_their_way_back_lets_another_go_first() -> None:
     scheduler = Scheduler(16)
     for model in "ab":
-        scheduler.add(key(model), {Bucket(1): 1.0}, swap_timing=SwapTiming(recovery_s=0.5))
+        scheduler.add(key(model), {Bucket(1): 1.0}, recovery_s=0.5)
     for now_s, model in ((0.0, "a"), (0.1, "a"), (0.2, "b")):
         scheduler.submit(now_s, request(model))
     assert served(scheduler, 0.2) == ["a", "b", "a"]
@@ -588,8 +563,8 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
     names = [f"m{i}" for i in range(rng.randint(1, 6))]
     scheduler = Scheduler(10_000)
     for name in names:
-        swap_timing = SwapTiming(rng.choice([0.0, 0.1, 10.0]), rng.choice([0.0, 0.1, 10.0]))
-        scheduler.add(key(name), SWAP_BOUND, levels(3), max_rows=rng.choice([1, 8]), swap_timing=swap_timing)
+        recovery_s = rng.choice([0.0, 0.1, 10.0])
+        scheduler.add(key(name), SWAP_BOUND, levels(3), max_rows=rng.choice([1, 8]), recovery_s=recovery_s)
     bound: dict[Ticket, int] = {}
     executions, now_s = 0, 0.0
     for _ in range(400):
@@ -599,7 +574,6 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
             asked = request(rng.choice(names), timeout_s=1e3 if urgent else None, priority=rng.randint(1, 3))
             waiting = len(scheduler)
             bound[scheduler.submit(now_s, asked)] = executions + (BYPASSES + 1) * (waiting + 1)
-        scheduler.peek(now_s)
         work = scheduler.next(now_s)
         if work is not None:
             executions += 1

@@ -90,7 +90,7 @@ class FakeEngine:
             raise ExecutionFailed(info.name, str(error)) from error
         busy_s = time.monotonic() - arrived_s
         timing = ExecutionTiming(arrived_s, arrived_s, busy_s, busy_s, rows=request.batch)
-        self._statistics[request.model].executed([timing], False, time.time())
+        self._statistics[request.model].executed([timing], time.time())
         return InferResult({name: _leased(array, lease) for name, array in outputs.items()}, timing)
 
     async def load(self, model: str, config: str | None) -> None: ...
@@ -103,8 +103,6 @@ class FakeEngine:
     def count_rejection(self, model: ModelKey, reason: str) -> None: ...
 
     def change_log(self, settings: LogSettings) -> None: ...
-
-    def prefetch(self, enabled: bool) -> None: ...
 
     async def close(self) -> bool:
         return True
