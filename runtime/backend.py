@@ -37,8 +37,6 @@ class Result:
     stall_s: float
     link_bytes: int
     timeline: Timeline | None = None
-    prefetched: bool = False
-    """Whether its first copies started during the run before."""
 
 
 class ProgramRunner(Protocol[P_contra]):
@@ -47,13 +45,6 @@ class ProgramRunner(Protocol[P_contra]):
     @property
     def lost(self) -> str | None:
         """Why nothing can run any more, or None while the device works."""
-        ...
-
-    def expect(self, program: P_contra | None, *, followed: bool = False) -> None:
-        """Announce the program that runs after the next run, so that its first copies may start during that run.
-
-        `followed`: its run will probably have a `follow`.
-        """
         ...
 
     def run(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -29,12 +28,9 @@ class LaneSpan:
     """Bytes copied."""
     stalled: bool = False
     """The op waited for copies and did not run yet."""
-    ahead: bool = False
-    """A copy that started before its own inference did."""
 
 
 class Note(msgspec.Struct, frozen=True):
-    program: Program
     step: Step | None
     """None for a whole inference, on a device without times per step."""
     start_s: float
@@ -54,49 +50,36 @@ class Recording:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.notes: list[Note] = []
-        self.earlier: Recording | None = None
-        """Of the prefix, where it was prefetched during the inference before."""
 
-    def by(self, program: Program) -> NoteStep:
-        """Return a call that notes a program's steps here: of this inference, or of the next one's prefetch."""
-        return partial(self.note, program)
-
-    def note(
-        self, program: Program, step: Step | None, start_s: float, end_s: float, stalled: bool = False
-    ) -> None:
-        self.notes.append(Note(program, step, start_s, end_s, stalled))
+    def note(self, step: Step | None, start_s: float, end_s: float, stalled: bool = False) -> None:
+        self.notes.append(Note(step, start_s, end_s, stalled))
 
     def measured(self, start_s: float) -> tuple[Span, ...]:
-        """Return the steps of this inference only, in the plan's order, with times counted from `start_s`."""
+        """Return the steps in the plan's order, with times counted from `start_s`."""
         spans = [
             Span(note.step.step, note.step.lane, note.start_s - start_s, note.end_s - start_s)
             for note in self.notes
-            if note.step is not None and note.program is self.program and not note.stalled
+            if note.step is not None and not note.stalled
         ]
         return tuple(sorted(spans, key=lambda span: span.step))
 
     def spans(self) -> Iterator[LaneSpan]:
-        """Yield every step with its name, the prefix first."""
-        if self.earlier is not None:
-            yield from self.earlier._spans(ahead=True)
-        yield from self._spans()
-
-    def _spans(self, ahead: bool = False) -> Iterator[LaneSpan]:
+        """Yield every step with its name."""
+        graph = self.program.graph
         # A relocatable program numbers its steps in its own way.
         planned = (step.op for step in self.program.plan.steps if isinstance(step, Compute))
         ops = {step.step: op for step, op in zip(self.program.computes, planned, strict=True)}
         for note in self.notes:
-            program, step, times = note.program, note.step, (note.start_s, note.end_s)
+            step, times = note.step, (note.start_s, note.end_s)
             match step:
                 case SwapStep():
-                    name = program.graph.tensors[step.tensor].name
-                    is_next = ahead or program is not self.program
-                    yield LaneSpan(program.graph.name, step.lane, name, *times, nbytes=step.nbytes, ahead=is_next)
+                    name = graph.tensors[step.tensor].name
+                    yield LaneSpan(graph.name, step.lane, name, *times, nbytes=step.nbytes)
                 case ComputeStep():
-                    name = program.graph.ops[ops[step.step]].name
-                    yield LaneSpan(program.graph.name, step.lane, name, *times, stalled=note.stalled)
+                    name = graph.ops[ops[step.step]].name
+                    yield LaneSpan(graph.name, step.lane, name, *times, stalled=note.stalled)
                 case None:
-                    yield LaneSpan(program.graph.name, "compute", "inference", *times)
+                    yield LaneSpan(graph.name, "compute", "inference", *times)
 
 
 Follow = Callable[[Recording], None]

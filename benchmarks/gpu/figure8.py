@@ -51,8 +51,6 @@ class Layout:
 
     programs: Sequence[Program]
     runner: Runner
-    ahead: bool
-    """Whether the next request's model may begin its copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ def _in_partitions(
                 backend.build(own, entry.plans[Bucket(1)], model.profiles[Bucket(1)], arena, bases, model.store)
             )
             backend.executor.load(programs[-1])
-        yield Layout(programs, backend.executor, deployment.layout == "partitioned")
+        yield Layout(programs, backend.executor)
     finally:
         for program in programs:
             backend.executor.release(program)
@@ -152,7 +150,7 @@ def _in_one_region(
             )
             for entry in deployment.entries
         ]
-        yield Layout(programs, shared, ahead=False)
+        yield Layout(programs, shared)
     finally:
         shared.close()
 
@@ -177,14 +175,12 @@ def _serve(backend: CudaBackend, layout: Layout, name: str, share: float, rate: 
     inputs = model_inputs(layout.programs[0])
     latencies: list[float] = []
     start_s = time.perf_counter()
-    for n, (at_s, number) in enumerate(arrivals):
+    for at_s, number in arrivals:
         now_s = time.perf_counter() - start_s
         if now_s > 1.5 * POINT_S:  # saturated: what is served is what counts
             break
         if at_s > now_s:
             time.sleep(at_s - now_s)
-        if layout.ahead and n + 1 < len(arrivals) and arrivals[n + 1][0] <= time.perf_counter() - start_s:
-            layout.runner.expect(layout.programs[arrivals[n + 1][1]])
         layout.runner.run(layout.programs[number], inputs)
         latencies.append(time.perf_counter() - start_s - at_s)
     served_per_s = len(latencies) / (time.perf_counter() - start_s)

@@ -92,7 +92,7 @@ def _cell(
 
 def _copy_rate(backend: CudaBackend, program: CudaProgram) -> float:
     """Bytes per second of a program's copies by themselves, one behind the other."""
-    commands = [i.command for i in program.schedule.whole.issues if isinstance(i.command, Copy)]
+    commands = [i.command for i in program.schedule.commands.issues if isinstance(i.command, Copy)]
     if not commands or program.staged:
         return 0.0
 
@@ -124,7 +124,7 @@ def _plain_rate(backend: CudaBackend, nbytes: int) -> float:
 
 def _launch_s(backend: CudaBackend, program: CudaProgram) -> float | None:
     """Host time of one replay; None for a program that is not a graph."""
-    graph, times = program.admission.whole, []
+    graph, times = program.admission.graph, []
     if graph is None:
         return None
     for _ in range(20):

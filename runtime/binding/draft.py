@@ -5,7 +5,6 @@ Drafting walks the plan once. A model that moves, or is loaded again, is bound t
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -124,8 +123,6 @@ class Draft:
     """Views that are outputs and belong to no op."""
     constants: Statics
     """Outputs that are parameters or views of them."""
-    prefix: int
-    """How many leading swap-ins go to the model's own partition and wait for nothing: they can be prefetched."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
     restored: Mapping[int, int]
@@ -175,7 +172,6 @@ class Drafter:
             ),
             final_calls=self._calls(final_calls, {}),
             constants=constants,
-            prefix=sum(1 for _ in takewhile(self._is_prefetchable, self.swap_ins)),
             epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
             restored={s.tensor: i for i, s in enumerate(self.swap_ins) if s.tensor in initial},
         )
@@ -245,12 +241,6 @@ class Drafter:
 
     def _nbytes(self, tensor: int) -> int:
         return self.graph.tensors[tensor].nbytes
-
-    def _is_prefetchable(self, swap: SwapStep) -> bool:
-        """Whether a swap-in goes to the partition, waits for nothing of this run, and is not part of the epilogue."""
-        in_partition = swap.address is not None and swap.address.region == "partition"
-        waits = swap.computes_before or swap.others_before
-        return in_partition and not waits and swap.step < self.plan.epilogue_start
 
     def _needed_by(self, instruction: Instruction) -> list[Instruction]:
         """Return the views that an op needs and that are not made yet, in order, and the op itself."""

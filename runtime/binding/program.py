@@ -66,11 +66,6 @@ class Program:
         return self.draft.graph
 
     @property
-    def prefix(self) -> int:
-        """How many leading swap-ins a run before may prefetch."""
-        return self.draft.prefix
-
-    @property
     def input_slots(self) -> tuple[int, ...]:
         return self.draft.trace.input_slots
 

@@ -36,19 +36,6 @@ class _Restored:
     tickets: dict[int, int]
 
 
-@dataclass(slots=True)
-class _Prefetch:
-    """The first copies of a program, submitted before the program's turn."""
-
-    program: Program
-    run: LaneRun
-    base: int
-    """The swap-in lane's counter before them."""
-    count: int
-    recording: Recording | None = None
-    """Of these copies, where the current run has no recording for them."""
-
-
 class CpuExecutor:
     """Runs programs one at a time, for one calling thread at a time.
 
@@ -66,9 +53,6 @@ class CpuExecutor:
         self._lost: str | None = None
         self._stale: set[str] = set()
         """Models whose residents may be wrong, because a copy failed."""
-        self._expected: Program | None = None
-        self._expected_is_followed = False
-        self._prefetch: _Prefetch | None = None
 
     def __enter__(self) -> "CpuExecutor":
         self.start()
@@ -104,8 +88,6 @@ class CpuExecutor:
         `follow` gets a recording of the copies. Raises DeviceError if the store cannot be read.
         """
         self._restored.pop(program.name, None)
-        self._retract()
-        self._expected = None
         recording = None if follow is None else Recording(program)
         run = self._new_run(recording)
         self._swap_in.submit(run, program.residents)
@@ -137,9 +119,7 @@ class CpuExecutor:
             self.load(replace(programs[0], name=name, residents=tuple(piece)))
 
     def release(self, program: Program) -> None:
-        """Release a program's spill buffers, and drop references to it."""
-        if self._expected is program:
-            self._expected = None
+        """Release a program's spill buffers."""
         for activation in program.offloaded:
             activation.close()
 
@@ -150,14 +130,6 @@ class CpuExecutor:
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
         self._swap_in.done.wait(self._swap_in.submitted)
-
-    def expect(self, program: Program | None, *, followed: bool = False) -> None:
-        """Announce the program that runs after the next run: the swap-in lane starts on its prefix when it is idle.
-
-        The prefix goes to free bytes of that model's own partition. If another program runs instead, the copies that
-        have not started are skipped.
-        """
-        self._expected, self._expected_is_followed = program, followed
 
     def run(
         self,
@@ -180,7 +152,7 @@ class CpuExecutor:
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
         restored = self._restored.get(program.name)
-        self._submit(program, run, recording)
+        self._submit(program, run)
         try:
             with torch.inference_mode():
                 stall_s = self._compute(program, run, frame, restored)
@@ -205,31 +177,15 @@ class CpuExecutor:
                 self._swap_in.finish(run)
         latency_s = time.perf_counter() - run.start_s
         timeline = self._timeline(program, run, recording) if traced and recording is not None else None
-        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline, run.prefetch is not None)
+        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
 
     def _new_run(self, recording: Recording | None) -> LaneRun:
-        note = None if recording is None else recording.by(recording.program)
-        return LaneRun(time.perf_counter(), self._computes.value, note=note)
+        bases = (self._computes.value, self._swap_in.submitted, self._swap_out.submitted)
+        return LaneRun(time.perf_counter(), *bases, note=None if recording is None else recording.note)
 
-    def _submit(self, program: Program, run: LaneRun, recording: Recording | None) -> None:
-        """Queue a run's copies but for those prefetched, then the next program's prefix, then the epilogue."""
-        first = 0
-        run.swap_out_base = self._swap_out.submitted
-        prefetch = self._prefetch
-        if prefetch is not None and prefetch.program is program:
-            self._prefetch = None
-            first = prefetch.count
-            run.parts.append((0, prefetch.base))
-            run.prefetch = prefetch.run
-            if recording is not None:
-                recording.earlier = prefetch.recording
-        else:
-            self._retract()
-        run.parts.append((first, self._swap_in.submitted))
-        self._swap_in.submit(run, program.swap_ins[first : program.epilogue])
-        self._prefetch_expected(program, recording)
-        run.parts.append((program.epilogue, self._swap_in.submitted))
-        self._swap_in.submit(run, program.swap_ins[program.epilogue :])
+    def _submit(self, program: Program, run: LaneRun) -> None:
+        """Queue a run's copies."""
+        self._swap_in.submit(run, program.swap_ins)
         if program.swap_outs:
             self._swap_out.start()
             self._swap_out.submit(run, program.swap_outs)
@@ -243,24 +199,6 @@ class CpuExecutor:
         self._swap_in.done.wait(run.swap_in_ticket(program.last_return))
         for activation in program.offloaded:
             activation.forget()
-
-    def _prefetch_expected(self, current: Program, recording: Recording | None) -> None:
-        """Submit the prefix of the program that runs next, noted in the current recording or in one of its own."""
-        expected, self._expected = self._expected, None
-        if expected is None or not expected.prefix or expected.name in (current.name, *self._stale):
-            return  # while a model runs, its own partition is in use
-        own = Recording(expected) if recording is None and self._expected_is_followed else None
-        noted = recording or own
-        note = None if noted is None else noted.by(expected)
-        run = LaneRun(time.perf_counter(), self._computes.value, note=note)
-        self._prefetch = _Prefetch(expected, run, self._swap_in.submitted, expected.prefix, own)
-        self._swap_in.submit(run, expected.swap_ins[: expected.prefix])
-
-    def _retract(self) -> None:
-        """Skip what has not started of a prefetch whose program does not run next after all."""
-        if self._prefetch is not None:
-            self._prefetch.run.is_retracted = True
-            self._prefetch = None
 
     def _compute(
         self,
@@ -298,7 +236,7 @@ class CpuExecutor:
 
         The next run of the model reloads its residents.
         """
-        for earlier in (run, run.prefetch, restored.run if restored is not None else None):
+        for earlier in (run, restored.run if restored is not None else None):
             if earlier is not None and earlier.error is not None:
                 self._stale.add(program.name)
                 self._note_loss(earlier.error)

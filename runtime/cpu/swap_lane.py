@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from runtime.binding.draft import SwapStep
 from runtime.recording import NoteStep
@@ -57,26 +57,19 @@ class LaneRun:
     start_s: float
     compute_base: int
     """The compute lane's counter before this run."""
-    swap_out_base: int = 0
+    swap_in_base: int
+    """The swap-in lane's counter before this run's swap-ins."""
+    swap_out_base: int
     """The swap-out lane's counter before this run's swap-outs."""
     error: BaseException | None = None
-    prefetch: "LaneRun | None" = None
-    """The earlier submission of this run's prefix."""
-    is_retracted: bool = False
-    """Copies that have not started are skipped."""
     note: NoteStep | None = None
     """Notes each step, for a run that is followed."""
     hand_over: Callable[[], None] | None = None
     """What to do with the notes after the last copy."""
-    parts: list[tuple[int, int]] = field(default_factory=list)
-    """Swap-ins are submitted in parts: (index of the part's first, the lane's counter before it)."""
 
     def swap_in_ticket(self, count: int) -> int:
-        """Return the ticket of the first `count` swap-ins."""
-        if count == 0:
-            return 0
-        first, base = next(part for part in reversed(self.parts) if part[0] < count)
-        return base + count - first
+        """Return the ticket of the first `count` swap-ins; 0 for none, so that no earlier run is waited for."""
+        return self.swap_in_base + count if count else 0
 
     def swap_out_ticket(self, count: int) -> int:
         """Return the ticket of the first `count` swap-outs."""
@@ -136,8 +129,7 @@ class SwapLane:
             if not steps:
                 _hand_over(run)
             for step in steps:
-                if not run.is_retracted:
-                    self._copy(run, step)
+                self._copy(run, step)
                 self.done.advance(self.done.value + 1)
 
     def _copy(self, run: LaneRun, step: SwapStep) -> None:

@@ -111,7 +111,7 @@ class CudaBackend:
     ) -> CudaProgram:
         """Check a plan and bind it; any thread. The executor admits it to the device when it is first loaded."""
         program = self._cache.build(lowered, plan, profile, arena, bases, store)
-        return prepare(self.driver, self.pinned_memory, lowered, program, profile, arena, bases, store)
+        return prepare(self.pinned_memory, lowered, program, profile, arena, bases, store)
 
     def relocatable(
         self,
@@ -122,9 +122,7 @@ class CudaBackend:
         bases: Bases,
         store: HostStore[torch.Tensor],
     ) -> CudaRelocatableModel:
-        return CudaRelocatableModel(
-            self.driver, self.pinned_memory, self._cache, lowered, plan, profile, arena, bases, store
-        )
+        return CudaRelocatableModel(self.pinned_memory, self._cache, lowered, plan, profile, arena, bases, store)
 
     def close(self) -> None:
         """Release every program, and unpin all memory."""

@@ -4,25 +4,20 @@ from runtime.cuda.api import CapturedGraph
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Streams
 from runtime.cuda.program import CudaProgram
-from runtime.cuda.schedule import LINK_FREE, Commands
 from runtime.errors import CaptureFailed
 
 
 def capture(streams: Streams, program: CudaProgram) -> None:
     """Capture a program, in place; `admission.refused` says why not. No work may be in progress."""
-    graphs = program.admission
-    if graphs.refused is not None:
+    admission = program.admission
+    if admission.refused is not None:
         return
     taken_bytes = _taken_bytes(streams)
     try:
-        graphs.whole = _graph(streams, program, program.schedule.whole)
-        graphs.rest = graphs.whole
-        if program.schedule.rest is not program.schedule.whole:
-            graphs.rest = _graph(streams, program, program.schedule.rest)
+        admission.graph = _graph(streams, program)
     except CaptureFailed as error:
-        graphs.whole = graphs.rest = None
-        graphs.refused = str(error)
-    graphs.graph_bytes = max(0, _taken_bytes(streams) - taken_bytes)
+        admission.refused = str(error)
+    admission.graph_bytes = max(0, _taken_bytes(streams) - taken_bytes)
 
 
 def _taken_bytes(streams: Streams) -> int:
@@ -31,11 +26,10 @@ def _taken_bytes(streams: Streams) -> int:
     return memory.total_bytes - memory.free_bytes
 
 
-def _graph(streams: Streams, program: CudaProgram, commands: Commands) -> CapturedGraph:
-    driver = streams.driver
+def _graph(streams: Streams, program: CudaProgram) -> CapturedGraph:
+    driver, commands = streams.driver, program.schedule.commands
     frame = program.new_frame()
     events = [driver.event() for _ in range(commands.events)]
-    events[LINK_FREE] = program.link_free
     perform = program.performing(driver, frame)
     with driver.on(streams.compute):
         return driver.capture(

@@ -1,12 +1,10 @@
 """The CUDA executor: one launch per inference where the program could be captured, streams and events elsewhere.
 
     compute   | inputs, kernels, outputs of A          | ... of B                    one graph each, copies inside
-    swap_in   |    (A's copies) | prefix of B          | epilogue of A ...           copies between inferences
+    swap_in   |    (A's copies)                        | epilogue of A ...           copies between inferences
 
 The thread that calls `run` waits for the outputs, so an inference begins when the kernels of the one before have
-ended. What it must still wait for on the device are copies to its own partition: the epilogue of its model's last
-run, and its prefix. Copies needed soonest go first: B's prefix before A's epilogue, and, while the next request is
-known, A's epilogue after B's own copies.
+ended. What it must still wait for on the device is the epilogue of its model's last run.
 """
 
 import logging
@@ -22,14 +20,12 @@ import torch
 from planner.errors import CohabitError, format_bytes
 from runtime.backend import Result
 from runtime.captures import Capture
-from runtime.cuda.api import CapturedGraph, Event
 from runtime.cuda.capture import capture
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Streams
 from runtime.cuda.profiling.dry_run import fitting_pools
 from runtime.cuda.profiling.stopwatch import CudaStopwatch
 from runtime.cuda.program import CudaProgram
-from runtime.cuda.schedule import Commands
 from runtime.cuda.transfers import Feeder, Transfer, Transfers
 from runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
 from runtime.recording import Follow, Recording
@@ -62,11 +58,6 @@ class CudaExecutor:
         self._answered = self._driver.event()
         self._stale: set[str] = set()
         """Models whose residents may be wrong, because a copy or a kernel failed."""
-        self._expected: CudaProgram | None = None
-        self._ahead: CudaProgram | None = None
-        """The program whose prefix was submitted before its turn."""
-        self._epilogue: CudaProgram | None = None
-        """The program whose epilogue is deferred until the next inference has been issued."""
         self._admitted: list[CudaProgram] = []
 
     def start(self) -> None:
@@ -113,30 +104,19 @@ class CudaExecutor:
     def _load_residents(self, program: CudaProgram) -> None:
         with self._faults(program):
             self._adopt()
-            self._ahead = None
-            self._flush_epilogue()
-            self._transfers.take(program.name)
             transfer = self._transfers.submit(program, program.schedule.residents)
             self._transfers.take(program.name)
             self._driver.synchronize(transfer.event)
-            _raise_if_failed(program, [transfer])
+            _raise_if_failed(program, transfer)
             self._stale.discard(program.name)
 
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
-        self._flush_epilogue()
         self._feeder.drain()
         end = self._driver.event()
         with self._driver.on(self._streams.swap_in):
             self._driver.record(end)
         self._driver.synchronize(end)
-
-    def expect(self, program: CudaProgram | None, *, followed: bool = False) -> None:
-        """Announce the program that runs after the next run: its prefix is copied after that run's own copies.
-
-        The prefix goes to free bytes of that model's own partition, so a wrong guess costs only the copies.
-        """
-        self._expected = program
 
     def run(
         self,
@@ -152,7 +132,6 @@ class CudaExecutor:
         start = time.perf_counter()
         if program.admission.pool is None or program.name in self._stale:
             self.load(program)
-        prefetched = self._ahead is program
         with self._faults(program):
             watch = CudaStopwatch(self._driver, program) if traced else None
             self._issue(program, inputs, watch)
@@ -162,56 +141,43 @@ class CudaExecutor:
             self._submit_epilogue(program, watch)
         if follow is not None:
             recording = Recording(program)
-            recording.note(program, None, start, start + latency_s)
+            recording.note(None, start, start + latency_s)
             follow(recording)
         stall_s = 0.0 if program.compute_s is None else max(0.0, latency_s - program.compute_s)
         timeline = None
         if watch is not None:
             self.settle()
             timeline = watch.timeline()
-        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline, prefetched)
+        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
 
     def capture(self, program: CudaProgram) -> Capture | None:
         """Return how a program is issued; None before it is loaded. Any thread."""
         ready = program.admission
         if ready.pool is None:
             return None
-        graphs = len({id(graph) for graph in (ready.whole, ready.rest) if graph is not None})
-        return Capture(graphs, ready.graph_bytes, ready.refused)
+        return Capture(int(ready.graph is not None), ready.graph_bytes, ready.refused)
 
     def _issue(self, program: CudaProgram, inputs: Sequence[torch.Tensor], watch: CudaStopwatch | None) -> None:
-        """Issue everything up to the outputs, and the copies that may overlap with it."""
-        expected, self._expected = self._expected, None
-        ahead, self._ahead = self._ahead, None
-        if self._epilogue is not None and self._epilogue.name == program.name:
-            self._flush_epilogue()
-        earlier = self._transfers.take(program.name)
-        _raise_if_failed(program, earlier)
+        """Issue everything up to the outputs."""
+        epilogue = self._transfers.take(program.name)
+        if epilogue is not None:
+            _raise_if_failed(program, epilogue)
+            with self._driver.on(self._streams.compute):
+                self._driver.wait(epilogue.event)
         program.buffers.fill(inputs)
-        with self._driver.on(self._streams.compute):
-            for transfer in earlier:
-                self._driver.wait(transfer.event)
-        commands = program.schedule.rest if ahead is program else program.schedule.whole
-        graph = program.admission.rest if ahead is program else program.admission.whole
+        graph = program.admission.graph
         if watch is None and graph is not None and program.buffers.are_whole:
-            after = self._replay(program, graph)
+            with self._driver.on(self._streams.compute):
+                graph.replay()
         else:
             with self._shared.exclusive:  # until its activations are gone, too
-                after = self._stream(program, commands, watch)
+                self._stream(program, watch)
         with self._driver.on(self._streams.compute):
             self._driver.record(self._answered)
-        if expected is not None and expected.name not in (program.name, *self._stale):
-            self._transfers.submit(expected, expected.schedule.prefix, after)
-            self._ahead = expected
-        self._flush_epilogue(after)
 
-    def _replay(self, program: CudaProgram, graph: CapturedGraph) -> Event:
-        with self._driver.on(self._streams.compute):
-            graph.replay()
-        return program.link_free
-
-    def _stream(self, program: CudaProgram, commands: Commands, watch: CudaStopwatch | None) -> Event | None:
+    def _stream(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
         """Issue command by command. The swap-in stream's own order puts later copies after these."""
+        commands = program.schedule.commands
         frame = program.new_frame()
         events = [self._driver.event() for _ in range(commands.events)]
         perform = program.performing(self._driver, frame)
@@ -222,23 +188,14 @@ class CudaExecutor:
         feeder = self._feeder if program.staged else None
         with self._driver.allocating(program.pool):
             issue_inference(self._streams, program, commands, events, frame, perform, feeder)
-        return None
 
     def _submit_epilogue(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
-        """Submit the epilogue, or defer it if the next inference is known."""
         copies = program.schedule.epilogue
         if watch is not None:
             perform = watch.timing(program.performing(self._driver, []))
-            self._transfers.submit(program, copies, perform=perform)
-        elif self._ahead is not None and copies:
-            self._epilogue = program
+            self._transfers.submit(program, copies, perform)
         elif copies:
             self._transfers.submit(program, copies)
-
-    def _flush_epilogue(self, after: Event | None = None) -> None:
-        program, self._epilogue = self._epilogue, None
-        if program is not None:
-            self._transfers.submit(program, program.schedule.epilogue, after)
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
@@ -264,7 +221,7 @@ class CudaExecutor:
                 refused = refused or error
         self._admitted.append(program)
         capture(self._streams, program)
-        if program.admission.whole is not None:
+        if program.admission.graph is not None:
             self.run(program, program.examples())
             self.settle()
         else:
@@ -288,11 +245,10 @@ class CudaExecutor:
             )
 
     def release(self, program: CudaProgram) -> None:
-        """Release the graphs, the pool and the buffers of a program that will not run any more."""
+        """Release the graph, the pool and the buffers of a program that will not run any more."""
         if self._shared.lost is not None:
             return  # a device that does not answer releases nothing before the process ends
         self.settle()
-        self._ahead = self._expected = None
         self._admitted = [p for p in self._admitted if p is not program]
         with self._shared.exclusive:
             program.close()
@@ -332,8 +288,7 @@ def _raise_if_refused(program: CudaProgram) -> None:
         )
 
 
-def _raise_if_failed(program: CudaProgram, transfers: Sequence[Transfer]) -> None:
-    """Raise DeviceError if one of the transfers failed."""
-    for transfer in transfers:
-        if transfer.error is not None:
-            raise DeviceError(f"{program.graph.name}: a copy failed: {transfer.error}") from transfer.error
+def _raise_if_failed(program: CudaProgram, transfer: Transfer) -> None:
+    """Raise DeviceError if the transfer failed."""
+    if transfer.error is not None:
+        raise DeviceError(f"{program.graph.name}: a copy failed: {transfer.error}") from transfer.error

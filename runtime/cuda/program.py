@@ -1,4 +1,4 @@
-"""Programs prepared for a CUDA device: schedule, copies, fixed buffers, pool, and captured graphs."""
+"""Programs prepared for a CUDA device: schedule, copies, fixed buffers, pool, and captured graph."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,7 +11,7 @@ from planner.plan import Plan
 from planner.profile import Profile
 from runtime.binding.cache import ProgramCache
 from runtime.binding.program import Bases, Program
-from runtime.cuda.api import AllocatorPool, CapturedGraph, Driver, Event
+from runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from runtime.cuda.buffers import Buffers
 from runtime.cuda.issue import Perform
 from runtime.cuda.pool_range import pool_range
@@ -34,14 +34,11 @@ class AdmissionState:
     """What a program gets when it is admitted to the device, by the thread that owns the device."""
 
     pool: AllocatorPool | None = None
-    whole: CapturedGraph | None = None
-    """The captured program that copies the prefix itself."""
-    rest: CapturedGraph | None = None
-    """The one that expects the prefix to be there."""
+    graph: CapturedGraph | None = None
     refused: str | None = None
-    """Why there are no graphs."""
+    """Why there is no graph."""
     graph_bytes: int = 0
-    """Device memory that the graphs take outside of the arena."""
+    """Device memory that the graph takes outside of the arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,6 @@ class CudaProgram(Program):
     """The bytes of the arena for activations and scratch."""
     examples: Callable[[], list[torch.Tensor]]
     device: torch.device
-    link_free: Event
-    """Reached when the last copy of a replayed graph has ended."""
     staged: bool
     """Copies pass through host code, which no graph can contain."""
     compute_s: float | None
@@ -94,15 +89,15 @@ class CudaProgram(Program):
             activation.forget()
 
     def close(self) -> None:
-        """Release graphs, pool, buffers and spill buffers. Nothing may be in progress."""
+        """Release graph, pool, buffers and spill buffers. Nothing may be in progress."""
         for activation in self.offloaded:
             activation.close()
         admission = self.admission
-        for graph in {id(g): g for g in (admission.whole, admission.rest) if g is not None}.values():
-            graph.close()
+        if admission.graph is not None:
+            admission.graph.close()
         if admission.pool is not None:
             admission.pool.close()
-        admission.whole = admission.rest = admission.pool = None
+        admission.graph = admission.pool = None
         admission.graph_bytes = 0
         if not self.borrows_buffers:
             self.buffers.close()
@@ -141,7 +136,6 @@ class CudaRelocatableModel(RelocatableModel):
 
     def __init__(
         self,
-        driver: Driver,
         pinned: PinnedMemory,
         cache: ProgramCache,
         lowered: Lowered,
@@ -152,8 +146,7 @@ class CudaRelocatableModel(RelocatableModel):
         store: HostStore[Any],
     ) -> None:
         super().__init__(cache, lowered, plan, profile, arena, store)
-        self._driver = driver
-        self.home = prepare(driver, pinned, lowered, self.home, profile, arena, bases, store)
+        self.home = prepare(pinned, lowered, self.home, profile, arena, bases, store)
         self._shared_admission = AdmissionState(refused=_RELOCATED)
 
     def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> CudaProgram:
@@ -163,14 +156,12 @@ class CudaRelocatableModel(RelocatableModel):
             own,
             schedule=scheduled,
             copies=_prepared_copies(scheduled, self._arena, self._store),
-            link_free=self._driver.event(external=True),
             admission=AdmissionState(refused=own.admission.refused) if lasting else self._shared_admission,
             borrows_buffers=True,
         )
 
 
 def prepare(
-    driver: Driver,
     pinned: PinnedMemory,
     lowered: Lowered,
     program: Program,
@@ -202,7 +193,6 @@ def prepare(
         examples=lambda: lowered.examples(program.bucket),
         admission=AdmissionState(refused=_obstacle(lowered.traces[program.bucket], staged=store.staged)),
         device=arena.device,
-        link_free=driver.event(external=True),
         staged=store.staged,
         compute_s=None if profile is None else profile.compute_s,
         tf32=lowered.options.tf32,
@@ -225,7 +215,6 @@ def _prepared_copies(
     scheduled: IssueSchedule, arena: DeviceArena[torch.Tensor], store: HostStore[torch.Tensor]
 ) -> dict[Copy, Callable[[], None]]:
     """Return every copy of a schedule, ready to be issued."""
-    copies = {c for part in (scheduled.prefix, scheduled.epilogue, scheduled.residents) for c in part}
-    for commands in (scheduled.whole, scheduled.rest):
-        copies |= {i.command for i in commands.issues if isinstance(i.command, Copy)}
+    copies = {*scheduled.epilogue, *scheduled.residents}
+    copies |= {i.command for i in scheduled.commands.issues if isinstance(i.command, Copy)}
     return {c: store.copy(c.segment, arena.bytes(c.offset, c.nbytes)) for c in copies}

@@ -25,8 +25,6 @@ MOST_BYTES = 8 << 20
 
 FORK = 0
 """The event after which the swap-in lane begins, unless its first copy waits for an op."""
-LINK_FREE = 1
-"""The event after the last copy."""
 
 LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 
@@ -101,7 +99,7 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """What is issued together, with events numbered from 0. `LINK_FREE` is for others to wait for."""
+    """What is issued together, with events numbered from 0."""
 
     issues: tuple[Issue, ...]
     events: int
@@ -109,14 +107,9 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class IssueSchedule:
-    """One inference. `whole` copies the prefix, `rest` expects it to be there; otherwise they are the same.
+    """One inference. The epilogue starts when everything else has ended."""
 
-    The epilogue starts when everything else has ended.
-    """
-
-    whole: Commands
-    rest: Commands
-    prefix: tuple[Copy, ...]
+    commands: Commands
     epilogue: tuple[Copy, ...]
     residents: tuple[Copy, ...]
 
@@ -127,17 +120,12 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
     `join`: whether the store can copy several segments at once.
     """
     most_bytes = MOST_BYTES if join else 0
-    swap_ins = program.swap_ins
     needed = max((c.swap_ins_before for c in program.computes), default=0)
     if program.constants:
         needed = max(needed, program.epilogue)
-    prefix = min(program.prefix, needed)
-    whole = _commands(program, 0, needed, most_bytes)
     return IssueSchedule(
-        whole=whole,
-        rest=_commands(program, prefix, needed, most_bytes) if prefix else whole,
-        prefix=joined(swap_ins[:prefix], 0, most_bytes),
-        epilogue=joined(swap_ins[needed:], needed, most_bytes),
+        commands=_commands(program, needed, most_bytes),
+        epilogue=joined(program.swap_ins[needed:], needed, most_bytes),
         residents=joined(program.residents, 0, most_bytes),
     )
 
@@ -188,22 +176,20 @@ class _Placed:
 _NOTHING: _Ended = (0, 0)
 
 
-def _commands(program: Program, start: int, end: int, most_bytes: int) -> Commands:
-    """Return kernels, swap-outs, and swap-ins [start, end); earlier ones have been made."""
-    placed = sorted(_placed(program, start, end, most_bytes), key=lambda p: p.step)
-    waits = _waits(placed, start)
+def _commands(program: Program, end: int, most_bytes: int) -> Commands:
+    """Return kernels, swap-outs, and the first `end` swap-ins."""
+    placed = sorted(_placed(program, end, most_bytes), key=lambda p: p.step)
+    waits = _waits(placed)
     waited = sorted({position for positions in waits.values() for position in positions})
-    events = {position: n for n, position in enumerate(waited, LINK_FREE + 1)}
-    count = LINK_FREE + 1 + len(events)
-    copies = [n for n, p in enumerate(placed) if p.lane == "swap_in"]
+    events = {position: n for n, position in enumerate(waited, FORK + 1)}
+    count = FORK + 1 + len(events)
+    first = next((n for n, p in enumerate(placed) if p.lane == "swap_in"), None)
     issues: list[Issue] = []
-    if copies and copies[0] not in waits:
+    if first is not None and first not in waits:
         issues = [Issue("compute", Record(FORK)), Issue("swap_in", Wait(FORK))]
     for position, item in enumerate(placed):
         issues += [Issue(item.lane, Wait(events[other])) for other in waits.get(position, ())]
         issues.append(Issue(item.lane, item.command))
-        if copies and position == copies[-1]:
-            issues.append(Issue(item.lane, Record(LINK_FREE)))
         if position in events:
             issues.append(Issue(item.lane, Record(events[position])))
     for lane in LANES[1:]:  # a graph ends on one lane
@@ -215,7 +201,7 @@ def _commands(program: Program, start: int, end: int, most_bytes: int) -> Comman
     return Commands(tuple(issues), count)
 
 
-def _placed(program: Program, start: int, end: int, most_bytes: int) -> Iterator[_Placed]:
+def _placed(program: Program, end: int, most_bytes: int) -> Iterator[_Placed]:
     """Commands lane by lane; of one step, those of the compute lane come first."""
     for index, compute in enumerate(program.computes):
         needs: dict[Lane, _Ended] = {
@@ -228,7 +214,7 @@ def _placed(program: Program, start: int, end: int, most_bytes: int) -> Iterator
         refilled[change.step] = change.ends
         yield change
     latest = 0
-    for first, part in _parts(program.swap_ins[:end], start):
+    for first, part in _parts(program.swap_ins[:end]):
         if part[0].activation is not None:
             at = part[0].step
             yield _Placed(at, "swap_in", Return(first), {"compute": refilled[at]}, (first + 1, 0))
@@ -244,9 +230,10 @@ def _placed(program: Program, start: int, end: int, most_bytes: int) -> Iterator
         yield _Placed(step.step, "swap_out", Save(index), needs, (index + 1, 0))
 
 
-def _parts(swap_ins: Sequence[SwapStep], start: int) -> Iterator[tuple[int, Sequence[SwapStep]]]:
-    """Runs of parameters, and activations one by one, each with the index of its first, from an index on."""
-    for comes_back, part in groupby(swap_ins[start:], key=lambda s: s.activation is not None):
+def _parts(swap_ins: Sequence[SwapStep]) -> Iterator[tuple[int, Sequence[SwapStep]]]:
+    """Runs of parameters, and activations one by one, each with the index of its first."""
+    start = 0
+    for comes_back, part in groupby(swap_ins, key=lambda s: s.activation is not None):
         steps = list(part)
         if comes_back:
             yield from ((start + n, [step]) for n, step in enumerate(steps))
@@ -281,10 +268,9 @@ def _changes(program: Program) -> Iterator[_Placed]:
             yield _Placed(index, "compute", Empty(number[step.tensor]), needs, ended)
 
 
-def _waits(placed: Sequence[_Placed], start: int) -> dict[int, list[int]]:
+def _waits(placed: Sequence[_Placed]) -> dict[int, list[int]]:
     """Return the positions that each command waits for, without those that lane order or another wait implies."""
     known: dict[Lane, dict[Lane, _Ended]] = {lane: dict.fromkeys(LANES, _NOTHING) for lane in LANES}
-    known["compute"]["swap_in"] = known["swap_out"]["swap_in"] = (start, 0)
     after: list[dict[Lane, _Ended]] = []
     waits: dict[int, list[int]] = {}
     for position, item in enumerate(placed):

@@ -1,4 +1,4 @@
-"""Copies between inferences: residents, prefixes of the next program, epilogues of the last one.
+"""Copies between inferences: residents and epilogues.
 
 They go to the swap-in stream in the order in which they are submitted. Copies from pinned memory are issued at once;
 those through the staging ring by a thread of their own, which waits for the ring so that the engine need not.
@@ -42,45 +42,37 @@ class Transfers:
     def __init__(self, streams: Streams, feeder: Feeder) -> None:
         self._streams = streams
         self._feeder = feeder
-        self._pending: dict[str, list[Transfer]] = {}
+        self._pending: dict[str, Transfer] = {}
 
-    def submit(
-        self,
-        program: CudaProgram,
-        copies: Sequence[Copy],
-        after: Event | None = None,
-        perform: Perform | None = None,
-    ) -> Transfer:
-        """Issue copies after everything submitted so far, and after an event."""
+    def submit(self, program: CudaProgram, copies: Sequence[Copy], perform: Perform | None = None) -> Transfer:
+        """Issue copies after everything submitted so far."""
         transfer = Transfer(self._streams.driver.event())
         carry_out = perform or program.performing(self._streams.driver, [])
 
         def work() -> None:
             try:
-                self._issue(copies, after, transfer.event, carry_out)
+                self._issue(copies, transfer.event, carry_out)
             except Exception as error:  # the thread continues, and the model's next run receives the error
                 transfer.error = error
             transfer.issued.set()
 
-        self._pending.setdefault(program.name, []).append(transfer)
+        self._pending[program.name] = transfer
         if program.staged:
             self._feeder.submit(work)
         else:
             work()
         return transfer
 
-    def take(self, model: str) -> list[Transfer]:
-        """Return a model's transfers since the last call, all of them issued."""
-        transfers = self._pending.pop(model, [])
-        for transfer in transfers:
+    def take(self, model: str) -> Transfer | None:
+        """Return a model's last transfer once it has been issued; None if there was none since the last call."""
+        transfer = self._pending.pop(model, None)
+        if transfer is not None:
             transfer.issued.wait()
-        return transfers
+        return transfer
 
-    def _issue(self, copies: Sequence[Copy], after: Event | None, event: Event, perform: Perform) -> None:
+    def _issue(self, copies: Sequence[Copy], event: Event, perform: Perform) -> None:
         driver = self._streams.driver
         with driver.on(self._streams.swap_in):
-            if after is not None:
-                driver.wait(after)
             try:
                 for copy in copies:
                     perform(copy)

@@ -140,9 +140,6 @@ class SharedRegion:
         result.link_bytes = sum(uses.nbytes[fetch.segment] for fetch in fetch_plan.fetches)
         return result
 
-    def expect(self, program: Program | None, *, followed: bool = False) -> None:
-        """Do nothing: the next model has no bytes of its own to prefetch into."""
-
     def capture(self, program: Program) -> Capture | None:
         """Return how a model's programs are issued. Any thread."""
         model = self._models[program.name, program.bucket]

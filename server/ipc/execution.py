@@ -41,8 +41,6 @@ class DeviceSpan(msgspec.Struct, frozen=True):
     nbytes: int = 0
     stalled: bool = False
     """Whether the span is a stall of the op, which waited for parameters."""
-    ahead: bool = False
-    """Whether the copy began before its own execution."""
     compute_lane: int = 0
     """The compute lane that executed the request."""
 

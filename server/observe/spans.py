@@ -68,7 +68,7 @@ def _lane_label(span: DeviceSpan) -> tuple[str, dict[str, Any]]:
         return "swap stall", {"op": span.name}
     if span.lane == "compute":
         return span.name, {}
-    return span.name, {"bytes": span.nbytes, "ahead": span.ahead}
+    return span.name, {"bytes": span.nbytes}
 
 
 def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:

@@ -47,7 +47,7 @@ def test_every_construct_equals_eager_and_has_the_same_bits_at_every_budget(
             store,
         )
         backend.executor.load(program)
-        assert (program.admission.whole is None) == (program.admission.refused is not None)
+        assert (program.admission.graph is None) == (program.admission.refused is not None)
         if program.admission.refused is not None and not program.staged:
             assert (
                 "the test says so" in program.admission.refused or NOT_CAPTURED[name] in program.admission.refused

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planner.shapes import Bucket
 from runtime.binding.program import Bases
 from runtime.captures import Capture
 from runtime.cuda.backend import CudaBackend
@@ -18,7 +17,7 @@ from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_streams, opened
 from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.plans import streaming_plan
-from tests.runtime.test_executor import evicting_plan, prefix_plan
+from tests.runtime.test_executor import evicting_plan
 
 MIB = 1 << 20
 
@@ -52,44 +51,12 @@ def beside(bench: Bench, plan: object, offset: int, name: str) -> CudaProgram:
     return program
 
 
-def test_the_next_model_s_prefix_goes_before_this_one_s_epilogue_which_waits_for_the_next(bench: Bench) -> None:
-    first = beside(bench, evicting_plan(bench.graph), 0, "a")
-    second = beside(bench, prefix_plan(bench.graph), 4 * MIB, "b")
-    driver, examples = driver_of(bench), bench.lowered.examples(Bucket(2))
-    assert len(first.schedule.epilogue) == len(second.schedule.prefix) == 1
-    driver.calls.clear()
-    bench.executor.expect(second)
-    bench.executor.run(first, examples)
-    prefix = ["wait", "copy", "record"]
-    # The first wait is for the epilogue of its model's last run.
-    assert driver.calls == ["wait", "replay", "record", *prefix, "synchronize"], "no epilogue yet"
-    driver.calls.clear()
-    bench.executor.run(second, examples)
-    epilogue = ["wait", "copy", "record"]
-    assert driver.calls == ["wait", "replay", "record", *epilogue, "synchronize"], "behind the next one's copies"
-
-
-def test_nobody_expected_the_epilogue_follows_at_once(bench: Bench) -> None:
+def test_the_epilogue_is_issued_after_the_outputs_and_waited_for_by_the_next_run(bench: Bench) -> None:
     program = beside(bench, evicting_plan(bench.graph), 0, "a")
     driver = driver_of(bench)
     driver.calls.clear()
     bench.run(program)
     assert driver.calls == ["wait", "replay", "record", "synchronize", "copy", "record"]
-
-
-def test_a_prefix_that_is_there_is_not_in_the_graph_that_is_replayed(bench: Bench) -> None:
-    program = beside(bench, prefix_plan(bench.graph), 0, "a")
-    other = beside(bench, resident_plan(bench.graph), 4 * MIB, "b")
-    ready = program.admission
-    assert ready.whole is not ready.rest
-    bench.executor.expect(program)
-    bench.run(other)
-    replayed: list[object] = []
-    for graph in (ready.whole, ready.rest):
-        graph.replay = lambda graph=graph, replay=graph.replay: (replayed.append(graph), replay())  # type: ignore[union-attr, method-assign]
-    bench.run(program)
-    bench.run(program)
-    assert replayed == [ready.rest, ready.whole]
 
 
 def test_a_lost_device_is_said_to_every_request(bench: Bench) -> None:
@@ -154,7 +121,7 @@ def test_a_released_program_holds_no_memory(bench: Bench) -> None:
     driver = driver_of(bench)
     pinned_bytes = driver.pinned_bytes
     program = beside(bench, streaming_plan(bench.graph), 0, "a")
-    pool, graph = program.admission.pool, program.admission.whole
+    pool, graph = program.admission.pool, program.admission.graph
     assert driver.pinned_bytes > pinned_bytes
     assert isinstance(bench.backend, CudaBackend)
     bench.backend.executor.release(program)
@@ -171,14 +138,14 @@ def test_stalls_are_what_an_inference_takes_beyond_its_kernels(bench: Bench) -> 
     assert 0 < result.stall_s < result.latency_s
 
 
-def test_a_captured_program_says_what_its_graphs_take_and_another_why_there_are_none(bench: Bench) -> None:
+def test_a_captured_program_says_what_its_graph_takes_and_another_why_there_is_none(bench: Bench) -> None:
     driver = driver_of(bench)
     driver.graph_bytes = 1000
-    two = beside(bench, prefix_plan(bench.graph), 0, "a")
-    assert bench.executor.capture(two) == Capture(2, 2000, None), "with its prefix, and without"
+    captured = beside(bench, streaming_plan(bench.graph), 0, "a")
+    assert bench.executor.capture(captured) == Capture(1, 1000, None)
     driver.uncapturable = "an op asks the host"
     refused = beside(bench, resident_plan(bench.graph), 4 * MIB, "b")
     assert bench.executor.capture(refused) == Capture(0, 0, "an op asks the host")
-    bench.executor.release(two)
-    assert bench.executor.capture(two) is None
+    bench.executor.release(captured)
+    assert bench.executor.capture(captured) is None
     assert driver.graphs == 0

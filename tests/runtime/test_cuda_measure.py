@@ -103,4 +103,4 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered) -> None:
         expected = models.Wide(4, 264).eval()(*lowered.examples(Bucket(2)))
     backend.executor.load(program)
     assert torch.equal(backend.executor.run(program, lowered.examples(Bucket(2))).outputs[0], expected)
-    assert program.admission.whole is not None
+    assert program.admission.graph is not None

@@ -110,14 +110,14 @@ def test_without_any_one_wait_some_order_goes_wrong(
     name: str, make: Callable[[int], CudaBackend], lowered: Lowered, expected: torch.Tensor
 ) -> None:
     plan = PLANS[name](lowered.graphs[Bucket(2)])
-    whole = schedule_of(lowered, plan).whole
-    kinds = {type(item.command) for item in whole.issues}
+    commands = schedule_of(lowered, plan).commands
+    kinds = {type(item.command) for item in commands.issues}
     assert {Save, Empty, Refill, Return} <= kinds
-    waits = [item for item in whole.issues if isinstance(item.command, Wait)]
-    for left_out in range(wait_count(whole)):
+    waits = [item for item in commands.issues if isinstance(item.command, Wait)]
+    for left_out in range(wait_count(commands)):
         if make is fake_streams and waits[left_out].command == Wait(0):
             continue  # by it the copies join a capture; streams do without
-        with lowering(lambda s, n=left_out: replace(s, whole=without(s.whole, n), rest=without(s.whole, n))):  # type: ignore[misc]
+        with lowering(lambda s, n=left_out: replace(s, commands=without(s.commands, n))):  # type: ignore[misc]
             assert goes_wrong(make, lowered, plan, expected), f"wait {left_out} of {name} is not needed"
 
 

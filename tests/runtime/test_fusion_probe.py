@@ -117,7 +117,7 @@ def served(backend: CudaBackend, lowered: Lowered) -> list[torch.Tensor]:
         arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
         program = backend.build(lowered, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
         backend.executor.load(program)
-        assert program.admission.whole is not None
+        assert program.admission.graph is not None
         outputs += backend.executor.run(program, lowered.examples(Bucket(2))).outputs
     return outputs
 

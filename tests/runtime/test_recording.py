@@ -21,7 +21,7 @@ from tests.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_stre
 from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.observing import observed
 from tests.runtime.plans import streaming_plan
-from tests.runtime.test_executor import beside, evicting_plan, prefix_plan
+from tests.runtime.test_executor import evicting_plan
 
 
 @pytest.fixture
@@ -64,7 +64,6 @@ def test_a_followed_run_says_what_each_lane_did_in_order(bench: Bench) -> None:
         copied = [graph.tensors[s.tensor] for s in steps if isinstance(s, SwapIn)]
         assert [(s.name, s.nbytes) for s in on("swap_in", spans)] == [(t.name, t.nbytes) for t in copied]
         assert {s.model for s in spans} == {"wide"}
-        assert not any(s.ahead for s in spans)
         for lane in ("compute", "swap_in"):
             assert all(a.end_s <= b.start_s for a, b in pairwise(on(lane, spans)))
 
@@ -107,42 +106,6 @@ def test_a_stall_is_told_with_the_op_that_waited(bench: Bench, monkeypatch: pyte
     assert stalls[0].name == on("compute", spans)[0].name
     assert sum(s.end_s - s.start_s for s in stalls) == pytest.approx(result.stall_s)
     assert stalls[0].end_s >= on("swap_in", spans)[0].end_s
-
-
-@pytest.mark.parametrize("followed", ["first", "second", "both"])
-def test_the_next_models_prefix_begins_while_this_one_computes(bench: Bench, followed: str) -> None:
-    mail = {name: Mailbox() for name in ("first", "second")}
-    store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
-    plan = prefix_plan(bench.graph)
-    first = beside(bench, plan, 32 << 20, "a")
-    second = beside(bench, plan, 48 << 20, "b", store)
-    assert isinstance(bench.executor, CpuExecutor)
-    last = first.computes[-1].step
-
-    def wait(step: int, frame: list[object]) -> None:
-        if step == last:
-            assert store.begun.wait(WAIT_S), "the prefix has not begun"
-
-    inputs, follows = (
-        bench.lowered.examples(Bucket(2)),
-        {n: mail[n] if followed in (n, "both") else None for n in mail},
-    )
-    bench.executor.expect(second, followed=followed != "first")
-    bench.executor.run(observed(first, wait), inputs, follow=follows["first"])
-    store.open.set()
-    bench.executor.run(second, inputs, follow=follows["second"])
-    told = {name: mail[name].next() for name in mail if follows[name] is not None}
-    assert not any(box.recordings for box in mail.values())
-    copies = {name: [s for s in on("swap_in", spans) if s.model == "b"] for name, spans in told.items()}
-    ahead = [span for spans in copies.values() for span in spans if span.ahead]
-    assert [s.name for s in ahead] == [bench.graph.tensors[s.tensor].name for s in second.swap_ins[:2]]
-    if followed == "second":
-        assert sum(s.nbytes for s in copies["second"]) == second.link_bytes
-        assert ahead[0].start_s < on("compute", told["second"])[0].start_s
-    else:
-        assert ahead[0].start_s < on("compute", told["first"])[-1].start_s
-    if followed == "both":
-        assert not any(s.ahead for s in copies["second"]), "told once"
 
 
 def test_a_run_that_failed_is_told_as_far_as_it_came(bench: Bench) -> None:
@@ -201,6 +164,5 @@ def test_nobody_pays_who_does_not_follow(bench: Bench, monkeypatch: pytest.Monke
 
     program = bench.program(evicting_plan(bench.graph))
     monkeypatch.setattr("runtime.cpu.executor.Recording", refuse)
-    bench.executor.expect(program)
     bench.run(program)
     bench.executor.settle()

@@ -20,7 +20,7 @@ from server.engine.servable import ProgramServable, describe
 from server.observe.spans import COMPUTE, SWAP_IN
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.gated import WAIT_S, GatedStore
-from tests.runtime.test_executor import evicting_plan, prefix_plan
+from tests.runtime.test_executor import evicting_plan, partition_plan
 
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 384], "data": [0.5] * 768}]}
 
@@ -89,12 +89,12 @@ def test_a_copy_during_an_op_overlaps_with_it(bench: Bench, tmp_path: Path) -> N
     """The second copy ends when the first op is done at the earliest, which begins when that copy has begun."""
     store = GatedStore(bench.lowered.weights_path, bench.lowered.manifest)
     store.open.set()
-    program = bench.program(prefix_plan(bench.graph), store)
+    program = bench.program(partition_plan(bench.graph), store)
     store.begun.clear()
     store.open.clear()
     op, *others = program.computes
     first_copy, second_copy, *later = program.swap_ins
-    ungated = replace(first_copy, copy=bench.program(prefix_plan(bench.graph)).swap_ins[0].copy)
+    ungated = replace(first_copy, copy=bench.program(partition_plan(bench.graph)).swap_ins[0].copy)
 
     def wait(_: object) -> None:
         assert store.begun.wait(WAIT_S)

@@ -47,7 +47,7 @@ def kernel_scratch(
         assert isinstance(command, Kernels), "everything is resident"
         peaks[command.index] = driver.peak_bytes(lambda: program.compute(command.index, frame))
 
-    commands = program.schedule.whole
+    commands = program.schedule.commands
     program.buffers.fill(examples)
     with driver.allocating(program.pool):
         issue_inference(streams, program, commands, [], frame, perform, None)
