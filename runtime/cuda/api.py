@@ -81,8 +81,8 @@ class Driver(Protocol):
 
     def stream(self) -> Stream: ...
 
-    def event(self, *, timed: bool = False, external: bool = False) -> Event:
-        """An event, recorded once. An external one can be recorded inside of a graph and waited for outside."""
+    def event(self, *, timed: bool = False) -> Event:
+        """An event, recorded once."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:

@@ -79,10 +79,8 @@ class CudaDriver:
         stream: torch.cuda.Stream = _cuda.Stream(self.device)
         return stream
 
-    def event(self, *, timed: bool = False, external: bool = False) -> torch.cuda.Event:
-        event: torch.cuda.Event = _cuda.Event(enable_timing=timed, external=external)
-        if external:  # torch makes the event with its first record, and ignores waits for one that is not made
-            event.record(torch.cuda.current_stream(self._index))
+    def event(self, *, timed: bool = False) -> torch.cuda.Event:
+        event: torch.cuda.Event = _cuda.Event(enable_timing=timed)
         return event
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:

@@ -41,7 +41,6 @@ class Token:
 @dataclass(eq=False)
 class FakeEvent:
     timed: bool
-    external: bool
     token: Token | None = None
     capture: "Capture | None" = None
 
@@ -148,8 +147,8 @@ class FakeDriver:
         self._streams.append(stream)
         return stream
 
-    def event(self, *, timed: bool = False, external: bool = False) -> FakeEvent:
-        return FakeEvent(timed, external, Token(done=True) if external else None)
+    def event(self, *, timed: bool = False) -> FakeEvent:
+        return FakeEvent(timed)
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
@@ -220,7 +219,7 @@ class FakeDriver:
         self._call("record")
         with self._lock:
             if self._capture is not None:
-                event.capture = None if event.external else self._capture
+                event.capture = self._capture
                 self._put(Mark(event))
             else:
                 event.capture = None
@@ -428,10 +427,7 @@ class FakeDriver:
             return item
         event = item.of
         assert isinstance(event, FakeEvent)
-        token = tokens.setdefault(event, Token())
-        if event.external and isinstance(item, Mark):
-            event.token = token
-        return type(item)(token)
+        return type(item)(tokens.setdefault(event, Token()))
 
 
 class FakeGraph:
