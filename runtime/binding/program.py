@@ -47,6 +47,8 @@ class Program:
     """Output slots that are parameters or views of them."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
+    copies_inline: bool = field(default=False, kw_only=True)
+    """Whether the compute lane makes the copies itself, right before the op that reads them."""
     link_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -169,6 +169,7 @@ class CpuExecutor:
             raise DeviceError(f"{program.graph.name}: {error}") from error
         finally:
             # Whatever happened, the swap-in lane goes on to the end, so that the residents are back for the next run.
+            self._swap_in.submit(run, program.swap_ins[self._swap_in.submitted - run.swap_in_base :])
             self._computes.advance(run.compute_base + len(program.computes))
             if program.offloaded:
                 self._forget_activations(program, run)
@@ -184,8 +185,11 @@ class CpuExecutor:
         return LaneRun(time.perf_counter(), *bases, note=None if recording is None else recording.note)
 
     def _submit(self, program: Program, run: LaneRun) -> None:
-        """Queue a run's copies."""
-        self._swap_in.submit(run, program.swap_ins)
+        """Queue a run's copies, unless the compute lane makes them itself, once the swap-in lane is idle."""
+        if program.copies_inline:
+            self.settle()
+        else:
+            self._swap_in.submit(run, program.swap_ins)
         if program.swap_outs:
             self._swap_out.start()
             self._swap_out.submit(run, program.swap_outs)
@@ -212,6 +216,9 @@ class CpuExecutor:
         finished = run.compute_base
         for step in program.computes:
             ticket = run.swap_in_ticket(step.swap_ins_before)
+            if program.copies_inline and self._swap_in.submitted < ticket:
+                copied = self._swap_in.submitted - run.swap_in_base
+                stall_s += self._swap_in.copy_here(run, program.swap_ins[copied : step.swap_ins_before])
             if restored is not None and restored.tickets:
                 ticket = max(ticket, *(restored.tickets.get(t, 0) for t in step.first_reads), 0)
             if self._swap_in.done.value < ticket:

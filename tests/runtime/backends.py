@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,18 @@ ROOM_BYTES = 6 << 20
 
 def cpu() -> CpuBackend:
     return CpuBackend()
+
+
+class InlineBackend(CpuBackend):
+    """The compute lane makes all copies, however long they take."""
+
+    def build(self, *args: Any, **options: Any) -> Program:
+        program = super().build(*args, **options)
+        return replace(program, copies_inline=not program.swap_outs)
+
+
+def inline_cpu() -> CpuBackend:
+    return InlineBackend()
 
 
 def packed_cpu() -> CpuBackend:
@@ -81,6 +93,7 @@ def has_gpu() -> bool:
 
 BACKENDS = [
     pytest.param(cpu, id="cpu"),
+    pytest.param(inline_cpu, id="cpu-inline"),
     pytest.param(packed_cpu, id="cpu-packed"),
     pytest.param(fake_cuda, id="fake-cuda"),
     pytest.param(fake_streams, id="fake-cuda-uncaptured"),

@@ -1,11 +1,18 @@
-"""The counters by which lanes wait for each other."""
+"""The counters by which lanes wait for each other, and which lane makes the copies."""
 
 import threading
 
 import pytest
+from msgspec import structs
 from server_fakes import eventually
 
+from planner.profile import Link, Profile
+from runtime.binding.program import Bases
 from runtime.cpu.swap_lane import Counter
+from runtime.lowering.lower import Lowered
+from runtime.profiling.profile import resident_plan
+from tests.runtime.backends import ROOM_BYTES, cpu, opened
+from tests.runtime.plans import streaming_plan
 
 
 def test_a_thread_is_woken_when_its_value_is_reached_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +49,17 @@ def test_a_thread_is_woken_when_its_value_is_reached_and_not_before(monkeypatch:
     threads[0].join(60)
     assert (woken, ended) == (2, [3, 7])
     counter.wait(7)
+
+
+@pytest.mark.parametrize(("gigabytes_per_s", "inline"), [(1000.0, True), (0.001, False)])
+def test_short_copies_are_made_by_the_compute_lane(wide: Lowered, gigabytes_per_s: float, inline: bool) -> None:
+    with opened(cpu, wide) as bench:
+        link = Link(0.0, gigabytes_per_s * 1e9)
+        profile = Profile(bench.graph.fingerprint, "", (1e-3,) * len(bench.graph.ops), link, link)
+        for plan in (streaming_plan(bench.graph), resident_plan(bench.graph)):
+            known = structs.replace(
+                plan, profile=profile.fingerprint, workspace_bytes=plan.workspace_bytes + ROOM_BYTES
+            )
+            bases = Bases(0, plan.partition_bytes)
+            program = bench.backend.build(wide, known, profile, bench.arena, bases, bench.store)
+            assert program.copies_inline is (inline and not program.only_computes)
