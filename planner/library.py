@@ -22,7 +22,7 @@ from planner.shapes import Bucket
 from planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
 
 T = TypeVar("T")
-_DIVISION_VERSION = 2
+_DIVISION_VERSION = 3
 """Changes with the way that memory is divided."""
 
 logger = logging.getLogger(__name__)

@@ -108,14 +108,15 @@ def _share_out(
         for d, low in zip(demands, least, strict=True)
         for b in [d.smallest]
     ]
+    weights = _weights(demands)
     at = [0] * len(demands)
     left = room - sum(least)
     while True:
         best: tuple[float, int, int] | None = None
-        for i, (demand, line) in enumerate(zip(demands, lines, strict=True)):
+        for i, (weight, line) in enumerate(zip(weights, lines, strict=True)):
             for j in range(at[i] + 1, len(line)):
                 more = line[j].partition_bytes - line[at[i]].partition_bytes
-                saved = (line[at[i]].latency_s - line[j].latency_s) * max(demand.model.rate_per_s, 1e-9)
+                saved = (line[at[i]].latency_s - line[j].latency_s) * weight
                 if 0 < more <= left and saved > 0 and (best is None or saved / more > best[0]):
                     best = (saved / more, i, j)
         if best is None:
@@ -123,9 +124,23 @@ def _share_out(
         _, i, j = best
         left -= lines[i][j].partition_bytes - lines[i][at[i]].partition_bytes
         at[i] = j
-    cost = sum(d.model.rate_per_s * line[k].latency_s for d, line, k in zip(demands, lines, at, strict=True))
+    cost = sum(weight * line[k].latency_s for weight, line, k in zip(weights, lines, at, strict=True))
     partitions = [line[k].partition_bytes for line, k in zip(lines, at, strict=True)]
     return cost, _give_rest(demands, partitions, left)
+
+
+def _weights(demands: Sequence[Demand]) -> list[float]:
+    """Return what a second of each model's latency costs: its own requests, and those that wait for them.
+
+    This is the derivative of an M/G/1 queue's mean response time (Pollaczek and Khinchine) by the model's service time,
+    at half of the load that all-resident models can bear: only the proportions of the rates count.
+    """
+    rates = [max(d.model.rate_per_s, 1e-9) for d in demands]
+    seconds = [max(d.model.profiles[d.smallest].compute_s, 1e-9) for d in demands]
+    mean = sum(r * s for r, s in zip(rates, seconds, strict=True)) / sum(rates)
+    square = sum(r * s * s for r, s in zip(rates, seconds, strict=True)) / sum(rates)
+    waiting = 1 + square / (2 * mean * mean)
+    return [r * (waiting + s / mean) for r, s in zip(rates, seconds, strict=True)]
 
 
 def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> list[int]:

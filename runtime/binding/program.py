@@ -26,6 +26,10 @@ class Bases:
         return address.offset + (self.partition if address.region == "partition" else self.workspace)
 
 
+HAND_OVER_S = 50e-6
+"""What a copy in a thread of its own costs on average: to wake it, and to take turns with the interpreter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A draft bound to addresses. What an executor needs to run one inference."""
@@ -47,11 +51,15 @@ class Program:
     """Output slots that are parameters or views of them."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
-    copies_inline: bool = field(default=False, kw_only=True)
-    """Whether the compute lane makes the copies itself, right before the op that reads them."""
     link_bytes: int = field(init=False)
+    copies_inline: bool = field(init=False)
+    """Whether the CPU's compute lane makes the copies itself, right before the op that reads them."""
 
     def __post_init__(self) -> None:
+        profile = self.draft.profile
+        copies_s = 0.0 if profile is None else sum(profile.swap_in.seconds(s.nbytes) for s in self.swap_ins)
+        copies_inline = 0 < copies_s <= HAND_OVER_S * len(self.swap_ins) and not self.swap_outs
+        object.__setattr__(self, "copies_inline", copies_inline)
         link_bytes = sum(s.nbytes for s in self.swap_ins) + sum(s.nbytes for s in self.swap_outs)
         object.__setattr__(self, "link_bytes", link_bytes)
 

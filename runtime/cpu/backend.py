@@ -1,7 +1,6 @@
 """The CPU as a device: anonymous memory, host stores, and executors with two or three threads each."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,9 +21,6 @@ from runtime.memory import DeviceArena, HostStore, StoreKind
 from runtime.profiling.profile import cached_profiles, device_name, measure, traced_profiles
 from runtime.profiling.stopwatch import last_level_cache_bytes
 from runtime.shared_region.relocatable import RelocatableModel
-
-HAND_OVER_S = 50e-6
-"""What a copy in a thread of its own costs on average: to wake it, and to take turns with the interpreter."""
 
 
 class CpuBackend:
@@ -109,8 +105,7 @@ class CpuBackend:
         bases: Bases,
         store: HostStore[Bytes],
     ) -> Program:
-        program = self._cache.build(lowered, plan, profile, arena, bases, store)
-        return replace(program, copies_inline=profile is not None and _copies_inline(program, profile))
+        return self._cache.build(lowered, plan, profile, arena, bases, store)
 
     def relocatable(
         self,
@@ -126,9 +121,3 @@ class CpuBackend:
     def close(self) -> None:
         for executor in self._executors:
             executor.close()
-
-
-def _copies_inline(program: Program, profile: Profile) -> bool:
-    """Whether a program's copies are so short that a thread of their own would take longer."""
-    seconds = sum(profile.swap_in.seconds(step.nbytes) for step in program.swap_ins)
-    return not program.swap_outs and 0 < seconds <= HAND_OVER_S * len(program.swap_ins)

@@ -106,6 +106,16 @@ def test_the_busier_of_two_equal_models_gets_more() -> None:
     assert busy.partition_bytes > idle.partition_bytes
 
 
+def test_of_two_models_with_the_same_copies_the_one_that_others_wait_for_longest_gets_more() -> None:
+    graph = chain([2 * PAGE] * 4 + [0])
+    pair = [
+        ModelDemand(name, {Bucket(1): graph}, {Bucket(1): profile_of(graph, [1.0] * 4 + [last_s], PAGE / 2)})
+        for name, last_s in (("short", 1.0), ("long", 100.0))
+    ]
+    short, long = deploy(pair, 15 * PAGE).entries
+    assert long.partition_bytes > short.partition_bytes
+
+
 def test_resident_layout_keeps_everything_or_refuses() -> None:
     deployment = deploy(MODELS, (26 + 8) * PAGE, "resident")
     verify(MODELS, deployment)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,7 +40,8 @@ class InlineBackend(CpuBackend):
 
     def build(self, *args: Any, **options: Any) -> Program:
         program = super().build(*args, **options)
-        return replace(program, copies_inline=not program.swap_outs)
+        object.__setattr__(program, "copies_inline", not program.swap_outs)
+        return program
 
 
 def inline_cpu() -> CpuBackend:
