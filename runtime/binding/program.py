@@ -26,8 +26,9 @@ class Bases:
         return address.offset + (self.partition if address.region == "partition" else self.workspace)
 
 
-HAND_OVER_S = 50e-6
-"""What a copy in a thread of its own costs on average: to wake it, and to take turns with the interpreter."""
+HAND_OVER_S, LEAST_BETWEEN_S = 50e-6, 250e-6
+"""What a copy in a thread of its own costs, as waking it and taking turns with the interpreter take time, unless so much
+is computed between two copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,17 @@ class Program:
     """Whether the CPU's compute lane makes the copies itself, right before the op that reads them."""
 
     def __post_init__(self) -> None:
-        profile = self.draft.profile
-        copies_s = 0.0 if profile is None else sum(profile.swap_in.seconds(s.nbytes) for s in self.swap_ins)
-        copies_inline = 0 < copies_s <= HAND_OVER_S * len(self.swap_ins) and not self.swap_outs
-        object.__setattr__(self, "copies_inline", copies_inline)
+        object.__setattr__(self, "copies_inline", self._copies_are_short() and not self.swap_outs)
         link_bytes = sum(s.nbytes for s in self.swap_ins) + sum(s.nbytes for s in self.swap_outs)
         object.__setattr__(self, "link_bytes", link_bytes)
+
+    def _copies_are_short(self) -> bool:
+        """Whether copies, and ops between them, are so short that a thread of its own would take longer."""
+        profile, count = self.draft.profile, len(self.swap_ins)
+        if profile is None or not count:
+            return False
+        copies_s = sum(profile.swap_in.seconds(s.nbytes) for s in self.swap_ins)
+        return copies_s <= HAND_OVER_S * count and profile.compute_s <= LEAST_BETWEEN_S * count
 
     @property
     def bucket(self) -> Bucket:

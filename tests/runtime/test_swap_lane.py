@@ -51,11 +51,15 @@ def test_a_thread_is_woken_when_its_value_is_reached_and_not_before(monkeypatch:
     counter.wait(7)
 
 
-@pytest.mark.parametrize(("gigabytes_per_s", "inline"), [(1000.0, True), (0.001, False)])
-def test_short_copies_are_made_by_the_compute_lane(wide: Lowered, gigabytes_per_s: float, inline: bool) -> None:
+@pytest.mark.parametrize(
+    ("gigabytes_per_s", "op_s", "inline"), [(1000.0, 1e-5, True), (0.001, 1e-5, False), (1000.0, 1e-2, False)]
+)
+def test_short_copies_between_short_ops_are_made_by_the_compute_lane(
+    wide: Lowered, gigabytes_per_s: float, op_s: float, inline: bool
+) -> None:
     with opened(cpu, wide) as bench:
         link = Link(0.0, gigabytes_per_s * 1e9)
-        profile = Profile(bench.graph.fingerprint, "", (1e-3,) * len(bench.graph.ops), link, link)
+        profile = Profile(bench.graph.fingerprint, "", (op_s,) * len(bench.graph.ops), link, link)
         for plan in (streaming_plan(bench.graph), resident_plan(bench.graph)):
             known = structs.replace(
                 plan, profile=profile.fingerprint, workspace_bytes=plan.workspace_bytes + ROOM_BYTES
