@@ -27,7 +27,7 @@ class Bases:
 
 
 HAND_OVER_S, LEAST_BETWEEN_S = 50e-6, 250e-6
-"""What a copy in a thread of its own costs, as waking it and taking turns with the interpreter take time, unless so much is
+"""What a copy in a thread of its own costs (it is woken, and takes turns with the interpreter), unless so much is
 computed between two copies."""
 
 
