@@ -192,7 +192,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
     panel.set(xlabel="requests per second, all models together", ylabel="p99 latency, ms", yscale="log")
     panel.yaxis.set_major_formatter("{x:g}")
     panel.yaxis.set_minor_formatter("{x:g}")
-    panel.legend(fontsize=8)
+    panel.legend(fontsize=8, loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
