@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = _sections(found, options)
     if options.record:
         title = "Against ONNX Runtime, frozen Inductor and eager PyTorch"
-        sections = [record("peers", title, "benchmarks.peers", sections).read_text()]
-        _draw(found, RESULTS / "peers.png")
+        sections = [record(options.record_as, title, "benchmarks.peers", sections).read_text()]
+        _draw(found, RESULTS / f"{options.record_as}.png")
     print("\n".join(sections))
     return 0
 
@@ -287,7 +287,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime", "accelerate"), default=[])
     parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--record", action="store_true", help="write docs/results/peers.md and peers.png")
+    parser.add_argument("--record", action="store_true", help="write NAME.md and NAME.png below docs/results")
+    parser.add_argument("--record-as", default="peers", metavar="NAME", help="(default: %(default)s)")
     return parser
 
 
