@@ -179,7 +179,7 @@ def _onnxruntime(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], thr
     assert exported is not None
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.inter_op_num_threads = threads, 1
-    settings.add_session_config_entry("session.force_spinning_stop", "1")  # its threads would spin in the next one's turn
+    settings.add_session_config_entry("session.force_spinning_stop", "1")  # not in the next engine's turn
     serialized = exported.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(serialized, settings, providers=["CPUExecutionProvider"])
     given = {port.name: inputs[port.name].numpy() for port in session.get_inputs()}
