@@ -159,7 +159,8 @@ def cached_files(
 
 
 def _folder(cache: Path, archive: str, options: Options) -> Path:
-    return cache / f"{archive[:32]}{options.label}"
+    threads = f"-{torch.get_num_threads()}" if options.packed else ""
+    return cache / f"{archive[:32]}{options.label}{threads}"
 
 
 def _read(path: Path, name: str) -> FxModel:

@@ -75,9 +75,16 @@ def _moved(packed: torch.Tensor) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
     return packed_tensor(raw.ctypes.data, packed.dtype, tuple(packed.shape), layout_of(packed)), raw
 
 
-@cache
 def machine() -> str:
-    """Return what packed bytes are valid for: the processor, what torch uses of it, torch's and oneDNN's versions."""
+    """Return what packed bytes are valid for: the machine, torch's and oneDNN's versions, and the number of threads.
+
+    For another number of threads oneDNN may want another layout, and would convert the weights in every call.
+    """
+    return f"{_machine()}, {torch.get_num_threads()} threads"
+
+
+@cache
+def _machine() -> str:
     configured = torch.__config__.show().splitlines()
     onednn = next((line.strip(" -") for line in configured if "MKL-DNN" in line or "oneDNN" in line), "no oneDNN")
     capability = torch.backends.cpu.get_cpu_capability()

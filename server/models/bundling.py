@@ -90,7 +90,8 @@ def fitting_bundle(folder: Path, config: ServeConfig) -> Bundle:
     if bundle.machine != machine:
         raise ConfigError(
             f"{folder} was exported for {bundle.machine}; this machine has {machine}. Run cohabit export-bundle on this"
-            " machine, or with --no-pack-weights and this machine's version of torch on another one"
+            " machine, or with --no-pack-weights and this machine's version of torch on another one; --threads sets the"
+            " number of threads of both"
         )
     return bundle
 

@@ -253,3 +253,24 @@ def test_weights_that_lowering_computes_are_in_files_without_names(
     assert {file.name for file in lowered.weights_path.parent.iterdir() if file.suffix != ".json"} == {
         "weights.bin"
     }
+
+
+def test_weights_are_packed_anew_for_another_number_of_threads(tmp_path: Path) -> None:
+    """OneDNN may want another layout for it, and would convert weights of the first one in every call."""
+    models.export(models.ConvNorm().eval(), {"x": torch.zeros(2, 3, 8, 8)}, tmp_path / "m.pt2")
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            lowered = lower(tmp_path / "m.pt2", "m", [2], tmp_path / "cache", options=Options(packed=True))
+            found.append((lowered.weights_path, packing.machine()))
+            again = lower(
+                tmp_path / "m.pt2", "m", [2], tmp_path / "cache", options=Options(packed=True), cached_only=True
+            )
+            assert again.weights_path == lowered.weights_path
+    finally:
+        torch.set_num_threads(threads)
+    (first, one), (second, two) = found
+    assert first != second
+    assert one != two
