@@ -69,10 +69,9 @@ class Archives:
 
     def weight_bytes(self, name: str) -> int:
         """What the server counts as the model's weights, once it has loaded it."""
-        archive, packed = fingerprint(self.archive(name)), packing.unavailable() is None
-        folder = self.cache / "weights" / f"{archive[:32]}{Options(packed=packed).label}"
-        manifest = weights.read(folder / "weights.bin", packing.machine() if packed else None)
-        assert manifest is not None
+        label = Options(packed=packing.unavailable() is None).label
+        (folder,) = (self.cache / "weights").glob(f"{fingerprint(self.archive(name))[:32]}{label}*")
+        manifest = weights._described(folder / "weights.bin").manifest
         return manifest.segment_bytes + manifest.table_bytes
 
     def forget(self, name: str) -> None:
