@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = _sections(found, options)
     if options.record:
         title = "Against ONNX Runtime, frozen Inductor and eager PyTorch"
+        sections.append(f"\n![Time over ONNX Runtime's, by model and engine]({options.record_as}.png)")
         sections = [record(options.record_as, title, "benchmarks.peers", sections).read_text()]
         _draw(found, RESULTS / f"{options.record_as}.png")
     print("\n".join(sections))

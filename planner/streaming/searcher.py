@@ -170,11 +170,11 @@ class Streaming:
             yield next(self._ways(order, residents))
 
     def _ways(self, order: int, residents: Sequence[int]) -> Iterator[StreamingCandidate]:
-        """Candidates with these residents; without reuse of parameters, holding them or not is the same."""
+        """Candidates with these residents. Not all choices make a difference: for `keeps`, and without reuse."""
         work = self.views[order].work
         longest_s = float(work.arrays.swap_s.max(initial=0.0))
         spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
-        for kept in (RELEASED, KEPT):
+        for kept in (KEPT,) if work.arrays.keeps else (RELEASED, KEPT):
             fate = np.full(len(work.parameters), STREAMED, np.int8)
             fate[list(residents)] = kept
             for seconds in spans:

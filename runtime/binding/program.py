@@ -57,7 +57,8 @@ class Program:
     """Whether the CPU's compute lane makes the copies itself, right before the op that reads them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "copies_inline", self._copies_are_short() and not self.swap_outs)
+        inline = bool(self.computes) and not self.swap_outs and self._copies_are_short()
+        object.__setattr__(self, "copies_inline", inline)
         link_bytes = sum(s.nbytes for s in self.swap_ins) + sum(s.nbytes for s in self.swap_outs)
         object.__setattr__(self, "link_bytes", link_bytes)
 

@@ -40,7 +40,7 @@ class InlineBackend(CpuBackend):
 
     def build(self, *args: Any, **options: Any) -> Program:
         program = super().build(*args, **options)
-        object.__setattr__(program, "copies_inline", not program.swap_outs)
+        object.__setattr__(program, "copies_inline", bool(program.computes) and not program.swap_outs)
         return program
 
 

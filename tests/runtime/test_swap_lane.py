@@ -1,16 +1,22 @@
 """The counters by which lanes wait for each other, and which lane makes the copies."""
 
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 from msgspec import structs
 from server_fakes import eventually
+from torch import nn
 
+from planner.problem import Problem
 from planner.profile import Link, Profile
+from planner.search.driver import search
 from runtime.binding.program import Bases
 from runtime.cpu.swap_lane import Counter
-from runtime.lowering.lower import Lowered
+from runtime.lowering.lower import Lowered, lower
 from runtime.profiling.profile import resident_plan
+from tests.runtime import models
 from tests.runtime.backends import ROOM_BYTES, cpu, opened
 from tests.runtime.plans import streaming_plan
 
@@ -49,6 +55,32 @@ def test_a_thread_is_woken_when_its_value_is_reached_and_not_before(monkeypatch:
     threads[0].join(60)
     assert (woken, ended) == (2, [3, 7])
     counter.wait(7)
+
+
+class Kept(nn.Module):
+    """No op reads its only parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.arange(2048.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.value
+
+
+def test_parameters_that_no_op_reads_are_copied_before_they_are_answered(tmp_path: Path) -> None:
+    models.export(Kept(), {"x": torch.zeros(2, 3)}, tmp_path / "model.pt2", dynamic=False)
+    lowered = lower(tmp_path / "model.pt2", "kept", [2], tmp_path)
+    (graph,) = lowered.graphs.values()
+    link = Link(0.0, 1e12)
+    profile = Profile(graph.fingerprint, "", (), link, link)
+    plan = search(Problem(graph, profile, 0, 16 * 4096))
+    with opened(cpu, lowered) as bench:
+        program = bench.backend.build(lowered, plan, profile, bench.arena, Bases(0, 0), bench.store)
+        assert program.swap_ins
+        bench.executor.load(program)
+        (answer,) = bench.executor.run(program, lowered.examples(graph.bucket)).outputs
+    assert torch.equal(answer, torch.arange(2048.0))
 
 
 @pytest.mark.parametrize(
