@@ -27,7 +27,7 @@ FORMAT_VERSION = 3
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "host_gather": rewrite.host_gather,
-    **{f.__name__: f for f in fused_ops.PLAIN},
+    **{f.__name__: f for f in fused_ops.FUSED_OPS},
     **NUMBER_FUNCTIONS,
 }
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}

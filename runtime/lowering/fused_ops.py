@@ -1,13 +1,31 @@
-"""Fused ops: convolution, bias, residual sum and ReLU as cuDNN's fused kernel on CUDA, as plain ops elsewhere.
+"""Ops of our own, each made of torch's operators. Their results are new bytes.
 
-The kernel sums in another order than the plain ops do, so it is an option of the model. Both read and write the same
-tensors: a model's graph and plans do not depend on which one runs. `window` is stride, padding, dilation and groups.
+1x1 convolutions are computed as linear layers on the CPU, where that is faster. Convolution, bias, residual sum and
+ReLU are cuDNN's fused kernel on CUDA, and plain ops elsewhere; that kernel sums in another order than the plain ops do,
+so it is an option of the model. Both read and write the same tensors: a model's graph and plans do not depend on which
+one runs. `window` is stride, padding, dilation and groups.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from runtime.lowering.packing import LINEAR, LINEAR_SUM
+
+
+def conv1x1(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *activation: Any) -> torch.Tensor:
+    """Return `activation(conv2d(x))`, channels last, given the weight packed as a linear layer's."""
+    result: torch.Tensor = LINEAR(x.permute(0, 2, 3, 1), weight, bias, *activation)
+    return result.permute(0, 3, 1, 2)
+
+
+def conv1x1_add(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str
+) -> torch.Tensor:
+    """Return `conv2d(x) + other`, channels last, given the weight packed as a linear layer's."""
+    result: torch.Tensor = LINEAR_SUM(x.permute(0, 2, 3, 1), other.permute(0, 2, 3, 1), weight, bias, operation)
+    return result.permute(0, 3, 1, 2)
 
 
 def conv_relu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *window: Any) -> torch.Tensor:
@@ -48,3 +66,4 @@ PLAIN: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {
     conv_add_relu: plain_conv_add_relu,
 }
 """The plain version of each fused op."""
+FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (conv1x1, conv1x1_add, *PLAIN)

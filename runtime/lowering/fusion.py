@@ -5,6 +5,7 @@ library computes. The fused op stands where the last op of the pattern stood, so
 its operands: a pattern with an op in between that changes anything in place is left alone.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 
 from runtime.lowering import packing
-from runtime.lowering.fused_ops import conv_add_relu, conv_relu
+from runtime.lowering.fused_ops import conv1x1, conv1x1_add, conv_add_relu, conv_relu
 from runtime.lowering.model import FxModel, same_form
 
 aten = torch.ops.aten
@@ -88,6 +89,15 @@ class LayerPattern:
         return [node for node in (self.layer, self.total, self.last) if node is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class FusedCall:
+    """An op that computes a pattern."""
+
+    pattern: LayerPattern
+    target: Any
+    args: tuple[Any, ...]
+
+
 class LayerKernels(Protocol):
     """The fused kernels of one library."""
 
@@ -95,12 +105,8 @@ class LayerKernels(Protocol):
         """Whether there are kernels for a layer."""
         ...
 
-    def best(self, found: LayerPattern) -> LayerPattern | None:
-        """Return as much of a pattern as one kernel computes; None if that is not worth it."""
-        ...
-
-    def call(self, model: FxModel, pattern: LayerPattern) -> tuple[Any, tuple[Any, ...]]:
-        """Return the fused op and its arguments."""
+    def fused(self, model: FxModel, found: LayerPattern) -> FusedCall | None:
+        """Return a call that computes a pattern, or the start of it; None if that is not worth it."""
         ...
 
 
@@ -113,16 +119,15 @@ def fuse(model: FxModel, kernels: LayerKernels) -> None:
     for layer in reversed(list(model.graph.nodes)):
         if layer.op != "call_function" or not kernels.takes(model, layer):
             continue
-        pattern = kernels.best(_pattern(layer))
-        if pattern is None:
+        call = kernels.fused(model, _pattern(layer))
+        if call is None:
             continue
-        weight, (target, arguments) = layer.args[1], kernels.call(model, pattern)
-        end = pattern.nodes[-1]
-        with model.graph.inserting_before(end):
-            fused = model.graph.call_function(target, arguments)
-        fused.meta = dict(end.meta)
-        end.replace_all_uses_with(fused)
-        for node in reversed(pattern.nodes):
+        weight, nodes = layer.args[1], call.pattern.nodes
+        with model.graph.inserting_before(nodes[-1]):
+            fused = model.graph.call_function(call.target, call.args)
+        fused.meta = dict(nodes[-1].meta)
+        nodes[-1].replace_all_uses_with(fused)
+        for node in reversed(nodes):
             model.graph.erase_node(node)
         model.drop_unused_weight(weight)
 
@@ -186,6 +191,12 @@ def _window(conv: fx.Node) -> list[Any]:
     return [[n[0], n[0]] if isinstance(n, list | tuple) and len(n) == 1 else n for n in given]
 
 
+def _onednn_window(conv: fx.Node) -> tuple[Any, Any, Any, Any]:
+    """Padding, stride, dilation and groups, in the order of oneDNN's operators."""
+    stride, padding, dilation, groups = _window(conv)
+    return padding, stride, dilation, groups
+
+
 def _bias(layer: fx.Node) -> Any:
     return layer.args[2] if len(layer.args) > 2 else None
 
@@ -196,21 +207,22 @@ class CudnnKernels:
     def takes(self, model: FxModel, layer: fx.Node) -> bool:
         return _is_image_convolution(layer)
 
-    def best(self, found: LayerPattern) -> LayerPattern | None:
-        return found if found.activation == RELU else None
-
-    def call(self, model: FxModel, pattern: LayerPattern) -> tuple[Any, tuple[Any, ...]]:
-        x, weight = pattern.layer.args[:2]
-        rest = (_bias(pattern.layer), *_window(pattern.layer))
-        if pattern.residual is None:
-            return conv_relu, (x, weight, *rest)
-        return conv_add_relu, (x, weight, pattern.residual, *rest)
+    def fused(self, model: FxModel, found: LayerPattern) -> FusedCall | None:
+        if found.activation != RELU:
+            return None
+        x, weight = found.layer.args[:2]
+        rest = (_bias(found.layer), *_window(found.layer))
+        if found.residual is None:
+            return FusedCall(found, conv_relu, (x, weight, *rest))
+        return FusedCall(found, conv_add_relu, (x, weight, found.residual, *rest))
 
 
 class OneDnnKernels:
     """oneDNN's, with packed weights: `activation(layer(x))`, `layer(x) + residual`, and `relu(conv2d(x) + residual)`.
 
-    Convolutions compute channels last, whatever comes in.
+    Convolutions compute channels last, whatever comes in. A weight in another layout than a kernel wants is converted
+    in every call: a 1x1 convolution for which oneDNN wants several layouts in the planned shapes is computed as a
+    linear layer, whose kernels take one layout for all of them.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], symbols: Sequence[Mapping[str, int]]) -> None:
@@ -236,30 +248,33 @@ class OneDnnKernels:
         if not sizes or any(reader.target is not layer.target for reader in readers):
             return False
         if layer.target is aten.linear.default:
-            return min(map(_rows, sizes)) * weight.numel() >= LEAST_MULTIPLICATIONS
+            return min(math.prod(size[:-1]) for size in sizes) * weight.numel() >= LEAST_MULTIPLICATIONS
         return all(_is_image_convolution(r) and _window(r) == _window(layer) for r in readers)
 
-    def best(self, found: LayerPattern) -> LayerPattern | None:
-        layer = found.layer
-        if found.total is None:
-            return found
-        with_relu = found.activation in (None, RELU) and layer.target is aten.conv2d.default
-        return found if with_relu else LayerPattern(layer, found.total, found.residual)
+    def fused(self, model: FxModel, found: LayerPattern) -> FusedCall | None:
+        if found.layer.target is aten.linear.default:
+            return self._linear(model, found, packing.LINEAR, packing.LINEAR_SUM)
+        if _is_1x1(model, found.layer) and self._layouts(model, found.layer) > 1:
+            return self._linear(model, found, conv1x1, conv1x1_add)
+        return self._convolution(model, found)
 
-    def call(self, model: FxModel, pattern: LayerPattern) -> tuple[Any, tuple[Any, ...]]:
-        layer, residual, activation = pattern.layer, pattern.residual, pattern.activation
-        x, weight = layer.args[0], self._weight(model, layer)
-        unary = ("none", [], "") if activation is None else _words(activation)
-        if layer.target is aten.linear.default:
-            if residual is None:
-                return packing.LINEAR, (x, weight, _bias(layer), *unary)
-            return packing.LINEAR_SUM, (x, residual, weight, _bias(layer), "add")
-        stride, padding, dilation, groups = _window(layer)
-        rest = (weight, _bias(layer), padding, stride, dilation, groups)
+    def _linear(self, model: FxModel, found: LayerPattern, plain: Any, add: Any) -> FusedCall:
+        x, bias, weight = found.layer.args[0], _bias(found.layer), self._linear_weight(model, found.layer)
+        if found.total is None:
+            return FusedCall(found, plain, (x, weight, bias, *_words(found.activation)))
+        pattern = LayerPattern(found.layer, found.total, found.residual)
+        return FusedCall(pattern, add, (x, found.residual, weight, bias, "add"))
+
+    def _convolution(self, model: FxModel, found: LayerPattern) -> FusedCall:
+        layer, residual = found.layer, found.residual
+        x, weight = layer.args[0], self._convolution_weight(model, layer)
+        rest = (weight, _bias(layer), *_onednn_window(layer))
         if residual is None:
-            return packing.CONVOLUTION, (x, *rest, *unary)
-        after = (None, [], None) if activation is None else _words(activation)
-        return packing.CONVOLUTION_SUM, (x, residual, *rest, "add", 1.0, *after)
+            return FusedCall(found, packing.CONVOLUTION, (x, *rest, *_words(found.activation)))
+        relu = found.activation == RELU
+        pattern = found if relu else LayerPattern(layer, found.total, residual)
+        after = _words(RELU) if relu else (None, [], None)
+        return FusedCall(pattern, packing.CONVOLUTION_SUM, (x, residual, *rest, "add", 1.0, *after))
 
     def _sizes(self, layer: fx.Node) -> list[tuple[int, ...]]:
         """The sizes of a layer's input in each shape; () where export does not tell."""
@@ -268,31 +283,48 @@ class OneDnnKernels:
             return []
         return [tuple(_at(d, symbols) for d in value.shape) for symbols in self._symbols]
 
-    def _weight(self, model: FxModel, layer: fx.Node) -> fx.Node:
+    def _linear_weight(self, model: FxModel, layer: fx.Node) -> fx.Node:
+        channels = 1 if layer.target is aten.conv2d.default else -1
+        rows = [math.prod(size) // size[channels] for size in self._sizes(layer)]
+        return self._packed_once(model, layer, "linear", lambda plain: packing.pack_linear(plain.flatten(1), rows))
+
+    def _convolution_weight(self, model: FxModel, layer: fx.Node) -> fx.Node:
+        window, sizes = _onednn_window(layer), self._sizes(layer)
+        return self._packed_once(
+            model, layer, str(window), lambda plain: packing.pack_convolution(plain, *window, sizes)
+        )
+
+    def _layouts(self, model: FxModel, conv: fx.Node) -> int:
+        """How many layouts oneDNN wants for a convolution's weight in the planned shapes."""
+        weight = model.weight_of(conv.args[1])
+        assert weight is not None
+        return len(packing.convolution_layouts(weight, *_onednn_window(conv), self._sizes(conv)))
+
+    def _packed_once(
+        self, model: FxModel, layer: fx.Node, use: str, pack: Callable[[torch.Tensor], torch.Tensor]
+    ) -> fx.Node:
         """A placeholder of the packed weight."""
         node = layer.args[1]
         assert isinstance(node, fx.Node)
-        plain = model.weights[node.name]
-        window = None if layer.target is aten.linear.default else _window(layer)
-        key = (*self._tied[node.name], str(window))
+        key = (*self._tied[node.name], use)
         if key not in self._packed:
-            sizes = self._sizes(layer)
-            if window is None:
-                packed = packing.pack_linear(plain, [_rows(size) for size in sizes])
-            else:
-                stride, padding, dilation, groups = window
-                packed = packing.pack_convolution(plain, padding, stride, dilation, groups, sizes)
-            self._packed[key] = model.in_file(packed)
+            self._packed[key] = model.in_file(pack(model.weights[node.name]))
         return model.add_weight(f"{node.name}_packed", self._packed[key])
 
 
-def _words(activation: Activation) -> tuple[str, list[float], str]:
-    return activation.name, list(activation.scalars), activation.algorithm
+def _words(activation: Activation | None) -> tuple[str, list[float], str]:
+    """An activation function as oneDNN's operators take it."""
+    return (
+        ("none", [], "")
+        if activation is None
+        else (activation.name, list(activation.scalars), activation.algorithm)
+    )
 
 
-def _rows(size: tuple[int, ...]) -> int:
-    """How many vectors a linear layer gets."""
-    return int(torch.Size(size[:-1]).numel())
+def _is_1x1(model: FxModel, conv: fx.Node) -> bool:
+    """Whether a convolution computes each pixel from the same one: a linear layer, channels last."""
+    weight = model.weight_of(conv.args[1])
+    return weight is not None and weight.shape[2:] == (1, 1) and _window(conv) == [[1, 1], [0, 0], [1, 1], 1]
 
 
 def _at(dim: Any, symbols: Mapping[str, int]) -> int:

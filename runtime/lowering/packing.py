@@ -136,16 +136,28 @@ def pack_convolution(
     layouts for different sizes, the one with the least time over all of them is taken.
     """
     window = padding, stride, dilation, groups
-    by_layout: dict[str, torch.Tensor] = {}
-    for size in sizes:
-        packed = _onednn._reorder_convolution_weight(weight, *window, size)
-        by_layout.setdefault(layout_of(packed), packed)
+    candidates = convolution_layouts(weight, *window, sizes)
 
     def seconds(packed: torch.Tensor) -> float:
         return sum(_seconds(partial(_convolve, packed, window, size)) for size in sizes)
 
-    candidates = list(by_layout.values())
     return candidates[0] if len(candidates) == 1 else min(candidates, key=seconds)
+
+
+def convolution_layouts(
+    weight: torch.Tensor,
+    padding: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    sizes: Sequence[tuple[int, ...]],
+) -> list[torch.Tensor]:
+    """Return a convolution's weight in each layout that oneDNN wants for images of these sizes (BCHW)."""
+    by_layout: dict[str, torch.Tensor] = {}
+    for size in sizes:
+        packed = _onednn._reorder_convolution_weight(weight, padding, stride, dilation, groups, size)
+        by_layout.setdefault(layout_of(packed), packed)
+    return list(by_layout.values())
 
 
 def pack_lstm(by_input: torch.Tensor, by_state: torch.Tensor, *, reverse: bool) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ CONV, SUM, SUM_IN_PLACE = (
     "mkldnn._convolution_pointwise.binary",
     "mkldnn._convolution_pointwise_.binary",
 )
+CONV1X1, CONV1X1_ADD = "conv1x1", "conv1x1_add"
 LINEAR, LINEAR_SUM = "mkldnn._linear_pointwise.default", "mkldnn._linear_pointwise.binary"
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -70,6 +71,7 @@ def read_twice(m: Layers, x: torch.Tensor) -> torch.Tensor:
 
 PATTERNS: dict[str, tuple[Layers, list[str]]] = {
     **{f"conv {name}": (Layers(lambda m, x, f=f: f(m.a(x))), [CONV]) for name, f in ACTIVATIONS.items()},  # type: ignore[misc]
+    **{f"1x1 conv {name}": (Layers(lambda m, x, f=f: f(m.b(x))), [CONV]) for name, f in ACTIVATIONS.items()},  # type: ignore[misc]
     **{f"linear {name}": (Layers(lambda m, x, f=f: f(m.p(x))), [LINEAR]) for name, f in ACTIVATIONS.items()},  # type: ignore[misc]
     "depthwise": (Layers(lambda m, x: functional.relu6(m.a(x)), groups=8), [CONV]),
     "strided and dilated": (Layers(lambda m, x: m.a(x), stride=2, dilation=2, padding=2), [CONV]),
@@ -116,6 +118,25 @@ def test_a_pattern_becomes_these_ops_and_computes_the_same(
     assert lower(
         tmp_path / "model.pt2", "pattern", [2], tmp_path / "cache", options=Options(packed=True)
     ).graphs == (lowered.graphs), "and the cache has the same program"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_ops"),
+    [
+        *((f"1x1 conv {activation}", [CONV1X1]) for activation in ACTIVATIONS),
+        ("sum without relu", [CONV1X1_ADD]),
+        ("dying residual", [CONV, CONV1X1, CONV1X1_ADD]),
+        ("two convolutions", [CONV, CONV1X1_ADD, "aten.relu_.default"]),
+    ],
+)
+def test_a_1x1_convolution_with_several_layouts_is_a_linear_layer(
+    name: str, expected_ops: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion.OneDnnKernels, "_layouts", lambda *given: 2)
+    layers, _ = PATTERNS[name]
+    lowered = lowered_pattern(layers, tmp_path, Options(packed=True))
+    assert [op.target for op in lowered.graphs[Bucket(2)].ops] == expected_ops
+    assert_the_answers_are_right(layers, lowered)
 
 
 @pytest.mark.parametrize(

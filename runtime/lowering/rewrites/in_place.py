@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from runtime.lowering import packing
-from runtime.lowering.fused_ops import PLAIN
+from runtime.lowering.fused_ops import FUSED_OPS
 from runtime.lowering.model import FxModel, same_form
 from runtime.lowering.rewrites.slicing import CONVOLUTIONS
 
@@ -20,7 +20,7 @@ _FRESH = frozenset(
         *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.max_pool2d.default),
         *(aten.mean.dim, aten.adaptive_avg_pool2d.default, aten.scaled_dot_product_attention.default),
         *(packing.CONVOLUTION, packing.CONVOLUTION_SUM, packing.LINEAR, packing.LINEAR_SUM),
-        *PLAIN,
+        *FUSED_OPS,
     }
 )
 """Operators whose result is always new bytes."""
