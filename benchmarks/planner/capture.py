@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planner.graph import Graph, Op, Tensor, TensorKind
 from runtime.lowering import weights
-from runtime.lowering.rewrite import host_gather
+from runtime.lowering.model import table_of
 
 aten = torch.ops.aten
 
@@ -135,8 +135,8 @@ class _Tracer:
 
     def _call(self, node: fx.Node) -> None:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.frame[n])
-        if node.target is host_gather:
-            self.frame[node] = self._rows(node, *args)  # type: ignore[arg-type]
+        if (table := table_of(node.target, args)) is not None:
+            self.frame[node] = self._rows(node, table, args[1])  # type: ignore[arg-type]
             return
         flops = self.counter.get_total_flops()
         result = node.target(*args, **kwargs)  # type: ignore[operator]

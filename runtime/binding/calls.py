@@ -8,8 +8,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from runtime.errors import UnsupportedModel
+from runtime.lowering.model import table_of
 from runtime.lowering.packing import packed_tensor, stored_bytes
-from runtime.lowering.rewrite import host_gather
 from runtime.lowering.slots import Frame, Slot, filled, slots_of
 from runtime.lowering.trace import Instruction
 from runtime.lowering.weights import Piece, dtype_of
@@ -37,10 +37,8 @@ class CallTemplate:
 
 def template_of(instruction: Instruction, device: torch.device) -> CallTemplate:
     """Prepare what all bindings of an instruction have in common."""
-    target, arguments, table = instruction.target, instruction.args, None
-    if target is host_gather:
-        target, table = torch.embedding, str(arguments[0])
-    args, kwargs = on_device(target, arguments, instruction.kwargs, device)
+    target = instruction.target
+    args, kwargs = on_device(target, instruction.args, instruction.kwargs, device)
     return CallTemplate(
         target=target,
         args=args,
@@ -49,7 +47,7 @@ def template_of(instruction: Instruction, device: torch.device) -> CallTemplate:
         flat=tuple((n, a.index) for n, a in enumerate(args) if isinstance(a, Slot)),
         nested=tuple(n for n, a in enumerate(args) if not isinstance(a, Slot) and _has_slot(a)),
         keyword_slots=_has_slot(kwargs),
-        table=table,
+        table=table_of(target, instruction.args),
     )
 
 

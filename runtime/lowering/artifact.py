@@ -16,7 +16,7 @@ from planner.errors import FormatError
 from planner.graph import decode_as
 from planner.shapes import STATIC, Bucket, DynamicShape
 from runtime.errors import UnsupportedModel
-from runtime.lowering import fused_ops, rewrite
+from runtime.lowering import fused_ops
 from runtime.lowering.allowed_ops import NUMBER_FUNCTIONS, allows_lowered
 from runtime.lowering.model import Port
 from runtime.lowering.slots import Slot, filled
@@ -26,7 +26,6 @@ from runtime.lowering.weights import dtype_name, dtype_of
 FORMAT_VERSION = 3
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "host_gather": rewrite.host_gather,
     **{f.__name__: f for f in fused_ops.FUSED_OPS},
     **NUMBER_FUNCTIONS,
 }

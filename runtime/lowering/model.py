@@ -1,6 +1,6 @@
 """A model while it is lowered: an fx graph, its weights by name, its inputs and outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,18 @@ class Port:
         return tuple(batch if d is None else evaluate(d, symbols) if isinstance(d, str) else d for d in self.shape)
 
 
+TABLE_OPS = frozenset({torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx})
+"""Operators that read a few rows of their first argument."""
+
+
+def table_of(target: Any, args: Sequence[Any]) -> str | None:
+    """Return the name of the host store's table that an op reads; it is in the place of the first argument."""
+    return args[0] if target in TABLE_OPS and isinstance(args[0], str) else None
+
+
 @dataclass(slots=True)
 class FxModel:
-    """`weights` maps placeholder names to tensors, `tables` the names that host gathers use."""
+    """`weights` maps placeholder names to tensors, `tables` the names that ops have instead (`table_of`)."""
 
     name: str
     root: torch.nn.Module

@@ -4,7 +4,7 @@ Splits depend on the model alone, never on the budget, so that outputs are bit-e
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 
 from runtime.lowering.allowed_ops import is_random
 from runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
-from runtime.lowering.model import FxModel
+from runtime.lowering.model import TABLE_OPS, FxModel
 from runtime.lowering.rewrites.in_place import undo_own_changes, work_in_place
 from runtime.lowering.rewrites.precision import apply_options
 from runtime.lowering.rewrites.recurrent import pack_lstms, split_directions, split_recurrent_layers
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _FOLDED_BYTES = 1 << 20
 """Batch norms are folded into so much of a weight at a time: float64 copies of whole weights stay in the heap."""
 HOST_TABLE_BYTES = 1 << 20
-"""An embedding table at least this large stays in the host store, and its rows are gathered there."""
+"""An embedding table at least this large stays in the host store, and its rows are read there."""
 
 _PADDED_BY_WORD = {
     aten.conv1d.padding: aten.conv1d.default,
@@ -41,11 +41,6 @@ _ASSERTIONS = (
 )
 
 
-def host_gather(table: str, indices: torch.Tensor) -> torch.Tensor:
-    """Placeholder for `embedding(table, indices)` with the table in the host store; binding supplies the store."""
-    raise AssertionError(f"host_gather of {table} was not bound to a store")
-
-
 def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int]]) -> None:
     """Apply every rewrite, in an order in which each sees what the one before it made.
 
@@ -59,7 +54,7 @@ def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int
     use_linear(model)
     fold_batch_norms(model)
     split_recurrent_layers(model)
-    gather_on_host(model)
+    leave_tables_on_host(model)
     split_large_layers(model, packed=options.packed)
     undo_own_changes(model)
     apply_options(model, options)
@@ -246,32 +241,18 @@ def _fold(
     return folded, shift.to(weight.dtype)
 
 
-def gather_on_host(model: FxModel) -> None:
+def leave_tables_on_host(model: FxModel) -> None:
     """Leave large embedding tables in the host store: an inference needs a few of their rows.
 
-    An embedding bag then sums the gathered rows, unless it skips a padding index.
+    Their ops have the table's name as first argument; binding puts the table there.
     """
-    for node in list(model.graph.nodes):
-        if node.op != "call_function":
-            continue
-        is_bag = node.target is aten.embedding_bag.padding_idx and node.args[8] is None and not node.kwargs
-        table = model.weight_of(node.args[0]) if is_bag or node.target is aten.embedding.default else None
-        if table is None or table.nbytes < HOST_TABLE_BYTES:
-            continue
-        name = node.args[0].name
-        model.tables[name] = table
-        call: Callable[..., fx.Node] = model.graph.call_function
-        with model.graph.inserting_before(node):
-            gathered = call(host_gather, (name, node.args[1]))
-            if is_bag:
-                count = call(aten.sym_numel.default, (node.args[1],))
-                count.meta["val"] = node.args[1].meta["val"].numel()
-                positions = call(aten.arange.default, (count,))
-                node.args = (gathered, positions, *node.args[2:])
-                continue
-        gathered.meta = dict(node.meta)
-        node.replace_all_uses_with(gathered)
-        model.graph.erase_node(node)
+    for node in model.graph.nodes:
+        if node.op == "call_function" and node.target in TABLE_OPS:
+            table = model.weight_of(node.args[0])
+            if table is not None and table.nbytes >= HOST_TABLE_BYTES:
+                name = node.args[0].name
+                model.tables[name] = table
+                node.args = (name, *node.args[1:])
 
 
 def drop_unused(model: FxModel) -> None:

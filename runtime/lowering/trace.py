@@ -21,9 +21,8 @@ from planner.shapes import Bucket
 from runtime.allocations import measuring_allocations
 from runtime.errors import UnsupportedModel
 from runtime.lowering.allowed_ops import allows_lowered
-from runtime.lowering.model import FxModel
+from runtime.lowering.model import FxModel, table_of
 from runtime.lowering.packing import storage_key, stored_bytes
-from runtime.lowering.rewrite import host_gather
 from runtime.lowering.slots import Slot, slots_of
 from runtime.lowering.weights import Manifest
 
@@ -264,11 +263,13 @@ class _Tracer:
     def _call(self, node: fx.Node) -> None:
         _check_target(self.model.name, node.target)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.frame[n])
-        target = self._bound(node.target)
+        assert callable(node.target)
+        table = table_of(node.target, args)
+        given = args if table is None else (self.model.tables[table], *args[1:])
         ops = len(self.ops)
         with torch.profiler.record_function(f"{_OP}{ops}"):
             start_s = time.perf_counter()
-            result = target(*args, **kwargs)
+            result = node.target(*given, **kwargs)
             seconds = time.perf_counter() - start_s
         self.frame[node] = result
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
@@ -277,12 +278,6 @@ class _Tracer:
             self._tensors(node, (args, kwargs), result)
         self.op_seconds += [seconds] * (len(self.ops) - ops)
         self._release(node)
-
-    def _bound(self, target: Any) -> Callable[..., Any]:
-        if target is host_gather:
-            return lambda table, indices: torch.embedding(self.model.tables[table], indices)
-        assert callable(target)
-        return cast(Callable[..., Any], target)
 
     def _scalar(self, node: fx.Node, inputs: Any) -> None:
         """Shape arithmetic becomes literals, unless it depends on a dynamic dimension other than the batch.
@@ -302,8 +297,7 @@ class _Tracer:
         self._refuse_value_sizes(node)
         mutated = self._mutated(node, inputs)
         new = any(storage_key(t) not in self.storages for t in outputs)
-        makes_bytes = new or mutated or node.target is host_gather
-        index = self._op(node, inputs, outputs, mutated) if makes_bytes else None
+        index = self._op(node, inputs, outputs, mutated) if new or mutated else None
         for tensor in outputs:
             self.holders.setdefault(storage_key(tensor), set()).add(node)
         self._issue(node, index)
@@ -406,7 +400,6 @@ def _check_target(model: str, target: Any) -> None:
         "_operator",
         "math",
         "torch",
-        "runtime.lowering.rewrite",
         "runtime.lowering.fused_ops",
         "torch.fx.experimental.sym_node",
     ):

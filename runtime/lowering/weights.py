@@ -66,7 +66,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """An embedding table that host gathers read."""
+    """An embedding table that ops read in the host store."""
 
     name: str
     dtype: str

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cohabit.engine")
 
-_OUT_OF_RANGE = re.compile(r"\b(index|indices)\b.*(out of range|out of bounds)")
+_OUT_OF_RANGE = re.compile(
+    r"\b(index|indices)\b.*(out of range|out of bounds|not in the valid range)|Expected (idx >= 0|i < index_size)",
+    re.IGNORECASE,
+)
 """What torch's kernels say about indices."""
 
 Outcome = InferResult | RequestError

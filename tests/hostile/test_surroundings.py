@@ -129,6 +129,9 @@ def test_a_region_whose_pages_cannot_be_had_is_the_clients(
         "index out of range in self",
         "index 9 is out of bounds for dimension 0 with size 3",
         "indices x out of range",
+        "Index 2 of input takes value 99999 which is not in the valid range [0, 9000)",
+        "embedding_bag: Expected idx >= 0 && idx < num_embeddings but found idx to be -1",
+        "Expected i < index_size to be true, but got false.",
     ],
 )
 def test_an_index_out_of_range_is_the_clients_fault(text: str, caplog: pytest.LogCaptureFixture) -> None:
