@@ -169,7 +169,13 @@ class ServeConfig:
         seconds_or_zero,
         "SECONDS",
     )
-    threads: int | None = setting(None, "--threads", "CPU threads of one inference", integer(1, 1024), "N")
+    threads: int | None = setting(
+        None,
+        "--threads",
+        "CPU threads of one inference; by default one fewer than there are CPUs, divided among the compute lanes",
+        integer(1, 1024),
+        "N",
+    )
     pack_weights: bool = setting(
         True,
         "--pack-weights",

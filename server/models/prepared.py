@@ -1,7 +1,6 @@
 """Preparation of a model: lowered, measured, its parameters in the host store."""
 
 import logging
-import os
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from runtime.profiling.profile import cached_profiles
 from runtime.profiling.stopwatch import NOISY
 from server.config.config import ServeConfig, cache_of
 from server.config.values import batches as parse_sizes
+from server.cpus import available_cpus
 from server.engine.servable import describe
 from server.file_state import FileState
 from server.models.known_models import KnownModel
@@ -137,7 +137,7 @@ def threads_of(config: ServeConfig) -> int:
 
     By default one core is reserved for the swap-in lane and the front end, and the lanes divide the others.
     """
-    return config.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // config.compute_lanes)
+    return config.threads or max(1, (available_cpus() - 1) // config.compute_lanes)
 
 
 def prepare(

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from planner.errors import CohabitError, format_bytes
 from server.config.config import ServeConfig
+from server.cpus import available_cpus
 from server.process_rights import no_new_privileges, yield_memory
 
 _P = ParamSpec("_P")
@@ -19,7 +20,7 @@ _T = TypeVar("_T")
 
 MOST_PREPARING = 4
 """Models that are prepared at a time: one that never ends delays no other."""
-MOST_AT_START = min(2, os.cpu_count() or 1)
+MOST_AT_START = min(2, available_cpus())
 """The same at the start, when nothing is served: each takes a core, and memory for its weights."""
 PREPARING = ("runtime.lowering.archive", "server.models.prepared")
 PLANNING = ("planner.sizing.division", "planner.sizing.fitting")

@@ -1,7 +1,6 @@
 """The flags of the commands in `server.tools`. Importing this imports neither the planner nor torch."""
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from server.config.config import BY_KEY
 from server.config.sizes import MemorySize, parse_memory
 from server.config.sources import add_flag
 from server.config.values import LARGEST_BATCH, batches, integer, positive
+from server.cpus import available_cpus
 from server.importing.declared_input import parse_input
 from server.tools.boards import BOARDS
 
@@ -290,7 +290,7 @@ def _add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None
     group.add_argument(
         "--workers",
         type=_type(integer(1, 256)),
-        default=len(os.sched_getaffinity(0)),
+        default=available_cpus(),
         metavar="N",
         help="threads that evaluate candidates; the plan does not depend on it (default: one per CPU)",
     )

@@ -1,0 +1,59 @@
+"""The CPUs that a process may use, in cgroups of both versions."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from server.cpus import available_cpus
+
+MACHINE = 64
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(MACHINE)))
+
+
+def counted(folder: Path, of_process: str, files: dict[str, str]) -> int:
+    (folder / "of_process").write_text(of_process)
+    for name, content in files.items():
+        path = folder / "mounted" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return available_cpus(folder / "of_process", folder / "mounted")
+
+
+@pytest.mark.parametrize(
+    ("of_process", "files", "expected"),
+    [
+        ("0::/a/b\n", {}, MACHINE),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}, MACHINE),
+        ("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n"}, 3),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "400000 100000\n"}, 4),
+        ("0::/a/b\n", {"a/b/cpu.max": "800000 100000\n", "a/cpu.max": "400000 100000\n"}, 4),
+        ("0::/\n", {"cpu.max": "10000 100000\n"}, 1),
+        (
+            "3:cpu,cpuacct:/a\n0::/\n",
+            {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"},
+            MACHINE,
+        ),
+        ("3:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}, 2),
+        ("3:cpu:/of/host\n", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ("4:memory:/a\n", {"cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}, MACHINE),
+        ("0::/\n", {"cpu.max": "damaged\n"}, MACHINE),
+    ],
+)
+def test_a_quota_counts_where_it_is_less_than_the_machine(
+    of_process: str, files: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    assert counted(tmp_path, of_process, files) == expected
+
+
+def test_the_affinity_mask_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7})
+    assert counted(tmp_path, "0::/\n", {"cpu.max": "800000 100000\n"}) == 3
+
+
+def test_without_cgroups_the_machine_counts(tmp_path: Path) -> None:
+    assert available_cpus(tmp_path / "missing", tmp_path) == MACHINE
