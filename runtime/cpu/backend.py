@@ -9,7 +9,7 @@ from planner.plan import Plan
 from planner.profile import Profile
 from planner.shapes import Bucket
 from runtime.backend import OnProgress
-from runtime.binding.cache import ProgramCache
+from runtime.binding.build import build
 from runtime.binding.program import Bases, Program
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
@@ -42,7 +42,6 @@ class CpuBackend:
         self._bandwidth = link_bandwidth_bytes_per_s
         self._verify_reads = verify_reads
         self._lost_on_change = lost_on_change
-        self._cache = ProgramCache()
         self._links = Links()
         self._executors: list[CpuExecutor] = []
 
@@ -105,7 +104,7 @@ class CpuBackend:
         bases: Bases,
         store: HostStore[Bytes],
     ) -> Program:
-        return self._cache.build(lowered, plan, profile, arena, bases, store)
+        return build(lowered, plan, profile, arena, bases, store)
 
     def relocatable(
         self,
@@ -116,7 +115,7 @@ class CpuBackend:
         bases: Bases,
         store: HostStore[Bytes],
     ) -> RelocatableModel:
-        return RelocatableModel(self._cache, lowered, plan, profile, arena, store)
+        return RelocatableModel(lowered, plan, profile, arena, store)
 
     def close(self) -> None:
         for executor in self._executors:

@@ -11,7 +11,7 @@ from planner.plan import Plan
 from planner.profile import Profile
 from planner.shapes import Bucket
 from runtime.backend import OnProgress
-from runtime.binding.cache import ProgramCache
+from runtime.binding.build import build
 from runtime.binding.program import Bases
 from runtime.cuda.api import Driver, HostBytes
 from runtime.cuda.arena import CudaArena
@@ -44,7 +44,6 @@ class CudaBackend:
         self.name = driver.name
         self.pinned_memory = PinnedMemory(driver, pinned_limit_bytes or _default_limit_bytes())
         self.streams = Streams.of(driver)
-        self._cache = ProgramCache()
         self._ring = Ring(driver, self.pinned_memory)
         self._shared = SharedDevice()
         self._executors = [CudaExecutor(self.streams, self._shared)]
@@ -110,7 +109,7 @@ class CudaBackend:
         store: HostStore[torch.Tensor],
     ) -> CudaProgram:
         """Check a plan and bind it; any thread. The executor admits it to the device when it is first loaded."""
-        program = self._cache.build(lowered, plan, profile, arena, bases, store)
+        program = build(lowered, plan, profile, arena, bases, store)
         return prepare(self.pinned_memory, lowered, program, profile, arena, bases, store)
 
     def relocatable(
@@ -122,7 +121,7 @@ class CudaBackend:
         bases: Bases,
         store: HostStore[torch.Tensor],
     ) -> CudaRelocatableModel:
-        return CudaRelocatableModel(self.pinned_memory, self._cache, lowered, plan, profile, arena, bases, store)
+        return CudaRelocatableModel(self.pinned_memory, lowered, plan, profile, arena, bases, store)
 
     def close(self) -> None:
         """Release every program, and unpin all memory."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from planner.graph import Graph, aligned
 from planner.plan import Address, Plan
-from runtime.binding.cache import byte_ranges
+from runtime.binding.build import byte_ranges
 from runtime.errors import UnsupportedPlan
 
 ALIGNMENT_BYTES = 512

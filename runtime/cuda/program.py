@@ -9,7 +9,6 @@ from torch._ops import HigherOrderOperator
 
 from planner.plan import Plan
 from planner.profile import Profile
-from runtime.binding.cache import ProgramCache
 from runtime.binding.program import Bases, Program
 from runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from runtime.cuda.buffers import Buffers
@@ -137,7 +136,6 @@ class CudaRelocatableModel(RelocatableModel):
     def __init__(
         self,
         pinned: PinnedMemory,
-        cache: ProgramCache,
         lowered: Lowered,
         plan: Plan,
         profile: Profile | None,
@@ -145,7 +143,7 @@ class CudaRelocatableModel(RelocatableModel):
         bases: Bases,
         store: HostStore[Any],
     ) -> None:
-        super().__init__(cache, lowered, plan, profile, arena, store)
+        super().__init__(lowered, plan, profile, arena, store)
         self.home = prepare(pinned, lowered, self.home, profile, arena, bases, store)
         self._shared_admission = AdmissionState(refused=_RELOCATED)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from planner.plan import Compute, Plan, SwapIn, SwapOut
 from planner.profile import Profile
-from runtime.binding.cache import ProgramCache
+from runtime.binding.build import draft
 from runtime.binding.calls import Call, bind_with_store, static_value, weight_at
 from runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
 from runtime.binding.program import Program
@@ -30,33 +30,32 @@ class RelocatableModel:
 
     def __init__(
         self,
-        cache: ProgramCache,
         lowered: Lowered,
         plan: Plan,
         profile: Profile | None,
         arena: DeviceArena[Any],
         store: HostStore[Any],
     ) -> None:
-        """Check a plan that keeps every parameter, and draft it. Raises what `ProgramCache.build` raises."""
+        """Check a plan that keeps every parameter, and draft it. Raises what `runtime.binding.build` does."""
         _require_relocatable(lowered.name, plan)
-        draft = cache.draft(lowered, plan, profile, arena.device)
-        graph = draft.graph
-        self._values = _StaticsAt(draft, lowered.manifest, arena)
+        drafted = draft(lowered, plan, profile, arena.device)
+        graph = drafted.graph
+        self._values = _StaticsAt(drafted, lowered.manifest, arena)
         self._arena = arena
         self._store = store
-        self._statics = [_statics(c.calls) for c in draft.computes] or [{}]
-        self._statics[-1] |= _statics(draft.final_calls)
-        self._constants = dict(draft.constants)
+        self._statics = [_statics(c.calls) for c in drafted.computes] or [{}]
+        self._statics[-1] |= _statics(drafted.final_calls)
+        self._constants = dict(drafted.constants)
         self.home = Program(
             name=lowered.name,
-            draft=draft,
+            draft=drafted,
             statics=(),
-            computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0) for c in draft.computes),
+            computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0) for c in drafted.computes),
             swap_ins=(),
             swap_outs=(),
             offloaded=(),
             residents=(),
-            final_calls=self._bound(draft.final_calls),
+            final_calls=self._bound(drafted.final_calls),
             constants={},
             epilogue=0,
         )

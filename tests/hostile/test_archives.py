@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from planner.errors import FormatError
-from runtime.binding.cache import ProgramCache
+from runtime.binding.build import build
 from runtime.binding.program import Bases
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
@@ -263,7 +263,7 @@ def run(lowered: Lowered, x: torch.Tensor) -> torch.Tensor:
     arena = CpuArena(2 * lowered.manifest.segment_bytes + (1 << 20))
     store = open_store("ram", lowered.weights_path, lowered.manifest)
     plan = resident_plan(lowered.graphs[min(lowered.graphs)])
-    program = ProgramCache().build(lowered, plan, None, arena, Bases(0, lowered.manifest.segment_bytes), store)
+    program = build(lowered, plan, None, arena, Bases(0, lowered.manifest.segment_bytes), store)
     with arena, CpuExecutor() as executor:
         executor.load(program)
         return executor.run(program, [x.clone()]).outputs[0]

@@ -17,7 +17,7 @@ from planner.problem import Problem
 from planner.search.driver import search
 from planner.shapes import Bucket
 from runtime.backend import Backend
-from runtime.binding.cache import require_supported
+from runtime.binding.build import require_supported
 from runtime.binding.program import Bases, Program
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor

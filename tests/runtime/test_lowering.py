@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from planner.check import check
 from planner.graph import decode, encode
 from planner.shapes import Bucket
-from runtime.binding.cache import ProgramCache
+from runtime.binding.build import build
 from runtime.binding.program import Bases
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
@@ -43,7 +43,7 @@ def run(
     plan = streaming_plan(graph) if streaming else resident_plan(graph)
     store = open_store(kind, lowered.weights_path, lowered.manifest)
     with CpuArena(plan.partition_bytes + plan.workspace_bytes) as arena, CpuExecutor() as executor:
-        program = ProgramCache().build(lowered, plan, None, arena, Bases(0, plan.partition_bytes), store)
+        program = build(lowered, plan, None, arena, Bases(0, plan.partition_bytes), store)
         executor.load(program)
         for _ in range(3):
             copies = [inputs[p.name].clone() for p in lowered.inputs]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from planner.shapes import Bucket
-from runtime.binding.cache import ProgramCache
+from runtime.binding.build import build
 from runtime.binding.program import Bases
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
@@ -141,7 +141,7 @@ def test_a_gather_from_a_table_that_was_changed_fails_and_does_not_end_the_proce
     )
     arena = CpuArena(4 * lowered.manifest.segment_bytes)
     bases = Bases(0, 2 * lowered.manifest.segment_bytes)
-    program = ProgramCache().build(lowered, plan, None, arena, bases, store)
+    program = build(lowered, plan, None, arena, bases, store)
     with arena, CpuExecutor() as executor:
         executor.load(program)
         executor.run(program, lowered.examples(Bucket(1)))
@@ -159,7 +159,7 @@ def test_a_changed_weights_file_is_the_loss_of_the_device(wide: Lowered, tmp_pat
     description_path(path).write_bytes(description_path(wide.weights_path).read_bytes())
     store, plan = open_store("file", path, wide.manifest), streaming_plan(wide.graphs[Bucket(2)])
     arena = CpuArena(4 * wide.manifest.segment_bytes)
-    program = ProgramCache().build(wide, plan, None, arena, Bases(0, 2 * wide.manifest.segment_bytes), store)
+    program = build(wide, plan, None, arena, Bases(0, 2 * wide.manifest.segment_bytes), store)
     with arena, CpuExecutor() as executor:
         executor.load(program)
         executor.run(program, wide.examples(Bucket(2)))
