@@ -22,7 +22,7 @@ from runtime.recording import Recording
 _MEASURING_S = 0.3
 """Time for each figure, beyond the fewest runs."""
 _FEWEST_RUNS = 3
-_MOST_RUNS = 200
+_MOST_RUNS = 40
 NOISY, _MOST_TRIES = 0.2, 3
 """Ops are timed again, so often at most, while their runs are noisier than this; the quietest try counts."""
 
