@@ -94,8 +94,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_type(_budgets),
         metavar="SIZE,...",
-        help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its weights but large"
-        " embedding tables, which are never copied",
+        help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its weights",
     )
     parser.add_argument(
         "--search",
@@ -132,8 +131,7 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_type(_budget),
         metavar="SIZE",
-        help="device memory for the model: 64MiB, 82MB, or 25%% of its weights but large"
-        " embedding tables, which are never copied",
+        help="device memory for the model: 64MiB, 82MB, or 25%% of its weights",
     )
     parser.add_argument(
         "--searchers",

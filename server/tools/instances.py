@@ -27,9 +27,11 @@ SPLITTING = get_args(Search)
 class Instance:
     graph: Graph
     profile: Profile
+    weight_bytes: int
+    """The model's weights, with embedding tables that stay in the host store; of a graph's file, without them."""
 
     def bytes_of(self, memory: MemoryBudget) -> int:
-        return memory.size.of(self.graph.weight_bytes)
+        return memory.size.of(self.weight_bytes)
 
     def search(
         self, searcher: str, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
@@ -66,7 +68,7 @@ def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -
         profile = read_profile(options.profile, graph)
         if options.batch_sizes not in (None, (graph.batch,)):
             raise ConfigError(f"--batch-sizes: {options.graph} is a graph for batch {graph.batch}")
-        return [Instance(graph, profile)]
+        return [Instance(graph, profile, graph.weight_bytes)]
     board = options.profile
     if options.graph is not None or not isinstance(board, Board | None):
         raise ConfigError("--graph and --profile FILE are there to plan without a model; leave out MODEL or them")
@@ -92,4 +94,4 @@ def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -
     if missing := sorted(set(options.batch_sizes or ()) - set(batches)):
         has = ", ".join(map(str, batches)) if not prepared.lowered.batched else "smaller ones"
         raise ConfigError(f"--batch-sizes: {source.name} was not exported for batch {missing[0]}, but for {has}")
-    return [Instance(graphs[bucket], profiles[bucket]) for bucket in sorted(graphs)]
+    return [Instance(graphs[bucket], profiles[bucket], prepared.weight_bytes) for bucket in sorted(graphs)]

@@ -38,12 +38,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                     least = format_bytes(error.least_bytes)
                     rows.append([*where, *["-"] * 6, f"infeasible: needs {least}"])
     if files:
-        graph, device = planned[0].graph, planned[0].profile.device
+        graph, device, weight_bytes = planned[0].graph, planned[0].profile.device, planned[0].weight_bytes
         table = make_table(
             *_COLUMNS,
             "file",
             left=("file",),
-            title=f"{graph.name}, {format_bytes(graph.weight_bytes)} of parameters, on {device}",
+            title=f"{graph.name}, {format_bytes(weight_bytes)} of weights, on {device}",
             caption=f"in {options.output}; draw one with: cohabit show {files[0]}",
         )
         for row in rows:

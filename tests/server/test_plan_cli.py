@@ -1,6 +1,7 @@
 """`cohabit plan`, `show` and `compare-plans` as a user meets them: files, tables, messages, exit statuses."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from server.tools import flags
 from server.tools.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
 from server.tools.progress import SearchProgress
 from tests.planner.graphs import PAGE, chain, profile_of
+from tests.runtime import models
 
 GRAPH = chain([PAGE, 2 * PAGE, PAGE, 3 * PAGE])
 PROFILE = profile_of(GRAPH, op_s=1e-3, bandwidth=PAGE / 1e-3)
@@ -268,6 +270,20 @@ def test_a_model_is_lowered_measured_and_planned(folder: Path, capsys: pytest.Ca
     assert "tiny, batch 2, in 64.0 KiB" in capsys.readouterr().out
     assert main([*command, "--batch-sizes", "1,100"]) == 2
     assert "--batch-sizes: tiny was not exported for batch 100" in capsys.readouterr().err
+
+
+def test_a_share_of_the_weights_counts_tables_of_the_host_store_as_serving_does(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "models" / "tied" / "1" / "model.pt2"
+    models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, path)
+    assert main(["plan", "models/tied", "--memory", "50%", "--cache", "cache", "--search", "on_demand"]) == 0
+    planned = capsys.readouterr().out
+    assert main(["check", "models/tied", "--memory", "50%", "--cache", "cache", "--batch-sizes", "1"]) == 0
+    weights = re.search(r"weights +([0-9.]+ .iB): ([0-9.]+ .iB) can be swapped", capsys.readouterr().out)
+    assert weights is not None
+    assert weights[1] != weights[2], "the model has a table"
+    assert f"tied, {weights[1]} of weights" in planned
 
 
 def test_models_are_found_by_their_folder_or_file(folder: Path) -> None:
