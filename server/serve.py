@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from server.observe.tokens import TokenFiles
 from server.observe.trace_file import TraceFile
 from server.observe.tracing import Tracer
 from server.protocol.shared_memory import Regions, no_system, open_region
+from server.resources import resident_bytes
 
 if TYPE_CHECKING:
     from server.engine_host import Engine, Load, OnProgress
@@ -132,7 +134,10 @@ class Server:
         if self._engine_path is not None:
             self._tasks.append(asyncio.create_task(self._follow_engine(self.client, self._engine_path)))
             return ""
-        encoded = encode_config(self._config)
+        own_bytes = (
+            resident_bytes()
+        )  # later starts of an engine get the same: it must find room for the same models
+        encoded = encode_config(replace(self._config, frontend_bytes=own_bytes))
         self.supervisor = Supervisor(self.client, encoded, self._config.watchdog_s, self._engine_command)
         memory_map = await self.supervisor.start(on_progress)
         for _ in range(1, self._config.frontends):

@@ -328,6 +328,9 @@ class ServeConfig:
         1000, "--trace-rate", "with --trace-file, trace every N-th request of a model", integer(1, 999_999_999), "N"
     )
 
+    frontend_bytes: int = 0
+    """No setting: the memory of the front end's process as the server started, which --process-memory counts."""
+
     @property
     def is_loopback(self) -> bool:
         """Whether every address to listen on belongs to this machine alone."""

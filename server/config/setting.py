@@ -100,6 +100,8 @@ def declared(owner: type) -> Iterator[Setting]:
     hints = get_type_hints(owner)
     group = ""
     for each in fields(owner):
+        if "setting" not in each.metadata:
+            continue
         found: Setting = each.metadata["setting"]
         group = found.group or group
         kind = hints[each.name]

@@ -27,7 +27,6 @@ from runtime.profiling.profile import cached_profiles
 from runtime.profiling.stopwatch import NOISY
 from server.config.config import ServeConfig, cache_of
 from server.config.values import batches as parse_sizes
-from server.cpus import available_cpus
 from server.engine.servable import describe
 from server.file_state import FileState
 from server.models.known_models import KnownModel
@@ -36,6 +35,7 @@ from server.models.repository import ModelSource
 from server.models.worker_process import WorkerProcesses
 from server.protocol.config_fields import parameter_of
 from server.protocol.model_config import ModelConfig, config_mismatch, config_names
+from server.resources import available_cpus
 
 _log = logging.getLogger("cohabit.models")
 

@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from planner.errors import CohabitError, format_bytes
 from server.config.config import ServeConfig
-from server.cpus import available_cpus
 from server.process_rights import no_new_privileges, yield_memory
+from server.resources import available_cpus
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

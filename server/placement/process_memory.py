@@ -1,22 +1,19 @@
 """Divides --process-memory: what the models get is what the server's processes leave, as measured at the start."""
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from planner.errors import format_bytes
 from runtime.heap import release_free_memory
 from server.config.config import ServeConfig
 from server.errors import ConfigError
 from server.models.prepared import Prepared
+from server.resources import resident_bytes
 
 SERVING_BYTES = 12 << 20
 """What the first requests add to a process: oneDNN's kernels, stacks of threads, heap."""
 _STEP_BYTES = 4 << 20
 """The models' memory is a multiple of this, so that the next start finds the same plans."""
-_COUNTED = ("RssAnon", "RssFile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +58,8 @@ class ProcessMemory:
 
 
 def measure_process_memory(limit_bytes: int, models: Sequence[Prepared], config: ServeConfig) -> ProcessMemory:
-    """Measure the processes, once the models' host stores are open and before anything is loaded."""
+    """Measure this process, once the models' host stores are open and before anything is loaded."""
     release_free_memory()
-    processes = ["self"] if config.engine == "in-process" else ["self", str(os.getppid())]
     store_bytes = sum(m.lowered.manifest.file_bytes for m in models) if config.store == "ram" else 0
-    base_bytes = sum(map(_resident_bytes, processes)) - store_bytes
+    base_bytes = resident_bytes() + config.frontend_bytes - store_bytes
     return ProcessMemory(limit_bytes, base_bytes, store_bytes, config.queue_bytes)
-
-
-def _resident_bytes(process: str) -> int:
-    """Return a process's anonymous memory and its pages of files; those of libraries count in each process."""
-    with suppress(OSError):
-        lines = (line.split() for line in Path(f"/proc/{process}/status").read_text().splitlines())
-        return sum(int(line[1]) << 10 for line in lines if line[0].rstrip(":") in _COUNTED)
-    return 0

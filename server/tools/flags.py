@@ -10,8 +10,8 @@ from server.config.config import BY_KEY
 from server.config.sizes import MemorySize, parse_memory
 from server.config.sources import add_flag
 from server.config.values import LARGEST_BATCH, batches, integer, positive
-from server.cpus import available_cpus
 from server.importing.declared_input import parse_input
+from server.resources import available_cpus
 from server.tools.boards import BOARDS
 
 SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")

@@ -1,11 +1,14 @@
-"""The CPUs that a process may use, in cgroups of both versions."""
+"""The CPUs that a process may use, in cgroups of both versions, and the memory that --process-memory counts."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from server.cpus import available_cpus
+from server.config.config import ServeConfig, decode_config, encode_config
+from server.config.sizes import FixedSize
+from server.placement import process_memory
+from server.resources import available_cpus, resident_bytes
 
 MACHINE = 64
 
@@ -57,3 +60,20 @@ def test_the_affinity_mask_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_without_cgroups_the_machine_counts(tmp_path: Path) -> None:
     assert available_cpus(tmp_path / "missing", tmp_path) == MACHINE
+
+
+def test_resident_memory_grows_with_what_is_written() -> None:
+    before = resident_bytes()
+    block = bytearray(b"1" * (64 << 20))
+    assert resident_bytes() - before > 60 << 20
+    assert len(block) == 64 << 20
+
+
+def test_the_front_end_counts_as_it_was_when_the_server_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new engine would find less and less room beside a front end that grows."""
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 100 << 20)
+    started = ServeConfig(Path("models"), FixedSize(1), queue_bytes=1 << 20, frontend_bytes=50 << 20)
+    config = decode_config(encode_config(started))
+    measured = process_memory.measure_process_memory(400 << 20, [], config)
+    assert measured.base_bytes == 150 << 20
+    assert measured.models_bytes == (400 - 150 - 1 - 12) // 4 * 4 << 20

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use: in a container with a CPU limit, libraries count those of the machine."""
+"""What this process may use of the machine, and what it uses: CPUs and memory."""
 
 import math
 import os
@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+_COUNTED = ("RssAnon", "RssFile")
 _OF_PROCESS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def available_cpus(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> int:
-    """Return the number of CPUs in the affinity mask, or that a cgroup's quota gives, rounded up, if that is less."""
+    """Return the number of CPUs in the affinity mask, or that a cgroup's quota gives, rounded up, if that is less.
+
+    In a container with a CPU limit, libraries count those of the machine.
+    """
     quotas = (math.ceil(quota) for quota in _quotas(of_process, mounted))
     return min([len(os.sched_getaffinity(0)), *quotas])
 
@@ -33,3 +37,11 @@ def _quotas(of_process: Path, mounted: Path) -> Iterator[float]:
                     yield float(quota) / float(period)
             if group == root:
                 break
+
+
+def resident_bytes() -> int:
+    """Return this process's anonymous memory and its pages of files, such as libraries."""
+    with suppress(OSError):
+        lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        return sum(int(line[1]) << 10 for line in lines if line[0].rstrip(":") in _COUNTED)
+    return 0
