@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import format_bytes
+from planner.graph import aligned
 from runtime.heap import release_free_memory
 from server.config.config import ServeConfig
+from server.config.sources import QUEUE_SHARE
 from server.errors import ConfigError
 from server.models.prepared import Prepared
 from server.resources import resident_bytes
@@ -30,27 +32,31 @@ class ProcessMemory:
     @property
     def models_bytes(self) -> int:
         """What is left for the models; 0 if nothing is."""
-        left = self.limit_bytes - self._others_bytes
+        left = self.limit_bytes - self._fixed_bytes - self.queue_bytes
         return max(0, left // _STEP_BYTES * _STEP_BYTES)
 
     @property
-    def _others_bytes(self) -> int:
-        return self.base_bytes + self.store_bytes + self.queue_bytes + SERVING_BYTES
+    def _fixed_bytes(self) -> int:
+        return self.base_bytes + self.store_bytes + SERVING_BYTES
 
     def require(self, models_bytes: int) -> None:
         """Raise ConfigError with what each part takes if the models do not get so much."""
         if models_bytes <= self.models_bytes:
             return
-        needed = -(-models_bytes // _STEP_BYTES) * _STEP_BYTES
+        needed = aligned(models_bytes, _STEP_BYTES)
+        queue_bytes, source = self.queue_bytes, "--queue-memory"
+        if queue_bytes == self.limit_bytes // QUEUE_SHARE:  # not given: it grows with the limit
+            queue_bytes = (self._fixed_bytes + needed) // (QUEUE_SHARE - 1)
+            source = "--queue-memory, by default a sixteenth"
         parts = (
             ("Python, torch and the server", self.base_bytes),
             ("host store (less with --store file)", self.store_bytes),
-            ("requests (--queue-memory)", self.queue_bytes),
+            (f"requests ({source})", queue_bytes),
             ("kernels and stacks of the first requests", SERVING_BYTES),
             ("models, at least", needed),
         )
-        table = "".join(f"\n  {what:<42}{format_bytes(nbytes):>12}" for what, nbytes in parts)
-        least = -(-(self._others_bytes + needed) >> 20) + 1
+        table = "".join(f"\n  {what:<50}{format_bytes(nbytes):>12}" for what, nbytes in parts)
+        least = -(-sum(nbytes for _, nbytes in parts) >> 20) + 1
         raise ConfigError(
             f"--process-memory {format_bytes(self.limit_bytes)} is not enough:{table}\n  give at least {least}MiB, or"
             " less to one of these parts"

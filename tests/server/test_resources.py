@@ -1,12 +1,14 @@
 """The CPUs that a process may use, in cgroups of both versions, and the memory that --process-memory counts."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from server.config.config import ServeConfig, decode_config, encode_config
 from server.config.sizes import FixedSize
+from server.errors import ConfigError
 from server.placement import process_memory
 from server.resources import available_cpus, resident_bytes
 
@@ -77,3 +79,17 @@ def test_the_front_end_counts_as_it_was_when_the_server_started(monkeypatch: pyt
     measured = process_memory.measure_process_memory(400 << 20, [], config)
     assert measured.base_bytes == 150 << 20
     assert measured.models_bytes == (400 - 150 - 1 - 12) // 4 * 4 << 20
+
+
+@pytest.mark.parametrize("queue_bytes", [None, 3 << 20])
+def test_the_size_that_a_refusal_names_is_enough(queue_bytes: int | None) -> None:
+    def measured(limit_bytes: int) -> process_memory.ProcessMemory:
+        return process_memory.ProcessMemory(limit_bytes, 600 << 20, 0, queue_bytes or limit_bytes // 16)
+
+    with pytest.raises(ConfigError, match="is not enough") as refused:
+        measured(200 << 20).require(9 << 20)
+    least = re.search(r"give at least (\d+)MiB", str(refused.value))
+    assert least is not None
+    measured(int(least[1]) << 20).require(9 << 20)
+    with pytest.raises(ConfigError, match="is not enough"):
+        measured((int(least[1]) - 3) << 20).require(9 << 20)
