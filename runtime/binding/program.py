@@ -1,6 +1,6 @@
 """A program: one plan bound to addresses, with everything prepared that can be decided before a request arrives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,33 @@ class Bases:
     def offset(self, address: Address) -> int:
         """Return the offset in the arena of an address in the plan."""
         return address.offset + (self.partition if address.region == "partition" else self.workspace)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Compute steps in a row: only the first waits for other lanes, and they wait for none but the last."""
+
+    first: ComputeStep[Call]
+    calls: tuple[Call, ...]
+    """Of all its steps."""
+    steps: int
+
+
+def stretches(computes: Sequence[ComputeStep[Call]], copies: Iterable[SwapStep]) -> Iterator[Stretch]:
+    """Join compute steps between which no lane waits for another. What `copies` has is all that waits for them."""
+    awaited, start, seen = {copy.computes_before for copy in copies}, 0, (0, 0)
+    for n, step in enumerate(computes):
+        waits_for = (step.swap_ins_before, step.swap_outs_before)
+        if n > start and (n in awaited or waits_for != seen or step.first_reads):
+            yield _stretch(computes[start:n])
+            start = n
+        seen = waits_for
+    if computes:
+        yield _stretch(computes[start:])
+
+
+def _stretch(computes: Sequence[ComputeStep[Call]]) -> Stretch:
+    return Stretch(computes[0], tuple(call for step in computes for call in step.calls), len(computes))
 
 
 HAND_OVER_S, LEAST_BETWEEN_S = 50e-6, 250e-6
@@ -52,6 +79,7 @@ class Program:
     """Output slots that are parameters or views of them."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
+    stretches: tuple[Stretch, ...] = field(init=False)
     link_bytes: int = field(init=False)
     copies_inline: bool = field(init=False)
     """Whether the CPU's compute lane makes the copies itself, right before the op that reads them."""
@@ -59,6 +87,8 @@ class Program:
     def __post_init__(self) -> None:
         inline = bool(self.computes) and not self.swap_outs and self._copies_are_short()
         object.__setattr__(self, "copies_inline", inline)
+        joined = stretches(self.computes, (*self.swap_ins, *self.swap_outs))
+        object.__setattr__(self, "stretches", tuple(joined))
         link_bytes = sum(s.nbytes for s in self.swap_ins) + sum(s.nbytes for s in self.swap_outs)
         object.__setattr__(self, "link_bytes", link_bytes)
 

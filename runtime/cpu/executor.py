@@ -17,7 +17,7 @@ from planner.timeline import Timeline
 from runtime.backend import Result
 from runtime.binding.calls import Call
 from runtime.binding.draft import ComputeStep, SwapStep
-from runtime.binding.program import Program
+from runtime.binding.program import Program, Stretch
 from runtime.captures import Capture
 from runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
 from runtime.errors import DeviceError, StoreChanged
@@ -211,10 +211,12 @@ class CpuExecutor:
         frame: Frame,
         restored: _Restored | None,
     ) -> float:
-        """Run the compute steps. Returns the seconds for which they waited for copies."""
+        """Run the compute steps, each by itself if they are noted. Returns the seconds for which they waited."""
         stall_s = 0.0
         finished = run.compute_base
-        for step in program.computes:
+        each = program.stretches if run.note is None else (Stretch(c, c.calls, 1) for c in program.computes)
+        for stretch in each:
+            step = stretch.first
             ticket = run.swap_in_ticket(step.swap_ins_before)
             if program.copies_inline and self._swap_in.submitted < ticket:
                 copied = self._swap_in.submitted - run.swap_in_base
@@ -228,11 +230,11 @@ class CpuExecutor:
             if run.error is not None:
                 break
             start = time.perf_counter()
-            for call in step.calls:
+            for call in stretch.calls:
                 call(frame)
             if run.note is not None:
                 run.note(step, start, time.perf_counter())
-            finished += 1
+            finished += stretch.steps
             if finished < run.compute_base + len(program.computes):
                 # `run` counts the last step: outputs that are parameters are cloned before the epilogue starts.
                 self._computes.advance(finished)
