@@ -258,7 +258,8 @@ def test_activations_that_are_held_are_those_that_the_plan_counts(
 
 def allocated_peak_bytes(program: Program, inputs: Sequence[torch.Tensor], servable: ProgramServable) -> int:
     """The most that torch's allocator gave out at once in one inference, as torch's profiler counts it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         servable.executor.run(program, list(inputs))
     assert profiler.profiler is not None
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -75,6 +75,8 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, state = self.rnn(x)
+        if isinstance(state, tuple) and torch.__version__ < "2.13":
+            return out, out[:, -1].clone()  # torch.export records wrong shapes of an LSTM's states before
         return out, state[0].transpose(0, 1).clone() if isinstance(state, tuple) else state.transpose(0, 1).clone()
 
 
