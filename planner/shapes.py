@@ -94,11 +94,15 @@ class DynamicShape(msgspec.Struct, frozen=True):
 
     def valid(self, dimension: Dimension, size: int) -> int | None:
         """Return the largest size up to this one that a dimension can have; None if there is none."""
-        conditions = [c for c in self.constraints if _names(c) == {dimension.symbol}]
+        conditions = self.conditions(dimension)
         for value in range(dimension.symbol_value(size), dimension.symbol_value(dimension.least) - 1, -1):
             if all(_holds(c, {dimension.symbol: value}) for c in conditions):
                 return value * dimension.step + dimension.offset
         return None
+
+    def conditions(self, dimension: Dimension) -> list[str]:
+        """Return the conditions on one dimension's symbol alone."""
+        return [c for c in self.constraints if _names(c) == {dimension.symbol}]
 
     def checked(self, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return sizes that stand for those of a bucket: the largest, the smallest, and some in between."""

@@ -350,6 +350,26 @@ def test_buckets_that_cannot_be_are_refused_with_the_way_out(
     assert "--shape-buckets" in str(refused.value)
 
 
+class Framed(nn.Module):
+    """Frames of four samples, of which an LSTM's export takes the number as fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames, self.recurrent = nn.Conv1d(1, 4, 4, 4), nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(self.frames(x[:, None]).mT)[0]
+
+
+def test_an_export_that_fixes_a_dynamic_size_is_refused_with_the_condition(tmp_path: Path) -> None:
+    dims = {0: BATCH, 1: 4 * Dim("frames", min=2, max=64)}
+    program = torch.export.export(Framed(), (), kwargs={"x": torch.randn(3, 80)}, dynamic_shapes={"x": dims})
+    torch.export.save(program, tmp_path / "model.pt2")
+    needs = r"dimension 1 of input x is 8 or larger; its export needs .* == 20, so export it with a fixed size$"
+    with pytest.raises(UnsupportedModel, match=needs):
+        lower(tmp_path / "model.pt2", "refused", [1, 2], tmp_path / "cache")
+
+
 class Checked(nn.Module):
     """A length that the model checks itself."""
 
