@@ -84,6 +84,20 @@ class Unrolled(nn.Module):
         return y
 
 
+class Recurrence(nn.Module):
+    """A loop of 1,500 elementwise ops, as in recurrences that are written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(64) / 10) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = torch.tanh(state * self.weight + x[:, step]) * torch.sigmoid(state + self.bias)
+        return state
+
+
 def small_models() -> dict[str, tuple[nn.Module, Inputs]]:
     """Return modules in eval mode with example inputs, batch 2 for export."""
     with seeded(0):
@@ -92,6 +106,7 @@ def small_models() -> dict[str, tuple[nn.Module, Inputs]]:
             "dlrm": (Ranker().eval(), {"dense": torch.randn(2, 13), "ids": ids}),
             "int8_layers": (Integers().eval(), {"x": torch.randn(2, 512)}),
             "unrolled_lstm": (Unrolled().eval(), {"x": torch.randn(2, 32, 64)}),
+            "recurrence": (Recurrence().eval(), {"x": torch.randn(2, 250, 64)}),
         }
     return models | {name: ZOO[name].build(0) for name in FROM_ZOO}
 

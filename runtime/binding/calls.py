@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -102,16 +103,11 @@ def bind_call(
     if function is None:
         function = target._op if isinstance(target, torch._ops.OpOverload) else target  # it only passes on
 
-    def plain(frame: Frame) -> None:
-        values = arguments.copy()
-        for position, slot in flat:
-            values[position] = frame[slot]
-        frame[out] = function(*values, **kwargs)
-        for slot in frees:
-            frame[slot] = None
-
     if not (nested or keyword_slots):
-        return plain
+        slots = dict(flat)
+        form = tuple(position in slots for position in range(len(arguments)))
+        values = [slots.get(position, value) for position, value in enumerate(arguments)]
+        return _maker(form, bool(kwargs), len(frees))(function, kwargs, out, *values, *frees)
 
     def call(frame: Frame) -> None:
         values = arguments.copy()
@@ -125,6 +121,23 @@ def bind_call(
             frame[slot] = None
 
     return call
+
+
+@lru_cache(maxsize=1024)
+def _maker(slots: tuple[bool, ...], has_keywords: bool, frees: int) -> Callable[..., Call]:
+    """Return a function that makes calls of one form: which arguments are slots, and how many slots are cleared.
+
+    Their source is written out, because loops over the arguments take as long as a tiny op.
+    """
+    names, freed = [f"a{n}" for n in range(len(slots))], [f"f{n}" for n in range(frees)]
+    given = [f"frame[{name}]" if is_slot else name for name, is_slot in zip(names, slots, strict=True)]
+    values = ", ".join([*given, "**kwargs"] if has_keywords else given)
+    lines = [f"frame[out] = function({values})", *(f"frame[{name}] = None" for name in freed)]
+    source = f"def make({', '.join(['function', 'kwargs', 'out', *names, *freed])}):\n"
+    source += " def call(frame):\n" + "".join(f"  {line}\n" for line in lines) + " return call\n"
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    return cast(Callable[..., Call], scope["make"])
 
 
 def bind_with_store(

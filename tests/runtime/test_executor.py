@@ -135,10 +135,10 @@ def refuse_other_addresses(bench: Bench) -> None:
         nonlocal seen
         for call in next(c for c in program.computes if c.step == step).calls:
             for cell in call.__closure__ or ():
-                for value in cell.cell_contents if isinstance(cell.cell_contents, list) else ():
-                    if isinstance(value, torch.Tensor) and low <= value.data_ptr() < arena_end:
-                        assert value.data_ptr() + value.nbytes <= high
-                        seen += 1
+                value = cell.cell_contents
+                if isinstance(value, torch.Tensor) and low <= value.data_ptr() < arena_end:
+                    assert value.data_ptr() + value.nbytes <= high
+                    seen += 1
 
     bench.executor.run(observed(program, watch), bench.lowered.examples(Bucket(2)))
     assert seen == 12, "a weight and a bias for each of six layers"
