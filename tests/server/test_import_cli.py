@@ -138,6 +138,17 @@ def test_a_module_that_cannot_be_imported_says_why(refused: Any, arguments: list
     assert reason in refused(*arguments)
 
 
+def test_a_module_that_depends_on_values_is_refused_in_one_line(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["import", f"{HERE}:Branching", *X, "--repository", str(tmp_path)]) == 1
+    *progress, said = capfd.readouterr().err.splitlines()
+    assert progress == ["Branching: loading " + f"{HERE}:Branching", "Branching: exporting"]
+    assert "depends on values" in said
+    assert ": return x * 2 if x.sum() > 0 else x; change it" in said
+    assert "--input" not in said
+
+
 def test_a_checkpoint_that_does_not_fit_says_where(refused: Any) -> None:
     torch.save({"weight": torch.zeros(3, 4), "scale": torch.ones(1)}, "other.pt")
     said = refused("other.pt", *LINEAR)
