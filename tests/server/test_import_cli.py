@@ -10,7 +10,21 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
-from transformers import BertForSequenceClassification, BertModel, RobertaModel, T5Config, T5Model
+from transformers import (
+    BertForSequenceClassification,
+    BertModel,
+    CanineConfig,
+    CanineModel,
+    CLIPConfig,
+    CLIPModel,
+    LayoutLMModel,
+    RobertaModel,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
+    ViltConfig,
+    ViltModel,
+)
 
 from server.cli import main
 from server.importing import huggingface
@@ -192,7 +206,45 @@ def test_a_folder_that_cannot_be_imported_says_why(refused: Any) -> None:
     torch.save({"embeddings": Code()}, "bert/pytorch_model.bin")
     assert "(a pickle, of which tensors only are read)" in refused("bert", "--sequence-length", "4")
     T5Model(T5Config(vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=1)).save_pretrained("t5")
-    assert "is an encoder with a decoder, which generates in a loop" in refused("t5")
+    said = refused("t5")
+    assert "T5Model is an encoder with a decoder, which is not supported; its encoder alone" in said
+    assert "generates" not in said
+
+
+def test_inputs_that_are_not_known_lead_to_their_declaration(refused: Any) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    CanineModel(CanineConfig(**sizes, num_hash_buckets=16, max_position_embeddings=16)).save_pretrained("canine")
+    said = refused("canine")
+    assert "the range of its input input_ids is not known, because CanineConfig has no vocab_size" in said
+    assert said.endswith("declare every input with --input NAME:TYPE:DIMS (input_ids)")
+    towers = {"text_config": {"vocab_size": 20, **sizes}, "vision_config": {"image_size": 32, **sizes}}
+    CLIPModel(CLIPConfig(**towers)).save_pretrained("clip")
+    assert refused("clip").endswith("declare every input with --input NAME:TYPE:DIMS (input_ids, pixel_values)")
+    ViltModel(ViltConfig(vocab_size=20, image_size=32, **sizes)).save_pretrained("vilt")
+    said = refused("vilt")
+    assert "It also takes pixel_values, image_embeds; declare every input with --input" in said
+
+
+def test_an_encoder_of_a_model_with_a_decoder_is_taken(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 20, "d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1}
+    T5EncoderModel(T5Config(**sizes)).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_encoder_decoder": True}))
+    subject = huggingface.from_folder(tmp_path, (), 4)
+    assert [given.name for given in subject.inputs] == ["input_ids", "attention_mask"]
+    assert subject.notes == ()
+
+
+def test_tensors_of_a_model_that_are_not_served_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny("layout", LayoutLMModel)
+    (note,) = huggingface.from_folder(Path("layout"), (), None).notes
+    assert note == (
+        "the model also takes bbox, which the entry does not; declare every input with --input NAME:TYPE:DIMS"
+    )
+    for model in (BertModel, RobertaModel, BertForSequenceClassification):
+        tiny(model.__name__, model)
+        assert huggingface.from_folder(Path(model.__name__), (), None).notes == ()
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
