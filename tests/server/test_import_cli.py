@@ -48,6 +48,38 @@ class Noisy(nn.Module):
         return torch.nn.functional.dropout(x, 0.5, training=True)
 
 
+class OtherAfterExport(nn.Module):
+    """Its exported program computes something else: all elements of `x`, and one element of `bytes`."""
+
+    def __init__(self, floats: float = 3.0) -> None:
+        super().__init__()
+        self.floats = floats
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        counts = (x[:, :1] * torch.ones(1 << 14)).abs().round()
+        if torch.compiler.is_exporting():
+            x, counts = x * self.floats, torch.cat([counts[:, :1] + 1, counts[:, 1:]], 1)
+        return {"x": x, "bytes": counts.to(torch.uint8)}
+
+
+class OtherIntegers(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.round().int() + (1 if torch.compiler.is_exporting() else 0)
+
+
+def other_integer_element() -> nn.Module:
+    return OtherAfterExport(1.0)
+
+
+class ParameterView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scaled": x * self.scale, "scale": self.scale.expand(x.shape[0], 4)}
+
+
 class TwoRows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(2, 4)
@@ -144,7 +176,11 @@ def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
         (["no_such_package:linear"], "No module named 'no_such_package'"),
         ([f"{HERE}:Branching", *X], "torch.export does not take the module"),
         ([f"{HERE}:TwoRows", *X], "declare its inputs with it (--input NAME:TYPE:1,...)"),
-        ([f"{HERE}:Noisy", *X], "differs from eager PyTorch's by"),
+        (
+            [f"{HERE}:OtherAfterExport", *X],
+            "output x differs from eager PyTorch's by 2 of its largest value at batch",
+        ),
+        ([f"{HERE}:OtherIntegers", *X], "differs from eager PyTorch's by 1 of its elements at batch 1"),
         ([f"{HERE}:Doubling", *X, "--name", "a/b"], "model name 'a/b' is not usable"),
     ],
 )
@@ -273,6 +309,32 @@ def test_rows_that_influence_one_another_are_said(
     said = imported(capsys, f"{HERE}:Centering", "--input", "x:BF16:-1,4")
     assert "note: rows influence one another, so requests run alone, in batches of 1, 2" in said
     assert "BF16" in said
+
+
+def test_an_output_may_be_a_view_of_a_parameter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "largest difference from eager PyTorch: 0.0e+00" in imported(capsys, f"{HERE}:ParameterView", *X)
+
+
+def test_a_few_integers_may_differ_from_eager_pytorch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = imported(capsys, f"{HERE}:other_integer_element", *X)
+    assert (
+        "largest difference from eager PyTorch: 6.1e-05 of an output's largest value, or of the elements of" in said
+    )
+
+
+def test_a_model_that_draws_random_numbers_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = imported(capsys, f"{HERE}:Noisy", *X)
+    assert "not compared with eager PyTorch: the model draws random numbers" in said
+    assert "largest difference" not in said
 
 
 def test_tied_weights_are_in_safetensors_once(
