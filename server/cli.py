@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
-    errors = Console(stderr=True, highlight=False)
+    errors = Console(file=sys.stderr, highlight=False)
     try:
         return int(options.run(options, errors))
     except CohabitError as error:

@@ -1,6 +1,7 @@
 """Converts an exported program to the form in which it is lowered."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -278,6 +279,10 @@ def _outputs(
     tensors = [(n, v) for n, v in zip(names, kept, strict=True) if isinstance(v, fx.Node)]
     if not tensors or any(not isinstance(v.meta.get("val"), torch.Tensor) for _, v in tensors):
         raise UnsupportedModel(f"{name}: outputs {names} are not all tensors; return tensors only")
+    if twice := [n for n, count in Counter(n for n, _ in tensors).items() if count > 1]:
+        raise UnsupportedModel(
+            f"{name}: several outputs are called {twice[0]}; rename keys of what forward returns"
+        )
     output.args = (tuple(v for _, v in tensors),)
     return tuple(_port(name, n, v, batch, symbols) for n, v in tensors)
 

@@ -132,12 +132,13 @@ def _try(model: FxModel, run: Run, rows: _Tensors) -> _Tensors | None:
     """Return the results in types whose rows can be selected and compared, or None if the model refuses the rows."""
     try:
         inputs = [t.to(port.dtype, copy=True) for port, t in zip(model.inputs, rows, strict=True)]
-        return [_comparable(t) for t in run(len(rows[0]), inputs)]
+        return [comparable(t) for t in run(len(rows[0]), inputs)]
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
         return None
 
 
-def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float64 or int64, of which rows can be selected and compared."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj()).double()
     return tensor.double() if tensor.is_floating_point() else tensor.long()
@@ -148,20 +149,27 @@ def _difference(
 ) -> str | None:
     """Say which output differs by more than the tolerance, and by how much."""
     for port, own, other, whole in zip(ports, found, wanted, reference, strict=True):
-        same = (own == other) | (own != own) & (other != other)
-        if bool(same.all()):
-            continue
-        if not own.is_floating_point():
-            share, unit = 1.0 - float(same.double().mean()), "of its elements"
-        else:
-            finite = whole[whole.isfinite()].abs()
-            scale = float(finite.max()) if finite.numel() else 0.0
-            apart = float(torch.where(same, 0.0, (own - other).abs()).nan_to_num(nan=torch.inf).max())
-            share, unit = (apart / scale if scale else math.inf), "of the largest element"
-        if share > tolerance:
+        if (share := difference(own, other, whole)) > tolerance:
+            unit = "of the largest element" if own.is_floating_point() else "of its elements"
             by = f" by {share:.2g} {unit}" if math.isfinite(share) else ""
             return f"output {port.name} of a row differs{by}"
     return None
+
+
+def difference(own: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float:
+    """Return the largest difference as a share of the largest element of `whole`; of integers, the share that differs.
+
+    The tensors are `comparable`.
+    """
+    same = (own == other) | (own != own) & (other != other)
+    if bool(same.all()):
+        return 0.0
+    if not own.is_floating_point():
+        return 1.0 - float(same.double().mean())
+    finite = whole[whole.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    apart = float(torch.where(same, 0.0, (own - other).abs()).nan_to_num(nan=torch.inf).max())
+    return apart / scale if scale else math.inf
 
 
 def _tolerance(model: FxModel) -> float:

@@ -2,22 +2,22 @@
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE
+from runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE, comparable, difference
 from server.config.config import ServeConfig
 from server.config.sizes import FixedSize
 from server.engine.servable import ProgramServable, array_of
 from server.errors import ImportFailed
 from server.importing.exporting import export, save
 from server.importing.subject import Subject
-from server.ipc.model import Array, ModelInfo
+from server.ipc.model import ModelInfo
+from server.models.prepared import random_ops
 from server.models.repository import find, is_model_name
 from server.placement.loader import load
 from server.protocol.datatypes import BF16, float32_of_bf16
@@ -32,7 +32,10 @@ _UNLIMITED = FixedSize(1 << 50)
 
 @dataclass(frozen=True, slots=True)
 class ImportedEntry:
-    """A new entry. `errors` are the largest differences from eager PyTorch by rows, relative to the largest value."""
+    """A new entry. `errors` are the largest differences from eager PyTorch by rows, relative to the largest value.
+
+    Of outputs of integers, they are shares of the elements. Empty if the model draws random numbers.
+    """
 
     folder: Path
     info: ModelInfo
@@ -107,9 +110,12 @@ def _compared(
             raise ImportFailed(reason)
         (placed,) = loaded.placed_models.values()
         info = placed.servable.info
-        on_progress("comparing with eager PyTorch")
         most = info.max_batch_size
-        rows = info.only_batches or sorted({b for b in _ROWS if b < most} | {max(most, 1)})
+        rows: Iterable[int] = info.only_batches or sorted({b for b in _ROWS if b < most} | {max(most, 1)})
+        if random_ops(placed.prepared.lowered):
+            rows = ()
+        else:
+            on_progress("comparing with eager PyTorch")
         errors = {count: _largest_error(subject, placed.servable, count) for count in rows}
         return ImportedEntry(
             folder,
@@ -123,7 +129,7 @@ def _compared(
 
 
 def _largest_error(subject: Subject, servable: ProgramServable, rows: int) -> float:
-    """Return the largest difference from eager PyTorch, relative to the output's largest value.
+    """Return the largest difference of an output from eager PyTorch's.
 
     Raises ImportFailed if it is over the tolerance.
     """
@@ -136,25 +142,17 @@ def _largest_error(subject: Subject, servable: ProgramServable, rows: int) -> fl
     largest = 0.0
     for spec, tensor in zip(servable.info.outputs, subject.answer(inputs), strict=True):
         array = answered[spec.name]
-        error = _difference(float32_of_bf16(array) if spec.datatype == BF16 else array, tensor)
+        found = torch.tensor(float32_of_bf16(array) if spec.datatype == BF16 else array)
+        own, wanted = comparable(found), comparable(tensor)
+        error = difference(own, wanted, wanted) if own.shape == wanted.shape else math.inf
         if not error <= tolerance:
+            unit = "largest value" if own.is_floating_point() else "elements"
             raise ImportFailed(
-                f"output {spec.name} differs from eager PyTorch's by {error:.2g} of its largest value at batch {rows};"
+                f"output {spec.name} differs from eager PyTorch's by {error:.2g} of its {unit} at batch {rows};"
                 f" the limit is {tolerance:.0e}. Nothing was written"
             )
         largest = max(largest, error)
     return largest
-
-
-def _difference(found: Array, wanted: torch.Tensor) -> float:
-    own, other = found.astype(np.float64), wanted.double().numpy()
-    if own.shape != other.shape:
-        return math.inf
-    different = (own != other) & ~(np.isnan(own) & np.isnan(other))
-    if not different.any():
-        return 0.0
-    scale = float(np.abs(other[np.isfinite(other)]).max(initial=0.0))
-    return float(np.abs(own - other)[different].max()) / scale if scale else math.inf
 
 
 def _write_labels(subject: Subject, info: ModelInfo, folder: Path) -> dict[str, str]:

@@ -1,7 +1,12 @@
 """Exports a subject as a `.pt2` archive with a dynamic batch."""
 
 import inspect
+import io
+import logging
+import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +32,47 @@ def export(subject: Subject, max_batch: int) -> ExportedProgram:
         names = ", ".join(inspect.signature(subject.module.forward).parameters)
         raise ImportFailed(f"the module takes ({names}), the inputs are {', '.join(examples)}: {error}") from error
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with _quiet(), torch.no_grad():
             return torch.export.export(
                 subject.module, (), examples, dynamic_shapes=_dynamic_dims(subject, max_batch)
             )
     except Exception as error:
+        if "data-dependent" in str(error):
+            raise ImportFailed(
+                "torch.export does not take the module, because what it computes depends on values, in"
+                f" {_own_line(error)}; change it (torch.where, torch.cond)"
+            ) from error
         raise ImportFailed(
             f"torch.export does not take the module: {reason_of(error)}. If it takes one batch size only, declare its"
             " inputs with it (--input NAME:TYPE:1,...); otherwise change the module, or export it in your own code"
         ) from error
 
 
+def _own_line(error: Exception) -> str:
+    """Return the last line outside torch that led to an error."""
+    library = str(Path(torch.__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(library) and Path(f.filename).name != "contextlib.py"]
+    return f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what torch prints while it exports: warnings, and all of the graph where it fails."""
+    logging.disable()
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def save(program: ExportedProgram, path: Path) -> None:
     """Write an archive. Raises ImportFailed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _quiet():
             torch.export.save(program, path)
     except Exception as error:
         raise ImportFailed(f"the archive cannot be written: {reason_of(error)}") from error

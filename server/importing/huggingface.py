@@ -4,11 +4,12 @@ import inspect
 import json
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -20,6 +21,13 @@ from server.importing.subject import Subject, Tensors, declared, reason_of
 _CONFIG = "config.json"
 _IMAGES, _TOKENS, _MASK = "pixel_values", "input_ids", "attention_mask"
 _MOST_KEYS = 3
+_DECLARE = "declare every input with --input NAME:TYPE:DIMS"
+_TENSOR = re.compile(r"[^\[]*Tensor\b[^\[]*")
+_OPTIONAL = re.compile(
+    r"(en|de)coder_.*|.*(masks?|masked_pos|labels?|position_ids|positions|token_type_ids|inputs_embeds)|mems|noise"
+    r"|cache_position|logits_to_keep"
+)
+"""Tensor arguments of transformers' models that are for training and generation, or have a usual default."""
 
 
 class NamedOutputs(nn.Module):
@@ -59,15 +67,24 @@ def from_folder(folder: Path, inputs: Sequence[DeclaredInput], sequence_length: 
     written = _json(folder / _CONFIG)
     config, model = _load(transformers, folder, written)
     most = _positions(config, model)
+    left: list[str] = []
     if not inputs:
         inputs = _inputs(folder, config, model, sequence_length, most)
-    subject = declared(
-        NamedOutputs(model, [given.name for given in inputs]), inputs, 0 if sequence_length else most
-    )
+        left = [name for name in _tensors_of(model) if name not in {given.name for given in inputs}]
+    try:
+        subject = declared(
+            NamedOutputs(model, [given.name for given in inputs]), inputs, 0 if sequence_length else most
+        )
+    except ImportFailed as error:
+        if left:
+            raise ImportFailed(f"{error}. It also takes {', '.join(left)}; {_DECLARE}") from error
+        raise
     if _MASK in {given.name for given in inputs}:
         subject = _with_padding(subject)
     images = tuple(given.name for given in inputs if given.name == _IMAGES and len(given.dims) == 4)
-    return replace(subject, classes=_classes(config, written), images=images, notes=_notes(folder, written))
+    notes = [f"the model also takes {', '.join(left)}, which the entry does not; {_DECLARE}"] if left else []
+    notes += _notes(folder, written)
+    return replace(subject, classes=_classes(config, written), images=images, notes=tuple(notes))
 
 
 def _load(transformers: Any, folder: Path, written: dict[str, Any]) -> tuple[Any, nn.Module]:
@@ -86,11 +103,6 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any]) -> tuple[Any
         raise ImportFailed(f"{folder} has no weights: there is no *.safetensors in it")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if getattr(config, "is_encoder_decoder", False):
-            raise ImportFailed(
-                f"{folder}: {names[0] if names else config.model_type} is an encoder with a decoder, which generates in"
-                " a loop; write a function that returns its encoder, and import it as module:function"
-            )
         config.use_cache = False
         model, info = architecture.from_pretrained(
             folder,
@@ -102,11 +114,14 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any]) -> tuple[Any
             dtype=torch.float32,
             output_loading_info=True,
         )
-    except ImportFailed:
-        raise
     except Exception as error:
         what = "" if safe else " (a pickle, of which tensors only are read)"
         raise ImportFailed(f"{folder}{what}: {reason_of(error)}") from error
+    if any(name.startswith("decoder_input_") for name in inspect.signature(model.forward).parameters):
+        raise ImportFailed(
+            f"{folder}: {type(model).__name__} is an encoder with a decoder, which is not supported; its encoder alone"
+            " can be imported as module:function, where the function returns model.get_encoder()"
+        )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - _MOST_KEYS} more" if len(missing) > _MOST_KEYS else ""
         raise ImportFailed(
@@ -137,6 +152,11 @@ def _inputs(
         raise ImportFailed(
             f"{folder}: the sizes of its input {main} are not known; declare it with --input {main}:FP32:-1,DIM,..."
         )
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise ImportFailed(
+            f"{folder}: the range of its input {main} is not known, because {type(config).__name__} has no vocab_size;"
+            f" {_DECLARE} ({', '.join(_tensors_of(model))})"
+        )
     if sequence_length is None and not most:
         raise ImportFailed(
             f"{folder}: the model has no largest sequence length, for which memory could be planned; choose a fixed"
@@ -149,6 +169,14 @@ def _inputs(
     types = int(getattr(config, "type_vocab_size", 0) or 0)
     bounds = {main: int(config.vocab_size), _MASK: 2, **({"token_type_ids": types} if types > 1 else {})}
     return tuple(DeclaredInput(name, "INT64", dims, bound) for name, bound in bounds.items() if name in taken)
+
+
+def _tensors_of(model: nn.Module) -> list[str]:
+    """Return the names of the tensors that a model is given to infer, except for those with a usual default."""
+    taken = inspect.signature(model.forward).parameters
+    types = {name: get_args(given.annotation) or (given.annotation,) for name, given in taken.items()}
+    tensors = [name for name, kinds in types.items() if any(_TENSOR.fullmatch(str(kind)) for kind in kinds)]
+    return [name for name in tensors if not _OPTIONAL.fullmatch(name)]
 
 
 def _image_size(folder: Path, config: Any) -> tuple[int, int]:

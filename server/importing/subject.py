@@ -41,7 +41,7 @@ class Subject:
         """Return the module's own outputs in order."""
         with torch.no_grad():
             outputs = self.module(**inputs)
-        return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        return [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
 def declared(module: nn.Module, inputs: Sequence[DeclaredInput], most_tokens: int = 0) -> Subject:

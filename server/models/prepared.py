@@ -90,10 +90,15 @@ def warn_of_interaction(lowered: Lowered) -> None:
         )
 
 
+def random_ops(lowered: Lowered) -> list[str]:
+    """Return the names of the operators with which a model draws random numbers."""
+    calls = [i for trace in lowered.traces.values() for i in trace.instructions]
+    return sorted({str(i.target) for i in calls if draws(i.target, i.args, i.kwargs)})
+
+
 def warn_of_random_ops(lowered: Lowered) -> None:
     """Log which of a model's operators draw random numbers: the same request has another answer each time."""
-    calls = [i for trace in lowered.traces.values() for i in trace.instructions]
-    if random := sorted({str(i.target) for i in calls if draws(i.target, i.args, i.kwargs)}):
+    if random := random_ops(lowered):
         fields = {"model": lowered.name, "operators": random}
         _log.warning(
             "the model draws random numbers; equal requests have different answers", extra={"fields": fields}

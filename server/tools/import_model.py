@@ -82,9 +82,14 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
 def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
     out.print(f"{entry.folder}: {format_bytes(entry.archive_bytes)}, {format_bytes(entry.weight_bytes)} of weights")
     out.print(tensor_table(entry.info))
-    batches = f" at batch {', '.join(map(str, entry.errors))}" if entry.info.max_batch_size else ""
-    worst = max(entry.errors.values())
-    out.print(f"largest difference from eager PyTorch: {worst:.1e} of an output's largest value{batches}")
+    if entry.errors:
+        batches = f" at batch {', '.join(map(str, entry.errors))}" if entry.info.max_batch_size else ""
+        unit = "an output's largest value"
+        if any(spec.datatype.startswith(("INT", "UINT", "BOOL")) for spec in entry.info.outputs):
+            unit += ", or of the elements of integers,"
+        out.print(f"largest difference from eager PyTorch: {max(entry.errors.values()):.1e} of {unit}{batches}")
+    else:
+        out.print("not compared with eager PyTorch: the model draws random numbers")
     if entry.info.only_batches:
         only = ", ".join(map(str, entry.info.only_batches))
         out.print(f"note: rows influence one another, so requests run alone, in batches of {only}")

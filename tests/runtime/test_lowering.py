@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -265,7 +266,15 @@ class Selecting(torch.nn.Module):
         return x[x > 0].sum() + x
 
 
-@pytest.mark.parametrize(("make", "reason"), [(Stateful, "has no state"), (Selecting, "depends on values")])
+class SameNames(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"a": {"b": x * 2}, "a_b": x * 3}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(Stateful, "has no state"), (Selecting, "depends on values"), (SameNames, "several outputs are called a_b")],
+)
 def test_what_cannot_be_promised_is_refused_with_the_reason(
     make: Callable[[], torch.nn.Module], reason: str, tmp_path: Path
 ) -> None:

@@ -10,7 +10,21 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
-from transformers import BertForSequenceClassification, BertModel, RobertaModel, T5Config, T5Model
+from transformers import (
+    BertForSequenceClassification,
+    BertModel,
+    CanineConfig,
+    CanineModel,
+    CLIPConfig,
+    CLIPModel,
+    LayoutLMModel,
+    RobertaModel,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
+    ViltConfig,
+    ViltModel,
+)
 
 from server.cli import main
 from server.importing import huggingface
@@ -32,6 +46,38 @@ class Branching(nn.Module):
 class Noisy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout(x, 0.5, training=True)
+
+
+class OtherAfterExport(nn.Module):
+    """Its exported program computes something else: all elements of `x`, and one element of `bytes`."""
+
+    def __init__(self, floats: float = 3.0) -> None:
+        super().__init__()
+        self.floats = floats
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        counts = (x[:, :1] * torch.ones(1 << 14)).abs().round()
+        if torch.compiler.is_exporting():
+            x, counts = x * self.floats, torch.cat([counts[:, :1] + 1, counts[:, 1:]], 1)
+        return {"x": x, "bytes": counts.to(torch.uint8)}
+
+
+class OtherIntegers(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.round().int() + (1 if torch.compiler.is_exporting() else 0)
+
+
+def other_integer_element() -> nn.Module:
+    return OtherAfterExport(1.0)
+
+
+class ParameterView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scaled": x * self.scale, "scale": self.scale.expand(x.shape[0], 4)}
 
 
 class TwoRows(nn.Module):
@@ -130,12 +176,27 @@ def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
         (["no_such_package:linear"], "No module named 'no_such_package'"),
         ([f"{HERE}:Branching", *X], "torch.export does not take the module"),
         ([f"{HERE}:TwoRows", *X], "declare its inputs with it (--input NAME:TYPE:1,...)"),
-        ([f"{HERE}:Noisy", *X], "differs from eager PyTorch's by"),
+        (
+            [f"{HERE}:OtherAfterExport", *X],
+            "output x differs from eager PyTorch's by 2 of its largest value at batch",
+        ),
+        ([f"{HERE}:OtherIntegers", *X], "differs from eager PyTorch's by 1 of its elements at batch 1"),
         ([f"{HERE}:Doubling", *X, "--name", "a/b"], "model name 'a/b' is not usable"),
     ],
 )
 def test_a_module_that_cannot_be_imported_says_why(refused: Any, arguments: list[str], reason: str) -> None:
     assert reason in refused(*arguments)
+
+
+def test_a_module_that_depends_on_values_is_refused_in_one_line(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["import", f"{HERE}:Branching", *X, "--repository", str(tmp_path)]) == 1
+    *progress, said = capfd.readouterr().err.splitlines()
+    assert progress == ["Branching: loading " + f"{HERE}:Branching", "Branching: exporting"]
+    assert "depends on values" in said
+    assert ": return x * 2 if x.sum() > 0 else x; change it" in said
+    assert "--input" not in said
 
 
 def test_a_checkpoint_that_does_not_fit_says_where(refused: Any) -> None:
@@ -181,7 +242,45 @@ def test_a_folder_that_cannot_be_imported_says_why(refused: Any) -> None:
     torch.save({"embeddings": Code()}, "bert/pytorch_model.bin")
     assert "(a pickle, of which tensors only are read)" in refused("bert", "--sequence-length", "4")
     T5Model(T5Config(vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=1)).save_pretrained("t5")
-    assert "is an encoder with a decoder, which generates in a loop" in refused("t5")
+    said = refused("t5")
+    assert "T5Model is an encoder with a decoder, which is not supported; its encoder alone" in said
+    assert "generates" not in said
+
+
+def test_inputs_that_are_not_known_lead_to_their_declaration(refused: Any) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    CanineModel(CanineConfig(**sizes, num_hash_buckets=16, max_position_embeddings=16)).save_pretrained("canine")
+    said = refused("canine")
+    assert "the range of its input input_ids is not known, because CanineConfig has no vocab_size" in said
+    assert said.endswith("declare every input with --input NAME:TYPE:DIMS (input_ids)")
+    towers = {"text_config": {"vocab_size": 20, **sizes}, "vision_config": {"image_size": 32, **sizes}}
+    CLIPModel(CLIPConfig(**towers)).save_pretrained("clip")
+    assert refused("clip").endswith("declare every input with --input NAME:TYPE:DIMS (input_ids, pixel_values)")
+    ViltModel(ViltConfig(vocab_size=20, image_size=32, **sizes)).save_pretrained("vilt")
+    said = refused("vilt")
+    assert "It also takes pixel_values, image_embeds; declare every input with --input" in said
+
+
+def test_an_encoder_of_a_model_with_a_decoder_is_taken(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 20, "d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1}
+    T5EncoderModel(T5Config(**sizes)).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_encoder_decoder": True}))
+    subject = huggingface.from_folder(tmp_path, (), 4)
+    assert [given.name for given in subject.inputs] == ["input_ids", "attention_mask"]
+    assert subject.notes == ()
+
+
+def test_tensors_of_a_model_that_are_not_served_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny("layout", LayoutLMModel)
+    (note,) = huggingface.from_folder(Path("layout"), (), None).notes
+    assert note == (
+        "the model also takes bbox, which the entry does not; declare every input with --input NAME:TYPE:DIMS"
+    )
+    for model in (BertModel, RobertaModel, BertForSequenceClassification):
+        tiny(model.__name__, model)
+        assert huggingface.from_folder(Path(model.__name__), (), None).notes == ()
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
@@ -210,6 +309,32 @@ def test_rows_that_influence_one_another_are_said(
     said = imported(capsys, f"{HERE}:Centering", "--input", "x:BF16:-1,4")
     assert "note: rows influence one another, so requests run alone, in batches of 1, 2" in said
     assert "BF16" in said
+
+
+def test_an_output_may_be_a_view_of_a_parameter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "largest difference from eager PyTorch: 0.0e+00" in imported(capsys, f"{HERE}:ParameterView", *X)
+
+
+def test_a_few_integers_may_differ_from_eager_pytorch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = imported(capsys, f"{HERE}:other_integer_element", *X)
+    assert (
+        "largest difference from eager PyTorch: 6.1e-05 of an output's largest value, or of the elements of" in said
+    )
+
+
+def test_a_model_that_draws_random_numbers_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = imported(capsys, f"{HERE}:Noisy", *X)
+    assert "not compared with eager PyTorch: the model draws random numbers" in said
+    assert "largest difference" not in said
 
 
 def test_tied_weights_are_in_safetensors_once(
