@@ -134,10 +134,8 @@ class Server:
         if self._engine_path is not None:
             self._tasks.append(asyncio.create_task(self._follow_engine(self.client, self._engine_path)))
             return ""
-        own_bytes = (
-            resident_bytes()
-        )  # later starts of an engine get the same: it must find room for the same models
-        encoded = encode_config(replace(self._config, frontend_bytes=own_bytes))
+        # Later starts of an engine get the same figure: each must find room for the same models.
+        encoded = encode_config(replace(self._config, frontend_bytes=resident_bytes()))
         self.supervisor = Supervisor(self.client, encoded, self._config.watchdog_s, self._engine_command)
         memory_map = await self.supervisor.start(on_progress)
         for _ in range(1, self._config.frontends):

@@ -191,8 +191,7 @@ def _window(conv: fx.Node) -> list[Any]:
     return [[n[0], n[0]] if isinstance(n, list | tuple) and len(n) == 1 else n for n in given]
 
 
-def _onednn_window(conv: fx.Node) -> tuple[Any, Any, Any, Any]:
-    """Padding, stride, dilation and groups, in the order of oneDNN's operators."""
+def _onednn_window(conv: fx.Node) -> packing.Window:
     stride, padding, dilation, groups = _window(conv)
     return padding, stride, dilation, groups
 
@@ -291,14 +290,14 @@ class OneDnnKernels:
     def _convolution_weight(self, model: FxModel, layer: fx.Node) -> fx.Node:
         window, sizes = _onednn_window(layer), self._sizes(layer)
         return self._packed_once(
-            model, layer, str(window), lambda plain: packing.pack_convolution(plain, *window, sizes)
+            model, layer, str(window), lambda plain: packing.pack_convolution(plain, window, sizes)
         )
 
     def _layouts(self, model: FxModel, conv: fx.Node) -> int:
         """How many layouts oneDNN wants for a convolution's weight in the planned shapes."""
         weight = model.weight_of(conv.args[1])
         assert weight is not None
-        return len(packing.convolution_layouts(weight, *_onednn_window(conv), self._sizes(conv)))
+        return len(packing.convolution_layouts(weight, _onednn_window(conv), self._sizes(conv)))
 
     def _packed_once(
         self, model: FxModel, layer: fx.Node, use: str, pack: Callable[[torch.Tensor], torch.Tensor]

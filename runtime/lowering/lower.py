@@ -215,10 +215,13 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int
     dimensions = model.dynamic.dimensions
     for d in dimensions:
         if not d.buckets:
-            given = f"; --shape-buckets has {', '.join(map(str, shape_buckets))}" if shape_buckets else ""
-            equal = [c for c in model.dynamic.conditions(d) if "==" in c]
-            fixed = f"; its export needs {equal[0]}, so export it with a fixed size" if equal else ""
-            raise UnsupportedModel(f"{model.name}: {_named(model, d)} is {d.least} or larger{given}{fixed}")
+            why = f"; --shape-buckets has {', '.join(map(str, shape_buckets))}" if shape_buckets else ""
+            if (
+                model.dynamic.valid(d, max(d.least, d.most or 0, *shape_buckets)) is None
+            ):  # whatever the buckets are
+                fixed = next((c for c in model.dynamic.conditions(d) if "==" in c), "what no size meets")
+                why = f"; its export needs {fixed}, so export it with a fixed size"
+            raise UnsupportedModel(f"{model.name}: {_named(model, d)} is {d.least} or larger{why}")
     count = len(usable) * math.prod(len(d.buckets) for d in dimensions)
     if dimensions and count > MOST_BUCKETS:
         sizes = "; ".join(f"{_named(model, d)} {', '.join(map(str, d.buckets))}" for d in dimensions)

@@ -22,6 +22,9 @@ from runtime.errors import UnsupportedModel
 
 _onednn: Any = torch.ops.mkldnn
 
+Window = tuple[Sequence[int], Sequence[int], Sequence[int], int]
+"""A convolution's padding, stride, dilation and groups, in the order of oneDNN's operators."""
+
 
 def _operator(name: str, overload: str) -> Any:
     return getattr(getattr(_onednn, name, None), overload, None)
@@ -59,7 +62,7 @@ def _self_test() -> str | None:
     with torch.inference_mode():
         moved = _moved(pack_linear(weight, [4]))
         linear = LINEAR(x, moved[0], None, "none", [], "")
-        moved_kernel = _moved(pack_convolution(kernel, *window, [(1, 16, 2, 2)]))
+        moved_kernel = _moved(pack_convolution(kernel, window, [(1, 16, 2, 2)]))
         convolved = CONVOLUTION(image, moved_kernel[0], None, *window, "none", [], "")
         right = torch.allclose(linear, x @ weight.T, atol=1e-4) and torch.allclose(
             convolved, torch.conv2d(image, kernel), atol=1e-4
@@ -122,21 +125,13 @@ def pack_linear(weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return packed
 
 
-def pack_convolution(
-    weight: torch.Tensor,
-    padding: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    sizes: Sequence[tuple[int, ...]],
-) -> torch.Tensor:
+def pack_convolution(weight: torch.Tensor, window: Window, sizes: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """Pack a convolution's weight for images of these sizes (BCHW).
 
     A kernel that wants another layout than it is given reorders the weight in every call. Where oneDNN wants different
     layouts for different sizes, the one with the least time over all of them is taken.
     """
-    window = padding, stride, dilation, groups
-    candidates = convolution_layouts(weight, *window, sizes)
+    candidates = convolution_layouts(weight, window, sizes)
 
     def seconds(packed: torch.Tensor) -> float:
         return sum(_seconds(partial(_convolve, packed, window, size)) for size in sizes)
@@ -145,17 +140,12 @@ def pack_convolution(
 
 
 def convolution_layouts(
-    weight: torch.Tensor,
-    padding: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    sizes: Sequence[tuple[int, ...]],
+    weight: torch.Tensor, window: Window, sizes: Sequence[tuple[int, ...]]
 ) -> list[torch.Tensor]:
     """Return a convolution's weight in each layout that oneDNN wants for images of these sizes (BCHW)."""
     by_layout: dict[str, torch.Tensor] = {}
     for size in sizes:
-        packed = _onednn._reorder_convolution_weight(weight, padding, stride, dilation, groups, size)
+        packed = _onednn._reorder_convolution_weight(weight, *window, size)
         by_layout.setdefault(layout_of(packed), packed)
     return list(by_layout.values())
 
@@ -167,7 +157,7 @@ def pack_lstm(by_input: torch.Tensor, by_state: torch.Tensor, *, reverse: bool) 
     return packed
 
 
-def _convolve(packed: torch.Tensor, window: tuple[Any, ...], size: tuple[int, ...]) -> None:
+def _convolve(packed: torch.Tensor, window: Window, size: tuple[int, ...]) -> None:
     image = torch.zeros(size, dtype=packed.dtype).contiguous(memory_format=torch.channels_last)
     CONVOLUTION(image, packed, None, *window, "none", [], "")
 

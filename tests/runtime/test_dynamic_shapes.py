@@ -379,6 +379,14 @@ class Checked(nn.Module):
         return x.reshape(x.shape[0], x.shape[1] // 4, 16).sum(2)
 
 
+def test_buckets_that_are_too_small_are_the_reason_and_no_condition_of_the_export(tmp_path: Path) -> None:
+    dims = {0: BATCH, 1: Dim.DYNAMIC(min=32, max=64)}
+    program = torch.export.export(Checked(), (), kwargs={"x": torch.randn(3, 40, 4)}, dynamic_shapes={"x": dims})
+    torch.export.save(program, tmp_path / "model.pt2")
+    with pytest.raises(UnsupportedModel, match=r"is 32 or larger; --shape-buckets has 16$"):
+        lower(tmp_path / "model.pt2", "refused", [1, 2], tmp_path / "cache", shape_buckets=[16])
+
+
 @pytest.mark.parametrize("deferred", [False, True], ids=["guards", "assertions"])
 def test_a_request_may_have_the_sizes_that_the_exported_program_takes(deferred: bool, tmp_path: Path) -> None:
     program = torch.export.export(

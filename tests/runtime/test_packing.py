@@ -160,7 +160,7 @@ def test_layouts_are_chosen_by_time_where_sizes_want_different_ones(monkeypatch:
     monkeypatch.setattr(packing, "_convolve", lambda *a: None)
     seconds = {1.0: 3.0, 2.0: 1.0, 3.0: 2.0}
     monkeypatch.setattr(packing, "_seconds", lambda call: seconds[float(call.args[0])])
-    assert packing.pack_convolution(weight, *window, [(1, 32, 8, 8), (2, 32, 8, 8), (3, 32, 8, 8)]) is packed[2]
+    assert packing.pack_convolution(weight, window, [(1, 32, 8, 8), (2, 32, 8, 8), (3, 32, 8, 8)]) is packed[2]
 
 
 _STEADY = """
