@@ -3,7 +3,9 @@
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_KEPT_BYTES = 256 << 10
+KEPT_BYTES = 8 << 20
+"""Enough for the activations of most inferences."""
+_LEAST_KEPT_BYTES = 256 << 10
 
 _libc = ctypes.CDLL(None)
 
@@ -15,13 +17,14 @@ def release_free_memory() -> None:
         trim(0)
 
 
-def keep_heap_small() -> None:
-    """Have the C library give large blocks back as soon as they are freed, and share one heap among threads.
+def keep_freed_memory(nbytes: int) -> None:
+    """Have the C library keep at most about so much freed memory, in one heap that all threads share.
 
-    By default it keeps tens of MiB of freed activations. Each new block then costs page faults.
+    By default it keeps tens of MiB. What it gives back costs page faults when it is needed again.
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        kept = max(nbytes, _LEAST_KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, kept)
+        mallopt(_M_TRIM_THRESHOLD, kept)
         mallopt(_M_ARENA_MAX, 1)

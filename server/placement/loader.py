@@ -10,7 +10,7 @@ from planner.errors import CohabitError
 from planner.library import Library
 from planner.sizing.deployment import Deployment, Division, Room, laid_out
 from runtime.backend import Backend
-from runtime.heap import keep_heap_small
+from runtime.heap import KEPT_BYTES, keep_freed_memory
 from runtime.shared_region.sharing import SHARINGS
 from server.config.bundle import Bundle
 from server.config.config import ServeConfig, cache_of
@@ -80,7 +80,7 @@ def load(
     sufficient memory, if the memory is too small.
     """
     if config.process_memory_bytes is not None:
-        keep_heap_small()
+        keep_freed_memory(0)
     backend = open_backend(config)
     warn_without_packing(config)
     bundle = None if config.bundle is None else fitting_bundle(config.bundle, config)
@@ -92,6 +92,8 @@ def load(
         preparer.workers.release()
         memory_bytes = _memory_bytes(prepared, config, preparer, bundle)
         deployment = _deployment(prepared, memory_bytes, config, preparer, bundle, on_progress)
+        if config.process_memory_bytes is not None:
+            keep_freed_memory(KEPT_BYTES)  # the next inference's activations find their pages
         # If no model can be loaded later, free memory is not allocated.
         arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
         memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)

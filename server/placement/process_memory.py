@@ -12,7 +12,7 @@ from server.errors import ConfigError
 from server.models.prepared import Prepared
 from server.resources import resident_bytes
 
-SERVING_BYTES = 12 << 20
+SERVING_BYTES = 18 << 20
 """What the first requests add to a process: oneDNN's kernels, stacks of threads, heap."""
 _STEP_BYTES = 4 << 20
 """The models' memory is a multiple of this, so that the next start finds the same plans."""
@@ -52,7 +52,7 @@ class ProcessMemory:
             ("Python, torch and the server", self.base_bytes),
             ("host store (less with --store file)", self.store_bytes),
             (f"requests ({source})", queue_bytes),
-            ("kernels and stacks of the first requests", SERVING_BYTES),
+            ("kernels, stacks and heap of the first requests", SERVING_BYTES),
             ("models, at least", needed),
         )
         table = "".join(f"\n  {what:<50}{format_bytes(nbytes):>12}" for what, nbytes in parts)

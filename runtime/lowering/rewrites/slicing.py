@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 SPLIT_BYTES, MOST_SLICE_BYTES = 16 << 20, 8 << 20
 """A layer with a larger weight is computed in slices of its outputs, whatever the model's size; the largest slice."""
-PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES = 6 << 20, 4 << 20
+PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES = 3 << 20, 2 << 20
 """The same where weights are packed: small products take a CPU hardly longer, and less memory will do."""
 SPLIT_SHARE, LEAST_SPLIT_BYTES = 1 / 8, 1 << 20
 """So is one with a larger share of the model's weights, from this size on: a quarter of the weights must do."""
