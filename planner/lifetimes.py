@@ -4,7 +4,7 @@
 steps of a plan, in which a tensor may leave memory and return.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -80,30 +80,28 @@ def live_bytes(blocks: Iterable[tuple[Lifespan, int]], positions: int) -> list[i
     return list(accumulate(change[:positions]))
 
 
-def lifespans(graph: Graph, order: Sequence[int] | None = None) -> tuple[Lifespan | None, ...]:
-    """Return the lifespan of every tensor, by id, when ops run in `order` (default: the graph's own).
+def lifespans(graph: Graph) -> tuple[Lifespan | None, ...]:
+    """Return the lifespan of every tensor, by id, when ops run in the graph's order.
 
     Inputs live from 0, outputs until the end. A tensor that no op uses has None, except for an input: that is always
     delivered and lives for at least one position.
     """
-    order = range(len(graph.ops)) if order is None else order
     first: dict[int, int] = dict.fromkeys(graph.inputs, 0)
     end: dict[int, int] = dict.fromkeys(graph.inputs, 1)
-    for position, op in enumerate(order):
-        for i in graph.ops[op].touched:
+    for position, op in enumerate(graph.ops):
+        for i in op.touched:
             first.setdefault(i, position)
             end[i] = max(end.get(i, 0), position + 1)
     for i in graph.outputs:
-        end[i] = max(end.get(i, 1), len(order))
+        end[i] = max(end.get(i, 1), len(graph.ops))
         first.setdefault(i, end[i] - 1)
     return tuple(Lifespan(first[i], end[i]) if i in first else None for i in range(len(graph.tensors)))
 
 
-def peak_activation_bytes(graph: Graph, order: Sequence[int] | None = None) -> int:
+def peak_activation_bytes(graph: Graph) -> int:
     """Return the most bytes of inputs, activations, state and scratch alive at once, alignment not counted."""
-    order = range(len(graph.ops)) if order is None else order
-    spans = zip(graph.tensors, lifespans(graph, order), strict=True)
+    spans = zip(graph.tensors, lifespans(graph), strict=True)
     blocks = ((span, t.nbytes) for t, span in spans if span is not None and t.kind != "parameter")
-    live = live_bytes(blocks, max(len(order), 1))
-    scratch = [graph.ops[k].scratch_bytes for k in order] or [0]
+    scratch = [op.scratch_bytes for op in graph.ops] or [0]
+    live = live_bytes(blocks, len(scratch))
     return max(n + s for n, s in zip(live, scratch, strict=True))

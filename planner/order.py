@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from graphlib import TopologicalSorter
 from itertools import count
 
 from msgspec.structs import replace
@@ -80,25 +81,23 @@ def by_memory(graph: Graph) -> tuple[int, ...]:
 
 def _greedily(graph: Graph, cost: Callable[[int], int], ran: Callable[[int], None]) -> tuple[int, ...]:
     """Run the op of least cost of those that can run, the first of equals, again and again; `ran` is told of each."""
-    before = predecessors(graph)
-    waiting, after = [len(needed) for needed in before], successors(before)
-    ready = {k for k, count in enumerate(waiting) if count == 0}
+    sorter = TopologicalSorter(dict(enumerate(predecessors(graph))))
+    sorter.prepare()
+    ready: set[int] = set()
     order: list[int] = []
-    while ready:
+    while sorter.is_active():
+        ready.update(sorter.get_ready())
         k = min(ready, key=lambda k: (cost(k), k))
         ready.remove(k)
         order.append(k)
         ran(k)
-        for later in after[k]:
-            waiting[later] -= 1
-            if waiting[later] == 0:
-                ready.add(later)
+        sorter.done(k)
     return tuple(order)
 
 
 def _weights_read(graph: Graph) -> list[frozenset[int]]:
     """The parameters and the state that each op reads."""
-    return [frozenset(t for t in op.reads if graph.tensors[t].kind in ("parameter", "state")) for op in graph.ops]
+    return [frozenset(t for t in op.reads if graph.tensors[t].is_weight) for op in graph.ops]
 
 
 def reordered(graph: Graph, profile: Profile, order: Sequence[int]) -> tuple[Graph, Profile]:

@@ -1,9 +1,11 @@
 """Measures what torch's CPU allocator allocates inside named ranges (`torch.profiler.record_function`)."""
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import accumulate
+from operator import itemgetter
 
 import torch
 
@@ -22,20 +24,10 @@ def measuring_allocations() -> Iterator[dict[str, int]]:
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    ranges = sorted((e.start_ns(), e.end_ns(), e.name()) for e in events if e.is_user_annotation())
-    position = 0
-    for start, end, name in ranges:
-        while position < len(changes) and changes[position][0] < start:
-            position += 1
-        peaks[name] = max(peaks.get(name, 0), _peak(changes, position, end))
-
-
-def _peak(changes: list[tuple[int, Any]], position: int, end: int) -> int:
-    """The highest running sum of the changes from a position up to a time."""
-    held = most = 0
-    while position < len(changes) and changes[position][0] <= end:
-        held += int(changes[position][1])
-        most = max(most, held)
-        position += 1
-    return most
+    changes = sorted((e.start_ns(), int(e.nbytes())) for e in events if e.name() == "[memory]")
+    for event in events:
+        if event.is_user_annotation():
+            first = bisect_left(changes, event.start_ns(), key=itemgetter(0))
+            end = bisect_right(changes, event.end_ns(), key=itemgetter(0))
+            held = accumulate((nbytes for _, nbytes in changes[first:end]), initial=0)
+            peaks[event.name()] = max(peaks.get(event.name(), 0), *held)

@@ -16,7 +16,6 @@ from planner.profile import Profile
 from planner.shapes import Bucket
 from planner.timeline import Timeline
 from runtime.binding.program import Bases, Program
-from runtime.captures import Capture
 from runtime.lowering.lower import Lowered
 from runtime.lowering.weights import Manifest
 from runtime.memory import DeviceArena, HostStore, PinnedUse, StoreKind
@@ -37,6 +36,17 @@ class Result:
     stall_s: float
     link_bytes: int
     timeline: Timeline | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """How one program or several are issued on a device that can capture one into a graph: as graphs, or why not."""
+
+    graphs: int
+    graph_bytes: int
+    """Device memory that the graphs take outside of the arena, as the driver reports it."""
+    refused: str | None
+    """Why kernels and copies are issued one by one."""
 
 
 class ProgramRunner(Protocol[P_contra]):
@@ -166,7 +176,6 @@ class DeviceBackend(Protocol[P]):
         plan: Plan,
         profile: Profile | None,
         arena: DeviceArena[Any],
-        bases: Bases,
         store: HostStore[Any],
     ) -> RelocatableModel:
         """Check a plan that keeps every parameter, and draft it for changing addresses. Raises as `build`."""

@@ -12,11 +12,9 @@ from torch.export import Dim, ExportedProgram
 MAX_BATCH = 64
 
 
-def export_model(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], max_batch: int = MAX_BATCH
-) -> ExportedProgram:
-    """Export with the first dimension of every input as one dynamic dimension of 1 to `max_batch`."""
-    batch = Dim("batch", min=1, max=max_batch)
+def export_model(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """Export with the first dimension of every input as one dynamic dimension of 1 to MAX_BATCH."""
+    batch = Dim("batch", min=1, max=MAX_BATCH)
     with warnings.catch_warnings(), torch.no_grad():
         # nn.LSTM keeps a list of its own parameters, and export takes refreshing that list for a change of state.
         warnings.filterwarnings(

@@ -107,7 +107,7 @@ def exclusions(graph: Graph, profile: Profile, memory_bytes: int) -> Iterator[tu
     A copy reserves all of its bytes from its start, and an op that reads it runs after it.
     """
     needed = [_needed_bytes(graph, k) for k in range(len(graph.ops))]
-    read = {t for op in graph.ops for t in op.reads if graph.tensors[t].kind in ("parameter", "state")}
+    read = {t for op in graph.ops for t in op.reads if graph.tensors[t].is_weight}
     for least in sorted({graph.tensors[t].nbytes for t in read} - {0}, reverse=True)[:MOST_EXCLUSIONS]:
         tensors = {t for t in read if graph.tensors[t].nbytes >= least}
         ops_s = 0.0
@@ -220,11 +220,11 @@ def _intervals(graph: Graph, profile: Profile, spans: Sequence[ChainUse], last: 
     for t, tensor in enumerate(graph.tensors):
         if not tensor.nbytes:
             continue
-        copy_s, stored = profile.swap_in.seconds(tensor.nbytes), tensor.kind in ("parameter", "state")
+        copy_s = profile.swap_in.seconds(tensor.nbytes)
         previous: ChainUse | None = None
         for use in _one_after_another(uses[t]):
             if previous is None:
-                if stored:
+                if tensor.is_weight:
                     yield UseInterval(t, tensor.nbytes, True, 0, use.after, 1, use.by, copy_s, None)
                 elif tensor.kind == "input" and use.after > 0:
                     yield UseInterval(t, tensor.nbytes, False, 1, use.after, 1, use.by, copy_s, None)

@@ -76,14 +76,12 @@ def _feasible_views(problem: Problem) -> Iterator[OpOrder]:
 def _orders(problem: Problem) -> Iterator[tuple[tuple[int, ...], bool]]:
     """Different orders to consider, and whether they are planned even where they save no memory."""
     graph = problem.graph
-    seen = {own := tuple(range(len(graph.ops)))}
+    own = tuple(range(len(graph.ops)))
     yield own, True
-    if has_reuse(graph):
-        by_use = by_parameters(graph)
-        if by_use not in seen:
-            seen.add(by_use)
-            yield by_use, True
-    if problem.overlay and (order := by_memory(graph)) not in seen:
+    by_use = by_parameters(graph) if has_reuse(graph) else own
+    if by_use != own:
+        yield by_use, True
+    if problem.overlay and (order := by_memory(graph)) not in (own, by_use):
         yield order, False
 
 

@@ -5,7 +5,7 @@ are adjacent (an unrolled recurrent network then needs each layer's weights once
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, repeat
 
 import numpy as np
@@ -80,7 +80,7 @@ class Streaming:
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._evaluated: list[tuple[float, StreamingCandidate]] = []
-        self._found: dict[StreamingCandidate, Decisions] = {}
+        self._decisions = lru_cache(maxsize=64)(self._decide)
         self._asks = self._ask()
         self._done = False
 
@@ -190,19 +190,13 @@ class Streaming:
         fit = int(found.fit.max(initial=0))
         return StreamingCandidate(start.order, fate, hold, fit, steps, heat, int(self._rng.integers(2**31)))
 
-    def _decisions(self, candidate: StreamingCandidate) -> Decisions:
+    def _decide(self, candidate: StreamingCandidate) -> Decisions:
         start = candidate.decisions()
         if not candidate.steps:
             return start
-        found = self._found.get(candidate)
-        if found is None:
-            work, fixed = self.views[candidate.order].work, self.problem.residents is not None
-            walk = candidate.steps, candidate.heat, candidate.seed
-            found = anneal(work.arrays, start, self._home(work, start), fixed, work.resident_pages, *walk)
-            if len(self._found) > 64:
-                self._found.clear()
-            self._found[candidate] = found
-        return found
+        work, fixed = self.views[candidate.order].work, self.problem.residents is not None
+        walk = candidate.steps, candidate.heat, candidate.seed
+        return anneal(work.arrays, start, self._home(work, start), fixed, work.resident_pages, *walk)
 
     def _home(self, work: Workload, decisions: Decisions) -> Ints:
         given = self.problem.residents

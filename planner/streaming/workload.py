@@ -92,6 +92,11 @@ class Workload:
         parameters = tuple(dict.fromkeys((*read, *(r.tensor for r in residents))))
         number = {i: n for n, i in enumerate(parameters)}
         uses = [[number[i] for i in use] for use in footprint.uses]
+        use_parameter, use_op = ints(p for op in uses for p in op), ints(k for k, op in enumerate(uses) for _ in op)
+        use_next = _next_uses(uses, len(parameters))
+        first_use, last_use = np.full(len(parameters), len(uses)), np.full(len(parameters), -1)
+        np.minimum.at(first_use, use_parameter, use_op)
+        np.maximum.at(last_use, use_parameter, use_op)
         partition_pages = partition_bytes // PAGE_BYTES
         workspace_pages = workspace_bytes // PAGE_BYTES
         op_s = np.array(profile.op_seconds or [0.0])
@@ -105,18 +110,18 @@ class Workload:
             busy=ints(page for op in footprint.busy_pages for each in op for page in each).reshape(-1, 2),
             size=ints(pages(tensors[i].nbytes) for i in parameters),
             swap_s=np.array([profile.swap_in.seconds(tensors[i].nbytes) for i in parameters]),
-            first_use=_first_uses(uses, len(parameters)),
-            last_use=_last_uses(uses, len(parameters)),
+            first_use=first_use,
+            last_use=last_use,
             op_s=op_s,
             op_start_s=np.concatenate([[0.0], np.cumsum(op_s)]),
             use_start=ints(np.cumsum([0, *map(len, uses)])),
-            use_parameter=ints(p for op in uses for p in op),
-            use_op=ints(k for k, op in enumerate(uses) for _ in op),
-            use_next=_next_uses(uses, len(parameters)),
+            use_parameter=use_parameter,
+            use_op=use_op,
+            use_next=use_next,
             use_split=ints(page for op in split for page in op),
             compute_slowdown=profile.compute_slowdown,
             swap_slowdown=profile.swap_slowdown,
-            reused=ints(np.flatnonzero(_next_uses(uses, len(parameters)) < NO_MORE)),
+            reused=ints(np.flatnonzero(use_next < NO_MORE)),
             page_s=PAGE_BYTES / profile.swap_in.bandwidth_bytes_per_s,
             single=single,
             keeps=cached,
@@ -162,20 +167,6 @@ class Workload:
 def streams_in_cache(footprint: Footprint, profile: Profile) -> bool:
     """Whether the parameters of two ops fit the processor's cache, so that copies overlap with ops there."""
     return 2 * max(footprint.op_pages) * PAGE_BYTES <= profile.window_bytes
-
-
-def _first_uses(uses: list[list[int]], parameters: int) -> Ints:
-    first = np.full(parameters, len(uses))
-    for k in reversed(range(len(uses))):
-        first[uses[k]] = k
-    return first
-
-
-def _last_uses(uses: list[list[int]], parameters: int) -> Ints:
-    last = np.full(parameters, -1)
-    for k in range(len(uses)):
-        last[uses[k]] = k
-    return last
 
 
 def _next_uses(uses: list[list[int]], parameters: int) -> Ints:

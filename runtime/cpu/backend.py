@@ -112,7 +112,6 @@ class CpuBackend:
         plan: Plan,
         profile: Profile | None,
         arena: DeviceArena[Bytes],
-        bases: Bases,
         store: HostStore[Bytes],
     ) -> RelocatableModel:
         return RelocatableModel(lowered, plan, profile, arena, store)

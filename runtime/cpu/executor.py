@@ -14,11 +14,10 @@ from types import TracebackType
 import torch
 
 from planner.timeline import Timeline
-from runtime.backend import Result
+from runtime.backend import Capture, Result
 from runtime.binding.calls import Call
 from runtime.binding.draft import ComputeStep, SwapStep
 from runtime.binding.program import Program, Stretch
-from runtime.captures import Capture
 from runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
 from runtime.errors import DeviceError, StoreChanged
 from runtime.lowering.slots import Frame

@@ -118,10 +118,9 @@ class CudaBackend:
         plan: Plan,
         profile: Profile | None,
         arena: DeviceArena[torch.Tensor],
-        bases: Bases,
         store: HostStore[torch.Tensor],
     ) -> CudaRelocatableModel:
-        return CudaRelocatableModel(self.pinned_memory, lowered, plan, profile, arena, bases, store)
+        return CudaRelocatableModel(self.pinned_memory, lowered, plan, profile, arena, store)
 
     def close(self) -> None:
         """Release every program, and unpin all memory."""

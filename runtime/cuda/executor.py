@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from planner.errors import CohabitError, format_bytes
-from runtime.backend import Result
-from runtime.captures import Capture
+from runtime.backend import Capture, Result
 from runtime.cuda.capture import capture
 from runtime.cuda.inference import issue_inference
 from runtime.cuda.issue import Streams
@@ -177,9 +176,7 @@ class CudaExecutor:
 
     def _stream(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
         """Issue command by command. The swap-in stream's own order puts later copies after these."""
-        commands = program.schedule.commands
         frame = program.new_frame()
-        events = [self._driver.event() for _ in range(commands.events)]
         perform = program.performing(self._driver, frame)
         if watch is not None:
             perform = watch.timing(perform)
@@ -187,7 +184,7 @@ class CudaExecutor:
                 watch.start()
         feeder = self._feeder if program.staged else None
         with self._driver.allocating(program.pool):
-            issue_inference(self._streams, program, commands, events, frame, perform, feeder)
+            issue_inference(self._streams, program, frame, perform, feeder)
 
     def _submit_epilogue(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
         copies = program.schedule.epilogue

@@ -15,19 +15,14 @@ from runtime.lowering.slots import Frame
 
 
 def issue_inference(
-    streams: Streams,
-    program: CudaProgram,
-    commands: Commands,
-    events: Sequence[Event],
-    frame: Frame,
-    perform: Perform,
-    feeder: Feeder | None,
+    streams: Streams, program: CudaProgram, frame: Frame, perform: Perform, feeder: Feeder | None = None
 ) -> None:
     """Issue an inference. With a feeder, its thread issues the copies, in step with this one.
 
     Raises what a kernel or a copy raises, when everything that could be issued has been.
     """
-    driver = streams.driver
+    driver, commands = streams.driver, program.schedule.commands
+    events = [driver.event() for _ in range(commands.events)]
     with driver.tf32(program.tf32), torch.inference_mode():
         with driver.on(streams.compute):
             driver.launch(lambda: program.begin(frame))

@@ -18,7 +18,7 @@ Perform = Callable[[Work], None]
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The device's three streams."""
+    """The device's three streams, each under its lane's name."""
 
     driver: Driver
     compute: Stream
@@ -28,9 +28,6 @@ class Streams:
     @staticmethod
     def of(driver: Driver) -> "Streams":
         return Streams(driver, driver.stream(), driver.stream(), driver.stream())
-
-    def stream(self, lane: Lane) -> Stream:
-        return {"compute": self.compute, "swap_in": self.swap_in, "swap_out": self.swap_out}[lane]
 
 
 def issue(
@@ -44,7 +41,7 @@ def issue(
     """Issue the commands of these lanes from this thread; with `marks`, while another thread issues the others."""
     driver = streams.driver
     for lane, part in groupby((i for i in commands.issues if i.lane in lanes), key=lambda i: i.lane):
-        with driver.on(streams.stream(lane)):
+        with driver.on(getattr(streams, lane)):
             for item in part:
                 match item.command:
                     case Record(event):

@@ -128,7 +128,10 @@ def _activation(activation: OffloadedActivation | None) -> OffloadedActivation:
 
 
 class CudaRelocatableModel(RelocatableModel):
-    """Lasting programs have a pool and graphs of their own; others share a pool and are issued command by command."""
+    """Lasting programs have a pool and graphs of their own; others share a pool and are issued command by command.
+
+    The workspace is at the arena's start.
+    """
 
     is_admitted = True
     home: CudaProgram
@@ -140,11 +143,10 @@ class CudaRelocatableModel(RelocatableModel):
         plan: Plan,
         profile: Profile | None,
         arena: DeviceArena[torch.Tensor],
-        bases: Bases,
         store: HostStore[Any],
     ) -> None:
         super().__init__(lowered, plan, profile, arena, store)
-        self.home = prepare(pinned, lowered, self.home, profile, arena, bases, store)
+        self.home = prepare(pinned, lowered, self.home, profile, arena, Bases(0, 0), store)
         self._shared_admission = AdmissionState(refused=_RELOCATED)
 
     def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> CudaProgram:

@@ -102,12 +102,8 @@ def _batch_symbol(inputs: list[fx.Node]) -> str | None:
     return str(first[0]) if is_symbol and len(set(map(str, first))) == 1 else None
 
 
-def _is_static(dim: Any) -> bool:
-    return isinstance(dim, int) or bool(dim.node.expr.is_number)
-
-
 def _symbols(dim: Any) -> set[str]:
-    """The symbols in a size."""
+    """The symbols in a size; none in a static one."""
     return set() if isinstance(dim, int) else {str(s) for s in dim.node.expr.free_symbols}
 
 
@@ -122,7 +118,7 @@ def _dimensions(
         (dim.node.expr, index, axis)
         for index, node in enumerate(inputs)
         for axis, dim in enumerate(node.meta["val"].shape)
-        if not _is_static(dim) and str(dim) != batch
+        if _symbols(dim) and str(dim) != batch
     ]
     known: set[str] = set()
     for expression, index, axis in sorted(found, key=lambda f: not f[0].is_Symbol):
@@ -192,7 +188,7 @@ def _port(model: str, name: str, node: fx.Node, batch: str | None, symbols: set[
     value = node.meta["val"]
     dims: list[int | str | None] = []
     for position, dim in enumerate(value.shape):
-        if _is_static(dim):
+        if not _symbols(dim):
             dims.append(int(dim))
         elif position == 0 and str(dim) == batch:
             dims.append(None)

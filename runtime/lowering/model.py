@@ -1,5 +1,7 @@
 """A model while it is lowered: an fx graph, its weights by name, its inputs and outputs."""
 
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 from torch import fx
 
 from planner.shapes import STATIC, DynamicShape, evaluate
-from runtime.file_memory import file_memory
+from runtime.heap import release_free_memory
 from runtime.lowering import packing
 
 LEAST_FILE_BYTES = 64 << 10
@@ -79,7 +81,7 @@ class FxModel:
         nbytes = packing.stored_bytes(computed)
         if self.folder is None or nbytes < LEAST_FILE_BYTES:
             return computed
-        raw = file_memory(nbytes, self.folder)
+        raw = _file_memory(nbytes, self.folder)
         if not packing.is_packed(computed):
             return raw.view(computed.dtype).as_strided(computed.shape, computed.stride()).copy_(computed)
         raw.numpy()[:] = packing.raw_bytes(computed)
@@ -96,6 +98,14 @@ class FxModel:
         if self.weight_of(node) is not None and not node.users:
             del self.weights[node.name]
             self.graph.erase_node(node)
+
+
+def _file_memory(nbytes: int, folder: Path) -> torch.Tensor:
+    """Return bytes in a file without a name, which the kernel can write out where memory is short. Raises OSError."""
+    release_free_memory()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
 
 
 def same_form(first: fx.Node, second: fx.Node) -> bool:

@@ -17,9 +17,8 @@ from planner.errors import format_bytes
 from planner.plan import Plan
 from planner.profile import Profile
 from planner.shapes import Bucket
-from runtime.backend import Backend, Result
-from runtime.binding.program import Bases, Program
-from runtime.captures import Capture, together
+from runtime.backend import Backend, Capture, Result
+from runtime.binding.program import Program
 from runtime.errors import MemoryExceeded
 from runtime.lowering.lower import Lowered
 from runtime.memory import DeviceArena, HostStore
@@ -96,7 +95,7 @@ class SharedRegion:
                 f"{lowered.name}: the plan has a workspace of {format_bytes(plan.workspace_bytes)}, there are"
                 f" {format_bytes(self._workspace_bytes)} below the region that models share"
             )
-        relocatable = self._backend.relocatable(lowered, plan, profile, self._arena, Bases(0, 0), store)
+        relocatable = self._backend.relocatable(lowered, plan, profile, self._arena, store)
         self.region.require(relocatable.uses)
         model = self._models[lowered.name, relocatable.home.bucket] = _SharedModel(relocatable)
         if relocatable.is_admitted:
@@ -148,7 +147,11 @@ class SharedRegion:
             programs.append(model.first)
         if self._sharing.keeps == "tensors":  # they share one pool and are issued alike
             programs = programs[:1]
-        return together(self._executor.capture(p) for p in programs)
+        captures = [capture for p in programs if (capture := self._executor.capture(p)) is not None]
+        if not captures:
+            return None
+        refused = next((c.refused for c in captures if c.refused is not None), None)
+        return Capture(sum(c.graphs for c in captures), sum(c.graph_bytes for c in captures), refused)
 
     def close(self) -> None:
         """Release what the programs hold."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.backend import Capture
 from runtime.binding.program import Bases
-from runtime.captures import Capture
 from runtime.cuda.backend import CudaBackend
 from runtime.cuda.program import CudaProgram
 from runtime.errors import DeviceError, DeviceLost

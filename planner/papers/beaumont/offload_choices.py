@@ -54,8 +54,7 @@ class Chooser:
         self._offload, self._keep = offload, keep
         self._turn = turn(gaps)
         self._nbytes = [t.aligned_bytes for t in problem.graph.tensors]
-        weights = (t for t, what in enumerate(self._graph.tensors) if what.kind in ("parameter", "state"))
-        self._weights = frozenset(t for t in weights if gaps.uses[t])
+        self._weights = frozenset(t for t, w in enumerate(self._graph.tensors) if w.is_weight and gaps.uses[t])
 
     def choices(self, share: float) -> list[Choice]:
         """For this share of the memory, from chains of virtual and of short layers.

@@ -24,7 +24,7 @@ from planner.compiled import compiled
 from planner.errors import InfeasibleBudget
 from planner.layout.feasible import PAGE_BYTES
 from planner.order import predecessors
-from planner.papers.swapadvisor.evolution import Evolution, Selection
+from planner.papers.swapadvisor.evolution import Evolution
 from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
 from planner.plan import Plan
 from planner.problem import UNFIT, Cost, Problem
@@ -100,10 +100,8 @@ class ServingGenetic(Evolution[ServingChromosome]):
 
     is_compiled = True
 
-    def __init__(
-        self, problem: Problem, seed: int, *, population: int = POPULATION, selection: Selection = "elitist"
-    ) -> None:
-        super().__init__(seed, population, selection, GENERATIONS)
+    def __init__(self, problem: Problem, seed: int, *, population: int = POPULATION) -> None:
+        super().__init__(seed, population, "elitist", GENERATIONS)
         self.problem = problem
         self._orders = OpOrders(problem)
         self._first = self._orders[0]

@@ -3,8 +3,9 @@
 TENSILE, section IV-C: a transfer occupies the channel exclusively, so one tensor is swapped at a time.
 """
 
+import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -32,9 +33,12 @@ class Channel:
     def earliest(
         self, work_ns: int, low_ns: int, high_ns: int, avoid: Sequence[TransferSpan] = ()
     ) -> TransferSpan | None:
-        """Return the earliest free span of this length in [low, high) that overlaps nothing in `avoid`."""
-        start = low_ns
-        for taken in _merged(self._from(low_ns), avoid):
+        """Return the earliest free span of this length in [low, high) that overlaps nothing in `avoid`.
+
+        Spans of `avoid` are in order and may touch, not overlap.
+        """
+        start, first = low_ns, max(bisect_right(self._spans, (low_ns, 0)) - 1, 0)
+        for taken in heapq.merge(avoid, self._spans[first:], key=lambda span: span.start_ns):
             if start + work_ns > high_ns or taken.start_ns >= start + work_ns:
                 break
             start = max(start, taken.end_ns)
@@ -49,21 +53,3 @@ class Channel:
                 break
             end = min(end, taken.start_ns)
         return TransferSpan(end - work_ns, end) if end - work_ns >= low_ns else None
-
-    def _from(self, low_ns: int) -> Iterator[TransferSpan]:
-        first = max(bisect_right(self._spans, (low_ns, 0)) - 1, 0)
-        return (self._spans[i] for i in range(first, len(self._spans)))
-
-
-def _merged(taken: Iterator[TransferSpan], avoid: Sequence[TransferSpan]) -> Iterator[TransferSpan]:
-    """Both in order of their starts. Those of `avoid` are in order and may touch, not overlap."""
-    waiting = iter(avoid)
-    other = next(waiting, None)
-    for span in taken:
-        while other is not None and other.start_ns <= span.start_ns:
-            yield other
-            other = next(waiting, None)
-        yield span
-    while other is not None:
-        yield other
-        other = next(waiting, None)

@@ -5,44 +5,38 @@ memory holds at every action what the schedule says for that time.
 """
 
 from collections.abc import Iterator
-from enum import IntEnum
+from typing import Final
 
 from planner.papers.tensile.axis import Axis, TensorAccesses
 from planner.sequence.gaps import START, Fate, Gaps
-from planner.sequence.sequence import Action, compute, drop, swap_in, swap_out
+from planner.sequence.sequence import Action, ActionKind, compute, drop, swap_in, swap_out
 
-
-class _Rank(IntEnum):
-    """The order of actions at one time."""
-
-    SWAP_OUT = 0
-    DROP = 1
-    SWAP_IN = 2
-    COMPUTE = 3
+_ORDER: Final = (ActionKind.SWAP_OUT, ActionKind.DROP, ActionKind.SWAP_IN, ActionKind.COMPUTE)
+"""Of actions at one time."""
 
 
 def actions_of(axis: Axis) -> tuple[list[Action], frozenset[int]]:
     """Return one iteration's actions in order of time, and the weights resident before and after it."""
-    timed = [(run.start_ns, _Rank.COMPUTE, compute(run.op)) for run in axis.runs]
+    timed = [(run.start_ns, compute(run.op)) for run in axis.runs]
     for track in axis.tracks.values():
         timed += _actions(axis, track)
-    timed.sort(key=lambda a: (a[0], a[1]))
+    timed.sort(key=lambda a: (a[0], _ORDER.index(a[1].verb)))
     residents = (t for t, track in axis.tracks.items() if track.resident)
-    return [action for _, _, action in timed], frozenset(residents)
+    return [action for _, action in timed], frozenset(residents)
 
 
-def _actions(axis: Axis, track: TensorAccesses) -> Iterator[tuple[int, _Rank, Action]]:
+def _actions(axis: Axis, track: TensorAccesses) -> Iterator[tuple[int, Action]]:
     leave, t = drop(track.tensor), track.tensor
-    yield from ((run.end_ns, _Rank.DROP, leave) for run in track.extra)
+    yield from ((run.end_ns, leave) for run in track.extra)
     if not track.is_weight and not track.stays:
-        yield axis.end_of(track.accesses[-1] if track.accesses else None), _Rank.DROP, leave
+        yield axis.end_of(track.accesses[-1] if track.accesses else None), leave
     for span in track.outs.values():
-        yield span.start_ns, _Rank.SWAP_OUT, swap_out(t)
+        yield span.start_ns, swap_out(t)
     for gap in track.gaps:
         if not gap.kept:
-            yield axis.gone_ns(track, gap), _Rank.DROP, leave
+            yield axis.gone_ns(track, gap), leave
         if gap.back is not None:
-            yield gap.back.start_ns, _Rank.SWAP_IN, swap_in(t)
+            yield gap.back.start_ns, swap_in(t)
 
 
 def fates_of(axis: Axis, gaps: Gaps) -> list[Fate]:

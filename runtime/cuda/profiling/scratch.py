@@ -47,10 +47,9 @@ def kernel_scratch(
         assert isinstance(command, Kernels), "everything is resident"
         peaks[command.index] = driver.peak_bytes(lambda: program.compute(command.index, frame))
 
-    commands = program.schedule.commands
     program.buffers.fill(examples)
     with driver.allocating(program.pool):
-        issue_inference(streams, program, commands, [], frame, perform, None)
+        issue_inference(streams, program, frame, perform)
     driver.drain()
     made = [sum(aligned(graph.tensors[i].nbytes, ALIGNMENT_BYTES) for i in op.writes) for op in graph.ops]
     return [max(0, peak - results) for peak, results in zip(peaks, made, strict=True)]
