@@ -31,14 +31,24 @@ class ActivationZone:
         return self.placed.peak_bytes
 
 
-Rank = Callable[[int, float, float], tuple[float, ...]]
-"""Of the gaps that would help, the one of least rank is offloaded first. Arguments: bytes of the activation, the time
-between its two uses beyond that of both copies, and the copies' time."""
+Rank = Callable[["_OffloadCost"], tuple[float, ...]]
+"""Of the gaps that would help, the one of least rank is offloaded first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OffloadCost:
+    """What it costs to offload an activation during a gap."""
+
+    nbytes: int
+    slack_s: float
+    """Time between its two uses beyond that of both copies."""
+    copies_s: float
+
 
 RANKS: Final[tuple[Rank, ...]] = (
-    lambda nbytes, slack_s, _: (slack_s < 0, -nbytes if slack_s >= 0 else -slack_s),
-    lambda _, slack_s, __: (-slack_s,),
-    lambda nbytes, slack_s, copies_s: (copies_s / max(nbytes, 1), -slack_s),
+    lambda t: (t.slack_s < 0, -t.nbytes if t.slack_s >= 0 else -t.slack_s),
+    lambda t: (-t.slack_s,),
+    lambda t: (t.copies_s / max(t.nbytes, 1), -t.slack_s),
 )
 """Prefer large activations whose copies are hidden; the longest idle; the least link time per byte."""
 
@@ -104,7 +114,7 @@ class ActivationZones:
         """Offload gaps over the fullest moment until every moment fits."""
         moved: list[int] = []
         gaps = self._gaps.all
-        left = sorted(self.movable, key=lambda i: rank(*self._offload_cost(profile, gaps[i])))
+        left = sorted(self.movable, key=lambda i: rank(self._offload_cost(profile, gaps[i])))
         while True:
             made = alap(tables(self._gaps), codes(self._fates(moved)))
             fullest = int(made.held.argmax()) if len(made.held) else 0
@@ -117,11 +127,11 @@ class ActivationZones:
             left.remove(helping)
             moved.append(helping)
 
-    def _offload_cost(self, profile: Profile, gap: Gap) -> tuple[int, float, float]:
+    def _offload_cost(self, profile: Profile, gap: Gap) -> _OffloadCost:
         nbytes = self.graph.tensors[gap.tensor].nbytes
         copies_s = profile.swap_out.seconds(nbytes) + profile.swap_in.seconds(nbytes)
         between_s = sum(profile.op_seconds[gap.last_use + 1 : gap.next_use])
-        return nbytes, between_s - copies_s, copies_s
+        return _OffloadCost(nbytes, between_s - copies_s, copies_s)
 
 
 def _position(made: AlapSequence, action: int) -> int:
