@@ -76,7 +76,17 @@ def _run_serve(options: argparse.Namespace, errors: Console) -> int:
     if options.print_config:
         print(as_toml(effective), end="")
         return 0
-    return _serve(effective.config, errors)
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # other processes are spawned, never forked
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log has bytes of clients in it as they came
+    import uvloop
+
+    from server.log import configure_logging
+
+    no_new_privileges()
+    allow_connections()
+    configure_logging(effective.config.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve_until_stopped(effective.config, errors))
 
 
 def _run_tool(module: str) -> Callable[[argparse.Namespace, Console], int]:
@@ -103,8 +113,7 @@ async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
         loop.add_signal_handler(number, stop.set)
     server = Server(config)
     if config.token_files or config.control_token_files:
-        loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(server.reread_tokens()))
-    clean = False
+        loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(server.tokens.reread()))
     try:
         await server.start()
         _announce(server)
@@ -135,20 +144,6 @@ def _shown_by(status: "Status", console: Console) -> "OnProgress":
             console.print(f"loading: {model}: {stage}", markup=False, soft_wrap=True)
 
     return show
-
-
-def _serve(config: ServeConfig, console: Console) -> int:
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # other processes are spawned, never forked
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log has bytes of clients in it as they came
-    import uvloop
-
-    from server.log import configure_logging
-
-    no_new_privileges()
-    allow_connections()
-    configure_logging(config.log_format)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve_until_stopped(config, console))
 
 
 def _announce(server: "Server") -> None:

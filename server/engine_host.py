@@ -16,7 +16,7 @@ from server.errors import ConfigError, RepositoryError, RequestError, StartFaile
 from server.ipc.catalog import ModelEntry, ModelState
 from server.ipc.execution import InferResult
 from server.ipc.messages import RestoredModel
-from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
+from server.ipc.model import DeviceUse
 from server.ipc.statistics import EngineReport, ModelCounters
 from server.models.registry import Registry
 from server.models.repository import Found, ModelSource, Unloadable, by_name, scan, versions_of
@@ -84,20 +84,15 @@ class Engine:
     ) -> None:
         """`publish` receives every change of a model, `on_lost` the reason for the loss of the device."""
         self.registry = Registry(publish)
+        self.lanes = ComputeLanes(config.compute_lanes, config.queue_limit, on_lost=on_lost)
+        self.lifecycle = Lifecycle(config, self.registry, self.lanes)
         self._config = config
         self._load = load
-        self._lanes = ComputeLanes(config.compute_lanes, config.queue_limit, on_lost=on_lost)
-        self._lifecycle = Lifecycle(config, self.registry, self._lanes)
         self._loaded: Loaded | None = None
         self._periodic: list[asyncio.Task[None]] = []
         self._stopping = False
         self.started = False
         """Whether loading at the start has finished, perhaps with failures."""
-
-    @property
-    def lost(self) -> str | None:
-        """Why nothing can be executed any more, or None while the device works."""
-        return self._lanes.lost
 
     async def start(
         self, on_progress: OnProgress = lambda model, stage: None, restored: Sequence[RestoredModel] | None = None
@@ -106,7 +101,7 @@ class Engine:
 
         Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if no model could be loaded.
         """
-        self._lanes.start()
+        self.lanes.start()
         config = self._config
         found = by_name(scan(config.repository, may_be_empty=config.model_control != "none"))
         self._refuse_unknown(found.keys())
@@ -122,12 +117,12 @@ class Engine:
         memory_map = loaded.memory_map  # as everything was placed
         await self._adopt(loaded, sources)
         if config.model_control == "poll":
-            poller = Poller(config.repository, self._lifecycle, self.registry, found | chosen)
+            poller = Poller(config.repository, self.lifecycle, self.registry, found | chosen)
             self._periodic.append(asyncio.create_task(poller.run(config.poll_interval_s)))
         if config.plans_later and config.device == "cpu" and loaded.placement is not None:
             from server.placement.profile_watch import ProfileWatch  # imports torch, as the loader has
 
-            self._periodic.append(asyncio.create_task(ProfileWatch(loaded.placement, self._lanes).run()))
+            self._periodic.append(asyncio.create_task(ProfileWatch(loaded.placement, self.lanes).run()))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
         nothing = (
             bool(sources) and not any(entry.is_ready for entry in self.registry) and config.model_control == "none"
@@ -142,34 +137,19 @@ class Engine:
     async def infer(self, request: InferRequest) -> InferResult:
         """Execute a request. See `ComputeLane.infer`."""
         try:
-            return await self._lanes.infer(request)
+            return await self.lanes.infer(request)
         except RequestError as error:
             self.registry.rejected(request.model, error)
             raise
-
-    async def load(self, model: str, config: str | None) -> None:
-        await self._lifecycle.load(model, config)
-
-    async def unload(self, model: str) -> None:
-        await self._lifecycle.unload(model)
-
-    def count_rejection(self, model: ModelKey, reason: str, count: int = 1) -> None:
-        """Count requests that the front end refused."""
-        self.registry.count_rejection(model, reason, count)
-
-    @property
-    def executing(self) -> tuple[float, float]:
-        """When the oldest execution under way began and its prediction, in seconds; zeros if there is none."""
-        return self._lanes.executing
 
     def report(self) -> EngineReport:
         models = {
             key: ModelCounters(statistics, lane.pending(key), lane.correction(key), dict(servable.captures))
             for key, servable, statistics in self.registry.ready()
-            for lane in [self._lanes.of(key)]
+            for lane in [self.lanes.of(key)]
         }
         use = DeviceUse() if self._loaded is None else self._loaded.use()
-        busy_s = {**self._lanes.computed_s, **use.lane_busy_s}
+        busy_s = {**self.lanes.computed_s, **use.lane_busy_s}
         return EngineReport(models, msgspec.structs.replace(use, lane_busy_s=busy_s))
 
     async def stop(self) -> bool:
@@ -177,8 +157,8 @@ class Engine:
         self._stopping = True
         for task in self._periodic:
             task.cancel()
-        ended = await self._lanes.stop(_THREADS_END_S)
-        await self._lifecycle.close()
+        ended = await self.lanes.stop(_THREADS_END_S)
+        await self.lifecycle.close()
         if ended and self._loaded is not None:
             self._loaded.close()
             self._loaded = None
@@ -229,22 +209,21 @@ class Engine:
                 _log.warning("model not served", extra={"fields": {"model": _shown(entry), "reason": entry.reason}})
         if loaded.placement is not None:
             placed_models = loaded.placed_models
-            self._lifecycle.open(loaded.placement, {k: p for k, p in placed_models.items() if k not in failures})
+            self.lifecycle.open(loaded.placement, {k: p for k, p in placed_models.items() if k not in failures})
             for key in failures.keys() & placed_models.keys():
                 await loaded.placement.release(placed_models[key])
 
     async def _serve_loaded(self, loaded: "Loaded", source: ModelSource) -> str | None:
         """Serve a version that was loaded at the start; returns why it is not served, or None."""
-        key = source.key
-        if key not in loaded.servables:
-            return loaded.failures.get(key, "the loader left it out")
-        servable, footprint = loaded.servables[key], loaded.footprints.get(key, ModelFootprint())
+        if (placed := loaded.placed_models.get(source.key)) is None:
+            return loaded.failures.get(source.key, "the loader left it out")
+        footprint = placed.footprint
         try:
-            await warm_up(self._lanes[footprint.lane], servable, source)
+            await warm_up(self.lanes[footprint.lane], placed.servable, source)
         except RepositoryError as error:
             return str(error)
-        statistics = self.registry.loaded(servable, source, footprint)
-        self._lanes.add(servable, statistics, source.policy, footprint.lane)
+        statistics = self.registry.loaded(placed.servable, source, footprint)
+        self.lanes.add(placed.servable, statistics, source.policy, footprint.lane)
         return None
 
     def _refuse_unknown(self, known: Collection[str]) -> None:

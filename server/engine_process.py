@@ -154,9 +154,9 @@ class FrontendConnection:
         try:
             match operation:
                 case messages.LoadModel():
-                    await engine.load(operation.model, operation.config)
+                    await engine.lifecycle.load(operation.model, operation.config)
                 case messages.UnloadModel():
-                    await engine.unload(operation.model)
+                    await engine.lifecycle.unload(operation.model)
                 case messages.AskReport():
                     report = engine.report()
             self.channel.send(messages.Done(operation.id, report))
@@ -184,8 +184,8 @@ class EngineService:
 
     @property
     def executing(self) -> tuple[float, float]:
-        """See `Engine.executing`."""
-        return (0.0, 0.0) if self._engine is None else self._engine.executing
+        """See `ComputeLanes.executing`."""
+        return (0.0, 0.0) if self._engine is None else self._engine.lanes.executing
 
     async def run(self) -> None:
         """Serve until the supervising front end sends Stop or disconnects."""
@@ -212,7 +212,7 @@ class EngineService:
                 if frontend is self._supervisor:
                     self._ended.set()
             case messages.CountRejection():
-                self.engine.count_rejection(message.model, message.reason, message.count)
+                self.engine.registry.count_rejection(message.model, message.reason, message.count)
             case messages.ChangeLog():
                 log.apply(msgspec.convert(message.settings, LogSettings))
 

@@ -176,14 +176,6 @@ class Overloaded(RequestError):
         self.retry_after_s = retry_after_s
 
 
-def too_many_unread(held_bytes: int, limit_bytes: int) -> Overloaded:
-    """The error for a request of a connection that does not read its answers."""
-    return Overloaded(
-        f"answers that this connection has not received yet take {format_bytes(held_bytes)}, the limit is"
-        f" {format_bytes(limit_bytes)}; read them, or start the server with a larger --queue-memory"
-    )
-
-
 class QueueFull(Overloaded):
     """A queue is at its limit."""
 

@@ -26,8 +26,8 @@ class InProcessEngine:
 
     @property
     def unavailable(self) -> str | None:
-        if self._engine.lost is not None:
-            return f"the device is lost: {self._engine.lost}"
+        if (lost := self._engine.lanes.lost) is not None:
+            return f"the device is lost: {lost}"
         return None if self._engine.started else "the engine is starting"
 
     async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
@@ -38,16 +38,16 @@ class InProcessEngine:
             lease.release()
 
     async def load(self, model: str, config: str | None) -> None:
-        await self._engine.load(model, config)
+        await self._engine.lifecycle.load(model, config)
 
     async def unload(self, model: str) -> None:
-        await self._engine.unload(model)
+        await self._engine.lifecycle.unload(model)
 
     async def report(self) -> EngineReport:
         return self._engine.report()
 
     def count_rejection(self, model: ModelKey, reason: str) -> None:
-        self._engine.count_rejection(model, reason)
+        self._engine.registry.count_rejection(model, reason)
 
     def change_log(self, settings: LogSettings) -> None:
         """Do nothing: the process has one log."""

@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,13 @@ def apply(settings: LogSettings) -> None:
         handler.addFilter(_LevelFilter(settings))
         if isinstance(handler.formatter, _JsonFormatter | _TextFormatter):
             handler.formatter.iso_times = settings.log_format == "ISO8601"
+
+
+def log_internal_error(logger: logging.Logger, **where: str) -> str:
+    """Log the error that is being handled under an id, and return the message for the client, which has the id too."""
+    incident = uuid.uuid4().hex[:12]
+    logger.exception("internal error", extra={"fields": {"incident": incident, **where}})
+    return f"internal error {incident}; the server's log has the details"
 
 
 class FloodLimit(logging.Filter):

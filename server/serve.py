@@ -18,13 +18,13 @@ from server.frontend.listening import TlsFiles
 from server.frontend.memory import RequestMemory
 from server.frontend.supervisor import COMMAND, Supervisor
 from server.grpc.server import GrpcServer
-from server.http.server import HttpServer, MetricsServer
+from server.http.app import make_app, make_metrics_app
+from server.http.server import HttpServer
 from server.in_process import InProcessEngine
 from server.ipc.catalog import Catalog
-from server.observe.access import Access, open_access
+from server.observe.access import Access, TokenFiles, open_access
 from server.observe.machine import Machine
 from server.observe.settings import TraceControl, TraceSettings
-from server.observe.tokens import TokenFiles
 from server.observe.trace_file import TraceFile
 from server.observe.tracing import Tracer
 from server.protocol.shared_memory import Regions, no_system, open_region
@@ -65,9 +65,9 @@ class Server:
         self.client = self._make_client(load)
         self._trace_file: TraceFile | None = None
         self._access = open_access(config)
-        self._tokens = TokenFiles(config, self._access)
+        self.tokens = TokenFiles(config, self._access)
         self._make_plane()
-        self._ports: list[HttpServer | MetricsServer] = []
+        self._ports: list[HttpServer] = []
         self._grpc: GrpcServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._frontends: set[asyncio.subprocess.Process] = set()
@@ -98,27 +98,30 @@ class Server:
         """Listen on every port. Raises ConfigError if a port or a file cannot be opened."""
         config, access = self._config, self._access
         self._warn_if_open(access)
-        self._tasks.append(asyncio.create_task(self._tokens.follow()))
+        self._tasks.append(asyncio.create_task(self.tokens.follow()))
         tls = None
         if config.tls_cert is not None and config.tls_key is not None:
             tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
         is_first = self._engine_path is None
-        every = {"max_connections": config.max_connections, "keep_alive_s": config.keep_alive_s, "tls": tls}
-        shared = {"max_body_bytes": config.max_body_bytes, "reuse_port": config.frontends > 1}
-        options: dict[str, Any] = {**every, **shared}
-        http = HttpServer(self.plane, access, **options)
+        every: dict[str, Any] = {
+            "max_connections": config.max_connections,
+            "keep_alive_s": config.keep_alive_s,
+            "tls": tls,
+        }
+        shared = {**every, "reuse_port": config.frontends > 1}
+        http = HttpServer(make_app(self.plane, config.max_body_bytes, access), **shared)
         self._ports.append(http)
         self.http_url = await http.start(
             config.hosts, config.http_port, config.http_unix if is_first else None, "--http-port"
         )
         if config.grpc_port is not None:
-            age_s = config.max_connection_age_s
-            self._grpc = GrpcServer(self.plane, access, **options, max_connection_age_s=age_s)
+            shared |= {"max_body_bytes": config.max_body_bytes, "max_connection_age_s": config.max_connection_age_s}
+            self._grpc = GrpcServer(self.plane, access, **shared)
             self.grpc_address = await self._grpc.start(
                 config.hosts, config.grpc_port, config.grpc_unix if is_first else None
             )
         if is_first and config.metrics_port is not None:
-            metrics = MetricsServer(self.plane, access, **every)
+            metrics = HttpServer(make_metrics_app(self.plane, access), **every)
             self._ports.append(metrics)
             url = await metrics.start(config.hosts, config.metrics_port, None, "--metrics-port")
             self.metrics_url = f"{url}/metrics"
@@ -141,10 +144,6 @@ class Server:
         for _ in range(1, self._config.frontends):
             self._tasks.append(asyncio.create_task(self._keep_frontend(self.supervisor.path)))
         return memory_map
-
-    async def reread_tokens(self) -> None:
-        """Reload the token files; an unusable file changes nothing."""
-        await self._tokens.reread()
 
     async def stop(self) -> bool:
         """Answer the requests in flight, refuse new ones, and close; False if anything was abandoned."""

@@ -81,10 +81,9 @@ def read_bundle(folder: Path) -> Bundle:
     return bundle
 
 
-def settings_of(folder: Path, bundle: Bundle) -> dict[str, Value]:
-    """Return the settings with which a bundle is served, by key."""
-    places = {"bundle": folder, "repository": folder / MODELS, "cache": folder / CACHE}
-    return {**bundle.settings, **{key: str(path) for key, path in places.items()}}
+def places_of(folder: Path) -> dict[str, Path]:
+    """Return the settings of a bundle that are folders, by key."""
+    return {"bundle": folder, "repository": folder / MODELS, "cache": folder / CACHE}
 
 
 def refuse_others(

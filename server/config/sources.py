@@ -3,14 +3,14 @@
 import argparse
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from server.config.bundle import MANIFEST, is_bundle, read_bundle, refuse_others, settings_of
+from server.config.bundle import MANIFEST, is_bundle, places_of, read_bundle, refuse_others
 from server.config.config import BY_KEY, SETTINGS, ServeConfig, check_consistent
 from server.config.setting import PREFIX, Setting, Value
 from server.config.sizes import write_size
@@ -100,8 +100,8 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
     folder = values["bundle"] or values["repository"]
     if isinstance(folder, str) and (values["bundle"] or is_bundle(Path(folder))):
         bundle = read_bundle(Path(folder))
-        bundled: _Layer = {key: (value, MANIFEST) for key, value in settings_of(Path(folder), bundle).items()}
-        places = {key: bundled[key] for key in bundled.keys() - bundle.settings.keys()}
+        bundled: _Layer = {key: (value, MANIFEST) for key, value in bundle.settings.items()}
+        places: _Layer = {key: (str(path), MANIFEST) for key, path in places_of(Path(folder)).items()}
         values, origins = _overlaid([layers[0], bundled, *layers[1:], places])
         refuse_others(bundle, values, origins, BY_KEY)
     _share_process_memory(values, origins)
@@ -146,16 +146,14 @@ def _overlaid(layers: Sequence[_Layer]) -> tuple[dict[str, Value], dict[str, str
 
 def as_toml(effective: Effective) -> str:
     """Return a settings file that `--config` reads back, with the origin of each value as a comment."""
-    return "".join(f"{line}\n" for line in _toml_lines(effective))
-
-
-def _toml_lines(effective: Effective) -> Iterator[str]:
+    lines = []
     for key, value in effective.values.items():
         if value is None or value == []:
-            yield f"# {key} is not set"
+            lines.append(f"# {key} is not set\n")
         else:
             written = msgspec.json.encode(value).decode().replace('","', '", "')
-            yield f"{key} = {written}".ljust(_ORIGIN_COLUMN) + f"  # {effective.origins[key]}"
+            lines.append(f"{key} = {written}".ljust(_ORIGIN_COLUMN) + f"  # {effective.origins[key]}\n")
+    return "".join(lines)
 
 
 def _merged(below: Value, above: Value) -> Value:

@@ -185,13 +185,8 @@ class ComputeLane:
         """Refuse unanswered requests and end the thread; False if it is still busy after `timeout_s`."""
         self.draining = True
         with self.device.changed:
-            self._scheduler.clear()
             self.device.stopped = True
-            background = list(self.device.background)
-            self.device.background.clear()
-            self.device.changed.notify()
-        for pending in background:
-            pending.settle(ShuttingDown())
+        self._clear(ShuttingDown())
         if self._alarm is not None:
             self._alarm.cancel()
         for ticket in list(self._waiting):
@@ -199,6 +194,16 @@ class ComputeLane:
         if self.device.is_running:
             await asyncio.to_thread(self.device.join, timeout_s)
         return not self.device.is_running
+
+    def _clear(self, error: RequestError) -> None:
+        """Empty the queues, end the background work with an error, and wake the thread."""
+        with self.device.changed:
+            self._scheduler.clear()
+            background = list(self.device.background)
+            self.device.background.clear()
+            self.device.changed.notify()
+        for pending in background:
+            pending.settle(error)
 
     def _require_running(self) -> None:
         if self.draining:
@@ -273,12 +278,7 @@ class ComputeLane:
         if self.lost is not None:
             return
         self.lost = reason
-        with self.device.changed:
-            self._scheduler.clear()
-            background = list(self.device.background)
-            self.device.background.clear()
-        for pending in background:
-            pending.settle(DeviceUnavailable(reason))
+        self._clear(DeviceUnavailable(reason))
         for ticket in list(self._waiting):
             self.refused(ticket, DeviceUnavailable(reason), "BACKEND")
         self._on_lost(reason)

@@ -16,7 +16,7 @@ import msgspec
 
 from server.engine.execution import Execution, Servable
 from server.errors import ExecutionFailed, InvalidRequest, RequestError
-from server.ipc.execution import DeviceSpan, ExecutionTiming, InferResult, OnSpans
+from server.ipc.execution import DeviceSpan, ExecutionTiming, InferResult
 from server.ipc.model import Inputs, ModelKey
 from server.ipc.statistics import ModelStatistics
 from server.protocol.request import InferRequest
@@ -95,9 +95,8 @@ class DeviceThread:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended, if it was started."""
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        """Wait until the thread has ended. It must have been started."""
+        self._thread.join(timeout_s)
 
     @property
     def is_running(self) -> bool:
@@ -211,15 +210,13 @@ def split_rows(batches: Sequence[int], execution: Execution) -> list[Inputs]:
 
 
 def _follower(tickets: Iterable[Ticket], lane: int) -> "Follow | None":
-    """Return the recorder of the first traced request; None if none is traced."""
-    for ticket in tickets:
-        if ticket.request.on_spans is not None:
-            return _spans_to(ticket.request.on_spans, lane)
-    return None
+    """Return a recorder that hands its spans to the first traced request; None if none is traced.
 
-
-def _spans_to(on_spans: OnSpans, lane: int) -> "Follow":
-    """Return a recorder that hands on its spans. On Linux, their clock (`perf_counter`) is `time.monotonic`'s."""
+    On Linux, the spans' clock (`perf_counter`) is `time.monotonic`'s.
+    """
+    on_spans = next((t.request.on_spans for t in tickets if t.request.on_spans is not None), None)
+    if on_spans is None:
+        return None
 
     def follow(recording: "Recording") -> None:
         on_spans([DeviceSpan(**asdict(span), compute_lane=lane) for span in recording.spans()])

@@ -75,10 +75,6 @@ class DataPlane:
         self.max_json_bytes = config.max_json_bytes
         """Limit of what describes a request and its tensors; tensors themselves may be larger."""
 
-    @property
-    def traces(self) -> TraceControl:
-        return self.tracer.control
-
     def server_metadata(self) -> dict[str, Any]:
         return descriptions.server_metadata(self._config.server_name, self.regions.refused)
 
@@ -114,8 +110,7 @@ class DataPlane:
         Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull: if more requests are under way than can wait
         and execute, or if the engine has refused one and answered none since. So overload hardly reaches the engine.
         """
-        if self._draining:
-            raise ShuttingDown
+        self._refuse_if_draining()
         info = self.describe(model, version)
         queue_limit = self._config.queue_limit
         most = 1 if info.key in self._full else queue_limit + max(info.max_batch_size, 1)
@@ -253,7 +248,7 @@ class DataPlane:
     def change_traces(self, changes: Mapping[str, object], model: str | None) -> None:
         """Change which requests are traced. Raises InvalidRequest or Unsupported."""
         self._require_only_front_end("trace settings")
-        self.traces.update(changes, model)
+        self.tracer.control.update(changes, model)
 
     def _require_only_front_end(self, what: str) -> None:
         if self._config.frontends > 1:

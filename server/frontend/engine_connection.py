@@ -6,7 +6,7 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -411,9 +411,8 @@ class EngineConnection:
 
     def _restored(self) -> list[messages.RestoredModel]:
         """Return the versions that a new process has to load."""
-        wanted: Iterable[ModelEntry] = (e for e in self.catalog if e.wanted and e.version is not None)
         return [
             messages.RestoredModel(entry.key, entry.config_override)
-            for entry in wanted
-            if entry.key not in self._failed_models
+            for entry in self.catalog
+            if entry.wanted and entry.version is not None and entry.key not in self._failed_models
         ]

@@ -9,12 +9,12 @@ from google.protobuf.message import Message
 from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
 
-from server.errors import SEND_LESS_JSON, InvalidRequest, PayloadTooLarge, RequestError, Unsupported
+from server.errors import SEND_LESS_JSON, InvalidRequest, PayloadTooLarge, Unsupported
 from server.frontend.dataplane import DataPlane
 from server.frontend.memory import Lease
 from server.frontend.threads import call
 from server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
-from server.grpc.errors import internal_error, message_of
+from server.grpc.errors import status_of
 from server.grpc.handlers import metadata_of
 from server.grpc.unsent import CallAnswers, UnsentAnswers
 from server.grpc.wire import described_bytes
@@ -106,7 +106,7 @@ class InferenceCalls:
         changes = {key: list(setting.value) for key, setting in request.settings.items()}
         self._plane.change_traces(changes, model)
         response = pb.TraceSettingResponse()
-        for key, value in self._plane.traces.to_wire(model).items():
+        for key, value in self._plane.tracer.control.to_wire(model).items():
             response.settings[key].value.extend([value] if isinstance(value, str) else value)
         return response
 
@@ -168,10 +168,8 @@ class InferenceCalls:
         with self._tracing(traceparent):
             try:
                 response, lease = await self._infer(request, None, unsent)
-            except RequestError as error:
-                return _failed(message_of(error), request), None
-            except Exception:
-                return _failed(internal_error("ModelStreamInfer"), request), None
+            except Exception as error:
+                return _failed(status_of(error, "ModelStreamInfer").message, request), None
         response.parameters[_FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response), lease
 

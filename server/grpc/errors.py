@@ -1,7 +1,6 @@
 """The table of gRPC statuses for domain errors, and the status that a call ends with."""
 
 import logging
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from server import errors
+from server.log import log_internal_error
 
 CODES: Mapping[type[errors.RequestError], StatusCode] = {
     errors.Unauthenticated: StatusCode.UNAUTHENTICATED,
@@ -59,28 +59,17 @@ def code_of(error: errors.RequestError) -> StatusCode:
     return next(CODES[cls] for cls in type(error).__mro__ if cls in CODES)
 
 
-def message_of(error: Exception) -> str:
-    return str(error)[:_MOST_CHARACTERS]
-
-
-def internal_error(call: str) -> str:
-    """Log the error that is being handled under an id, and return the message for the client."""
-    incident = uuid.uuid4().hex[:12]
-    _log.exception("internal error", extra={"fields": {"incident": incident, "call": call}})
-    return f"internal error {incident}; the server's log has the details"
-
-
 def status_of(error: Exception, call: str) -> Status:
     """Return how a call ends that raised this error, which is being handled."""
     match error:
-        case errors.Overloaded():
-            pause_ms = str(max(1, round(error.retry_after_s * 1e3)))
-            return Status(code_of(error), message_of(error), (("grpc-retry-pushback-ms", pause_ms),))
         case errors.RequestError():
-            return Status(code_of(error), message_of(error))
+            metadata: tuple[tuple[str, str], ...] = ()
+            if isinstance(error, errors.Overloaded):
+                metadata = (("grpc-retry-pushback-ms", str(max(1, round(error.retry_after_s * 1e3)))),)
+            return Status(code_of(error), str(error)[:_MOST_CHARACTERS], metadata)
         case CallRefused():
             return error.status
         case DecodeError():
             return Status(StatusCode.INVALID_ARGUMENT, f"the request is no {call}Request: {error}")
         case _:
-            return Status(StatusCode.INTERNAL, internal_error(call))
+            return Status(StatusCode.INTERNAL, log_internal_error(_log, call=call))

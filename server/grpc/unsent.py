@@ -4,7 +4,8 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from server.errors import too_many_unread
+from planner.errors import format_bytes
+from server.errors import Overloaded
 from server.frontend import listening
 from server.frontend.memory import Lease
 
@@ -42,7 +43,10 @@ class CallAnswers:
         """Raise Overloaded if the connection has too many unsent answers for another request."""
         held, most = self._unsent.held[self._peer], self._unsent.connection_bytes
         if held >= most:
-            raise too_many_unread(held, most)
+            raise Overloaded(
+                f"answers that this connection has not received yet take {format_bytes(held)}, the limit is"
+                f" {format_bytes(most)}; read them, or start the server with a larger --queue-memory"
+            )
 
     def hold(self, lease: Lease) -> None:
         """Keep an answer's memory until it is sent."""

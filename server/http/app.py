@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Iterable
 
 from aiohttp import hdrs, web
@@ -14,6 +13,7 @@ from server.http.answers import JSON, json_response
 from server.http.endpoints import Endpoint, endpoints
 from server.http.errors import error_response, response_of
 from server.http.openapi import document
+from server.log import log_internal_error
 from server.observe.access import OPEN, Access, Permission
 from server.observe.prometheus import CONTENT_TYPE
 from server.observe.request_trace import HEADER
@@ -87,10 +87,8 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except web.RequestPayloadError as error:
         request.content.feed_eof()  # no more of it is waited for
         response = error_response(400, f"the request body could not be read: {error}")
-    except Exception:  # the log and the client get the same id for an unexpected error
-        incident = uuid.uuid4().hex[:12]
-        _log.exception("internal error", extra={"fields": {"incident": incident, "path": request.path}})
-        response = error_response(500, f"internal error {incident}; the server's log has the details")
+    except Exception:
+        response = error_response(500, log_internal_error(_log, path=request.path))
     response.headers[hdrs.SERVER] = "cohabit"
     expecting = hdrs.EXPECT in request.headers and not request.content.is_eof()
     if expecting or hdrs.TRANSFER_ENCODING in request.headers:

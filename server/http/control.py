@@ -87,7 +87,7 @@ class ControlApi:
         model = None if name is None else self._plane.traced_model(name)
         if request.method == "POST":
             self._plane.change_traces(await read_json(request, dict[str, Any]), model)
-        return json_response(self._plane.traces.to_wire(model))
+        return json_response(self._plane.tracer.control.to_wire(model))
 
     async def log_settings(self, request: web.Request) -> web.Response:
         """Return all settings; a POST changes some first."""

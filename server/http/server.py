@@ -1,4 +1,4 @@
-"""The HTTP and metrics ports: aiohttp's server with bounded connections, TLS and Unix sockets."""
+"""An HTTP port: aiohttp's server with bounded connections, TLS and Unix sockets."""
 
 import asyncio
 import logging
@@ -12,11 +12,8 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 
 from server.errors import ConfigError
-from server.frontend.dataplane import DataPlane
 from server.frontend.listening import TlsFiles, address_of, open_sockets
-from server.http.app import make_app, make_metrics_app
 from server.http.errors import error_response
-from server.observe.access import OPEN, Access
 
 KEEP_ALIVE_S = 75.0
 _READ_AHEAD_BYTES = 256 << 10
@@ -28,7 +25,7 @@ _MOST_ERROR_CHARACTERS = 300
 _log = logging.getLogger("cohabit.http")
 
 
-class AppServer:
+class HttpServer:
     """Serves one application on any number of addresses. All methods belong to the event loop's thread."""
 
     def __init__(
@@ -99,22 +96,6 @@ class AppServer:
         if len(server.connections) >= self._max_connections:
             return _ConnectionRefused(self._max_connections)
         return _JsonErrorHandler(server, loop=asyncio.get_running_loop(), **self._options)
-
-
-class HttpServer(AppServer):
-    """The HTTP port."""
-
-    def __init__(self, plane: DataPlane, access: Access = OPEN, *, max_body_bytes: int, **options: Any) -> None:
-        """`options` are those of AppServer."""
-        super().__init__(make_app(plane, max_body_bytes, access), **options)
-
-
-class MetricsServer(AppServer):
-    """The metrics port."""
-
-    def __init__(self, plane: DataPlane, access: Access = OPEN, **options: Any) -> None:
-        """`options` are those of AppServer."""
-        super().__init__(make_metrics_app(plane, access), **options)
 
 
 class _JsonErrorHandler(web.RequestHandler):

@@ -4,7 +4,8 @@ Each counter is written by one thread: `cancelled` and `rejected` by the event l
 A reader may see a request that is counted in part; the next read is complete.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -12,7 +13,6 @@ import msgspec
 from planner.shapes import Bucket
 from server import errors
 from server.ipc.execution import ExecutionTiming
-from server.ipc.histogram import SECONDS, Histogram
 from server.ipc.model import DeviceUse, GraphCapture, ModelKey
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
@@ -27,8 +27,36 @@ REJECTIONS: Mapping[type[errors.RequestError], str] = {
 }
 """Reasons of refusals after which a retry can succeed."""
 
+SECONDS = (*(round(base * 10.0**power, 6) for power in range(-4, 1) for base in (1.0, 1.8, 3.2, 5.6)), 10.0)
+"""A hundred microseconds to ten seconds, four bounds per decade."""
 _RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
 """Triton's."""
+
+
+class Histogram(msgspec.Struct):
+    """A histogram with cumulative buckets, as Prometheus defines it. Written by one thread.
+
+    A reader may see the newest value in a bucket before it is in the sum.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float = 0.0
+
+    @classmethod
+    def of(cls, bounds: tuple[float, ...]) -> "Histogram":
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        """Yield the label `le` and the number of values up to each bound; the last one counts all."""
+        total = 0
+        for bound, count in zip((*(f"{b:g}" for b in self.bounds), "+Inf"), list(self.counts), strict=True):
+            total += count
+            yield bound, total
 
 
 class StageTimes(msgspec.Struct):

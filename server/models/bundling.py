@@ -25,8 +25,7 @@ from server.models.prepared import (
     OnProgress,
     Prepared,
     machine_of,
-    open_backend,
-    prepare,
+    prepare_closed,
     store_profiles,
     wanted_batches,
     wanted_buckets,
@@ -115,12 +114,7 @@ def _sources(repository: Path) -> list[ModelSource]:
 
 def _prepared(source: ModelSource, config: ServeConfig, adapt: Adapt, on_progress: OnProgress) -> Prepared:
     """Lower and measure a model, and close its parameters."""
-    backend = open_backend(config)
-    try:
-        prepared = prepare(source, config, backend, on_progress)
-        prepared.store.close()
-    finally:
-        backend.close()
+    prepared = prepare_closed(source, config, on_progress)
     if adapt is None:
         return prepared
     profiles = {bucket: adapt(profile) for bucket, profile in prepared.profiles.items()}

@@ -34,9 +34,6 @@ class LeastRecentlyUsed(Generic[K, V]):
         self._most_bytes = most_bytes
         self._nbytes = nbytes
 
-    def __len__(self) -> int:
-        return len(self._values)
-
     def __contains__(self, key: K) -> bool:
         return key in self._values
 

@@ -182,6 +182,19 @@ def prepare(
     return Prepared(source, KnownModel(lowered, profiles, weights), store, _rate(source, config))
 
 
+def prepare_closed(
+    source: ModelSource, config: ServeConfig, on_progress: OnProgress, *, quick: bool = False
+) -> Prepared:
+    """Prepare a model on a device that is opened for it, and close the device and the model's parameters."""
+    backend = open_backend(config)
+    try:
+        prepared = prepare(source, config, backend, on_progress, quick=quick)
+        prepared.store.close()
+        return prepared
+    finally:
+        backend.close()
+
+
 def bundled_profiles(lowered: Lowered, folder: Path) -> dict[Bucket, Profile]:
     """Return the profiles that a bundle has of a model. Raises NotCached."""
 
@@ -236,22 +249,16 @@ def prepare_in_worker(
     if quick or _is_large(source):
         _call_worker(source, config, workers, quick=True)
     if not quick:
-        _measure_in_worker(source, config, workers)
+        _call_worker(source, config, workers, quick=False)
     return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)
 
 
 def measure_in_worker(prepared: Prepared, config: ServeConfig, workers: WorkerProcesses) -> Prepared:
     """Measure a model whose profiles are provisional, in a worker process. Raises CohabitError."""
-    profiles = _measure_in_worker(prepared.source, config, workers)
+    profiles = _call_worker(prepared.source, config, workers, quick=False)
     if any(profiles[bucket].graph != graph.fingerprint for bucket, graph in prepared.lowered.graphs.items()):
         raise UnsupportedModel(f"{prepared.source.name}: its archive has changed since it was loaded")
     return replace(prepared, known=KnownModel(prepared.lowered, profiles, prepared.known.weights))
-
-
-def _measure_in_worker(source: ModelSource, config: ServeConfig, workers: WorkerProcesses) -> dict[Bucket, Profile]:
-    if _is_large(source):
-        workers.release()
-    return _call_worker(source, config, workers, quick=False)
 
 
 def _is_large(source: ModelSource) -> bool:
@@ -262,6 +269,8 @@ def _is_large(source: ModelSource) -> bool:
 def _call_worker(
     source: ModelSource, config: ServeConfig, workers: WorkerProcesses, *, quick: bool
 ) -> dict[Bucket, Profile]:
+    if not quick and _is_large(source):
+        workers.release()
     model_config = None if source.config is None else source.config.SerializeToString()
     return workers.call(_fill_cache, replace(source, config=None), model_config, config, quick)
 
@@ -272,12 +281,7 @@ def _fill_cache(
     """Prepare a model, and return its profiles. Worker's process."""
     if model_config is not None:
         source = replace(source, config=ModelConfig.FromString(model_config))
-    backend = open_backend(config)
-    try:
-        prepared = prepare(source, config, backend, lambda *_: None, quick=quick)
-        prepared.store.close()
-    finally:
-        backend.close()
+    prepared = prepare_closed(source, config, lambda *_: None, quick=quick)
     marker = _marker(source, config, *(["provisional"] if prepared.known.is_provisional else []))
     with suppress(OSError):  # without it, the next start looks at the cache in a worker again
         marker.parent.mkdir(parents=True, exist_ok=True)

@@ -245,12 +245,13 @@ def _wanted(versions: Sequence[int], config: ModelConfig | None) -> Sequence[int
     """Return the versions that the version policy asks for. Raises RepositoryError if there is none."""
     if not versions:
         raise RepositoryError("it has no version folder; put the program at NAME/1/" + _PROGRAM)
-    choice = "latest" if config is None else config.version_policy.WhichOneof("policy_choice")
-    if config is None or choice in (None, "latest"):
-        return versions[-max(1, 0 if config is None else config.version_policy.latest.num_versions) :]
+    policy = (config or ModelConfig()).version_policy
+    choice = policy.WhichOneof("policy_choice")
+    if choice in (None, "latest"):
+        return versions[-max(1, policy.latest.num_versions) :]
     if choice == "all":
         return versions
-    named = sorted(set(config.version_policy.specific.versions))
+    named = sorted(set(policy.specific.versions))
     if not (wanted := [version for version in versions if version in named]):
         raise RepositoryError(f"version_policy asks for {named}, the versions are {list(versions)}")
     return wanted

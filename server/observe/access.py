@@ -1,7 +1,9 @@
 """Access control with bearer tokens; calls that change the server need a permission of their own."""
 
+import asyncio
 import hashlib
 import hmac
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,9 +12,13 @@ from pathlib import Path
 
 from server.config.config import ServeConfig
 from server.errors import ConfigError, PermissionMissing, Unauthenticated
+from server.file_state import FileState
+
+_log = logging.getLogger("cohabit.access")
 
 _TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 _LARGEST_FILE_BYTES = 1 << 20
+_INTERVAL_S = 5.0
 
 Digest = bytes
 """SHA-256 of a token. Comparing digests reveals neither the token nor its length."""
@@ -65,9 +71,43 @@ class Access:
 OPEN = Access()
 
 
+class TokenFiles:
+    """Reloads token files when they change, so that tokens can be replaced. Event loop's thread only."""
+
+    def __init__(self, config: ServeConfig, access: Access) -> None:
+        """`access` must be made from the files' current contents."""
+        self._config = config
+        self._access = access
+        self._paths = (*config.token_files, *config.control_token_files)
+        self._seen = self._states()
+
+    async def follow(self, interval_s: float = _INTERVAL_S) -> None:
+        """Poll the files until cancelled; reload all when one has changed."""
+        while self._paths:
+            await asyncio.sleep(interval_s)
+            states = await asyncio.to_thread(self._states)
+            if states != self._seen:
+                self._seen = states
+                await self.reread()
+
+    async def reread(self) -> None:
+        """Reload all files. If one is unusable, keep every token as it was."""
+        try:
+            tokens, control_tokens = await asyncio.to_thread(_read_tokens, self._config)
+        except ConfigError as error:
+            fields = {"reason": str(error)}
+            _log.error("token files not reloaded, the tokens stay as they were", extra={"fields": fields})
+            return
+        self._access.tokens, self._access.control_tokens = tokens, control_tokens
+        _log.info("token files reloaded", extra={"fields": {"tokens": len(tokens), "control": len(control_tokens)}})
+
+    def _states(self) -> list[FileState | None]:
+        return [FileState.of(path) for path in self._paths]
+
+
 def open_access(config: ServeConfig) -> Access:
     """Read the token files. Raises ConfigError, which names the file and never a token."""
-    tokens, control_tokens = read_tokens(config)
+    tokens, control_tokens = _read_tokens(config)
     guarded = set()
     if tokens:
         guarded |= {Permission.INFERENCE, Permission.CONTROL}
@@ -78,7 +118,7 @@ def open_access(config: ServeConfig) -> Access:
     return Access(tokens, control_tokens, frozenset(Permission) - guarded)
 
 
-def read_tokens(config: ServeConfig) -> tuple[tuple[Digest, ...], tuple[Digest, ...]]:
+def _read_tokens(config: ServeConfig) -> tuple[tuple[Digest, ...], tuple[Digest, ...]]:
     """Return digests of the tokens and of the control tokens. Raises ConfigError."""
     return _read_all(config.token_files), _read_all(config.control_token_files)
 
@@ -119,7 +159,4 @@ def _digest(token: str) -> Digest:
 
 def _among(digest: Digest, tokens: Sequence[Digest]) -> bool:
     """Compare with every token, so that the duration does not depend on which one matches."""
-    found = False
-    for token in tokens:
-        found |= hmac.compare_digest(digest, token)
-    return found
+    return sum(hmac.compare_digest(digest, token) for token in tokens) > 0

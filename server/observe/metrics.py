@@ -6,9 +6,8 @@ from typing import Any
 
 from planner.shapes import Bucket
 from server.ipc.catalog import ModelEntry
-from server.ipc.histogram import Histogram
 from server.ipc.model import ModelFootprint
-from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
+from server.ipc.statistics import EngineReport, Histogram, ModelCounters, ModelStatistics
 from server.observe.machine import Machine
 from server.observe.prometheus import Family, Kind, Sample, single, written
 

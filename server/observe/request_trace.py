@@ -34,13 +34,12 @@ def new_context(traceparent: str | None = None) -> TraceContext:
     """Return a new span under the caller's; in a new trace if the header is missing or malformed."""
     span_id = os.urandom(8).hex()
     match = _TRACEPARENT.fullmatch(traceparent.strip()) if traceparent is not None else None
-    if match is None:
-        return TraceContext(os.urandom(16).hex(), span_id)
-    version, trace_id, parent_id, flags, more = match.groups()
-    malformed = version == _FORBIDDEN_VERSION or trace_id == _NO_TRACE or parent_id == _NO_SPAN
-    if malformed or (more is not None and version == _OUR_VERSION):
-        return TraceContext(os.urandom(16).hex(), span_id)
-    return TraceContext(trace_id, span_id, parent_id, int(flags, 16) & _SAMPLED)
+    if match is not None:
+        version, trace_id, parent_id, flags, more = match.groups()
+        malformed = version == _FORBIDDEN_VERSION or trace_id == _NO_TRACE or parent_id == _NO_SPAN
+        if not malformed and (more is None or version != _OUR_VERSION):
+            return TraceContext(trace_id, span_id, parent_id, int(flags, 16) & _SAMPLED)
+    return TraceContext(os.urandom(16).hex(), span_id)
 
 
 @dataclass(slots=True)

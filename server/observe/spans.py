@@ -56,19 +56,15 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
 def lane_events(spans: Iterable[DeviceSpan], trace_id: str) -> Iterator[Event]:
     """Return the spans of a compute lane and its copy lanes for an execution: ops, stalls, and copies."""
     for span in spans:
-        name, label = _lane_label(span)
+        name = "swap stall" if span.stalled else span.name
+        label: dict[str, Any] = {"model": span.model}
+        if span.stalled:
+            label["op"] = span.name
+        elif span.lane != "compute":
+            label["bytes"] = span.nbytes
+        label["trace_id"] = trace_id
         track = track_of(_TRACKS[span.lane], span.compute_lane)
-        label = {"model": span.model, **label, "trace_id": trace_id}
         yield _complete(track, name, span.start_s, span.end_s - span.start_s, label)
-
-
-def _lane_label(span: DeviceSpan) -> tuple[str, dict[str, Any]]:
-    """Return an event's name and arguments."""
-    if span.stalled:
-        return "swap stall", {"op": span.name}
-    if span.lane == "compute":
-        return span.name, {}
-    return span.name, {"bytes": span.nbytes}
 
 
 def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:

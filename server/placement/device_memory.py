@@ -42,11 +42,6 @@ class PlacedModel:
         return self.prepared.source.key
 
     @property
-    def load(self) -> float:
-        """The expected share of its lane's time."""
-        return expected_load(self.prepared, self.plans)
-
-    @property
     def footprint(self) -> ModelFootprint:
         plan = self.plans[min(self.plans)]
         tensors = self.prepared.lowered.graphs[min(self.plans)].tensors
@@ -61,7 +56,7 @@ class PlacedModel:
 
 
 def expected_load(prepared: Prepared, plans: Plans) -> float:
-    """Return expected requests per second times the seconds of one."""
+    """Return the expected share of a lane's time: requests per second times the seconds of one."""
     smallest = min(plans)
     provenance = plans[smallest].provenance
     seconds = prepared.profiles[smallest].compute_s if provenance is None else provenance.latency_s
@@ -71,10 +66,9 @@ def expected_load(prepared: Prepared, plans: Plans) -> float:
 class PartitionedMemory:
     """Any thread may bind; background work belongs to the lanes' threads, all else to the event loop's."""
 
-    def __init__(self, backend: Backend, memory_bytes: int, arena_bytes: int, lanes: int = 1) -> None:
+    def __init__(self, backend: Backend, arena_bytes: int, lanes: int) -> None:
         self.backend = backend
         self.executors = backend.executors(lanes)
-        self.memory_bytes = memory_bytes
         self.partitions = Partitions(arena_bytes, lanes=lanes)
         self.arena: DeviceArena[object] = backend.arena(arena_bytes)
         self.placed_models: dict[str, PlacedModel] = {}
@@ -94,7 +88,7 @@ class PartitionedMemory:
         """Return the lane with the least expected load."""
         sums = [0.0] * len(self.executors)
         for placed in self.placed_models.values():
-            sums[placed.lane] += placed.load
+            sums[placed.lane] += expected_load(placed.prepared, placed.plans)
         return least_busy(sums)
 
     def new_owner(self, model: ModelKey) -> str:

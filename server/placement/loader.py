@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -15,9 +15,8 @@ from runtime.shared_region.sharing import SHARINGS
 from server.config.bundle import Bundle
 from server.config.config import ServeConfig, cache_of
 from server.config.sizes import FixedSize
-from server.engine.servable import ProgramServable
 from server.errors import load_reason
-from server.ipc.model import DeviceUse, ModelFootprint, ModelKey
+from server.ipc.model import DeviceUse, ModelKey
 from server.models import planning
 from server.models.bundling import fitting_bundle, room_in
 from server.models.prepared import OnProgress, Prepared, open_backend, prepare, warn_without_packing
@@ -47,14 +46,6 @@ class Loaded:
     def placed_models(self) -> dict[ModelKey, PlacedModel]:
         """In the order of the deployment's entries."""
         return {placed.key: placed for placed in self.memory.placed_models.values()}
-
-    @property
-    def servables(self) -> dict[ModelKey, ProgramServable]:
-        return {key: placed.servable for key, placed in self.placed_models.items()}
-
-    @property
-    def footprints(self) -> Mapping[ModelKey, ModelFootprint]:
-        return {key: placed.footprint for key, placed in self.placed_models.items()}
 
     @property
     def memory_map(self) -> str:
@@ -96,7 +87,7 @@ def load(
             keep_freed_memory(KEPT_BYTES)  # the next inference's activations find their pages
         # If no model can be loaded later, free memory is not allocated.
         arena_bytes = deployment.memory_bytes if config.model_control != "none" else deployment.taken_bytes
-        memory = PartitionedMemory(backend, deployment.memory_bytes, arena_bytes, config.compute_lanes)
+        memory = PartitionedMemory(backend, arena_bytes, config.compute_lanes)
         placement = None
         if config.has_partitions and bundle is None:
             placement = ModelPlacement(memory, preparer, all_resident=config.layout == "resident")

@@ -156,12 +156,7 @@ def _match_input(body: InputBody, tensor: TensorSpec, info: ModelInfo) -> None:
 
 
 def _fits(expected: Sequence[int], shape: Sequence[int]) -> bool:
-    if len(expected) != len(shape):
-        return False
-    for wanted, given in zip(expected, shape, strict=True):
-        if wanted != given and (wanted >= 0 or given < 0):
-            return False
-    return True
+    return len(expected) == len(shape) and all(w == g or w < 0 <= g for w, g in zip(expected, shape, strict=True))
 
 
 def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:

@@ -21,9 +21,6 @@ class Deadlines:
         """The earliest of the latest start times; infinite if there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def watch(self, ticket: Ticket, latest_start_s: float) -> None:
         heapq.heappush(self._heap, (latest_start_s, ticket.number, ticket))
         self._waiting.add(ticket)

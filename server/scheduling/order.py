@@ -37,8 +37,8 @@ class DispatchOrder:
                 return model, self._waiting[model].batch(oldest, now_s)
         model, known = ready[0]
         if len(ready) > 1:
-            model, known = min(ready, key=lambda item: (self._urgency_s(*item), _first(item[1]).number))
-        batch = known.batch(_first(known), now_s)
+            model, known = min(ready, key=lambda item: (self._urgency_s(*item), item[1].queue.first().number))
+        batch = known.batch(known.queue.first(), now_s)
         if overloaded and not known.policy.keeps_order:
             estimate = known.estimate_of(batch.tickets[0])
             batch = best_rate_batch(known.queue, batch, estimate, known.max_rows, now_s)
@@ -65,17 +65,9 @@ class DispatchOrder:
 
 
 def _kept_until_s(known: ScheduledModel, now_s: float) -> float:
-    return -math.inf if known.policy.batch_delay_s == 0.0 else known.batch(_first(known), now_s).keep_until_s
-
-
-def _first(known: ScheduledModel) -> Ticket:
-    """Return the first request of a queue that is not empty."""
-    first = known.queue.first()
-    assert first is not None
-    return first
+    return -math.inf if known.policy.batch_delay_s == 0.0 else known.batch(known.queue.first(), now_s).keep_until_s
 
 
 def _oldest(waiting: Collection[tuple[ModelKey, ScheduledModel]]) -> tuple[ModelKey, Ticket]:
     """Return the oldest request of all models, and its model."""
-    oldest = [(model, ticket) for model, known in waiting if (ticket := known.queue.oldest()) is not None]
-    return min(oldest, key=lambda entry: entry[1].number)
+    return min(((model, known.queue.oldest()) for model, known in waiting), key=lambda entry: entry[1].number)

@@ -75,39 +75,28 @@ class ModelQueue:
         self._count += 1
         self.rows[ticket.request.sizes] += ticket.request.batch
 
-    def remove(self, ticket: Ticket) -> bool:
-        """Remove a request; False if it is not in the queue."""
-        for queue in (self._levels.get(ticket.level), self._late):
-            if queue is not None and ticket in queue:
-                if queue[0] is ticket:
-                    queue.popleft()
-                else:
-                    queue.remove(ticket)
-                self._count -= 1
-                self.rows[ticket.request.sizes] -= ticket.request.batch
-                if not self.rows[ticket.request.sizes]:
-                    del self.rows[ticket.request.sizes]
-                return True
-        return False
+    def remove(self, ticket: Ticket) -> None:
+        """Remove a request, which must be in the queue."""
+        queue = self._levels[ticket.level]
+        (queue if ticket in queue else self._late).remove(ticket)
+        self._count -= 1
+        self.rows[ticket.request.sizes] -= ticket.request.batch
+        if not self.rows[ticket.request.sizes]:
+            del self.rows[ticket.request.sizes]
 
     def move_to_end(self, ticket: Ticket) -> None:
         """Move a late request to the end of the queue."""
         self._levels[ticket.level].remove(ticket)
         self._late.append(ticket)
 
-    def first(self) -> Ticket | None:
-        for queue in self._levels.values():
-            if queue:
-                return queue[0]
-        return self._late[0] if self._late else None
+    def first(self) -> Ticket:
+        """Return the first request. The queue must not be empty."""
+        return next(iter(self))
 
     def due_s(self, most: int) -> float:
         """Return the earliest due time of the first `most` requests, at least one. The queue must not be empty."""
         return min(ticket.due_s for ticket in islice(self, max(most, 1)))
 
-    def oldest(self) -> Ticket | None:
-        """Return the request that arrived first, at any level."""
-        candidates = [queue[0] for queue in self._levels.values() if queue]
-        if self._late:
-            candidates.append(self._late[0])
-        return min(candidates, key=_number, default=None)
+    def oldest(self) -> Ticket:
+        """Return the request that arrived first, at any level. The queue must not be empty."""
+        return min((queue[0] for queue in (*self._levels.values(), self._late) if queue), key=_number)

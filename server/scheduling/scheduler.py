@@ -61,9 +61,6 @@ class Scheduler:
         self._live: set[Ticket] = set()
         """All waiting requests."""
 
-    def __len__(self) -> int:
-        return len(self._live)
-
     def pending(self, model: ModelKey) -> int:
         return len(self._models[model].queue) if model in self._models else 0
 

@@ -84,12 +84,9 @@ def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -
     config = replace(config, batch_sizes=options.batch_sizes or (1,))
     source = replace(find(options.model), config=None)
     on_progress(f"{source.name}: starting torch")
-    from server.models.prepared import open_backend, prepare
+    from server.models.prepared import prepare_closed
 
-    backend = open_backend(config)
-    prepared = prepare(source, config, backend, lambda name, stage: on_progress(f"{name}: {stage}"))
-    prepared.store.close()
-    backend.close()
+    prepared = prepare_closed(source, config, lambda name, stage: on_progress(f"{name}: {stage}"))
     graphs, profiles, batches = prepared.lowered.graphs, prepared.profiles, prepared.lowered.batches
     if missing := sorted(set(options.batch_sizes or ()) - set(batches)):
         has = ", ".join(map(str, batches)) if not prepared.lowered.batched else "smaller ones"

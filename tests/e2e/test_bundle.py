@@ -79,7 +79,7 @@ def test_a_bundle_gives_the_bits_of_resident_models(repository: Path, plans: Pat
         assert residents < len(MODELS) * WEIGHTS_MIB << 20
         for name in (*MODELS, *MODELS):
             np.testing.assert_array_equal(answer(server, name), wanted[name])
-        assert server.loaded.servables["a", 1].info.outputs[0].labels == ("first", "second")
+        assert server.loaded.placed_models["a", 1].servable.info.outputs[0].labels == ("first", "second")
 
 
 def test_a_bundle_is_served_by_a_process_that_cannot_prepare(bundle: Path) -> None:

@@ -61,7 +61,7 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
             client.unload_model("b")
             client.unload_model("b")
             client.unload_model("of no repository")
-            assert not server.engine._lifecycle._locks, "nothing is kept of operations that have ended"
+            assert not server.engine.lifecycle._locks, "nothing is kept of operations that have ended"
             with pytest.raises(InferenceServerException, match="'b' has no available versions: unloaded"):
                 answer(server, "b")
             (tmp_path / "b" / "labels.txt").write_text("".join(f"class {index}\n" for index in range(WIDTH)))

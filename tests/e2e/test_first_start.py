@@ -101,7 +101,7 @@ def test_a_model_that_cannot_be_measured_is_still_served(
 def test_a_model_that_is_loaded_later_begins_with_quick_plans_too(archives: Archives, tmp_path: Path) -> None:
     repository, inputs = archives.repository("ranker"), archives.inputs("ranker", 1)
     with serving(repository, "8MiB", tmp_path, engine="process", model_control="explicit") as server:
-        server.on_loop(server.engine.load("ranker", None))
+        server.on_loop(server.engine.lifecycle.load("ranker", None))
         (placed,) = server.loaded.memory.placed_models.values()
         answer = infer(server.address, "ranker", inputs)["score"]
         server.until_planned()
@@ -154,7 +154,7 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         for _ in range(20):
             infer(server.address, "ranker", inputs)
         assert server.loaded.placement is not None
-        watch = ProfileWatch(server.loaded.placement, server.engine._lanes)
+        watch = ProfileWatch(server.loaded.placement, server.engine.lanes)
         server.on_loop(watch.check())
         measured = placed.prepared
         assert all(measured.profiles[b].fingerprint != before.profiles[b].fingerprint for b in before.profiles)

@@ -106,14 +106,14 @@ def test_a_slow_link_really_slows_streaming_and_changes_no_bit(archives: Archive
         with serving(
             repository, "50%", archives.cache, link_bandwidth_bytes_per_s=limit, batch_sizes=PLANNED
         ) as server:
-            program = server.loaded.servables["ranker", 1].programs[Bucket(1)]
+            program = server.loaded.placed_models["ranker", 1].servable.programs[Bucket(1)]
             start = time.perf_counter()
             answers += [infer(server.address, "ranker", inputs) for _ in range(count)]
             taken_s[limit] = time.perf_counter() - start
             stalled_s[limit] = metric(server.metrics_address, "cohabit_stall_seconds", "ranker")
             swapped_bytes = metric(server.metrics_address, "cohabit_swapped_bytes", "ranker")
             assert swapped_bytes == count * program.link_bytes > 0
-            copying_s = server.loaded.servables["ranker", 1].executor.swap_busy_s
+            copying_s = server.loaded.placed_models["ranker", 1].servable.executor.swap_busy_s
     least_s = (count - 1) * program.link_bytes / bandwidth_bytes_per_s
     assert taken_s[bandwidth_bytes_per_s] >= least_s
     assert copying_s >= least_s

@@ -81,7 +81,7 @@ def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iter
             loaded.memory.arena,
             loaded.deployment,
             {key.name: placed.prepared.lowered for key, placed in loaded.placed_models.items()},
-            {key.name: servable for key, servable in loaded.servables.items()},
+            {key.name: placed.servable for key, placed in loaded.placed_models.items()},
             {k.name: loaded.memory.partitions.held[placed.owner] for k, placed in loaded.placed_models.items()},
         )
     finally:

@@ -15,7 +15,8 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from server.frontend import listening
 from server.grpc import handlers
-from server.http.server import MetricsServer
+from server.http.app import make_metrics_app
+from server.http.server import HttpServer
 from server.ipc.model import ModelInfo
 
 SERVICE = "/inference.GRPCInferenceService"
@@ -145,7 +146,7 @@ def test_calls_of_others_do_not_take_the_slots_of_health(monkeypatch: pytest.Mon
 
 def test_the_metrics_port_answers_health_when_http_has_no_connection_left() -> None:
     with running(identity("one"), max_connections=1) as server:
-        metrics = MetricsServer(server.plane, max_connections=16)
+        metrics = HttpServer(make_metrics_app(server.plane), max_connections=16)
         url = server.run(metrics.start(["127.0.0.1"], 0, None, "--metrics-port"))
         with (
             stopping(server, metrics),
@@ -161,7 +162,7 @@ def test_the_metrics_port_answers_health_when_http_has_no_connection_left() -> N
 
 
 @contextmanager
-def stopping(server: Ports, metrics: MetricsServer) -> Iterator[None]:
+def stopping(server: Ports, metrics: HttpServer) -> Iterator[None]:
     try:
         yield
     finally:

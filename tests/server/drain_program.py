@@ -19,7 +19,7 @@ from server.config.config import ServeConfig
 from server.engine_host import OnProgress
 from server.ipc.model import Array
 from server.models.repository import ModelSource
-from server.observe.tokens import TokenFiles
+from server.observe.access import TokenFiles
 
 REPOSITORY, FOLDER, WAITS, *TOKEN_FILES = sys.argv[1:]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import uvloop
@@ -129,8 +129,14 @@ class FakeLoaded:
     footprints: Mapping[ModelKey, ModelFootprint] = field(default_factory=dict)
     memory_map: str = ""
     placement: None = None
-    placed_models: Mapping[ModelKey, Any] = field(default_factory=dict)
     closed: bool = False
+
+    @property
+    def placed_models(self) -> Mapping[ModelKey, SimpleNamespace]:
+        return {
+            key: SimpleNamespace(servable=servable, footprint=self.footprints.get(key, ModelFootprint()))
+            for key, servable in self.servables.items()
+        }
 
     def use(self) -> DeviceUse:
         return DeviceUse(workspace_bytes=100, partition_bytes=700, free_bytes=224, lane_busy_s={"swap_in": 1.5})

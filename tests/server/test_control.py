@@ -42,8 +42,8 @@ def own() -> Iterator[Running]:
 @pytest.fixture
 def orders(own: Running, monkeypatch: pytest.MonkeyPatch) -> Orders:
     orders = Orders()
-    monkeypatch.setattr(own.engine, "load", orders.load)
-    monkeypatch.setattr(own.engine, "unload", orders.unload)
+    monkeypatch.setattr(own.engine.lifecycle, "load", orders.load)
+    monkeypatch.setattr(own.engine.lifecycle, "unload", orders.unload)
     return orders
 
 

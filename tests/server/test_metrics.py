@@ -15,8 +15,8 @@ from server_http import ask, infer, x
 
 from runtime.recording import Follow
 from server.engine.execution import Execution
-from server.ipc.histogram import SECONDS, Histogram
 from server.ipc.model import DeviceUse, Inputs
+from server.ipc.statistics import SECONDS, Histogram
 from server.observe.gpus import Gpu
 from server.observe.prometheus import Family, written
 

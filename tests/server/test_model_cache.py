@@ -20,7 +20,7 @@ def test_bytes_are_bounded_too_and_what_is_larger_than_all_is_not_kept() -> None
     cache["a"], cache["b"], cache["c"] = 50, 40, 20
     assert ("a" in cache, "b" in cache, "c" in cache) == (False, True, True)
     cache["d"] = 101
-    assert len(cache) == 0
+    assert not cache._values
 
 
 def test_a_replaced_value_counts_once() -> None:

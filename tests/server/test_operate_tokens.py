@@ -12,8 +12,7 @@ from server_fakes import Running, config, identity, running, serving
 from server_http import ask
 
 from server.errors import Unauthenticated
-from server.observe.access import Permission, open_access
-from server.observe.tokens import TokenFiles
+from server.observe.access import Permission, TokenFiles, open_access
 
 OLD, NEW, CONTROL = "the-old-token-0123456789", "the-new-token-0123456789", "control-token-0123456789"
 
@@ -30,7 +29,7 @@ class Guarded:
         return ask(self.server, method, path, None, {"Authorization": f"Bearer {token}"}).status
 
     def reread(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.server.server.reread_tokens(), self.server.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.server.server.tokens.reread(), self.server.loop).result(10)
 
 
 @pytest.fixture

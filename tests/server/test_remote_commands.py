@@ -13,8 +13,8 @@ from server_http import infer, x
 
 from planner.shapes import Bucket
 from server.cli import main
-from server.ipc.histogram import SECONDS, Histogram
 from server.ipc.model import ModelFootprint, ModelKey
+from server.ipc.statistics import SECONDS, Histogram
 from server.observe.prometheus import Family, written
 from server.tools.remote import tables
 from server.tools.remote.client import RemoteServer

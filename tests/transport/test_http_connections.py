@@ -12,7 +12,8 @@ from transport_fakes import Gate, Ports, identity, running
 from server.errors import ConfigError
 from server.frontend import listening
 from server.http import body as body_module
-from server.http.server import MetricsServer
+from server.http.app import make_metrics_app
+from server.http.server import HttpServer
 
 KIB, MIB = 1 << 10, 1 << 20
 INFER = json.dumps({"inputs": [x()]}).encode()
@@ -331,7 +332,7 @@ def test_stopping_waits_for_answers_and_not_for_idle_clients() -> None:
 
 def test_a_port_in_use_is_named(own: Ports) -> None:
     async def start() -> None:
-        metrics = MetricsServer(own.plane, max_connections=3)
+        metrics = HttpServer(make_metrics_app(own.plane), max_connections=3)
         try:
             await metrics.start(["127.0.0.1"], own.port, None, "--metrics-port")
         finally:
@@ -342,8 +343,8 @@ def test_a_port_in_use_is_named(own: Ports) -> None:
 
 
 def test_the_metrics_port_has_the_metrics_alone(own: Ports) -> None:
-    async def start() -> tuple[MetricsServer, str]:
-        metrics = MetricsServer(own.plane, max_connections=3)
+    async def start() -> tuple[HttpServer, str]:
+        metrics = HttpServer(make_metrics_app(own.plane), max_connections=3)
         return metrics, await metrics.start(["127.0.0.1"], 0, None, "--metrics-port")
 
     metrics, url = own.run(start())

@@ -13,7 +13,8 @@ from tritonclient.grpc.service_pb2 import ServerLiveResponse
 
 from server.errors import ConfigError
 from server.frontend.listening import TlsFiles, address_of, without_covered
-from server.http.server import MetricsServer
+from server.http.app import make_metrics_app
+from server.http.server import HttpServer
 
 LIVE = ServerLiveResponse(live=True).SerializeToString()
 
@@ -139,7 +140,9 @@ def test_a_wildcard_covers_the_other_family() -> None:
 
 
 async def test_a_port_is_shared_where_that_is_asked_for(server: Ports) -> None:
-    first, second = (MetricsServer(server.plane, max_connections=1, reuse_port=True) for _ in range(2))
+    first, second = (
+        HttpServer(make_metrics_app(server.plane), max_connections=1, reuse_port=True) for _ in range(2)
+    )
     url = await first.start(["127.0.0.1"], 0, None, "--metrics-port")
     assert await second.start(["127.0.0.1"], int(url.rpartition(":")[2]), None, "--metrics-port") == url
     for metrics in (first, second):

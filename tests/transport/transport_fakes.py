@@ -19,6 +19,7 @@ from server.errors import ExecutionFailed, InvalidRequest, RequestError
 from server.frontend.dataplane import DataPlane
 from server.frontend.memory import Lease, RequestMemory
 from server.grpc.server import GrpcServer
+from server.http.app import make_app
 from server.http.server import HttpServer
 from server.ipc.catalog import Catalog, ModelEntry, ModelState
 from server.ipc.execution import ExecutionTiming, InferResult
@@ -208,9 +209,9 @@ def running(
         config = ServeConfig(repository=Path("fakes"), memory=FixedSize(MIB), server_name="triton")
         memory = RequestMemory(queue_bytes)
         plane = DataPlane(config, engine, memory, Regions(open_region if client_shm else no_system))
-        limits = {"max_body_bytes": max_body_bytes, "max_connections": max_connections}
-        http = HttpServer(plane, access, **limits, **options)
-        grpc = GrpcServer(plane, access, **limits, **options, **(grpc_options or {}))
+        both = {"max_connections": max_connections, **options}
+        http = HttpServer(make_app(plane, max_body_bytes, access), **both)
+        grpc = GrpcServer(plane, access, max_body_bytes=max_body_bytes, **both, **(grpc_options or {}))
         ports = Ports(plane, engine, http, grpc, loop)
         http_path, grpc_path = unix or (None, None)
         ports.url = await http.start(hosts, 0, http_path, "--http-port")
