@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.errors import InfeasibleBudget
+from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.layout.feasible import Footprint
 from planner.order import by_memory, by_parameters, has_reuse, reordered
 from planner.problem import Problem
@@ -26,10 +26,15 @@ class OpOrders:
     """The orders that are worth planning. All but the first are made when they are asked for."""
 
     def __init__(self, problem: Problem, zone_bytes: int | None = None) -> None:
-        """Raises InfeasibleBudget with the least budget if none is feasible.
+        """Raises UnsupportedProblem for a training graph, InfeasibleBudget with the least budget if no order fits.
 
         With `zone_bytes` activations make do with those, which is known for the graph's own order alone.
         """
+        if any(t.kind == "state" for t in problem.graph.tensors):
+            raise UnsupportedProblem(
+                f"{problem.graph.name}: streaming keeps activations in memory and changes no parameters; ask another"
+                " searcher for a training graph, without a workspace"
+            )
         self._others = _feasible_views(problem) if zone_bytes is None else _in_zone(problem, zone_bytes)
         self._made = [next(self._others)]
 

@@ -70,11 +70,6 @@ class Streaming:
             raise UnsupportedProblem(
                 f"{problem.graph.name}: given residents need a workspace in addition to their partition"
             )
-        if any(t.kind == "state" for t in problem.graph.tensors):
-            raise UnsupportedProblem(
-                f"{problem.graph.name}: streaming keeps activations in memory and changes no parameters; ask another"
-                " searcher for a training graph"
-            )
         self.problem = problem
         self.views = OpOrders(problem) if views is None else views
         self._seed = seed

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.check import check
-from planner.errors import InfeasibleBudget
+from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.graph import Graph
 from planner.layout.feasible import Footprint
 from planner.papers.swapadvisor.serving import LONGEST_LEAD, ServingChromosome, ServingGenetic
@@ -23,7 +23,7 @@ from planner.sizing.deployment import ModelDemand, Room
 from planner.sizing.fitting import plan_model
 from planner.streaming.anneal import FITS
 from planner.streaming.searcher import Streaming
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet
+from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet, unrolled_training
 
 seeds = st.integers(0, 10**6)
 
@@ -209,3 +209,11 @@ def test_the_search_ends_where_nothing_is_left_to_improve() -> None:
     assert plan.provenance is not None
     assert plan.provenance.evaluations == 1
     assert len(plan.residents) == 6
+
+
+@pytest.mark.parametrize("searcher", ["genetic", "streaming"])
+def test_a_training_graph_is_refused_for_a_partition_and_a_workspace(searcher: str) -> None:
+    graph = unrolled_training(2, 3, PAGE)
+    problem = Problem(graph, profile_of(graph, [1.0] * len(graph.ops)), 4 * PAGE, 40 * PAGE)
+    with pytest.raises(UnsupportedProblem, match="another searcher for a training graph, without a workspace"):
+        search(problem, searcher, limit=Limit(evaluations=5))

@@ -96,7 +96,8 @@ class _Numbered:
 
 
 class ServingGenetic(Evolution[ServingChromosome]):
-    """Evolves orders and decisions. Raises InfeasibleBudget where activations do not fit."""
+    """Evolves orders and decisions. Raises InfeasibleBudget where activations do not fit, and
+    UnsupportedProblem for a training graph."""
 
     is_compiled = True
 
