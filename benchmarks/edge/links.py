@@ -171,7 +171,7 @@ def disk_bytes_per_s(path: Path) -> float:
     nbytes = os.fstat(fd).st_size // _READ_BYTES * _READ_BYTES
     buffers = np.frombuffer(anonymous_memory(_READERS * _READ_BYTES), np.uint8).reshape(_READERS, -1)
     buffers[:] = 1
-    use_huge_pages(buffers)  # like the arena; into scattered pages, a read may take thrice as long
+    use_huge_pages(buffers)  # like the arena; reads into scattered pages are slower
 
     def read(reader: int) -> None:
         for _ in range(_PASSES):

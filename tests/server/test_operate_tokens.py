@@ -88,4 +88,6 @@ async def test_files_are_reloaded_when_they_change(tmp_path: Path) -> None:
 
 
 async def test_without_token_files_following_ends_at_once() -> None:
-    await TokenFiles(config(), open_access(config())).follow()
+    following = asyncio.create_task(TokenFiles(config(), open_access(config())).follow())
+    await asyncio.sleep(0)
+    assert following.done()
