@@ -1,5 +1,6 @@
 """The CPU as a device: anonymous memory, host stores, and executors with two or three threads each."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from runtime.binding.build import build
 from runtime.binding.program import Bases, Program
 from runtime.cpu.arena import CpuArena
 from runtime.cpu.executor import CpuExecutor
-from runtime.host.pages import Bytes
+from runtime.host.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_are_off
 from runtime.host.store import LimitedStore, Links, open_store
 from runtime.lowering.lower import Lowered
 from runtime.lowering.weights import BLOCK_BYTES, Manifest
@@ -21,6 +22,8 @@ from runtime.memory import DeviceArena, HostStore, StoreKind
 from runtime.profiling.profile import cached_profiles, device_name, measure, traced_profiles
 from runtime.profiling.stopwatch import last_level_cache_bytes
 from runtime.shared_region.relocatable import RelocatableModel
+
+_log = logging.getLogger("cohabit.runtime")
 
 
 class CpuBackend:
@@ -46,6 +49,9 @@ class CpuBackend:
         self._executors: list[CpuExecutor] = []
 
     def arena(self, nbytes: int) -> CpuArena:
+        if huge_pages_are_off():
+            fields = {"setting": str(HUGE_PAGES_SETTING), "is": "never", "better": "madvise"}
+            _log.warning("copies and reads of parameters take longer without huge pages", extra={"fields": fields})
         return CpuArena(nbytes)
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[Bytes]:
