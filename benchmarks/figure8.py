@@ -11,8 +11,9 @@ import asyncio
 import math
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -46,6 +47,8 @@ LAYOUTS: dict[str, tuple[LayoutName, Sequence[str]]] = {
 }
 """By the name in the table: the layout, and further flags."""
 RATES = (100.0, 200.0, 300.0)
+COPIED, COMPUTED = "cohabit_swapped_bytes", "cohabit_compute_seconds_sum"
+COUNTED = ("nv_inference_count", COPIED, COMPUTED)
 WARM_UP_S = 1.0
 SLO_S = 0.1
 GIVE_UP_S = 5.0
@@ -59,7 +62,8 @@ class Point:
     layout: str
     rate_per_s: float
     reports: list[Report]
-    swapped_bytes: float = 0.0
+    counted: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """What the server counted meanwhile, by metric, warm-up included."""
 
     def percentiles_s(self, name: str) -> NDArray[np.float64]:
         """A percentile of the latency, such as `p99_s`, by round."""
@@ -69,6 +73,9 @@ class Point:
     def p99_s(self) -> float:
         """The median over the rounds."""
         return float(np.median(self.percentiles_s("p99_s")))
+
+    def per_inference(self, metric: str) -> float:
+        return self.counted[metric] / max(1, self.counted["nv_inference_count"])
 
     def share(self, count: Callable[[Report], int]) -> float:
         return sum(map(count, self.reports)) / max(1, sum(report.sent for report in self.reports))
@@ -123,9 +130,10 @@ async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[
             async with serving([*command, "--cache", str(options.folder / "cache"), *flags]) as server:
                 swappable_bytes = server.sum("cohabit_parameter_bytes")
                 for rate in rates:
-                    point, before = points[layout, rate], server.sum("cohabit_swapped_bytes")
+                    point, before = points[layout, rate], {metric: server.sum(metric) for metric in COUNTED}
                     point.reports.append(await run_load(server.url, _load(rate, n, options)))
-                    point.swapped_bytes += server.sum("cohabit_swapped_bytes") - before
+                    for metric, value in before.items():
+                        point.counted[metric] += server.sum(metric) - value
         except ServerFailed as failure:
             notes[layout] = f"{layout}: {str(failure).splitlines()[-1]}\n"
             console.print(notes[layout], soft_wrap=True)
@@ -159,13 +167,13 @@ def _table(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
         "p99 ms",
         "p99 / resident's",
         "MiB copied each",
+        "compute ms each",
     ]
     resident = {point.rate_per_s: point.percentiles_s("p99_s") for point in points if point.layout == "resident"}
     rows = []
     for point in points:
         p99s = point.percentiles_s("p99_s")
         within = point.share(lambda report: sum(model.within_slo for model in report.models))
-        completed = sum(report.completed for report in point.reports)
         compared = point.rate_per_s in resident and point.layout != "resident"
         rows.append(
             [
@@ -175,7 +183,8 @@ def _table(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
                 _ms(float(np.median(point.percentiles_s("p50_s")))),
                 _ms(point.p99_s),
                 str(Ratio.of(p99s / resident[point.rate_per_s][: len(p99s)])) if compared else "",
-                f"{point.swapped_bytes / 2**20 / max(1, completed):.2f}",
+                f"{point.per_inference(COPIED) / 2**20:.2f}",
+                f"{point.per_inference(COMPUTED) * 1e3:.2f}",
             ]
         )
     return header, rows
@@ -210,7 +219,8 @@ def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: floa
         f" Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
         " rate, in turns, each with a new server. p50 and p99 are medians over the rounds. The ratio is the geometric"
         f" mean of the rounds, with its {LIKELY:.0%} bootstrap interval. Load generator and servers"
-        " share the CPUs. Latency counts from the intended send time, over the answered requests.\n"
+        " share the CPUs. Latency counts from the intended send time, over the answered requests. What an inference"
+        " copies and computes (with its waits for copies) are the server's figures, in the mean.\n"
     )
 
 

@@ -1,5 +1,6 @@
 """The CPU's Figure 8: its table and its picture, of reports that are made up."""
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +26,8 @@ def point(layout: LayoutName, rate_per_s: float, p99_s: float | None) -> Point:
         completed=completed, achieved_per_s=8.0, goodput_per_s=6.0, latency=spread, send_lag=None, errors={},
         error_examples={}, models=(model,),
     )  # fmt: skip
-    return Point(layout, rate_per_s, [report, report], 16 << 20)
+    counted = defaultdict(float, {"nv_inference_count": 20, figure8.COPIED: 20 << 20, figure8.COMPUTED: 0.05})
+    return Point(layout, rate_per_s, [report, report], counted)
 
 
 def test_each_point_is_compared_with_the_resident_one_of_its_rate() -> None:
@@ -37,7 +39,7 @@ def test_each_point_is_compared_with_the_resident_one_of_its_rate() -> None:
     ]
     _, rows = figure8._table(points)
     assert rows[0][5] == ""
-    assert rows[1] == ["lru, 50", "80%", "60%", "10.0", "50.0", "2.500 (2.500 - 2.500)", "1.00"]
+    assert rows[1] == ["lru, 50", "80%", "60%", "10.0", "50.0", "2.500 (2.500 - 2.500)", "1.00", "2.50"]
     assert rows[2][5] == ""
     assert rows[3][:2] == ["pipelined, 50", "0%"]
 
