@@ -183,8 +183,12 @@ class CudaExecutor:
             with self._driver.on(self._streams.compute):
                 watch.start()
         feeder = self._feeder if program.staged else None
-        with self._driver.allocating(program.pool):
-            issue_inference(self._streams, program, frame, perform, feeder)
+        try:
+            with self._driver.allocating(program.pool):
+                issue_inference(self._streams, program, frame, perform, feeder)
+        except BaseException:
+            frame.clear()  # tracebacks keep it, and its tensors must not outlive the pool
+            raise
 
     def _submit_epilogue(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
         copies = program.schedule.epilogue

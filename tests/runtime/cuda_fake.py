@@ -8,18 +8,22 @@ over bytes that are still read, gives wrong results. Sources are read when the c
 
 A graph is a list of closures per stream that joined the capture. What CUDA refuses is refused here: waiting outside
 for an event of a capture, ending a capture with a stream that does not lead back, synchronizing inside of one,
-copying from memory that is not pinned. Every call is written down in `calls`.
+copying from memory that is not pinned, and closing a pool that has tensors. Every call is
+written down in `calls`.
 """
 
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from runtime.cuda.api import DeviceMemory, HostBytes
 from runtime.errors import CaptureFailed, MemoryExceeded
@@ -87,13 +91,42 @@ class FakePool:
     held_bytes: int = 0
     refused_bytes: int | None = None
     closed: bool = False
+    tensors: dict[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
+    """What was made in the pool and is still there."""
 
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
 
+    def note(self, tensor: torch.Tensor) -> None:
+        key = id(tensor)
+        self.tensors[key] = weakref.ref(tensor, lambda _: self.tensors.pop(key, None))
+
     def close(self) -> None:
+        assert not self.tensors, "torch calls back a pool that was closed with tensors, whenever it empties its cache"
         self.closed = True
+
+
+class _Making(TorchDispatchMode):
+    """Notes the tensors that operators make in a pool."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, pool: FakePool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor) and _storage(made) not in given:
+                self._pool.note(made)
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 class FakeDriver:
@@ -189,7 +222,8 @@ class FakeDriver:
                 raise torch.OutOfMemoryError("out of the pool's memory")
             if pool is not None and self.small_tensors_bytes > pool.small_bytes:
                 pool.refused_bytes = self.small_tensors_bytes
-            kernels()
+            with nullcontext() if pool is None else _Making(pool):
+                kernels()
 
         self._put(Action(run))
 
@@ -368,7 +402,8 @@ class FakeDriver:
             pool.refused_bytes = self.least_pool_bytes
         self._local.pool = pool
         try:
-            yield
+            with _Making(pool):
+                yield
         finally:
             self._local.pool = None
 

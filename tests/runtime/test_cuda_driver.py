@@ -106,6 +106,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
         "stream": lambda stream: nullcontext(),
         "set_device": lambda index: None,
         "mem_get_info": lambda index: (0, 0),
+        "memory_allocated": lambda device: 4096,
         "empty_cache": lambda: left.append(("empty_cache",)),
         "synchronize": lambda index: None,
     }
@@ -243,3 +244,38 @@ def test_a_pool_that_was_closed_dies_without_a_garbage_collection(
         assert bytes_gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_torch_may_return_segments_after_their_pool_is_gone(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """It does so when it empties its cache, if a tensor outlived the pool; or when an unclosed pool dies."""
+    given: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *addresses: given.extend(addresses), raising=False)
+    memory = torch.zeros(64 << 20, dtype=torch.uint8)
+    pool = pools.CarvedPool(memory, 32 << 20)
+    (carver,) = [c for c in pools._callbacks if c._memory.data_ptr() == memory.data_ptr()]
+    take, release = pools._Allocate(given[0]), pools._Free(given[1])
+    segment = take(2 << 20, 0, None)
+    assert segment == memory.data_ptr()
+    if closed:
+        pool.close()
+    del pool
+    gc.collect()
+    assert carver in pools._callbacks, "what torch calls is there"
+    release(segment, 2 << 20, 0, None)
+    assert take(64 << 20, 0, None) == memory.data_ptr()
+    del pools._callbacks[carver]
+
+
+def test_a_pool_holds_what_was_allocated_since_it_was_made(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool is not asked for a snapshot, which releases a reference too many to the pool's number."""
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *addresses: None, raising=False)
+    pool = pools.CarvedPool(torch.zeros(64 << 20, dtype=torch.uint8), 0)
+    assert pool.held_bytes == 0
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4096 + 512)
+    assert pool.held_bytes == 512
+    pool.close()
