@@ -5,7 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,6 +190,55 @@ def test_a_failed_capture_leaves_nothing_behind(
     torch_s = ["_cuda_endAllocateToPool", "_cuda_releasePool"]
     assert [name for name in left if name in torch_s] == (torch_s if "end" in fails_at else [])
     assert graphs[0].calls[-1] == "reset"
+
+
+def test_a_graph_that_could_not_be_made_leaves_a_pool_with_the_users_it_had(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has left the pool before it makes the graph, and `reset` then releases the capture's use of it."""
+
+    def not_in_use(device: int, pool: object) -> None:
+        raise RuntimeError("not currently recording to mempool_id")
+
+    monkeypatch.setattr(Graph, "fails_at", ("end",))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", not_in_use)
+    pool: Any = SimpleNamespace(id=(0, 1))
+    with pytest.raises(CaptureFailed):
+        driver.capture(pool, lambda: None)
+    assert "_cuda_releasePool" not in [entry[0] for entry in driver.left]  # type: ignore[attr-defined]
+
+
+def test_what_a_failed_capture_made_is_gone_without_a_garbage_collection(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is used again at once, and it was planned without leftovers."""
+    frame = torch.zeros(1)
+    dead = weakref.ref(frame)
+
+    def issue(frame: torch.Tensor = frame) -> None:
+        raise ValueError("issue failed")
+
+    pool: Any = SimpleNamespace(id=(0, 1))
+    gc.disable()
+    try:
+        with suppress(CaptureFailed):
+            driver.capture(pool, issue)
+        del issue, frame
+        assert dead() is None
+    finally:
+        gc.enable()
+
+
+def test_pinned_memory_stays_while_it_is_registered(driver: CudaDriver) -> None:
+    """The system gives its addresses out again, and CUDA refuses to register them a second time."""
+    host = np.zeros(4096, np.uint8)
+    address, alive = host.ctypes.data, weakref.ref(host)
+    driver.pin(host)
+    del host
+    gc.collect()
+    assert (host := alive()) is not None
+    driver.unpin(host)
+    assert address not in driver_module._registered
 
 
 def test_workspaces_are_made_anew_after_a_graph_was_released(driver: CudaDriver) -> None:
