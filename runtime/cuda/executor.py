@@ -205,7 +205,8 @@ class CudaExecutor:
         followed by the next one that the dry run accepts.
         """
         refused: MemoryExceeded | None = None
-        pools = fitting_pools(self._streams, program.graph, program.plan.steps, program.pool_memory)
+        waste = min((op.scratch_bytes for op in program.graph.ops), default=0)  # measuring adds it to every op
+        pools = fitting_pools(self._streams, program.graph, program.plan.steps, program.pool_memory, waste)
         while program.admission.pool is None:
             try:
                 pool = next(pools)

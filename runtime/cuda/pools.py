@@ -60,7 +60,7 @@ class CarvedPool:
             with self.allocating():
                 torch.empty(large_bytes, dtype=torch.uint8, device=memory.device)
         assert self.refused_bytes is None
-        self._before_bytes = _cuda.memory_allocated(self._device)
+        self._before_bytes = int(_cuda.memory_allocated(self._device))
 
     @property
     def refused_bytes(self) -> int | None:

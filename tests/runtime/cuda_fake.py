@@ -8,8 +8,8 @@ over bytes that are still read, gives wrong results. Sources are read when the c
 
 A graph is a list of closures per stream that joined the capture. What CUDA refuses is refused here: waiting outside
 for an event of a capture, ending a capture with a stream that does not lead back, synchronizing inside of one,
-copying from memory that is not pinned, and closing a pool that has tensors. Every call is
-written down in `calls`.
+copying from memory that is not pinned, and closing a pool that has tensors. In a dry run a pool has two parts, as those
+of torch have: tensors of up to 1 MiB do not lie where larger ones do. Every call is written down in `calls`.
 """
 
 import random
@@ -32,6 +32,8 @@ _POISON = 0xA5
 _POISONED_BYTES = 16 << 20
 _TICK_S = 1e-3
 _STREAMS = 32
+_SMALL_BYTES = 1 << 20
+"""Larger tensors come from a pool's large part."""
 
 
 @dataclass(eq=False)
@@ -102,8 +104,19 @@ class FakePool:
         key = id(tensor)
         self.tensors[key] = weakref.ref(tensor, lambda _: self.tensors.pop(key, None))
 
+    def require_room(self, made: torch.Tensor) -> None:
+        """Refuse the tensor that was made last, if with it those of its part are too many."""
+        is_large = made.nbytes > _SMALL_BYTES
+        live = [t.nbytes for ref in self.tensors.values() if (t := ref()) is not None]
+        held = sum(-(-n // 512) * 512 for n in live if (n > _SMALL_BYTES) == is_large)
+        if held > (self.nbytes - self.small_bytes if is_large else self.small_bytes):
+            self.refused_bytes = made.nbytes
+            raise torch.OutOfMemoryError("out of the pool's memory")
+
     def close(self) -> None:
-        assert not self.tensors, "torch calls back a pool that was closed with tensors, whenever it empties its cache"
+        assert not self.tensors, (
+            "torch calls back a pool that was closed with tensors, whenever it empties its cache"
+        )
         self.closed = True
 
 
@@ -112,9 +125,10 @@ class _Making(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, pool: FakePool) -> None:
+    def __init__(self, pool: FakePool, *, limited: bool) -> None:
         super().__init__()
         self._pool = pool
+        self._limited = limited
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
@@ -122,6 +136,8 @@ class _Making(TorchDispatchMode):
         for made in tree_leaves(result):
             if isinstance(made, torch.Tensor) and _storage(made) not in given:
                 self._pool.note(made)
+                if self._limited:
+                    self._pool.require_room(made)
         return result
 
 
@@ -222,7 +238,7 @@ class FakeDriver:
                 raise torch.OutOfMemoryError("out of the pool's memory")
             if pool is not None and self.small_tensors_bytes > pool.small_bytes:
                 pool.refused_bytes = self.small_tensors_bytes
-            with nullcontext() if pool is None else _Making(pool):
+            with nullcontext() if pool is None else _Making(pool, limited=False):
                 kernels()
 
         self._put(Action(run))
@@ -402,7 +418,7 @@ class FakeDriver:
             pool.refused_bytes = self.least_pool_bytes
         self._local.pool = pool
         try:
-            with _Making(pool):
+            with _Making(pool, limited=True):
                 yield
         finally:
             self._local.pool = None

@@ -236,8 +236,9 @@ def test_pinned_memory_stays_while_it_is_registered(driver: CudaDriver) -> None:
     driver.pin(host)
     del host
     gc.collect()
-    assert (host := alive()) is not None
-    driver.unpin(host)
+    kept = alive()
+    assert kept is not None
+    driver.unpin(kept)
     assert address not in driver_module._registered
 
 
@@ -301,7 +302,9 @@ def test_torch_may_return_segments_after_their_pool_is_gone(
 ) -> None:
     """It does so when it empties its cache, if a tensor outlived the pool; or when an unclosed pool dies."""
     given: list[int] = []
-    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *addresses: given.extend(addresses), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_customAllocator", lambda *addresses: given.extend(addresses), raising=False
+    )
     memory = torch.zeros(64 << 20, dtype=torch.uint8)
     pool = pools.CarvedPool(memory, 32 << 20)
     (carver,) = [c for c in pools._callbacks if c._memory.data_ptr() == memory.data_ptr()]

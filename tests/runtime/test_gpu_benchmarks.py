@@ -29,7 +29,7 @@ slow = pytest.mark.slow
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A small network, a fake device, few repetitions, results in a folder of the test's."""
     monkeypatch.setattr(resnet, "BLOCKS", (1, 1, 1, 1))
-    monkeypatch.setattr(resnet, "WIDTH", 16)
+    monkeypatch.setattr(resnet, "WIDTH", 32)
     monkeypatch.setattr(resnet, "INPUT", (3, 32, 32))
     monkeypatch.setattr(measure, "_AMPLE_BYTES", 32 * MIB)
     monkeypatch.setattr(measure, "_ROUNDS", 1)
@@ -55,12 +55,12 @@ def measured(step: Step[Any], cell: str, output: Path) -> str:
 
 @slow
 def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (0, 3, 4)})
+    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (0, 8, 9)})
     monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1,)),))
     (cell,) = table2.cells()
     written = measured(table2.STEP, cell, tmp_path)
-    assert "float32, batch 1, 3 MB |" in written
-    assert "float32, batch 1, 4 MB |" in written
+    assert "float32, batch 1, 8 MB |" in written
+    assert "float32, batch 1, 9 MB |" in written
     assert "float32, batch 1, 0 MB: resnet152" in written, "a budget that is too small is a note"
 
 
