@@ -166,6 +166,20 @@ def test_cells_that_hang_or_come_too_late_are_named(monkeypatch: pytest.MonkeyPa
     assert "The time ran out: not measured are ours." in (tmp_path / "gpu-cold.md").read_text()
 
 
+def test_a_file_that_cannot_be_imported_does_not_keep_the_other_tests_from_running(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The machine may lack a package that the server needs and the device does not."""
+    folder = tmp_path / "tests" / "runtime"
+    folder.mkdir(parents=True)
+    (folder / "test_absent.py").write_text("import a_package_that_is_not_here")
+    (folder / "test_device.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it(): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run.main(["tests", "--output", str(tmp_path)]) == 1
+    assert "1 passed" in (tmp_path / "gpu-tests.log").read_text()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["table2"]) == run.NO_GPU
