@@ -93,6 +93,7 @@ class FakePool:
     held_bytes: int = 0
     refused_bytes: int | None = None
     closed: bool = False
+    uncapturable: bool = False
     tensors: dict[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
     """What was made in the pool and is still there."""
 
@@ -445,9 +446,11 @@ class FakeDriver:
         assert all(not s.queue for s in self._streams if s is self._current), "work is under way"
         capture = self._capture = Capture(self._current, {self._current: []})
         self._local.pool = pool
+        assert not pool.uncapturable, "a capture in this pool has failed"
         try:
             issue()
             if self.uncapturable is not None:
+                pool.uncapturable = True
                 raise CaptureFailed(self.uncapturable)
         finally:
             self._capture = None

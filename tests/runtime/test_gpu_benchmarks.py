@@ -65,6 +65,22 @@ def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @slow
+def test_table_2_has_rows_of_programs_that_could_not_be_captured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def uncapturable() -> CudaBackend:
+        driver = FakeDriver(total_bytes=8 << 30)
+        driver.uncapturable = "the test says so"
+        return CudaBackend(driver)
+
+    monkeypatch.setattr(table2, "open_gpu", uncapturable)
+    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (9,)})
+    monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1,)),))
+    (cell,) = table2.cells()
+    assert "float32, batch 1, 9 MB |" in measured(table2.STEP, cell, tmp_path)
+
+
+@slow
 def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "INFERENCES", 3)
     monkeypatch.setattr(memory, "SHARES", (0.9,))
