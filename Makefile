@@ -51,7 +51,8 @@ bench-planner: $(READY)  ## The planner's benchmarks: all searchers, networks an
 	$(BIN)/python -m benchmarks.planner.run
 
 # Installs nothing: GPU_PYTHON is an interpreter with torch for CUDA, and packages that it lacks may lie in .wheels
-# (python -m pip install --target .wheels msgspec). Without a GPU it says so and succeeds; the module itself exits 77.
+# (python -m pip install --target .wheels --only-binary :all: --python-version 3.12 msgspec, with that interpreter's
+# version). Without a GPU it says so and succeeds; the module itself exits 77.
 # GPU_STEPS="table2 copies" runs those steps only; each takes less than nine minutes. GPU_OUTPUT is where results go.
 GPU_STEPS ?=
 GPU_OUTPUT ?= docs/results

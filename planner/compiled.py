@@ -14,7 +14,6 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -26,6 +25,8 @@ def compiled(function: _F) -> _F:
     """Compile `function` to machine code when it is first called, without the GIL."""
     if _is_interpreted():
         return cast(_F, wraps(function)(lambda *args: _plain(function(*args))))
+    import numba  # an installed one may refuse its numpy; then loops are interpreted without it
+
     others = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(cache_folder())
     try:

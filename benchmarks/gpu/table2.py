@@ -93,7 +93,7 @@ def _cell(
 def _copy_rate(backend: CudaBackend, program: CudaProgram) -> float:
     """Bytes per second of a program's copies by themselves, one behind the other."""
     commands = [i.command for i in program.schedule.commands.issues if isinstance(i.command, Copy)]
-    if not commands or program.staged:
+    if not commands or program.admission.graph is None:
         return 0.0
 
     def issue() -> None:

@@ -29,7 +29,7 @@ class AllocatorPool(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of live tensors, as the allocator counts them."""
+        """Bytes of live tensors, as the allocator counts them. Meanwhile no other pool may have made or lost any."""
         ...
 
     @property
@@ -157,7 +157,8 @@ class Driver(Protocol):
     def capture(self, pool: Any, issue: Callable[[], None]) -> CapturedGraph:
         """Capture what `issue` issues to the current stream, and to those that join it by events.
 
-        Nothing runs. Tensors are allocated from the pool. Raises CaptureFailed.
+        Nothing runs. Tensors are allocated from the pool. Raises CaptureFailed; then nothing can be captured in this
+        pool any more, because torch's allocator of host memory still has its number.
         """
         ...
 

@@ -22,6 +22,8 @@ _STREAMS = 32
 """Torch has so many streams per device, and gives the first one out again after the last."""
 _CYCLES_PER_S = 2e9
 _NOT_CAPTURED = "kernels could not be captured"
+_registered: dict[int, HostBytes] = {}
+"""Pinned host memory by address. The system must not give the addresses out again before they are unpinned."""
 
 
 class CudaDriver:
@@ -156,10 +158,12 @@ class CudaDriver:
                 f"pinning {format_bytes(host.nbytes)} of host memory failed ({error}); lower the cap on pinned memory"
                 " or raise the limit on locked memory (ulimit -l)"
             ) from error
+        _registered[host.ctypes.data] = host
 
     def unpin(self, host: HostBytes) -> None:
         self._enter()
         self._libcuda.unpin(host.ctypes.data)
+        del _registered[host.ctypes.data]
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
         raw = host.reshape(-1).view(torch.uint8)
@@ -199,15 +203,18 @@ class CudaDriver:
             try:
                 graph.capture_end()
             except RuntimeError as raised:
-                # The capture is over, but torch still sends this thread's allocations to the pool, and counts a user.
-                for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-                    with suppress(RuntimeError):
-                        leave(self._index, pool.id)
+                # The capture is over, but torch may still send its allocations to the pool, and then counts a user.
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self._index, pool.id)
+                    torch._C._cuda_releasePool(self._index, pool.id)
                 error = error or raised
         if error is not None:
             with suppress(RuntimeError):
                 graph.reset()
-            raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
+            try:
+                raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
+            finally:
+                del error  # it and this frame would keep each other, and the tensors that were made in the pool
         compute = torch.cuda.current_stream(self._index)
         return CudaGraph(graph, pool, lambda: self._make_workspaces(compute))
 

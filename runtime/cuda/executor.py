@@ -183,8 +183,12 @@ class CudaExecutor:
             with self._driver.on(self._streams.compute):
                 watch.start()
         feeder = self._feeder if program.staged else None
-        with self._driver.allocating(program.pool):
-            issue_inference(self._streams, program, frame, perform, feeder)
+        try:
+            with self._driver.allocating(program.pool):
+                issue_inference(self._streams, program, frame, perform, feeder)
+        except BaseException:
+            frame.clear()  # tracebacks keep it, and its tensors must not outlive the pool
+            raise
 
     def _submit_epilogue(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
         copies = program.schedule.epilogue
@@ -201,7 +205,8 @@ class CudaExecutor:
         followed by the next one that the dry run accepts.
         """
         refused: MemoryExceeded | None = None
-        pools = fitting_pools(self._streams, program.graph, program.plan.steps, program.pool_memory)
+        waste = min((op.scratch_bytes for op in program.graph.ops), default=0)  # measuring adds it to every op
+        pools = fitting_pools(self._streams, program.graph, program.plan.steps, program.pool_memory, waste)
         while program.admission.pool is None:
             try:
                 pool = next(pools)

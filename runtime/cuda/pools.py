@@ -17,6 +17,8 @@ from planner.free_list import FreeList
 _cuda: Any = torch.cuda  # in large part without types
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_callbacks: dict["_Carver", tuple[object, object]] = {}
+"""Of every carver whose segments torch has: it calls them when it releases the last ones, perhaps after the pool."""
 
 
 class _Carver:
@@ -26,15 +28,19 @@ class _Carver:
         self._memory = memory
         self._free = FreeList(memory.data_ptr(), memory.nbytes)
         self.refused_bytes: int | None = None
+        self.segments = 0
 
     def take(self, nbytes: int, device: int, stream: int | None) -> int | None:
         address = self._free.take(nbytes)
         if address is None:
             self.refused_bytes = nbytes
+        else:
+            self.segments += 1
         return address
 
     def release(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
         self._free.release(address, nbytes)
+        self.segments -= 1
 
 
 class CarvedPool:
@@ -44,16 +50,17 @@ class CarvedPool:
         """Seed the pool with one large segment, which must fit, for tensors of the current stream."""
         self._device = memory.device
         self._carver = carver = _Carver(memory)
-        # Torch keeps the addresses, not the objects: they live as long as the pool.
-        self._callbacks = (_Allocate(carver.take), _Free(carver.release))
+        # Torch keeps the addresses, not the objects.
+        _callbacks[carver] = callbacks = (_Allocate(carver.take), _Free(carver.release))
         # Their addresses are read without `ctypes.cast`, which makes a reference cycle.
-        take, release = (ctypes.c_void_p.from_buffer(callback).value or 0 for callback in self._callbacks)
+        take, release = (ctypes.c_void_p.from_buffer(callback).value or 0 for callback in callbacks)
         self._allocator = torch._C._cuda_customAllocator(take, release)
         self._pool: Any = _cuda.MemPool(self._allocator)
         if large_bytes:
             with self.allocating():
                 torch.empty(large_bytes, dtype=torch.uint8, device=memory.device)
         assert self.refused_bytes is None
+        self._before_bytes = int(_cuda.memory_allocated(self._device))
 
     @property
     def refused_bytes(self) -> int | None:
@@ -68,9 +75,9 @@ class CarvedPool:
 
     @property
     def held_bytes(self) -> int:
-        assert self._pool is not None
-        blocks = (block for segment in self._pool.snapshot() for block in segment["blocks"])
-        return sum(int(block["size"]) for block in blocks if block["state"] == "active_allocated")
+        # `MemPool.snapshot` would say it of the pool alone, but releases a reference too many to the pool's number
+        # (pytorch/pytorch#196366): from the 257th pool on, the process crashes.
+        return int(_cuda.memory_allocated(self._device)) - self._before_bytes
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -81,3 +88,5 @@ class CarvedPool:
     def close(self) -> None:
         """Release the segments. No tensor or graph of the pool may be left."""
         self._pool = None
+        if not self._carver.segments:
+            _callbacks.pop(self._carver, None)

@@ -72,6 +72,7 @@ def test_without_compiled_loops_the_same_plan_is_made_by_interpreting_them(tmp_p
 
 
 QUICK_PLAN = """
+import sys
 import planner.plan
 from planner.problem import Limit, Problem
 from planner.search.driver import search
@@ -83,6 +84,8 @@ graph = chain([1 << 20] * 8)
 profile = profile_of(graph)
 partition, workspace = split_budget({1: graph}, {1: profile}, 4 << 20)
 plan = search(Problem(graph, profile, partition, workspace), limit=Limit(evaluations=3))
-print("compiled" if "Dispatcher" in type(stream.play).__name__ else "interpreted")
+is_compiled = "Dispatcher" in type(stream.play).__name__
+assert is_compiled == ("numba" in sys.modules), "numba is imported only where it compiles"
+print("compiled" if is_compiled else "interpreted")
 print(planner.plan.encode(plan).decode())
 """

@@ -8,18 +8,22 @@ over bytes that are still read, gives wrong results. Sources are read when the c
 
 A graph is a list of closures per stream that joined the capture. What CUDA refuses is refused here: waiting outside
 for an event of a capture, ending a capture with a stream that does not lead back, synchronizing inside of one,
-copying from memory that is not pinned. Every call is written down in `calls`.
+copying from memory that is not pinned, and closing a pool that has tensors. In a dry run a pool has two parts, as those
+of torch have: tensors of up to 1 MiB do not lie where larger ones do. Every call is written down in `calls`.
 """
 
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from runtime.cuda.api import DeviceMemory, HostBytes
 from runtime.errors import CaptureFailed, MemoryExceeded
@@ -28,6 +32,8 @@ _POISON = 0xA5
 _POISONED_BYTES = 16 << 20
 _TICK_S = 1e-3
 _STREAMS = 32
+_SMALL_BYTES = 1 << 20
+"""Larger tensors come from a pool's large part."""
 
 
 @dataclass(eq=False)
@@ -87,13 +93,57 @@ class FakePool:
     held_bytes: int = 0
     refused_bytes: int | None = None
     closed: bool = False
+    uncapturable: bool = False
+    tensors: dict[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
+    """What was made in the pool and is still there."""
 
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
 
+    def note(self, tensor: torch.Tensor) -> None:
+        key = id(tensor)
+        self.tensors[key] = weakref.ref(tensor, lambda _: self.tensors.pop(key, None))
+
+    def require_room(self, made: torch.Tensor) -> None:
+        """Refuse the tensor that was made last, if with it those of its part are too many."""
+        is_large = made.nbytes > _SMALL_BYTES
+        live = [t.nbytes for ref in self.tensors.values() if (t := ref()) is not None]
+        held = sum(-(-n // 512) * 512 for n in live if (n > _SMALL_BYTES) == is_large)
+        if held > (self.nbytes - self.small_bytes if is_large else self.small_bytes):
+            self.refused_bytes = made.nbytes
+            raise torch.OutOfMemoryError("out of the pool's memory")
+
     def close(self) -> None:
+        assert not self.tensors, (
+            "torch calls back a pool that was closed with tensors, whenever it empties its cache"
+        )
         self.closed = True
+
+
+class _Making(TorchDispatchMode):
+    """Notes the tensors that operators make in a pool."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, pool: FakePool, *, limited: bool) -> None:
+        super().__init__()
+        self._pool = pool
+        self._limited = limited
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor) and _storage(made) not in given:
+                self._pool.note(made)
+                if self._limited:
+                    self._pool.require_room(made)
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 class FakeDriver:
@@ -189,7 +239,8 @@ class FakeDriver:
                 raise torch.OutOfMemoryError("out of the pool's memory")
             if pool is not None and self.small_tensors_bytes > pool.small_bytes:
                 pool.refused_bytes = self.small_tensors_bytes
-            kernels()
+            with nullcontext() if pool is None else _Making(pool, limited=False):
+                kernels()
 
         self._put(Action(run))
 
@@ -368,7 +419,8 @@ class FakeDriver:
             pool.refused_bytes = self.least_pool_bytes
         self._local.pool = pool
         try:
-            yield
+            with _Making(pool, limited=True):
+                yield
         finally:
             self._local.pool = None
 
@@ -394,9 +446,11 @@ class FakeDriver:
         assert all(not s.queue for s in self._streams if s is self._current), "work is under way"
         capture = self._capture = Capture(self._current, {self._current: []})
         self._local.pool = pool
+        assert not pool.uncapturable, "a capture in this pool has failed"
         try:
             issue()
             if self.uncapturable is not None:
+                pool.uncapturable = True
                 raise CaptureFailed(self.uncapturable)
         finally:
             self._capture = None

@@ -5,7 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +106,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
         "stream": lambda stream: nullcontext(),
         "set_device": lambda index: None,
         "mem_get_info": lambda index: (0, 0),
+        "memory_allocated": lambda device: 4096,
         "empty_cache": lambda: left.append(("empty_cache",)),
         "synchronize": lambda index: None,
     }
@@ -191,6 +192,56 @@ def test_a_failed_capture_leaves_nothing_behind(
     assert graphs[0].calls[-1] == "reset"
 
 
+def test_a_graph_that_could_not_be_made_leaves_a_pool_with_the_users_it_had(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has left the pool before it makes the graph, and `reset` then releases the capture's use of it."""
+
+    def not_in_use(device: int, pool: object) -> None:
+        raise RuntimeError("not currently recording to mempool_id")
+
+    monkeypatch.setattr(Graph, "fails_at", ("end",))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", not_in_use)
+    pool: Any = SimpleNamespace(id=(0, 1))
+    with pytest.raises(CaptureFailed):
+        driver.capture(pool, lambda: None)
+    assert "_cuda_releasePool" not in [entry[0] for entry in driver.left]  # type: ignore[attr-defined]
+
+
+def test_what_a_failed_capture_made_is_gone_without_a_garbage_collection(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is used again at once, and it was planned without leftovers."""
+    frame = torch.zeros(1)
+    dead = weakref.ref(frame)
+
+    def issue(frame: torch.Tensor = frame) -> None:
+        raise ValueError("issue failed")
+
+    pool: Any = SimpleNamespace(id=(0, 1))
+    gc.disable()
+    try:
+        with suppress(CaptureFailed):
+            driver.capture(pool, issue)
+        del issue, frame
+        assert dead() is None
+    finally:
+        gc.enable()
+
+
+def test_pinned_memory_stays_while_it_is_registered(driver: CudaDriver) -> None:
+    """The system gives its addresses out again, and CUDA refuses to register them a second time."""
+    host = np.zeros(4096, np.uint8)
+    address, alive = host.ctypes.data, weakref.ref(host)
+    driver.pin(host)
+    del host
+    gc.collect()
+    kept = alive()
+    assert kept is not None
+    driver.unpin(kept)
+    assert address not in driver_module._registered
+
+
 def test_workspaces_are_made_anew_after_a_graph_was_released(driver: CudaDriver) -> None:
     """Torch 2.12 releases those of the graph's stream, although other graphs use them."""
     pool: Any = SimpleNamespace(id=(0, 1))
@@ -243,3 +294,40 @@ def test_a_pool_that_was_closed_dies_without_a_garbage_collection(
         assert bytes_gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_torch_may_return_segments_after_their_pool_is_gone(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """It does so when it empties its cache, if a tensor outlived the pool; or when an unclosed pool dies."""
+    given: list[int] = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_customAllocator", lambda *addresses: given.extend(addresses), raising=False
+    )
+    memory = torch.zeros(64 << 20, dtype=torch.uint8)
+    pool = pools.CarvedPool(memory, 32 << 20)
+    (carver,) = [c for c in pools._callbacks if c._memory.data_ptr() == memory.data_ptr()]
+    take, release = pools._Allocate(given[0]), pools._Free(given[1])
+    segment = take(2 << 20, 0, None)
+    assert segment == memory.data_ptr()
+    if closed:
+        pool.close()
+    del pool
+    gc.collect()
+    assert carver in pools._callbacks, "what torch calls is there"
+    release(segment, 2 << 20, 0, None)
+    assert take(64 << 20, 0, None) == memory.data_ptr()
+    del pools._callbacks[carver]
+
+
+def test_a_pool_holds_what_was_allocated_since_it_was_made(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool is not asked for a snapshot, which releases a reference too many to the pool's number."""
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *addresses: None, raising=False)
+    pool = pools.CarvedPool(torch.zeros(64 << 20, dtype=torch.uint8), 0)
+    assert pool.held_bytes == 0
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4096 + 512)
+    assert pool.held_bytes == 512
+    pool.close()

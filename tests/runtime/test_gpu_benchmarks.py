@@ -29,7 +29,7 @@ slow = pytest.mark.slow
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A small network, a fake device, few repetitions, results in a folder of the test's."""
     monkeypatch.setattr(resnet, "BLOCKS", (1, 1, 1, 1))
-    monkeypatch.setattr(resnet, "WIDTH", 16)
+    monkeypatch.setattr(resnet, "WIDTH", 32)
     monkeypatch.setattr(resnet, "INPUT", (3, 32, 32))
     monkeypatch.setattr(measure, "_AMPLE_BYTES", 32 * MIB)
     monkeypatch.setattr(measure, "_ROUNDS", 1)
@@ -55,13 +55,29 @@ def measured(step: Step[Any], cell: str, output: Path) -> str:
 
 @slow
 def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (0, 3, 4)})
+    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (0, 8, 9)})
     monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1,)),))
     (cell,) = table2.cells()
     written = measured(table2.STEP, cell, tmp_path)
-    assert "float32, batch 1, 3 MB |" in written
-    assert "float32, batch 1, 4 MB |" in written
+    assert "float32, batch 1, 8 MB |" in written
+    assert "float32, batch 1, 9 MB |" in written
     assert "float32, batch 1, 0 MB: resnet152" in written, "a budget that is too small is a note"
+
+
+@slow
+def test_table_2_has_rows_of_programs_that_could_not_be_captured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def uncapturable() -> CudaBackend:
+        driver = FakeDriver(total_bytes=8 << 30)
+        driver.uncapturable = "the test says so"
+        return CudaBackend(driver)
+
+    monkeypatch.setattr(table2, "open_gpu", uncapturable)
+    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (9,)})
+    monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1,)),))
+    (cell,) = table2.cells()
+    assert "float32, batch 1, 9 MB |" in measured(table2.STEP, cell, tmp_path)
 
 
 @slow
@@ -164,6 +180,20 @@ def test_cells_that_hang_or_come_too_late_are_named(monkeypatch: pytest.MonkeyPa
     assert "ours: ended after 110 s" in written
     assert steps.main(cold.STEP, ["--output", str(tmp_path), "--cells", "ours", "--seconds", "0"]) == 1
     assert "The time ran out: not measured are ours." in (tmp_path / "gpu-cold.md").read_text()
+
+
+def test_a_file_that_cannot_be_imported_does_not_keep_the_other_tests_from_running(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The machine may lack a package that the server needs and the device does not."""
+    folder = tmp_path / "tests" / "runtime"
+    folder.mkdir(parents=True)
+    (folder / "test_absent.py").write_text("import a_package_that_is_not_here")
+    (folder / "test_device.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it(): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run.main(["tests", "--output", str(tmp_path)]) == 1
+    assert "1 passed" in (tmp_path / "gpu-tests.log").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -25,17 +25,18 @@ MOST_SMALL_SEGMENTS = 64
 
 
 def fitting_pools(
-    streams: Streams, graph: Graph, steps: Sequence[Step], memory: torch.Tensor
+    streams: Streams, graph: Graph, steps: Sequence[Step], memory: torch.Tensor, waste_bytes: int = 0
 ) -> Iterator[AllocatorPool]:
     """Yield pools of the given bytes in which a graph's tensors fit in the course of these steps.
 
     They differ in the number of segments for small tensors. The caller closes each before it asks for the next one.
-    Raises MemoryExceeded if there is none, or no further one.
+    `waste_bytes` of every op's scratch stand for what the pool wastes by itself. Raises MemoryExceeded if there is
+    none, or no further one.
     """
     for small_segments in _divisions(memory.nbytes):
         with streams.driver.on(streams.compute):
             pool = streams.driver.pool(memory, large_bytes(memory.nbytes, small_segments))
-        if fits(streams, graph, steps, pool):
+        if fits(streams, graph, steps, pool, waste_bytes):
             yield pool
         else:
             pool.close()
@@ -53,7 +54,7 @@ def large_bytes(nbytes: int, small_segments: int) -> int:
     return whole if whole >= LEAST_LARGE_BYTES else 0
 
 
-def fits(streams: Streams, graph: Graph, steps: Sequence[Step], pool: AllocatorPool) -> bool:
+def fits(streams: Streams, graph: Graph, steps: Sequence[Step], pool: AllocatorPool, waste_bytes: int = 0) -> bool:
     """Whether a pool can hold a graph's inputs, activations and scratch in the course of these steps."""
     driver = streams.driver
     ops = {n: graph.ops[step.op] for n, step in enumerate(steps) if isinstance(step, Compute)}
@@ -78,7 +79,7 @@ def fits(streams: Streams, graph: Graph, steps: Sequence[Step], pool: AllocatorP
                     held[step.tensor] = make(graph.tensors[step.tensor].nbytes)
                 elif isinstance(step, Compute):
                     held |= {i: make(graph.tensors[i].nbytes) for i in ops[n].writes}
-                    make(ops[n].scratch_bytes)
+                    make(ops[n].scratch_bytes - waste_bytes)
                     for i in [i for i in held if last_use.get(i, -1) <= n and i not in kept]:
                         del held[i]
             held.clear()

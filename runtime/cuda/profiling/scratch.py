@@ -64,7 +64,8 @@ def wasted_bytes(streams: Streams, graph: Graph) -> int:
     arena = CudaArena(streams.driver, most * segment)
     enough = bisect_left(range(most), True, 1, key=lambda n: _fits(streams, graph, arena.bytes(0, n * segment)))
     arena.close()
-    return max(0, enough * segment - peak) + 2 * ALIGNMENT_BYTES
+    # An op's scratch is tried as one tensor; it may be several, of which small ones need a segment of their own.
+    return max(0, (enough + 1) * segment - peak) + 2 * ALIGNMENT_BYTES
 
 
 def _fits(streams: Streams, graph: Graph, memory: torch.Tensor) -> bool:
