@@ -1,6 +1,6 @@
 """Orders in which a graph's ops can run, other than its own."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from graphlib import TopologicalSorter
 from itertools import count
@@ -62,21 +62,6 @@ def by_parameters(graph: Graph) -> tuple[int, ...]:
         used.update(dict.fromkeys(read[k], next(clock)))
 
     return _greedily(graph, age, ran)
-
-
-def by_memory(graph: Graph) -> tuple[int, ...]:
-    """Of the ops that can run, always the one that adds the fewest bytes of activations to those in memory.
-
-    Where branches are wide, as in NasNet's cells, fewer of their tensors wait for each other.
-    """
-    read = [[t for t in {*op.reads, *op.mutates} if graph.tensors[t].kind != "parameter"] for op in graph.ops]
-    uses_left = Counter(t for some in (*read, graph.outputs) for t in some)
-
-    def added(k: int) -> int:
-        freed = sum(graph.tensors[t].nbytes for t in read[k] if uses_left[t] == 1)
-        return sum(graph.tensors[t].nbytes for t in graph.ops[k].writes) - freed
-
-    return _greedily(graph, added, lambda k: uses_left.subtract(read[k]))
 
 
 def _greedily(graph: Graph, cost: Callable[[int], int], ran: Callable[[int], None]) -> tuple[int, ...]:

@@ -19,6 +19,9 @@ from planner.lifetimes import Lifespan, lifespans, live_bytes
 UNLIMITED: Final = 1 << 62
 """More bytes than any layout needs."""
 
+LOW_WORK: Final = 150_000
+"""Blocks that are placed in the search for a low layout: about 0.1 s."""
+
 ByteRange = tuple[int, int]
 """Half-open: the first byte, and the first byte after it."""
 
@@ -115,7 +118,7 @@ class ActivationLayout:
 def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
     """Give every input, activation and scratch buffer a fixed offset, ops in the graph's order.
 
-    With `low`, among layouts of the same peak take the one that leaves the most room above it over all ops.
+    With `low`, leave much room above the highest byte in use, on average over the ops as well as at the peak.
     """
     spans = lifespans(graph)
     tensors = {
@@ -129,14 +132,7 @@ def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
         if op.scratch_bytes
     }
     blocks = [*tensors.values(), *scratch.values()]
-    if low:
-        nbytes, _, first, end, *_ = _arrays(blocks) if blocks else np.zeros((4, 0), np.int64)
-        layout = min(
-            layouts(blocks),
-            key=lambda made: (made.peak_bytes, _sum_of_tops(nbytes, first, end, np.array(made.offsets, np.int64))),
-        )
-    else:
-        layout = place(blocks)
+    layout = _place_low(blocks) if low and blocks else place(blocks)
     return ActivationLayout(
         dict(zip(tensors, layout.offsets, strict=False)),
         dict(zip(scratch, layout.offsets[len(tensors) :], strict=True)),
@@ -144,14 +140,55 @@ def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
     )
 
 
+def _place_low(blocks: Sequence[Block]) -> Layout:
+    """Climb from the best of the greedy orders: what is on top during some op is placed earlier. Deterministic."""
+    rows = _arrays(blocks)
+    order = min(_orders(*rows[:4]), key=lambda order: _height(_tops(rows, _fit(order, rows, True, UNLIMITED))))
+    offsets = _climb(order, rows, LOW_WORK // len(blocks))
+    return Layout(tuple(offsets.tolist()), int((offsets + rows[0]).max()))
+
+
 @compiled
-def _sum_of_tops(nbytes: Ints, first: Ints, end: Ints, offsets: Ints) -> int:
-    """The end of the highest byte in use, over all ops."""
-    tops = np.zeros(end.max() if len(end) else 0, dtype=np.int64)
+def _climb(order: Ints, rows: Ints, steps: int) -> Ints:
+    np.random.seed(0)
+    nbytes, first, end = rows[0], rows[2], rows[3]
+    best = _fit(order, rows, True, UNLIMITED)
+    tops = _tops(rows, best)
+    live = np.zeros(len(tops), np.int64)
     for i in range(len(nbytes)):
-        for k in range(first[i], end[i]):
+        live[first[i] : end[i]] += nbytes[i]
+    for step in range(steps):
+        moved, to = np.random.randint(len(order)), np.random.randint(len(order))
+        waste = np.cumsum(tops - live)
+        if step % 2 == 0 and waste[-1] > 0:
+            k = np.searchsorted(waste, np.random.randint(waste[-1]), side="right")
+            highest = np.argmax((best + nbytes == tops[k]) & (first <= k) & (k < end) & (nbytes > 0))
+            moved = int(np.argmax(order == highest))
+            to = np.random.randint(moved + 1)
+        others = np.concatenate((order[:moved], order[moved + 1 :]))
+        tried = np.concatenate((others[:to], order[moved : moved + 1], others[to:]))
+        offsets = _fit(tried, rows, True, UNLIMITED)
+        heights = _tops(rows, offsets)
+        if _height(heights) <= _height(tops):
+            order, best, tops = tried, offsets, heights
+    return best
+
+
+@compiled
+def _tops(rows: Ints, offsets: Ints) -> Ints:
+    """The end of the highest byte in use during each op."""
+    nbytes, first, end = rows[0], rows[2], rows[3]
+    tops = np.zeros(end.max(), dtype=np.int64)
+    for i in range(len(nbytes)):
+        for k in range(first[i], end[i]) if nbytes[i] else range(0):
             tops[k] = max(tops[k], offsets[i] + nbytes[i])
-    return int(tops.sum())
+    return tops
+
+
+@compiled
+def _height(tops: Ints) -> int:
+    """All tops, and as often the peak."""
+    return int(tops.sum() + len(tops) * tops.max())
 
 
 def _busy(graph: Graph, blocks: Sequence[Block], layout: Layout) -> tuple[tuple[ByteRange, ...], ...]:

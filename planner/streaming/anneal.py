@@ -23,6 +23,9 @@ FAR: Final = 0.3
 NEAR: Final = 8
 RUN: Final = 64
 """Parameters that are looked at for partners."""
+SPARE: Final = 32
+"""An exchange may take a 32nd of the parameter's size more than it frees: four quarters are larger than a whole with
+biases of their own."""
 
 FITS: Final = 3
 """How many rules there are for choosing a hole."""
@@ -83,30 +86,29 @@ def changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, ur
 
 @compiled
 def _exchange(work: Arrays, fate: Ints, p: int, most_pages: int) -> None:
-    """Turn a resident into a streamed parameter or the other way round, mostly with others going the other way.
+    """Turn a resident into a streamed parameter or the other way round, mostly with others that make up for its size.
 
-    These follow one another in the order of use, from near the first or from anywhere, and have about its size.
+    These follow one another in the order of use, from near the first or from anywhere. Residents leave until there is
+    room, and streamed parameters take what is left of it.
     """
     count = len(fate)
     comes = fate[p] == STREAMED
     fate[p] = np.random.randint(RELEASED, KEPT + 1) if comes else STREAMED
-    pages = work.size[p]
+    more = work.size[p] if comes else -work.size[p]  # pages of residents, compared with before
+    spare = work.size[p] // SPARE
     if np.random.random() >= ALONE:
         reach = count if np.random.random() < FAR else NEAR
         q = p + np.random.randint(-reach, reach + 1)
         for i in range(q, q + RUN):
             r = i % count
-            if r == p or work.size[r] == 0 or (fate[r] == STREAMED) == comes:
+            if r == p or work.size[r] == 0:
                 continue
-            if comes:
+            if fate[r] != STREAMED and more > spare:
                 fate[r] = STREAMED
-            elif work.size[r] <= pages:
+                more -= work.size[r]
+            elif fate[r] == STREAMED and more + work.size[r] <= spare:
                 fate[r] = np.random.randint(RELEASED, KEPT + 1)
-            else:
-                continue
-            pages -= work.size[r]
-            if pages <= 0:
-                break
+                more += work.size[r]
     pages = work.size[fate != STREAMED].sum()
     while pages > most_pages:
         q = np.random.randint(count)

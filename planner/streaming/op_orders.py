@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from planner.errors import InfeasibleBudget, UnsupportedProblem
 from planner.layout.feasible import Footprint
-from planner.order import by_memory, by_parameters, has_reuse, reordered
+from planner.order import by_parameters, has_reuse, reordered
 from planner.problem import Problem
 from planner.profile import Profile
+from planner.streaming.memory_order import by_memory
 from planner.streaming.workload import Workload
 
 WORTHWHILE = 0.01
@@ -86,8 +87,8 @@ def _orders(problem: Problem) -> Iterator[tuple[tuple[int, ...], bool]]:
     by_use = by_parameters(graph) if has_reuse(graph) else own
     if by_use != own:
         yield by_use, True
-    if problem.overlay and (order := by_memory(graph)) not in (own, by_use):
-        yield order, False
+    if problem.overlay and (order := by_memory(graph, problem.profile.op_seconds)) not in (own, by_use):
+        yield order, graph.parameter_bytes > problem.memory_bytes
 
 
 def _saves_memory(view: OpOrder, own: OpOrder) -> bool:

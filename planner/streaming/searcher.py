@@ -1,7 +1,8 @@
 """The searcher `streaming`: parameters stream past residents; simulated annealing chooses what streams and what stays.
 
-Activations have fixed offsets. Ops run in the graph's order, or in an order in which ops that read the same parameters
-are adjacent (an unrolled recurrent network then needs each layer's weights once)."""
+Activations have fixed offsets. Ops run in the graph's order, in an order in which ops that read the same parameters
+are adjacent (an unrolled recurrent network then needs each layer's weights once), or, in a single budget, in one in
+which memory becomes free early."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner.minimalloc import HEIGHT, guillotine, read
+from planner.graph import SCRATCH_ALIGNMENT
 from planner.layout.feasible import Footprint
 from planner.layout.placement import (
     Block,
@@ -97,6 +98,32 @@ def test_layouts_do_not_overlap_and_come_close_to_the_bound(seed: int) -> None:
     graph = random_graph(rng)
     assert place_activations(graph).peak_bytes >= peak_activation_bytes(graph)
     assert Footprint.of(graph).activation_bytes >= peak_activation_bytes(graph)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_a_low_layout_is_sound_and_no_higher_than_any_greedy_one(seed: int) -> None:
+    graph = random_graph(random.Random(seed))
+    found = place_activations(graph, low=True)
+    assert found == place_activations(graph, low=True)
+    spans = lifespans(graph)
+    blocks = {i: Block(t.nbytes, t.alignment, spans[i] or Lifespan(0, 0)) for i, t in enumerate(graph.tensors)}
+    assert_sound([blocks[i] for i in found.tensors], Layout(tuple(found.tensors.values()), found.peak_bytes))
+    scratch = [Block(graph.ops[k].scratch_bytes, SCRATCH_ALIGNMENT, Lifespan(k, k + 1)) for k in found.scratch]
+    every = [*(blocks[i] for i in found.tensors), *scratch]
+    greedy = [heights(every, layout, len(graph.ops)) for layout in layouts(every)]
+    assert sum(found.tops) + len(graph.ops) * found.peak_bytes <= min(
+        sum(tops) + len(graph.ops) * max(tops) for tops in greedy
+    )
+
+
+def heights(blocks: Sequence[Block], layout: Layout, ops: int) -> list[int]:
+    """End of the highest byte in use during each op."""
+    tops = [0] * ops
+    for block, offset in zip(blocks, layout.offsets, strict=True):
+        for k in range(block.span.first, block.span.end) if block.nbytes else ():
+            tops[k] = max(tops[k], offset + block.nbytes)
+    return tops
 
 
 SPANS = st.tuples(st.integers(0, 9), st.integers(1, 4)).map(lambda s: Lifespan(s[0], s[0] + s[1]))

@@ -7,8 +7,9 @@ from msgspec.structs import replace
 
 from planner.graph import Graph, Op, Tensor
 from planner.lifetimes import peak_activation_bytes
-from planner.order import by_memory, by_parameters, predecessors
+from planner.order import by_parameters, predecessors
 from planner.problem import Problem
+from planner.streaming.memory_order import by_memory
 from planner.streaming.searcher import Streaming
 from tests.planner.graphs import profile_of, random_graph
 
@@ -32,9 +33,21 @@ def branches(parameter_bytes: int, wide_bytes: int = 100) -> Graph:
 
 def test_branches_run_one_after_the_other_where_that_takes_less_memory() -> None:
     graph = branches(1)
-    order = by_memory(graph)
+    order = by_memory(graph, [1.0] * len(graph.ops))
     assert peak_activation_bytes(graph) == 410
     assert peak_activation_bytes(replace(graph, ops=tuple(graph.ops[k] for k in order))) == 10 + 3 * 10 + 100
+
+
+def test_an_op_that_frees_a_parameter_runs_before_others_that_do_not_need_it() -> None:
+    """ "read" is the last to read w, and needs "begin"; the results of "small" ops are needed at the end only."""
+    tensors = [Tensor("x", 10, "input"), Tensor("w", 1000, "parameter")]
+    tensors += [Tensor(f"a{k}", 1, "activation") for k in range(6)]
+    ops = [Op(f"small{k}", "aten.op", (0,), (2 + k,)) for k in range(3)]
+    ops += [Op("begin", "aten.op", (0,), (5,)), Op("read", "aten.op", (1, 5), (6,))]
+    ops.append(Op("end", "aten.op", (2, 3, 4, 6), (7,)))
+    graph = Graph("frees", 1, "none", tuple(tensors), tuple(ops), (7,))
+    graph.validate()
+    assert by_memory(graph, [1.0] * 6)[:2] == (3, 4)
 
 
 def test_the_lighter_order_is_planned_where_the_memory_is_tight() -> None:
@@ -50,7 +63,7 @@ def test_the_lighter_order_is_planned_where_the_memory_is_tight() -> None:
 def test_ops_run_behind_what_they_depend_on(seed: int) -> None:
     graph = random_graph(random.Random(seed))
     before = predecessors(graph)
-    for order in (by_memory(graph), by_parameters(graph)):
+    for order in (by_memory(graph, [1.0] * len(graph.ops)), by_parameters(graph)):
         position = {k: i for i, k in enumerate(order)}
         assert sorted(order) == list(range(len(graph.ops)))
         assert all(position[j] < position[k] for k, needed in enumerate(before) for j in needed)
