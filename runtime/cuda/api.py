@@ -29,7 +29,7 @@ class AllocatorPool(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of live tensors, as the allocator counts them. Meanwhile no other pool may have made or lost any."""
+        """Bytes of live tensors, as the allocator counts them."""
         ...
 
     @property

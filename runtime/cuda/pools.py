@@ -30,6 +30,9 @@ class _Carver:
         self.refused_bytes: int | None = None
         self.segments = 0
 
+    def has(self, address: int) -> bool:
+        return 0 <= address - self._memory.data_ptr() < self._memory.nbytes
+
     def take(self, nbytes: int, device: int, stream: int | None) -> int | None:
         address = self._free.take(nbytes)
         if address is None:
@@ -60,7 +63,6 @@ class CarvedPool:
             with self.allocating():
                 torch.empty(large_bytes, dtype=torch.uint8, device=memory.device)
         assert self.refused_bytes is None
-        self._before_bytes = int(_cuda.memory_allocated(self._device))
 
     @property
     def refused_bytes(self) -> int | None:
@@ -75,9 +77,11 @@ class CarvedPool:
 
     @property
     def held_bytes(self) -> int:
-        # `MemPool.snapshot` would say it of the pool alone, but releases a reference too many to the pool's number
-        # (pytorch/pytorch#196366): from the 257th pool on, the process crashes.
-        return int(_cuda.memory_allocated(self._device)) - self._before_bytes
+        # A snapshot of this pool alone releases a reference too many to the pool's number (pytorch/pytorch#196366):
+        # from the 257th pool on, the process crashes. One of all pools does not.
+        segments = [s for s in _cuda.memory_snapshot() if self._carver.has(s["address"])]
+        blocks = (block for segment in segments for block in segment["blocks"])
+        return sum(int(block["size"]) for block in blocks if block["state"] == "active_allocated")
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
