@@ -1,9 +1,8 @@
 """Orders in which a graph's ops can run, other than its own."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from graphlib import TopologicalSorter
-from itertools import count
 
 from msgspec.structs import replace
 
@@ -53,29 +52,20 @@ def by_parameters(graph: Graph) -> tuple[int, ...]:
     """
     read = _weights_read(graph)
     used: dict[int, int] = {}
-    clock = count(1)
 
-    def age(k: int) -> int:
-        return -min((used.get(t, -1) for t in read[k]), default=len(read) + 1)
+    def cost(k: int) -> tuple[int, int]:
+        return -min((used.get(t, -1) for t in read[k]), default=len(read) + 1), k
 
-    def ran(k: int) -> None:
-        used.update(dict.fromkeys(read[k], next(clock)))
-
-    return _greedily(graph, age, ran)
-
-
-def _greedily(graph: Graph, cost: Callable[[int], int], ran: Callable[[int], None]) -> tuple[int, ...]:
-    """Run the op of least cost of those that can run, the first of equals, again and again; `ran` is told of each."""
     sorter = TopologicalSorter(dict(enumerate(predecessors(graph))))
     sorter.prepare()
     ready: set[int] = set()
     order: list[int] = []
     while sorter.is_active():
         ready.update(sorter.get_ready())
-        k = min(ready, key=lambda k: (cost(k), k))
+        k = min(ready, key=cost)
         ready.remove(k)
         order.append(k)
-        ran(k)
+        used.update(dict.fromkeys(read[k], len(order)))
         sorter.done(k)
     return tuple(order)
 
