@@ -1,14 +1,19 @@
 """Orders in which a graph's ops can run, other than its own."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from graphlib import TopologicalSorter
+from typing import Final
 
 from msgspec.structs import replace
 
 from planner.graph import Graph
 from planner.plan import Compute, Plan
 from planner.profile import Profile
+
+MUCH_AGAIN: Final = 0.25
+"""Bytes read again, as a share of the weights, from which orders by weights are planned: an unrolled recurrent network
+has many times as much, a convolutional network whose small parameters are stored together up to a tenth."""
 
 
 def predecessors(graph: Graph) -> list[set[int]]:
@@ -39,9 +44,10 @@ def successors(before: Sequence[Collection[int]]) -> list[list[int]]:
 
 
 def has_reuse(graph: Graph) -> bool:
-    """Whether some parameter, or weight that is trained, is read by more than one op."""
-    reads = [t for read in _weights_read(graph) for t in read]
-    return len(reads) > len(set(reads))
+    """Whether ops read weights again, and enough of them that those ops may be worth running together."""
+    reads = Counter(t for read in _weights_read(graph) for t in read)
+    again_bytes = sum((count - 1) * graph.tensors[t].nbytes for t, count in reads.items())
+    return again_bytes > MUCH_AGAIN * graph.weight_bytes
 
 
 def by_parameters(graph: Graph) -> tuple[int, ...]:

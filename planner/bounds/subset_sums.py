@@ -1,6 +1,7 @@
 """The most bytes of whole tensors that fit into given memory next to what an op needs."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Final
 
 from planner.bounds.chain import OpChain, UseInterval
@@ -17,18 +18,26 @@ def last_absence(interval: UseInterval, rooms: Sequence[int]) -> int | None:
 
 
 def whole_tensor_room(chain: OpChain, memory_bytes: int) -> list[int]:
-    """Return, per moment, the most bytes of whole tensors with later uses that fit next to what is needed."""
+    """Return, per moment, the most bytes of whole tensors between two uses that fit next to what is needed."""
     rooms = [memory_bytes - n for n in chain.needed_bytes]
-    still = SubsetSums(memory_bytes)
-    by_last = sorted(chain.intervals, key=lambda s: s.until)
-    seen: set[int] = set()
-    for i in range(chain.moments, -1, -1):
-        while by_last and by_last[-1].until >= i:
-            interval = by_last.pop()
-            if interval.tensor not in seen:
-                seen.add(interval.tensor)
-                still.add(interval.nbytes)
-        rooms[i] = still.largest(rooms[i])
+
+    def fill(first: int, end: int, intervals: Sequence[UseInterval], among: SubsetSums) -> None:
+        """Halve the moments until each tensor is in memory, or can be, in all of them or in none."""
+        sums, some = copy(among), []
+        for s in intervals:
+            since = min(s.kept_from, s.arrives_from)
+            if since <= first and end <= s.until + 1:
+                sums.add(s.nbytes)
+            elif since < end and first <= s.until:
+                some.append(s)
+        if end - first == 1:
+            rooms[first] = sums.largest(rooms[first])
+        else:
+            middle = (first + end) // 2
+            fill(first, middle, some, sums)
+            fill(middle, end, some, sums)
+
+    fill(0, chain.moments + 1, chain.intervals, SubsetSums(memory_bytes))
     return rooms
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from planner.bounds.bound import latency_bound
 from planner.bounds.relaxation import relax
@@ -122,6 +123,16 @@ def test_equal_matrices_and_memory_that_none_fits_in(spare_pages: int) -> None:
     graph = only_parameters([[i] for i in range(6)], [4] * 6)
     memory = (8 + spare_pages) * PAGE
     assert latency_bound(graph, profile_of(graph), memory, 0) == pytest.approx(1 + 4 * 4 + 1)
+
+
+def test_an_activation_of_later_ops_makes_no_room_for_part_of_a_matrix() -> None:
+    """As above, with seven pages to spare. One page is between the fourth op and the last."""
+    graph = only_parameters([[i] for i in range(6)], [10] * 6)
+    between, ops = len(graph.tensors), list(graph.ops)
+    ops[3] = replace(ops[3], writes=(*ops[3].writes, between))
+    ops[5] = replace(ops[5], reads=(*ops[5].reads, between))
+    graph = replace(graph, tensors=(*graph.tensors, Tensor("A", PAGE, "activation")), ops=tuple(ops))
+    assert latency_bound(graph, profile_of(graph), 27 * PAGE, 0) == pytest.approx(1 + 4 * 10 + 1)
 
 
 def test_each_transfer_has_its_latency() -> None:
