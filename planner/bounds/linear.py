@@ -26,10 +26,10 @@ class LinearProgram:
         self._constants: list[tuple[Ints, Floats]] = []
         self._columns = self._rows = 0
 
-    def variables(self, count: int, low: Floats | float, high: Floats | float, cost: float = 0) -> Ints:
+    def variables(self, count: int, low: Floats | float, high: Floats | float, cost: Floats | float = 0) -> Ints:
         self._low.append(np.broadcast_to(np.asarray(low, float), (count,)))
         self._high.append(np.broadcast_to(np.asarray(high, float), (count,)))
-        self._cost.append(np.full(count, float(cost)))
+        self._cost.append(np.broadcast_to(np.asarray(cost, float), (count,)))
         self._columns += count
         return np.arange(self._columns - count, self._columns)
 
@@ -62,8 +62,9 @@ class LinearProgram:
             np.subtract.at(right, rows, value)
         row, column, factor = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
         matrix = csr_array((factor, (row, column)), shape=(self._rows, self._columns))
+        scale = len(cost) / self.most if self.most else 1.0  # the solver takes costs below 1e-7 for none
         result = linprog(
-            cost,
+            cost * scale,
             A_ub=matrix[~equal],
             b_ub=right[~equal],
             A_eq=matrix[equal],
@@ -74,8 +75,8 @@ class LinearProgram:
         if result.status != 0:
             return None
         price = np.empty(self._rows)
-        price[~equal] = np.maximum(-result.ineqlin.marginals, 0)
-        price[equal] = -result.eqlin.marginals
+        price[~equal] = np.maximum(-result.ineqlin.marginals, 0) / scale
+        price[equal] = -result.eqlin.marginals / scale
         reduced = cost + matrix.T @ price
         least = float(np.minimum(reduced * low, reduced * high).sum() - price @ right)
         return min(least + self.fixed_cost - SAFETY * self.most, self.most), result.x

@@ -6,7 +6,7 @@ most bytes alive at once, which no placement can beat."""
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from planner.graph import SCRATCH_ALIGNMENT, Graph
 from planner.layout.packing import MOST_BLOCKS, improve
 from planner.lifetimes import Lifespan, lifespans, live_bytes
 
+NOWHERE: Final = -1
+"""Offset of a block that is not placed yet."""
 UNLIMITED: Final = 1 << 62
 """More bytes than any layout needs."""
 
 LOW_WORK: Final = 150_000
-"""Blocks that are placed in the search for a low layout: about 0.1 s."""
+"""Blocks that are placed in the search for a low layout: about 10 ms, 0.1 s where many are needed at the same time."""
 
 ByteRange = tuple[int, int]
 """Half-open: the first byte, and the first byte after it."""
@@ -140,19 +142,31 @@ def place_activations(graph: Graph, low: bool = False) -> ActivationLayout:
     )
 
 
+class Meeting(NamedTuple):
+    """For each block, the others that are needed at the same time."""
+
+    start: Ints
+    """Block i meets `block[start[i]]` to `block[start[i + 1]]`."""
+    block: Ints
+
+
 def _place_low(blocks: Sequence[Block]) -> Layout:
     """Climb from the best of the greedy orders: what is on top during some op is placed earlier. Deterministic."""
     rows = _arrays(blocks)
     order = min(_orders(*rows[:4]), key=lambda order: _height(_tops(rows, _fit(order, rows, True, UNLIMITED))))
-    offsets = _climb(order, rows, LOW_WORK // len(blocks))
+    first, end = rows[2:4]
+    meets = (first[:, None] < end) & (first < end[:, None])
+    np.fill_diagonal(meets, False)
+    meeting = Meeting(np.cumsum([0, *meets.sum(axis=1)]), np.nonzero(meets)[1])
+    offsets = _climb(order, rows, meeting, LOW_WORK // len(blocks))
     return Layout(tuple(offsets.tolist()), int((offsets + rows[0]).max()))
 
 
 @compiled
-def _climb(order: Ints, rows: Ints, steps: int) -> Ints:
+def _climb(order: Ints, rows: Ints, meeting: Meeting, steps: int) -> Ints:
     np.random.seed(0)
     nbytes, first, end = rows[0], rows[2], rows[3]
-    best = _fit(order, rows, True, UNLIMITED)
+    best = _fit_tightly(order, rows, meeting)
     tops = _tops(rows, best)
     live = np.zeros(len(tops), np.int64)
     for i in range(len(nbytes)):
@@ -167,7 +181,7 @@ def _climb(order: Ints, rows: Ints, steps: int) -> Ints:
             to = np.random.randint(moved + 1)
         others = np.concatenate((order[:moved], order[moved + 1 :]))
         tried = np.concatenate((others[:to], order[moved : moved + 1], others[to:]))
-        offsets = _fit(tried, rows, True, UNLIMITED)
+        offsets = _fit_tightly(tried, rows, meeting)
         heights = _tops(rows, offsets)
         if _height(heights) <= _height(tops):
             order, best, tops = tried, offsets, heights
@@ -287,4 +301,33 @@ def _fit(order: Ints, blocks: Ints, best_fit: bool, most_bytes: int) -> Ints:
         placed[0, hole], placed[1, hole] = at, at + nbytes[i]
         placed[2, hole], placed[3, hole], placed[4, hole], placed[5, hole] = first, end, first_again, end_again
         count += 1
+    return offsets
+
+
+@compiled
+def _fit_tightly(order: Ints, rows: Ints, meeting: Meeting) -> Ints:
+    """What `_fit` does by best fit, ten times as fast where blocks meet few others."""
+    nbytes, alignment = rows[0], rows[1]
+    offsets = np.full(len(order), NOWHERE)
+    near = np.empty(len(order), dtype=np.int64)  # those there that a block meets, lowest first
+    for i in order:
+        count = 0
+        for j in meeting.block[meeting.start[i] : meeting.start[i + 1]]:
+            if offsets[j] == NOWHERE or nbytes[j] == 0:
+                continue
+            hole = count
+            while hole > 0 and offsets[near[hole - 1]] > offsets[j]:
+                near[hole] = near[hole - 1]
+                hole -= 1
+            near[hole] = j
+            count += 1
+        slack, top = UNLIMITED, 0
+        for j in near[:count]:
+            low = (top + alignment[i] - 1) // alignment[i] * alignment[i]
+            gap = offsets[j] - low - nbytes[i]
+            if 0 <= gap < slack:
+                offsets[i], slack = low, gap
+            top = max(top, offsets[j] + nbytes[j])
+        if slack == UNLIMITED:
+            offsets[i] = (top + alignment[i] - 1) // alignment[i] * alignment[i]
     return offsets

@@ -216,7 +216,7 @@ def test_a_thinned_chain_bounds_as_well_and_no_better(seed: int) -> None:
     whole, thinned = (relax(graph, profile, memory, 0, most_ops=n) for n in (8, 3))
     assert whole is not None
     assert thinned is not None
-    assert thinned.latency_s <= whole.latency_s * (1 + 1e-7) + 1e-7
+    assert thinned.latency_s <= whole.latency_s * (1 + 1e-5)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
