@@ -29,8 +29,8 @@ MANY_LOOSE: Final = 0.2
 """Share of the time spent in ops outside the chain above which a second chain is tried."""
 DENSITIES: Final = 4
 """How many lines bound the bytes in memory of what is copied ahead of need."""
-RATHER_LATE: Final = 1e-6
-"""Share of a copy's time for which residents that are used late are preferred, among solutions that take as long."""
+TIE_BREAK: Final = 1e-6
+"""Share of a copy's time that a resident is worth, times how late it is used: among equal solutions, late ones stay."""
 MOST_BETWEEN: Final = 10
 """Terms, per interval, that are spent on copies that must lie between two moments."""
 
@@ -102,7 +102,7 @@ class _Relaxation:
         p = self.program = LinearProgram(self._most_s)
         late = _column(intervals, "first") * self._until / (last + 1)
         self._kept = p.variables(
-            len(intervals), 0, 1 - np.array(cannot_stay, dtype=np.float64), cost=-RATHER_LATE * late * self._copy_s
+            len(intervals), 0, 1 - np.array(cannot_stay, dtype=np.float64), cost=-TIE_BREAK * late * self._copy_s
         )  # the first, so that they are found again
         self._again = self._shares_again()
         self._wait_s = p.variables(last, 0, self._most_s, cost=1)  # of window i, beyond its ops

@@ -49,7 +49,7 @@ class Footprint:
 
     @cached_property
     def by_parameters(self) -> "tuple[Footprint, tuple[int, ...]] | None":
-        """The same with ops that read the same parameters together, and that order; None if no ops share any."""
+        """The same with ops that read the same parameters together, and that order; None without much to read again."""
         if self.offloads or not has_reuse(self.graph):
             return None
         order = by_parameters(self.graph)

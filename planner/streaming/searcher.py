@@ -116,7 +116,7 @@ class Streaming:
         return [(self.views[c.order].order, self._decisions(c)) for c in self._best(CHAINS)]
 
     def first(self) -> StreamingCandidate:
-        """Return a candidate quickly, without other orders of the ops unless some share parameters."""
+        """Return a candidate quickly, without other orders of the ops unless much is read again."""
         orders = len(self.views) if has_reuse(self.problem.graph) else 1
         candidates = [next(self._guesses(i)) for i in range(orders)]
         return min(candidates, key=lambda c: self.evaluate(c, 0.0).latency_s) if orders > 1 else candidates[0]

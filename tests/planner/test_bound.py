@@ -135,6 +135,15 @@ def test_an_activation_of_later_ops_makes_no_room_for_part_of_a_matrix() -> None
     assert latency_bound(graph, profile_of(graph), 27 * PAGE, 0) == pytest.approx(1 + 4 * 10 + 1)
 
 
+def test_of_equal_solutions_the_relaxation_keeps_what_is_used_late() -> None:
+    """One of the last two matrices is copied once the first has been used; nothing runs meanwhile."""
+    graph = only_parameters([[0], [1], [2]], [4] * 3)
+    relaxed = relax(graph, profile_of(graph, [1.0, 0.0, 1.0]), 8 * PAGE, 0)
+    assert relaxed is not None
+    assert relaxed.latency_s == pytest.approx(1 + 4 + 1)
+    assert relaxed.resident == pytest.approx({0: 1, 1: 0, 2: 1})
+
+
 def test_each_transfer_has_its_latency() -> None:
     graph = only_parameters([[i] for i in range(6)], [4] * 6)
     profile = profile_of(graph, latency_s=0.5)
