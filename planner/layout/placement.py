@@ -306,7 +306,7 @@ def _fit(order: Ints, blocks: Ints, best_fit: bool, most_bytes: int) -> Ints:
 
 @compiled
 def _fit_tightly(order: Ints, rows: Ints, meeting: Meeting) -> Ints:
-    """What `_fit` does by best fit, ten times as fast where blocks meet few others."""
+    """What `_fit` does by best fit, several times as fast where blocks meet few others."""
     nbytes, alignment = rows[0], rows[1]
     offsets = np.full(len(order), NOWHERE)
     near = np.empty(len(order), dtype=np.int64)  # those there that a block meets, lowest first
