@@ -1,6 +1,6 @@
 """Simulated annealing over what streams, what stays and what comes back in the epilogue."""
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from planner.arrays import Bools, Floats, Ints
 from planner.compiled import compiled
 from planner.simulate import NOTHING
 from planner.streaming.page_map import NO_MORE
-from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, evaluate, homes, play
+from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, timed
 from planner.streaming.workload import Arrays
 
 LINK_WEIGHT: Final = 0.002
@@ -16,6 +16,12 @@ LINK_WEIGHT: Final = 0.002
 
 GUIDED: Final = 0.5
 """Share of the changes that begin with a parameter whose copy is waited for."""
+REFITTED: Final = 0.04
+"""Share of the changes that choose another rule for holes; ..."""
+EARLY: Final = 0.06
+"""... that let a copy go ahead, or no longer; ..."""
+HELD: Final = 0.13
+"""... and that hold a parameter until its next use, or no longer, if it has one."""
 ALONE: Final = 0.3
 """Share of the changes that move one parameter alone."""
 FAR: Final = 0.3
@@ -23,12 +29,24 @@ FAR: Final = 0.3
 NEAR: Final = 8
 RUN: Final = 64
 """Parameters that are looked at for partners."""
+SIMILAR: Final = 8
+"""The greatest ratio of the sizes of partners."""
 SPARE: Final = 32
 """An exchange may take a 32nd of the parameter's size more than it frees: four quarters are larger than a whole with
 biases of their own."""
 
 FITS: Final = 3
 """How many rules there are for choosing a hole."""
+
+
+class Critical(NamedTuple):
+    """Copies that matter, in arrays of the same length."""
+
+    parameter: Ints
+    op: Ints
+    """The op that reads it first."""
+    pause: Ints
+    """The op whose end the link waited for before these copies, or NOTHING."""
 
 
 @compiled
@@ -42,46 +60,62 @@ def anneal(
     """
     np.random.seed(seed)
     now = best = start
-    now_cost = best_cost = _cost(work, now, home, fixed)
-    urgent = critical(work, home if fixed else homes(work, now.fate), now)
+    now_cost, urgent = _judged(work, now, home, fixed)
+    best_cost = now_cost
     for step in range(steps):
         tried = changed(work, now, fixed, most_pages, urgent)
-        cost = _cost(work, tried, home, fixed)
+        cost, waited_for = _judged(work, tried, home, fixed)
         left = heat * (1 - step / steps)
         if cost <= now_cost or np.random.random() < np.exp((now_cost - cost) / (left * best_cost + 1e-30)):
-            now, now_cost = tried, cost
-            urgent = critical(work, home if fixed else homes(work, now.fate), now)
+            now, now_cost, urgent = tried, cost, waited_for
         if cost < best_cost:
             best, best_cost = tried, cost
     return best
 
 
 @compiled
-def _cost(work: Arrays, decisions: Decisions, home: Ints, fixed: bool) -> float:
-    latency_s, _, link_pages = evaluate(work, home if fixed else homes(work, decisions.fate), decisions, 0.0)
-    return latency_s + LINK_WEIGHT * link_pages * work.page_s
+def _judged(work: Arrays, decisions: Decisions, home: Ints, fixed: bool) -> tuple[float, Critical]:
+    """The cost of decisions, and the copies that matter."""
+    at = home if fixed else homes(work, decisions.fate)
+    swaps, latency_s = play(work, at, decisions)
+    latency_s, _, link_pages = timed(work, at, swaps, latency_s, 0.0)
+    return latency_s + LINK_WEIGHT * link_pages * work.page_s, critical(work, swaps)
 
 
 @compiled
-def changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, urgent: Ints) -> Decisions:
+def changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, urgent: Critical) -> Decisions:
     """Change one decision, or exchange some; often one of what is waited for."""
-    fate, hold, fit = decisions.fate.copy(), decisions.hold.copy(), decisions.fit.copy()
-    count = len(fate)
-    kind = np.random.random()
-    if kind < 0.04:
+    fate, hold, fit, lead = (
+        decisions.fate.copy(),
+        decisions.hold.copy(),
+        decisions.fit.copy(),
+        decisions.lead.copy(),
+    )
+    count, ops = len(fate), len(work.op_s)
+    kind, j = np.random.random(), np.random.randint(len(hold))
+    if kind < REFITTED:
         fit[:] = np.random.randint(FITS)
-    elif kind < 0.25 and len(work.reused) > 0:
-        j = work.reused[np.random.randint(len(work.reused))]
+    elif kind < REFITTED + EARLY:
+        ahead = int(ops ** np.random.random())
+        if len(urgent.op) > 0 and np.random.random() < GUIDED:
+            c = np.random.randint(len(urgent.op))
+            op = urgent.op[c]
+            ahead = op - max(urgent.pause[c], 0) + np.random.randint(NEAR)
+            for i in range(work.use_start[op], work.use_start[min(op + 1, ops)]):
+                if work.use_parameter[i] == urgent.parameter[c]:
+                    j = i
+        lead[j] = 0 if lead[j] >= ahead else ahead
+    elif kind < REFITTED + EARLY + HELD and work.use_next[j] < NO_MORE:
         hold[j] = not hold[j]
     else:
         p = np.random.randint(count)
-        if len(urgent) > 0 and np.random.random() < GUIDED:
-            p = urgent[np.random.randint(len(urgent))]
+        if len(urgent.parameter) > 0 and np.random.random() < GUIDED:
+            p = urgent.parameter[np.random.randint(len(urgent.parameter))]
         if fate[p] != STREAMED and (fixed or kind < 0.4):
             fate[p] = KEPT + RELEASED - fate[p]
         elif not fixed:
             _exchange(work, fate, p, most_pages)
-    return Decisions(fate, hold, fit, decisions.lead)
+    return Decisions(fate, hold, fit, lead)
 
 
 @compiled
@@ -101,7 +135,7 @@ def _exchange(work: Arrays, fate: Ints, p: int, most_pages: int) -> None:
         q = p + np.random.randint(-reach, reach + 1)
         for i in range(q, q + RUN):
             r = i % count
-            if r == p or work.size[r] == 0:
+            if not work.size[p] <= SIMILAR * work.size[r] <= SIMILAR**2 * work.size[p] or r == p:
                 continue
             if fate[r] != STREAMED and more > spare:
                 fate[r] = STREAMED
@@ -132,23 +166,24 @@ def holds_up_to(work: Arrays, seconds: float) -> Bools:
 
 
 @compiled
-def critical(work: Arrays, home: Ints, decisions: Decisions) -> Ints:
-    """Parameters whose copies stand, without a pause of the link between, before one that an op waits for.
+def critical(work: Arrays, swaps: Swaps) -> Critical:
+    """Copies that stand, without a pause of the link between, before one that an op waits for.
 
-    Without some of these copies, the op would wait less.
+    Without some of these copies, or with some of them in the pause before, the op would wait less.
     """
-    swaps, _ = play(work, home, decisions)
     start_s, end_s, late = _lateness(work, swaps)
-    found = np.empty(swaps.length[0], np.int64)
-    count, waited_for = 0, False
-    for i in range(swaps.length[0] - 1, -1, -1):
+    most = swaps.length[0]
+    found = Critical(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
+    count, behind, waited_for = 0, 0, False
+    for i in range(most - 1, -1, -1):
         waited_for |= late[i]
         if waited_for:
-            found[count] = swaps.parameter[i]
+            found.parameter[count], found.op[count] = swaps.parameter[i], swaps.op[i]
             count += 1
-        if i > 0 and start_s[i] > end_s[i - 1]:
-            waited_for = False
-    return found[:count]
+        if i == 0 or start_s[i] > end_s[i - 1]:
+            found.pause[behind:count] = swaps.after_op[i]
+            behind, waited_for = count, False
+    return Critical(found.parameter[:count], found.op[:count], found.pause[:count])
 
 
 @compiled

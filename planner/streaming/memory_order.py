@@ -19,10 +19,14 @@ OUTSIDE: Final = -1
 """In place of an op: written before the first one, or read after the last one."""
 
 
-class _Uses(NamedTuple):
+class Uses(NamedTuple):
+    """The ops' dependencies, and the tensors that they touch."""
+
     before: Ints
     """Predecessors of op k are in `before[before_start[k]]` to `before[before_start[k + 1]]`."""
     before_start: Ints
+    tensor: Ints
+    """Positions in the graph, ascending; the arrays below go by it."""
     nbytes: Ints
     writer: Ints
     """Op that writes each tensor, or OUTSIDE."""
@@ -31,12 +35,7 @@ class _Uses(NamedTuple):
     reader_start: Ints
 
 
-def by_memory(graph: Graph, op_seconds: Sequence[float]) -> tuple[int, ...]:
-    """Climb from the graph's order to one that needs fewer bytes, weighted by time, were all parameters resident.
-
-    A parameter counts until the last op that reads it, an activation from the op that writes it to its last use. Each
-    change takes one op, and what it depends on, ahead of some of the ops before it. Deterministic.
-    """
+def uses_of(graph: Graph) -> Uses:
     used = {t for op in graph.ops for t in (*op.reads, *op.writes, *op.mutates)}
     number = {t: i for i, t in enumerate(sorted(used))}
     writer, readers = [OUTSIDE] * len(number), [list[int]() for _ in number]
@@ -49,9 +48,17 @@ def by_memory(graph: Graph, op_seconds: Sequence[float]) -> tuple[int, ...]:
         readers[number[t]].append(OUTSIDE)
     before, before_start = _joined([sorted(b) for b in predecessors(graph)])
     nbytes = ints(graph.tensors[t].nbytes for t in number)
-    uses = _Uses(before, before_start, nbytes, ints(writer), *_joined(readers))
+    return Uses(before, before_start, ints(number), nbytes, ints(writer), *_joined(readers))
+
+
+def by_memory(graph: Graph, op_seconds: Sequence[float]) -> tuple[int, ...]:
+    """Climb from the graph's order to one that needs fewer bytes, weighted by time, were all parameters resident.
+
+    A parameter counts until the last op that reads it, an activation from the op that writes it to its last use. Each
+    change takes one op, and what it depends on, ahead of some of the ops before it. Deterministic.
+    """
     share = np.array(op_seconds) / max(sum(op_seconds), 1e-30)
-    return tuple(_climb(uses, share, STEPS).tolist())
+    return tuple(_climb(uses_of(graph), share, STEPS).tolist())
 
 
 def _joined(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
@@ -59,34 +66,54 @@ def _joined(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 
 @compiled
-def _climb(uses: _Uses, share: Floats, steps: int) -> Ints:
+def _climb(uses: Uses, share: Floats, steps: int) -> Ints:
     np.random.seed(0)
     ops = len(share)
     order, position = np.arange(ops), np.arange(ops)
-    taken = np.zeros(ops, np.bool_)
     best = _memory(uses, share, order, position)
     for _ in range(steps if ops > 1 else 0):
         k = np.random.randint(1, ops)
         first = max(k - int(ops ** np.random.random()), 0)
         old = order[first : k + 1].copy()
-        taken[:] = False
-        taken[order[k]] = True
-        for op in old[::-1]:
-            if taken[op]:
-                taken[uses.before[uses.before_start[op] : uses.before_start[op + 1]]] = True
-        order[first : k + 1] = np.concatenate((old[taken[old]], old[~taken[old]]))
-        position[order[first : k + 1]] = np.arange(first, k + 1)
+        put(order, position, first, last_ahead(uses, old))
         memory = _memory(uses, share, order, position)
         if memory <= best:
             best = memory
         else:
-            order[first : k + 1] = old
-            position[old] = np.arange(first, k + 1)
+            put(order, position, first, old)
     return order
 
 
 @compiled
-def _memory(uses: _Uses, share: Floats, order: Ints, position: Ints) -> float:
+def put(order: Ints, position: Ints, first: int, window: Ints) -> None:
+    """Let these ops run one after the other from `first` on."""
+    order[first : first + len(window)] = window
+    position[window] = np.arange(first, first + len(window))
+
+
+@compiled
+def last_ahead(uses: Uses, window: Ints) -> Ints:
+    """The last of these ops, and those it depends on, before the others."""
+    taken = np.zeros(len(uses.before_start), np.bool_)
+    taken[window[-1]] = True
+    for op in window[::-1]:
+        if taken[op]:
+            taken[uses.before[uses.before_start[op] : uses.before_start[op + 1]]] = True
+    return np.concatenate((window[taken[window]], window[~taken[window]]))
+
+
+@compiled
+def first_behind(uses: Uses, window: Ints) -> Ints:
+    """The first of these ops, and those that depend on it, after the others."""
+    taken = np.zeros(len(uses.before_start), np.bool_)
+    taken[window[0]] = True
+    for op in window[1:]:
+        taken[op] = taken[uses.before[uses.before_start[op] : uses.before_start[op + 1]]].any()
+    return np.concatenate((window[~taken[window]], window[taken[window]]))
+
+
+@compiled
+def _memory(uses: Uses, share: Floats, order: Ints, position: Ints) -> float:
     """The mean over time of the bytes that are needed, and the most."""
     ops = len(order)
     change = np.zeros(ops + 1, np.int64)

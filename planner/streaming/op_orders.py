@@ -3,16 +3,22 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from planner.errors import InfeasibleBudget, UnsupportedProblem
+from planner.graph import Graph
 from planner.layout.feasible import Footprint
 from planner.order import by_parameters, has_reuse, reordered
 from planner.problem import Problem
 from planner.profile import Profile
+from planner.streaming.bottleneck import least_latency_s, less_behind
 from planner.streaming.memory_order import by_memory
 from planner.streaming.workload import Workload
 
-WORTHWHILE = 0.01
-"""Share of the memory that another order must save on average to be planned."""
+DESCENTS = 4
+"""Orders that are made with other seeds: their layouts differ, and with them what they are worth."""
+OTHERS = 2
+"""Of all orders that are made here, the most that are planned."""
 
 
 @dataclass(frozen=True)
@@ -66,36 +72,45 @@ def in_order(problem: Problem, order: tuple[int, ...]) -> OpOrder:
 def _feasible_views(problem: Problem) -> Iterator[OpOrder]:
     first: OpOrder | None = None
     refusals: list[InfeasibleBudget] = []
-    for order, always in _orders(problem):
+    for order in _given_orders(problem.graph):
         try:
             view = in_order(problem, order)
         except InfeasibleBudget as refusal:
             refusals.append(refusal)
-            continue
-        if first is None or always or _saves_memory(view, first):
+        else:
             first = first or view
             yield view
+    least_s = np.inf if first is None else least_latency_s(first.work.arrays)
+    if problem.overlay and least_s > problem.profile.compute_s:
+        others = []
+        for order in _orders_with_room(problem):
+            try:
+                view = in_order(problem, order)
+            except InfeasibleBudget as refusal:
+                refusals.append(refusal)
+            else:
+                others.append((least_latency_s(view.work.arrays), view))
+        for estimate_s, view in sorted(others, key=lambda o: o[0])[:OTHERS]:
+            if estimate_s <= least_s:
+                first = first or view
+                yield view
     if first is None:
         raise min(refusals, key=lambda r: r.least_bytes)
 
 
-def _orders(problem: Problem) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Different orders to consider, and whether they are planned even where they save no memory."""
-    graph = problem.graph
+def _given_orders(graph: Graph) -> Iterator[tuple[int, ...]]:
     own = tuple(range(len(graph.ops)))
-    yield own, True
-    by_use = by_parameters(graph) if has_reuse(graph) else own
-    if by_use != own:
-        yield by_use, True
-    if problem.overlay and (order := by_memory(graph, problem.profile.op_seconds)) not in (own, by_use):
-        yield order, graph.parameter_bytes > problem.memory_bytes
+    yield own
+    if has_reuse(graph) and (order := by_parameters(graph)) != own:
+        yield order
 
 
-def _saves_memory(view: OpOrder, own: OpOrder) -> bool:
-    """Whether activations take clearly less of the memory in one order, on average over the ops."""
-    pages = own.work.arrays.partition_pages + own.work.arrays.workspace_pages
-    saved = own.work.arrays.zone.mean() - view.work.arrays.zone.mean()
-    return bool(saved > WORTHWHILE * pages)
+def _orders_with_room(problem: Problem) -> list[tuple[int, ...]]:
+    graph, profile = problem.graph, problem.profile
+    low = by_memory(graph, profile.op_seconds)
+    found = [low, *(less_behind(graph, profile, problem.memory_bytes, low, seed) for seed in range(DESCENTS))]
+    given = {*_given_orders(graph)}
+    return [order for order in dict.fromkeys(found) if order not in given]
 
 
 def _workload(footprint: Footprint, profile: Profile, problem: Problem) -> Workload:

@@ -44,9 +44,9 @@ def _released_in_time(work: Workload, room: Floats) -> int:
 def guesses(work: Workload) -> Iterator[Choice]:
     """Some sets of residents that fit, without repeats."""
     made = (
-        choice
+        choose(work, pages)
         for pages in capacities(work)
-        for choice in (paced(work, pages), prefix(work, pages), spread(work, pages), largest_first(work, pages))
+        for choose in (paced, prefix, spread, largest_first, costly_first)
     )
     yield from dict.fromkeys(made)
 
@@ -59,6 +59,12 @@ def prefix(work: Workload, pages: int) -> Choice:
 def largest_first(work: Workload, pages: int) -> Choice:
     """The largest, so that few copies are left."""
     return _take(work, (), np.argsort(-work.arrays.size, kind="stable"), pages)
+
+
+def costly_first(work: Workload, pages: int) -> Choice:
+    """Those whose copies take longest for their size: the smallest."""
+    size = work.arrays.size
+    return _take(work, (), np.argsort(-work.arrays.swap_s / np.maximum(size, 1), kind="stable"), pages)
 
 
 def spread(work: Workload, pages: int) -> Choice:

@@ -1,11 +1,11 @@
 """The searcher `streaming`: parameters stream past residents; simulated annealing chooses what streams and what stays.
 
 Activations have fixed offsets. Ops run in the graph's order, in an order in which ops that read the same parameters
-are adjacent (an unrolled recurrent network then needs each layer's weights once), or, in a single budget, in one in
-which memory becomes free early."""
+are adjacent (an unrolled recurrent network then needs each layer's weights once), or, in a single budget, in
+others in which copies are less far behind."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
 
@@ -28,8 +28,12 @@ from planner.streaming.residents import by_share, capacities, guesses
 from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, uniform
 from planner.streaming.workload import Workload
 
-WIDENED = 6
+WIDENED = 4
 """Quick choices that are tried in every variant."""
+SMALL = (0.5, 0.8)
+"""Shares of the parameters that count as small."""
+LEADS = (0.03, 0.1)
+"""Shares of the ops by which their copies may go ahead."""
 CHAINS = 4
 """Walks in parallel."""
 ROUNDS = 8
@@ -48,14 +52,17 @@ class StreamingCandidate:
     order: int
     fate: bytes
     hold: bytes
+    lead: bytes
     fit: int
     steps: int = 0
     heat: float = 0.0
     seed: int = 0
 
     def decisions(self) -> Decisions:
-        fate, hold = np.frombuffer(self.fate, np.int8).astype(np.int64), np.frombuffer(self.hold, np.bool_).copy()
-        return uniform(fate, hold, self.fit)
+        fate = np.frombuffer(self.fate, np.int8).astype(np.int64)
+        lead = np.frombuffer(self.lead, np.int32).astype(np.int64)
+        hold = np.frombuffer(self.hold, np.bool_).copy()
+        return Decisions(fate, hold, np.full(len(hold), self.fit), lead)
 
     def residents(self) -> tuple[int, ...]:
         return tuple(np.flatnonzero(np.frombuffer(self.fate, np.int8) != STREAMED).tolist())
@@ -83,10 +90,11 @@ class Streaming:
     @cached_property
     def evaluations(self) -> int:
         ways = len(list(self._ways(0, ())))
-        return len(self._starts) + len(self._starts) // 4 + WIDENED * ways + ROUNDS * CHAINS
+        in_round = CHAINS + len(SMALL) * len(LEADS)
+        return len(self._starts) + len(self._starts) // 4 + WIDENED * ways + ROUNDS * in_round
 
     def ask(self) -> Sequence[StreamingCandidate]:
-        return () if self._done else next(self._asks, ())
+        return () if self._done else next(filter(None, self._asks), ())
 
     def tell(self, candidates: Sequence[StreamingCandidate], costs: Sequence[Cost]) -> None:
         for candidate, cost in zip(candidates, costs, strict=False):
@@ -106,8 +114,9 @@ class Streaming:
         return emit(self.problem, view, home, play(view.work.arrays, home, decisions)[0])
 
     def played(self, candidate: StreamingCandidate) -> tuple[Workload, tuple[Placement, ...], Swaps]:
-        """Return a candidate's residents and the swap-ins of one inference."""
+        """Return a candidate's residents and the swap-ins of one inference, in the order of their ops."""
         work, decisions = self.views[candidate.order].work, self._decisions(candidate)
+        decisions = decisions._replace(lead=np.zeros_like(decisions.lead))
         home = self._home(work, decisions)
         return work, residents_of(self.problem, work, home), play(work.arrays, home, decisions)[0]
 
@@ -132,7 +141,7 @@ class Streaming:
         heats = [HEAT * (1 - i / ROUNDS) for i in range(ROUNDS)]
         for heat in chain(heats, repeat(HEAT / 4)):
             self._evaluated.clear()
-            yield [self._walk(c, heat) for c in chains]
+            yield [self._walk(c, heat) for c in chains] + list(self._small_ones_early(chains[0]))
             chains = self._best(CHAINS)
             chains[-1] = chains[0]
 
@@ -170,21 +179,32 @@ class Streaming:
         work = self.views[order].work
         longest_s = float(work.arrays.swap_s.max(initial=0.0))
         spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
+        lead = bytes(4 * len(work.arrays.use_parameter))
         for kept in (KEPT,) if work.arrays.keeps else (RELEASED, KEPT):
             fate = np.full(len(work.parameters), STREAMED, np.int8)
             fate[list(residents)] = kept
             for seconds in spans:
                 hold = holds_up_to(work.arrays, seconds).tobytes()
                 for fit in range(FITS):
-                    yield StreamingCandidate(order, fate.tobytes(), hold, fit)
+                    yield StreamingCandidate(order, fate.tobytes(), hold, lead, fit)
 
-    def _walk(self, start: StreamingCandidate, heat: float) -> StreamingCandidate:
+    def _small_ones_early(self, candidate: StreamingCandidate) -> Iterator[StreamingCandidate]:
+        """The candidate, but copies of small parameters may go ahead of others by a share of the ops."""
+        arrays = self.views[candidate.order].work.arrays
+        size, still = arrays.size[arrays.use_parameter], self._walk(candidate, steps=0)
+        for small in SMALL:
+            for share in LEADS:
+                lead = np.where(size <= np.quantile(arrays.size, small), int(share * len(arrays.op_s)), 0)
+                yield replace(still, lead=lead.astype(np.int32).tobytes())
+
+    def _walk(self, start: StreamingCandidate, heat: float = 0.0, steps: int | None = None) -> StreamingCandidate:
         """The candidate that is the best of a walk from this one's decisions."""
         arrays, found = self.views[start.order].work.arrays, self._decisions(start)
-        steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
+        if steps is None:
+            steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
         fate, hold = found.fate.astype(np.int8).tobytes(), found.hold.tobytes()
-        fit = int(found.fit.max(initial=0))
-        return StreamingCandidate(start.order, fate, hold, fit, steps, heat, int(self._rng.integers(2**31)))
+        lead, fit = found.lead.astype(np.int32).tobytes(), int(found.fit.max(initial=0))
+        return StreamingCandidate(start.order, fate, hold, lead, fit, steps, heat, int(self._rng.integers(2**31)))
 
     def _decide(self, candidate: StreamingCandidate) -> Decisions:
         start = candidate.decisions()

@@ -127,7 +127,8 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
                 put(memory, p, home[p], work.size[p])
     for k in range(ops):
         first, last = work.use_start[k], work.use_start[k + 1]
-        tidy(memory, upcoming, op_end_s, link_s)
+        if last > first:
+            tidy(memory, upcoming, op_end_s, link_s)
         for i in range(work.busy_start[k], work.busy_start[k + 1]):
             cover(memory, work.partition_pages + 1 + work.busy[i, 0], work.busy[i, 1] - work.busy[i, 0], k)
         missing = False
@@ -155,6 +156,8 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
                 cursor = swaps.page[i] + work.size[p]
         for j in range(last, work.use_start[min(k + 1 + longest_lead, ops)]):
             op, p = work.use_op[j], work.use_parameter[j]
+            if link_s > op_end_s[k]:  # it has enough to do
+                break
             if op - decisions.lead[j] > k or memory.where[p] >= 0 or work.size[p] == 0 or upcoming[p] != op:
                 continue
             hole = Hole(k, op_end_s, link_s, decisions.fit[j], cursor)
@@ -189,16 +192,23 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
 
 @compiled
 def evaluate(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> tuple[float, float, int]:
-    """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
+    """Play an inference; return its latency, period and the pages copied as `timed` does."""
     swaps, latency_s = play(work, home, decisions)
-    if latency_s == np.inf:
+    return timed(work, home, swaps, latency_s, good_s)
+
+
+@compiled
+def timed(work: Arrays, home: Ints, swaps: Swaps, played_s: float, good_s: float) -> tuple[float, float, int]:
+    """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
+    if played_s == np.inf:
         return np.inf, np.inf, 0
     link_pages = work.size[swaps.parameter[: swaps.length[0]]].sum()
     is_exact = work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0
-    if is_exact and latency_s > good_s:
-        return latency_s, np.inf, link_pages
-    lanes = _lanes(work, home, swaps)
-    latency_s, period_s = latency_and_period(lanes, work.compute_slowdown, work.swap_slowdown, good_s)
+    if is_exact and played_s > good_s:
+        return played_s, np.inf, link_pages
+    latency_s, period_s = latency_and_period(
+        _lanes(work, home, swaps), work.compute_slowdown, work.swap_slowdown, good_s
+    )
     return latency_s, period_s, link_pages
 
 

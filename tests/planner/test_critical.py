@@ -5,7 +5,7 @@ import pytest
 
 from planner.layout.feasible import Footprint
 from planner.streaming.anneal import critical
-from planner.streaming.stream import RELEASED, STREAMED, homes, uniform
+from planner.streaming.stream import RELEASED, STREAMED, homes, play, uniform
 from planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of
 
@@ -18,7 +18,8 @@ def waited_for(copy_s: float, residents: tuple[int, ...], memory_pages: int = 20
     fate = np.full(4, STREAMED)
     fate[list(residents)] = RELEASED
     decisions = uniform(fate, np.zeros(4, np.bool_), 0)
-    return sorted(critical(work.arrays, homes(work.arrays, fate), decisions).tolist())
+    swaps, _ = play(work.arrays, homes(work.arrays, fate), decisions)
+    return sorted(critical(work.arrays, swaps).parameter.tolist())
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def test_the_lighter_order_is_planned_where_the_memory_is_tight() -> None:
     graph = branches(1 << 20, wide_bytes=1 << 18)
     profile = profile_of(graph)
     views = [
-        len(Streaming(Problem(graph, profile, mebibytes << 20, overlay=True), 0).views) for mebibytes in (3, 300)
+        len(Streaming(Problem(graph, profile, kibibytes << 10, overlay=True), 0).views)
+        for kibibytes in (1536, 300_000)
     ]
     assert views == [2, 1]
 

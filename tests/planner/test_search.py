@@ -173,6 +173,17 @@ def test_period_decides_between_equal_latencies() -> None:
     assert plan.provenance.period_s == pytest.approx(2.0)
 
 
+def test_the_search_goes_on_where_residents_are_given() -> None:
+    """Their one guess leaves nothing to try at the start; the walks come after."""
+    graph = chain([4 * PAGE, PAGE, 3 * PAGE, 2 * PAGE, 4 * PAGE, PAGE])
+    residents = (Placement(0, Address("partition", 0)),)
+    problem = Problem(graph, profile_of(graph, bandwidth=PAGE / 2), 4 * PAGE, 8 * PAGE, residents)
+    plan = search(problem, "streaming", limit=Limit(evaluations=40))
+    assert plan.provenance is not None
+    assert plan.provenance.evaluations == 40
+    assert plan.residents == residents
+
+
 def test_displaced_residents_come_back_in_the_epilogue() -> None:
     """The window is empty: op1 can only run where W0 was."""
     graph = chain([PAGE] * 2)

@@ -29,7 +29,7 @@ from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedul
 from planner.plan import Plan
 from planner.problem import UNFIT, Cost, Problem
 from planner.streaming import stream
-from planner.streaming.anneal import FITS, LINK_WEIGHT, changed, critical
+from planner.streaming.anneal import FITS, LINK_WEIGHT, Critical, changed, critical
 from planner.streaming.emit import emit
 from planner.streaming.op_orders import OpOrder, OpOrders, in_order
 from planner.streaming.page_map import NOWHERE
@@ -293,14 +293,15 @@ def mutated(work: Arrays, decisions: Decisions, home: Ints, most_pages: int, cha
             fate[p] = STREAMED
             pages -= work.size[p]
     found = Decisions(fate, decisions.hold.copy(), decisions.fit.copy(), decisions.lead.copy())
-    urgent = np.empty(0, np.int64)
+    none = np.empty(0, np.int64)
+    urgent = Critical(none, none, none)
     if np.random.random() < GUIDED:
-        urgent = critical(work, home if fixed else homes(work, fate), found)
+        urgent = critical(work, play(work, home if fixed else homes(work, fate), found)[0])
     for _ in range(changes):
         if np.random.random() < COPIES:
             j = np.random.randint(len(found.fit))
-            if len(urgent) > 0:
-                p = urgent[np.random.randint(len(urgent))]
+            if len(urgent.parameter) > 0:
+                p = urgent.parameter[np.random.randint(len(urgent.parameter))]
                 for i in range(work.use_start[work.first_use[p]], work.use_start[work.first_use[p] + 1]):
                     if work.use_parameter[i] == p:
                         j = i
