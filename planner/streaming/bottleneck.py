@@ -4,7 +4,7 @@ When an op starts, the parameters that are still to be read and not in memory ar
 other. So an inference takes no less than the ops before and these copies. Most copies are saved if memory holds those
 that take longest for their size."""
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,18 @@ STEPS: Final = 500
 """Changes that are tried: about 25 ms for a thousand ops."""
 NO_ROOM: Final = 1e9
 """Seconds that stand for an op that does not fit, to which the bytes that it lacks are added."""
+
+
+class _Inference(NamedTuple):
+    uses: Uses
+    is_weight: Bools
+    """Per tensor of `uses`."""
+    weights: Ints
+    """Those, costly ones first."""
+    copy_s: Floats
+    """Of each of these."""
+    op_s: Floats
+    memory_bytes: int
 
 
 def least_latency_s(work: Arrays) -> float:
@@ -42,10 +54,8 @@ def less_behind(
     costly_first = np.argsort(-copy_s / np.maximum(uses.nbytes, 1), kind="stable")
     weights = costly_first[is_weight[costly_first]]
     op_s = np.array(profile.op_seconds)
-    start = np.array(order, np.int64)
-    return tuple(
-        _descend(uses, is_weight, weights, copy_s[weights], op_s, memory_bytes, start, STEPS, seed).tolist()
-    )
+    work = _Inference(uses, is_weight, weights, copy_s[weights], op_s, memory_bytes)
+    return tuple(_descend(work, np.array(order, np.int64), STEPS, seed).tolist())
 
 
 @compiled
@@ -73,22 +83,12 @@ def _least_latency_s(work: Arrays, size: Ints, swap_s: Floats, last_use: Ints) -
 
 
 @compiled
-def _descend(
-    uses: Uses,
-    is_weight: Bools,
-    weights: Ints,
-    copy_s: Floats,
-    op_s: Floats,
-    memory_bytes: int,
-    start: Ints,
-    steps: int,
-    seed: int,
-) -> Ints:
+def _descend(work: _Inference, start: Ints, steps: int, seed: int) -> Ints:
     np.random.seed(seed)
-    ops = len(op_s)
+    uses, ops = work.uses, len(work.op_s)
     order, position = start.copy(), np.argsort(start)
     behind_s = np.full(ops, np.inf)
-    _is_lower(uses, is_weight, weights, copy_s, op_s, memory_bytes, order, position, behind_s, 0, ops)
+    _is_lower(work, order, position, behind_s, 0, ops)
     for _ in range(steps if ops > 1 else 0):
         at = int(behind_s.argmax())
         first = max(at + 1 - int(ops ** np.random.random()), 0)
@@ -97,30 +97,16 @@ def _descend(
             continue
         old, old_s = order[first:end].copy(), behind_s[first:end].copy()
         put(order, position, first, last_ahead(uses, old) if np.random.random() < 0.5 else first_behind(uses, old))
-        if not _is_lower(
-            uses, is_weight, weights, copy_s, op_s, memory_bytes, order, position, behind_s, first, end
-        ):
+        if not _is_lower(work, order, position, behind_s, first, end):
             put(order, position, first, old)
             behind_s[first:end] = old_s
     return order
 
 
 @compiled
-def _is_lower(
-    uses: Uses,
-    is_weight: Bools,
-    weights: Ints,
-    copy_s: Floats,
-    op_s: Floats,
-    memory_bytes: int,
-    order: Ints,
-    position: Ints,
-    behind_s: Floats,
-    first: int,
-    end: int,
-) -> bool:
+def _is_lower(work: _Inference, order: Ints, position: Ints, behind_s: Floats, first: int, end: int) -> bool:
     """Set what ops from `first` to `end` are at least behind; False as soon as one is so as much as any was."""
-    ops = len(order)
+    uses, is_weight, ops = work.uses, work.is_weight, len(order)
     most_s = behind_s.max()
     live, read = np.zeros(ops + 1, np.int64), np.zeros(ops, np.int64)
     last_use = np.empty(len(uses.nbytes), np.int64)
@@ -135,15 +121,15 @@ def _is_lower(
             live[written] += uses.nbytes[i]
             live[last + 1] -= uses.nbytes[i]
     live = np.cumsum(live)
-    nbytes, last_use = uses.nbytes[weights], last_use[weights]
-    passed_s = op_s[order[:first]].sum()
+    nbytes, last_use = uses.nbytes[work.weights], last_use[work.weights]
+    passed_s = work.op_s[order[:first]].sum()
     for k in range(first, end):
-        lacking = live[k] + read[k] - memory_bytes
-        room = memory_bytes - live[k]
-        behind_s[k] = passed_s + _still_to_copy_s(nbytes, copy_s, last_use, k, room)
+        lacking = live[k] + read[k] - work.memory_bytes
+        room = work.memory_bytes - live[k]
+        behind_s[k] = passed_s + _still_to_copy_s(nbytes, work.copy_s, last_use, k, room)
         if lacking > 0:
             behind_s[k] = NO_ROOM + lacking
         if behind_s[k] >= most_s:
             return False
-        passed_s += op_s[order[k]]
+        passed_s += work.op_s[order[k]]
     return True

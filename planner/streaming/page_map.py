@@ -192,7 +192,7 @@ def find_hole(memory: PageMap, pages: int, zone: int, locked: Ints, hole: Hole) 
                 page = max(begin[i], low) if side == 0 else begin[i + 1] - pages
                 if page < low or page + pages > high:
                     continue
-                latest = _latest_use(memory, i, page, pages, op_end_s, link_s + best_late_s)
+                latest = _latest_use(begin, last, i, page, pages)
                 late_s = max(op_end_s[latest + 1] - link_s, 0.0)
                 if late_s > best_late_s:
                     continue
@@ -213,22 +213,14 @@ def _is_open(parameter: int, last: int, locked: Ints, op: int) -> bool:
 
 
 @compiled
-def _latest_use(memory: PageMap, item: int, page: int, pages: int, op_end_s: Floats, by_s: float) -> int:
-    """The last op that used any byte of a range that begins or ends with an item; or one that ends after `by_s`."""
-    begin, last = memory.begin, memory.last
+def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> int:
+    """The last op that used any byte of a range that begins near an item."""
+    while begin[item] > page:
+        item -= 1
     latest = FRESH
-    at = item
-    while begin[at] > page:
-        at -= 1
-        latest = max(latest, int(last[at]))
-        if op_end_s[latest + 1] > by_s:
-            return latest
-    at = item
-    while begin[at] < page + pages:
-        latest = max(latest, int(last[at]))
-        if op_end_s[latest + 1] > by_s:
-            return latest
-        at += 1
+    while begin[item] < page + pages:
+        latest = max(latest, last[item])
+        item += 1
     return latest
 
 

@@ -14,6 +14,12 @@ from planner.papers.swapadvisor.pools import NO_SIZE, VALUE, OpUses
 
 Table = NDArray[Any]
 
+
+def _records(fields: list[tuple[str, Any]]) -> np.dtype[Any]:
+    """Records whose fields are attributes, in interpreted functions, too."""
+    return np.dtype((np.record, np.dtype(fields, align=True)))
+
+
 RUN: Final = 0
 IN: Final = 1
 OUT: Final = 2
@@ -31,7 +37,7 @@ FREE: Final = -1
 BUSY: Final = -2
 """Holders of an object that is free, or is an op's scratch."""
 
-TENSOR: Final = np.dtype(
+TENSOR: Final = _records(
     [
         ("kind", np.int64),
         ("size_class", np.int64),  # NOWHERE for what has no bytes
@@ -46,14 +52,13 @@ TENSOR: Final = np.dtype(
         ("upcoming", np.int64),  # the position that uses it next, on into the next inference, or NEVER
         ("first_use", np.int64),
         ("needed_by", np.int64),  # the latest position, so far, that needs it
-    ],
-    align=True,
+    ]
 )
-OBJECT: Final = np.dtype([("holder", np.int64), ("entry", np.int64)])
+OBJECT: Final = _records([("holder", np.int64), ("entry", np.int64)])
 """The tensor in it, or FREE or BUSY; and where in the queue it stands if it is free."""
-CLASS: Final = np.dtype([("first", np.int64), ("end", np.int64), ("head", np.int64), ("tail", np.int64)])
+CLASS: Final = _records([("first", np.int64), ("end", np.int64), ("head", np.int64), ("tail", np.int64)])
 """Its objects, and its free objects in the queue, longest free first."""
-ENTRY: Final = np.dtype([("verb", np.int64), ("what", np.int64), ("where", np.int64)])
+ENTRY: Final = _records([("verb", np.int64), ("what", np.int64), ("where", np.int64)])
 """What happened: to the op of a RUN or SCRATCH, or to a tensor; and the object that an IN, RESULT or SCRATCH fills."""
 
 
