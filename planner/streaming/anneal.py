@@ -16,12 +16,16 @@ LINK_WEIGHT: Final = 0.002
 
 GUIDED: Final = 0.5
 """Share of the changes that begin with a parameter whose copy is waited for."""
-REFITTED: Final = 0.04
-"""Share of the changes that choose another rule for holes; ..."""
-EARLY: Final = 0.06
+REFITTED: Final = 0.08
+"""Share of the changes that choose another rule for holes, ..."""
+SOME: Final = 0.75
+"""... of these the share that does so for some uses in a row; ..."""
+EARLY: Final = 0.3
 """... that let a copy go ahead, or no longer; ..."""
 HELD: Final = 0.13
 """... and that hold a parameter until its next use, or no longer, if it has one."""
+RESTORED: Final = 0.1
+"""Share of the other changes of a resident that only decide whether it stays or is restored in the end."""
 ALONE: Final = 0.3
 """Share of the changes that move one parameter alone."""
 FAR: Final = 0.3
@@ -94,7 +98,10 @@ def changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, ur
     count, ops = len(fate), len(work.op_s)
     kind, j = np.random.random(), np.random.randint(len(hold))
     if kind < REFITTED:
-        fit[:] = np.random.randint(FITS)
+        first, end = 0, len(fit)
+        if np.random.random() < SOME:
+            first, end = j, j + int(len(fit) ** np.random.random())
+        fit[first:end] = np.random.randint(FITS)
     elif kind < REFITTED + EARLY:
         ahead = int(ops ** np.random.random())
         if len(urgent.op) > 0 and np.random.random() < GUIDED:
@@ -111,7 +118,7 @@ def changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, ur
         p = np.random.randint(count)
         if len(urgent.parameter) > 0 and np.random.random() < GUIDED:
             p = urgent.parameter[np.random.randint(len(urgent.parameter))]
-        if fate[p] != STREAMED and (fixed or kind < 0.4):
+        if fate[p] != STREAMED and (fixed or np.random.random() < RESTORED):
             fate[p] = KEPT + RELEASED - fate[p]
         elif not fixed:
             _exchange(work, fate, p, most_pages)

@@ -53,7 +53,7 @@ class StreamingCandidate:
     fate: bytes
     hold: bytes
     lead: bytes
-    fit: int
+    fit: bytes
     steps: int = 0
     heat: float = 0.0
     seed: int = 0
@@ -62,7 +62,7 @@ class StreamingCandidate:
         fate = np.frombuffer(self.fate, np.int8).astype(np.int64)
         lead = np.frombuffer(self.lead, np.int32).astype(np.int64)
         hold = np.frombuffer(self.hold, np.bool_).copy()
-        return Decisions(fate, hold, np.full(len(hold), self.fit), lead)
+        return Decisions(fate, hold, np.frombuffer(self.fit, np.int8).astype(np.int64), lead)
 
     def residents(self) -> tuple[int, ...]:
         return tuple(np.flatnonzero(np.frombuffer(self.fate, np.int8) != STREAMED).tolist())
@@ -186,7 +186,7 @@ class Streaming:
             for seconds in spans:
                 hold = holds_up_to(work.arrays, seconds).tobytes()
                 for fit in range(FITS):
-                    yield StreamingCandidate(order, fate.tobytes(), hold, lead, fit)
+                    yield StreamingCandidate(order, fate.tobytes(), hold, lead, bytes([fit]) * len(hold))
 
     def _small_ones_early(self, candidate: StreamingCandidate) -> Iterator[StreamingCandidate]:
         """The candidate, but copies of small parameters may go ahead of others by a share of the ops."""
@@ -203,7 +203,7 @@ class Streaming:
         if steps is None:
             steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
         fate, hold = found.fate.astype(np.int8).tobytes(), found.hold.tobytes()
-        lead, fit = found.lead.astype(np.int32).tobytes(), int(found.fit.max(initial=0))
+        lead, fit = found.lead.astype(np.int32).tobytes(), found.fit.astype(np.int8).tobytes()
         return StreamingCandidate(start.order, fate, hold, lead, fit, steps, heat, int(self._rng.integers(2**31)))
 
     def _decide(self, candidate: StreamingCandidate) -> Decisions:

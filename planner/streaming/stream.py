@@ -116,7 +116,8 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     arrival_s = np.zeros(parameters)
     op_end_s = np.zeros(ops + 1)  # of op k in [k + 1]
     link_s, cursor = 0.0, 0
-    longest_lead = decisions.lead.max() if len(decisions.lead) else 0
+    ahead = np.flatnonzero((decisions.lead > 0) & (home[work.use_parameter] < 0))
+    longest_lead = decisions.lead[ahead].max() if len(ahead) else 0
     early = np.full(parameters, NOTHING)  # of each parameter whose copy went first, the op that it is for
     for p in range(parameters):
         if home[p] >= 0:
@@ -154,9 +155,9 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
                 link_s = max(link_s, op_end_s[swaps.after_op[i] + 1]) + work.swap_s[p]
                 arrival_s[p] = link_s
                 cursor = swaps.page[i] + work.size[p]
-        for j in range(last, work.use_start[min(k + 1 + longest_lead, ops)]):
+        for j in ahead[np.searchsorted(ahead, last) :]:
             op, p = work.use_op[j], work.use_parameter[j]
-            if link_s > op_end_s[k]:  # it has enough to do
+            if link_s > op_end_s[k] or op > k + longest_lead:  # it has enough to do
                 break
             if op - decisions.lead[j] > k or memory.where[p] >= 0 or work.size[p] == 0 or upcoming[p] != op:
                 continue
