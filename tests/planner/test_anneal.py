@@ -1,9 +1,13 @@
 """Moves of the annealing, by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from planner.layout.feasible import Footprint
+from planner.problem import Cost, Problem
 from planner.streaming.anneal import anneal
+from planner.streaming.searcher import Streaming
 from planner.streaming.stream import KEPT, STREAMED, homes, uniform
 from planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of
@@ -18,3 +22,15 @@ def test_a_large_parameter_is_exchanged_for_small_ones_that_are_a_little_larger_
     start = uniform(fate, np.zeros(5, np.bool_), 0)
     found = anneal(work.arrays, start, homes(work.arrays, fate), False, 42, 200, 0.0, 0)
     assert (found.fate == STREAMED).tolist() == [True, False, False, False, False]
+
+
+def test_a_walk_begins_with_the_rule_that_each_use_had() -> None:
+    graph = chain([4 * PAGE, PAGE, 3 * PAGE, 2 * PAGE])
+    searcher = Streaming(Problem(graph, profile_of(graph, bandwidth=PAGE / 2), 0, 8 * PAGE), seed=0)
+    mixed = replace(searcher.first(), fit=bytes([0, 1, 2, 1]))
+    searcher.tell([mixed], [Cost(0.0, np.inf, 0)])
+    asked = searcher.ask()
+    while not asked[0].steps:
+        searcher.tell(asked, [searcher.evaluate(c, 0.0) for c in asked])
+        asked = searcher.ask()
+    assert asked[0].decisions().fit.tolist() == [0, 1, 2, 1]
