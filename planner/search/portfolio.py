@@ -10,8 +10,7 @@ one.
 
 For a partition with a workspace, a population of `genetic` begins with the best decisions of `streaming`. `offloading`
 plans where activations do not fit, or where they leave parameters little room and the others are far from the bound.
-With time left, `streaming`, a population that began at random, and the seeded one, which takes in what the other two
-find, take turns.
+With time left, `streaming` and the seeded population, which takes in what `streaming` finds, take turns.
 """
 
 import math
@@ -77,7 +76,7 @@ class Best(PlanSearcher[MemberCandidate]):
                 self._offload_instead(refusal)
         else:
             if not single:
-                self._names += [SEEDED, "genetic", *(["offloading"] if _is_narrow(problem) else [])]
+                self._names += [SEEDED, *(["offloading"] if _is_narrow(problem) else [])]
         if single and problem.residents is None:
             self._names += (QUICKEST, *SAMPLED)
             self._order = self._weights_order() if "streaming" not in self._names else None
@@ -124,16 +123,15 @@ class Best(PlanSearcher[MemberCandidate]):
     def _ask_served(self) -> Iterator[Sequence[MemberCandidate]]:
         yield from self._turn(0)
         if SEEDED in self._names:
-            yield from self._turn_of_seeded([0])
+            yield from self._turn_of_seeded()
         if self._names[-1] == "offloading" and min(self._least_s) > self.problem.bound_s * (1 + WORTH_OFFLOADING):
             yield from self._turn(len(self._names) - 1)
         self.evaluations = self._count
         spent = -1
         while SEEDED in self._names and not self._is_at_bound() and spent < self._count:
             spent = self._count
-            for i in (0, 2):
-                yield from self._turn(i, TURN * self._member(i).evaluations)
-            yield from self._turn_of_seeded([0, 2])
+            yield from self._turn(0, TURN * self._member(0).evaluations)
+            yield from self._turn_of_seeded()
 
     def _weights_order(self) -> tuple[int, ...] | None:
         """Return an order in which ops of the same weights come together, if there is another one that fits."""
@@ -144,12 +142,11 @@ class Best(PlanSearcher[MemberCandidate]):
         fits = least_bytes(reordered(graph, profile, order)[0]) <= self.problem.memory_bytes
         return order if fits and list(order) != sorted(order) else None
 
-    def _turn_of_seeded(self, others: Sequence[int]) -> Iterator[Sequence[MemberCandidate]]:
-        """Evolve the population that begins with what others found, and takes in what they find."""
+    def _turn_of_seeded(self) -> Iterator[Sequence[MemberCandidate]]:
+        """Evolve the population that begins with what `streaming` found, and takes in what it finds."""
         seeded = self._member(1)
         if not self._is_at_bound():
-            for i in others:
-                seeded.adopt(self._member(i).leading())
+            seeded.adopt(self._member(0).leading())
             yield from self._turn(1, TURN * seeded.evaluations)
 
     def _ask_single(self) -> Iterator[Sequence[MemberCandidate]]:

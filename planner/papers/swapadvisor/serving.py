@@ -53,8 +53,6 @@ COPIES: Final = 0.2
 GUIDED: Final = 0.6
 """Share of the mutations that mostly change what is waited for; to find that takes as long as an evaluation."""
 LONGEST_LEAD: Final = 8
-LEADING: Final = 4
-"""Members that another population may adopt."""
 ORDERS_KEPT: Final = 256
 """Orders whose layouts are kept."""
 
@@ -110,13 +108,6 @@ class ServingGenetic(Evolution[ServingChromosome]):
         self._precedence = precedence(problem.graph)
         self._adopted: list[ServingChromosome] = []
         self._steps = self._evolve()
-
-    def leading(self) -> list[tuple[tuple[int, ...], Decisions]]:
-        """Return the best orders and decisions of the living, each numbered as in its own order."""
-        best = [
-            (member.order, self._numbered(member.order), member.decisions) for member, _ in self.living[:LEADING]
-        ]
-        return [(order, numbered.local(found)) for order, numbered, found in best if numbered is not None]
 
     def adopt(self, found: Sequence[tuple[tuple[int, ...], Decisions]]) -> None:
         """Take decisions that another search found into the next generation, each numbered as in its own order."""
