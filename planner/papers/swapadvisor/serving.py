@@ -14,7 +14,7 @@ are adopted: then it consists of those and their mutants.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 import numpy as np
@@ -40,8 +40,9 @@ from planner.streaming.workload import Arrays
 POPULATION: Final = 48
 GENERATIONS: Final = 60
 """In a search without a limit."""
-MUTATED_ORDERS: Final = 1 / 128
-"""Share of the children whose schedule mutates: a new one takes as long as a hundred evaluations."""
+NEW_ORDERS: Final = 1 / 128
+"""Share of the pairs whose schedules are crossed over, and of the children whose schedule mutates: a new one takes as
+long as a hundred evaluations."""
 MUTATION: Final = 0.1
 """As the paper's: the probability with which an op of such a schedule is any that is ready."""
 RANDOM_ORDERS: Final = 8
@@ -104,7 +105,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
         self.problem = problem
         self._orders = OpOrders(problem)
         self._first = self._orders[0]
-        self._made: dict[tuple[int, ...], _Numbered | None] = {}
+        self._numbered = lru_cache(maxsize=ORDERS_KEPT)(self._number)
         self._precedence = precedence(problem.graph)
         self._adopted: list[ServingChromosome] = []
         self._steps = self._evolve()
@@ -194,21 +195,21 @@ class ServingGenetic(Evolution[ServingChromosome]):
         return resident
 
     def _crossed(self, first: ServingChromosome, second: ServingChromosome) -> list[ServingChromosome]:
-        """Two sets of decisions, and two schedules if the parents' differ."""
+        """Two children: decisions are crossed over, schedules seldom."""
         arrays = self._first.work.arrays
         cut = int(self._rng.integers(len(arrays.op_s) + 1))
         at = int(np.searchsorted(arrays.first_use, cut)), int(arrays.use_start[cut])
         decisions = [_joined(a.decisions, b.decisions, *at) for a, b in ((second, first), (first, second))]
-        orders = [first.order]
-        if first.order != second.order:
+        orders = [first.order, second.order]
+        if first.order != second.order and self._rng.random() < NEW_ORDERS:
             cut = int(self._rng.integers(len(first.order) + 1))
             crossed = cross_schedules(np.array(first.order), np.array(second.order), cut)
             orders = [tuple(order.tolist()) for order in crossed]
-        return [ServingChromosome(order, found) for order in orders for found in decisions]
+        return [ServingChromosome(order, found) for order, found in zip(orders, decisions, strict=True)]
 
     def _mutated(self, child: ServingChromosome) -> ServingChromosome:
         order, rng = child.order, self._rng
-        if self._is_free and rng.random() < MUTATED_ORDERS:
+        if self._is_free and rng.random() < NEW_ORDERS:
             order = tuple(mutate_schedule(np.array(order), self._precedence, MUTATION, rng).tolist())
         numbered = self._numbered(order)
         if numbered is None:
@@ -233,19 +234,12 @@ class ServingGenetic(Evolution[ServingChromosome]):
         home = self._first.work.homes(self.problem.residents)
         return np.where(home != NOWHERE, RELEASED, STREAMED)
 
-    def _numbered(self, order: tuple[int, ...]) -> _Numbered | None:
+    def _number(self, order: tuple[int, ...]) -> _Numbered | None:
         """The problem in an order; None if activations do not fit."""
-        if order not in self._made:
-            if len(self._made) >= ORDERS_KEPT:
-                self._made.clear()
-            try:
-                view = self._first if order == self._first.order else in_order(self.problem, order)
-                self._made[order] = self._number(view)
-            except InfeasibleBudget:
-                self._made[order] = None
-        return self._made[order]
-
-    def _number(self, view: OpOrder) -> _Numbered:
+        try:
+            view = self._first if order == self._first.order else in_order(self.problem, order)
+        except InfeasibleBudget:
+            return None
         given = self.problem.residents
         parameter = {t: i for i, t in enumerate(self._first.work.parameters)}
         use = {found: i for i, found in reversed(list(enumerate(_uses(self._first))))}
