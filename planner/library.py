@@ -66,7 +66,8 @@ class Library:
         self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int
     ) -> Division | None:
         """Return how this memory was divided among these models; None if that is not stored."""
-        return self._read(_division_path(self.root, models, memory_bytes, layout, lanes), _decode_division)
+        path = _division_path(self.root, models, memory_bytes, layout, lanes)
+        return self._read(path, lambda raw: msgspec.json.decode(raw, type=Division))
 
     def store_division(
         self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int, division: Division
@@ -82,7 +83,7 @@ class Library:
             return decode(cache_file.read(path))
         except FileNotFoundError:
             return None
-        except (FormatError, InvalidPlan) as error:
+        except (FormatError, InvalidPlan, msgspec.DecodeError) as error:
             fields = {"path": str(path), "reason": str(error)}
             logger.warning("library file not usable, making it again", extra={"fields": fields})
             return None
@@ -102,13 +103,6 @@ def _division_path(
     profiles = [[profile.fingerprint for _, profile in sorted(model.profiles.items())] for model in models]
     key = (_DIVISION_VERSION, graphs, profiles, [model.rate_per_s for model in models], memory_bytes, layout, lanes)
     return root / "plans" / f"{fingerprint(key)}.division.json"
-
-
-def _decode_division(raw: bytes) -> Division:
-    try:
-        return msgspec.json.decode(raw, type=Division)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"division of memory is damaged: {error}") from error
 
 
 def _usable_plan(raw: bytes, problem: Problem) -> Plan:

@@ -1,7 +1,7 @@
 """Orders in which a graph's ops can run, other than its own."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from typing import Final
 
@@ -32,15 +32,6 @@ def predecessors(graph: Graph) -> list[set[int]]:
         writer.update((t, k) for t in op.writes)
         before.append(needed - {k})
     return before
-
-
-def successors(before: Sequence[Collection[int]]) -> list[list[int]]:
-    """Ops that must run after each op, in order; the inverse of `predecessors`."""
-    after: list[list[int]] = [[] for _ in before]
-    for k, needed in enumerate(before):
-        for j in needed:
-            after[j].append(k)
-    return after
 
 
 def has_reuse(graph: Graph) -> bool:

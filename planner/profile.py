@@ -1,8 +1,10 @@
 """The profile: how long each op of one graph takes on one device, and how fast its link is."""
 
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from planner.graph import decode_as, fingerprint
 
@@ -13,8 +15,8 @@ FORMAT_VERSION = 4
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One direction of the link between host store and device memory."""
 
-    latency_s: float
-    bandwidth_bytes_per_s: float
+    latency_s: Annotated[float, Meta(ge=0)]
+    bandwidth_bytes_per_s: Annotated[float, Meta(gt=0)]
 
     def seconds(self, nbytes: int) -> float:
         """Time of one transfer of `nbytes` with nothing else running."""
@@ -27,13 +29,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     graph: str
     """Fingerprint of the graph that was measured."""
     device: str
-    op_seconds: tuple[float, ...]
+    op_seconds: tuple[Annotated[float, Meta(ge=0)], ...]
     swap_in: Link
     swap_out: Link
-    compute_slowdown: float = 1.0
-    """Factor (>= 1) by which an op takes longer while a transfer is in flight."""
-    swap_slowdown: float = 1.0
-    """Factor (>= 1) by which a transfer takes longer while an op runs."""
+    compute_slowdown: Annotated[float, Meta(ge=1)] = 1.0
+    """Factor by which an op takes longer while a transfer is in flight."""
+    swap_slowdown: Annotated[float, Meta(ge=1)] = 1.0
+    """Factor by which a transfer takes longer while an op runs."""
     provisional: bool = False
     """From a single run, without slowdowns, to be replaced by a full measurement."""
     noise: float = 0.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -38,12 +38,6 @@ class Note(msgspec.Struct, frozen=True):
     stalled: bool = False
 
 
-class NoteStep(Protocol):
-    """Notes that one step has ended, or its wait."""
-
-    def __call__(self, step: Step | None, start_s: float, end_s: float, stalled: bool = False) -> None: ...
-
-
 class Recording:
     """Notes of one inference. The lanes' threads write it; it is read after the last of its copies."""
 
@@ -52,6 +46,7 @@ class Recording:
         self.notes: list[Note] = []
 
     def note(self, step: Step | None, start_s: float, end_s: float, stalled: bool = False) -> None:
+        """Note that one step has ended, or its wait."""
         self.notes.append(Note(step, start_s, end_s, stalled))
 
     def measured(self, start_s: float) -> tuple[Span, ...]:

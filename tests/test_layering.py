@@ -87,7 +87,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "layout": set(),
         "sequence": {"layout", "problem"},
         "search": {"layout", "problem", "sequence"},
-        "streaming": {"bounds", "layout", "problem", "sequence"},
+        "streaming": {"bounds", "layout", "problem", "search", "sequence"},
         "offloading": {"layout", "problem", "search", "sequence", "streaming"},
         "papers": set(),
         "papers/beaumont": {"layout", "problem", "search", "sequence"},

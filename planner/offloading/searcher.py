@@ -17,7 +17,7 @@ from planner.offloading.emit import OffloadingEmitter
 from planner.offloading.zone import RANKS, ActivationZones
 from planner.plan import Plan
 from planner.problem import TIE, UNFIT, Cost, Problem
-from planner.search.searcher import PlanSearcher
+from planner.search.searcher import Searcher
 from planner.streaming import searcher as streaming
 from planner.streaming.op_orders import OpOrders
 from planner.streaming.searcher import Streaming
@@ -46,7 +46,7 @@ def first_latency_s(problem: Problem) -> float:
     return min(searcher.evaluate(guess, 0.0).latency_s for guess in searcher.extremes())
 
 
-class Offloading(PlanSearcher[OffloadingCandidate]):
+class Offloading(Searcher[OffloadingCandidate]):
     """Evaluates every zone with a quick choice for the parameters, then refines the best zones."""
 
     evaluations = 1 + 2 * len(SIZES) * len(RANKS) + 2 * LOOKED_AT * BEST

@@ -24,7 +24,7 @@ from planner.order import by_parameters, has_reuse, in_original_order, reordered
 from planner.plan import Plan
 from planner.problem import Cost, Problem
 from planner.search.registry import make
-from planner.search.searcher import PlanSearcher
+from planner.search.searcher import Searcher
 from planner.sequence.gaps import Gaps
 from planner.sequence.serial import least_bytes, require_single_budget
 
@@ -56,7 +56,7 @@ class MemberCandidate:
     inner: Any
 
 
-class Best(PlanSearcher[MemberCandidate]):
+class Best(Searcher[MemberCandidate]):
     """Asks one member after the other; stops when the bound is reached."""
 
     def __init__(self, problem: Problem, seed: int) -> None:

@@ -130,15 +130,6 @@ def codes(fates: Iterable[Fate]) -> Codes:
     return np.fromiter(fates, np.int8)
 
 
-@compiled
-def residents(t: Tables, fates: Codes) -> Bools:
-    """By tensor: whether it is in memory before the inference and after it."""
-    found = np.zeros(len(t.nbytes), np.bool_)
-    for i in range(len(t.stored)):
-        found[t.stored[i]] = fates[t.wrapping[i]] != SWAP
-    return found
-
-
 # These loops run for every try of a search. References are counted wherever an array is handed on or sliced, which
 # would take most of the time; so all of the plain sequence is in one function.
 
@@ -202,14 +193,15 @@ def alap(t: Tables, fates: Codes) -> AlapSequence:
 @compiled
 def _at_the_start(t: Tables, fates: Codes) -> tuple[Bools, Bools, Bools]:
     """By tensor: whether it is in memory, and in the host store, and whether it is a resident that stays."""
-    here = residents(t, fates)
-    saved, kept = np.zeros(len(here), np.bool_), np.zeros(len(here), np.bool_)
-    for i in range(len(here)):
+    count = len(t.nbytes)
+    here, saved, kept = np.zeros(count, np.bool_), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+    for n in range(len(t.stored)):
+        i, fate = t.stored[n], fates[t.wrapping[n]]
+        here[i] = fate != SWAP
+        kept[i] = fate == KEEP or (fate == RESTORE and t.last_use[i] == len(t.scratch_bytes) - 1)
+    for i in range(count):
         saved[i] = t.kind[i] == _PARAMETER or (t.kind[i] == _STATE and not here[i])
         here[i] |= t.kind[i] == _INPUT
-    for n in range(len(t.stored)):
-        fate, to_the_end = fates[t.wrapping[n]], t.last_use[t.stored[n]] == len(t.scratch_bytes) - 1
-        kept[t.stored[n]] = fate == KEEP or (fate == RESTORE and to_the_end)
     return here, saved, kept
 
 

@@ -5,7 +5,6 @@ A searcher gives every gap a fate; `planner.sequence.no_wait` makes a sequence a
     Gaps(graph)                                   .all: tuple[Gap, ...], .uses
     no_wait(gaps, memory_bytes, fates)            -> (actions, residents) | None where they need more memory
     fit(problem, gaps, fates, shares=SHARES)      -> Plan | None where no layout fits
-    lean(gaps)                                    -> the fates that need the least memory
 
 `fates[i]` is for `gaps.all[i]` and one of its `.fates`. Ops run in the graph's order, and positions are op ids. An
 output is used by the last op: it must be in memory when that op ends."""
@@ -92,13 +91,9 @@ class Gaps:
 
     def _find_uses(self) -> tuple[tuple[int, ...], ...]:
         uses: list[list[int]] = [[] for _ in self.graph.tensors]
-        for position, op in enumerate(self.graph.ops):
-            for t in op.touched:
+        for position, needed in enumerate(self.graph.needed):
+            for t in needed:
                 uses[t].append(position)
-        last = len(self.graph.ops) - 1
-        for t in self.graph.outputs:
-            if self.graph.ops and (not uses[t] or uses[t][-1] < last):
-                uses[t].append(last)
         return tuple(map(tuple, uses))
 
     def _of(self, t: int) -> list[Gap]:

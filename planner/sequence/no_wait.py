@@ -84,11 +84,6 @@ def fit(
     return None
 
 
-def lean(gaps: Gaps) -> list[Fate]:
-    """All gaps swapped: no fates need less memory."""
-    return [Fate.SWAP] * len(gaps.all)
-
-
 @compiled
 def hastened(made: AlapSequence, nbytes: Ints, memory_bytes: int) -> Ints:
     """Indices of the actions in a new order: swap-ins stand as early as memory allows, in the same order.

@@ -11,11 +11,9 @@ from typing import Final
 
 from planner.graph import Graph
 from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
+from planner.simulate import COMPUTE, SWAP_IN, SWAP_OUT
 
-_COMPUTE: Final = 0
-_SWAP_IN: Final = 1
-_SWAP_OUT: Final = 2
-_LANES: Final = (_COMPUTE, _SWAP_IN, _SWAP_OUT)
+_LANES: Final = (COMPUTE, SWAP_IN, SWAP_OUT)
 
 _Clock = tuple[int, int, int]
 """Steps of each lane that have ended."""
@@ -65,7 +63,7 @@ class PlanWriter:
         ]
         if scratch is not None:
             needed.append(self._users.users(scratch, what.scratch_bytes))
-        after, mine = self._issue(_COMPUTE, needed)
+        after, mine = self._issue(COMPUTE, needed)
         addresses = tuple(self._address(o) for o in outputs)
         self._steps.append(Compute(op, addresses, None if scratch is None else self._address(scratch), after))
         for t in what.reads:
@@ -80,13 +78,13 @@ class PlanWriter:
     def swap_in(self, tensor: int, offset: int) -> None:
         """Copy a tensor from the host store to this offset."""
         needed = [self._users.users(offset, self._graph.tensors[tensor].nbytes), self._saved.get(tensor, _NEVER)]
-        after, mine = self._issue(_SWAP_IN, needed)
+        after, mine = self._issue(SWAP_IN, needed)
         self._steps.append(SwapIn(tensor, self._address(offset), after))
         self._appear(tensor, offset, mine)
 
     def swap_out(self, tensor: int, after_uses: bool = False) -> None:
         """Copy a tensor to the host store once it has been written, or once all its uses so far have ended."""
-        after, mine = self._issue(_SWAP_OUT, [(self._used if after_uses else self._written)[tensor]])
+        after, mine = self._issue(SWAP_OUT, [(self._used if after_uses else self._written)[tensor]])
         self._steps.append(SwapOut(tensor, after))
         self._used[tensor] = _latest(self._used[tensor], mine)
         self._saved[tensor] = mine
@@ -171,7 +169,7 @@ class _LastUsers:
 
 
 def _alone(lane: int, count: int) -> _Clock:
-    return (count, 0, 0) if lane == _COMPUTE else (0, count, 0) if lane == _SWAP_IN else (0, 0, count)
+    return (count, 0, 0) if lane == COMPUTE else (0, count, 0) if lane == SWAP_IN else (0, 0, count)
 
 
 def _latest(a: _Clock, b: _Clock) -> _Clock:

@@ -12,7 +12,6 @@ from planner.layout.placement import Block, Layout, place, place_within
 from planner.lifetimes import Lifespan
 from planner.plan import Plan
 from planner.problem import Problem
-from planner.profile import Profile
 from planner.sequence.plan_writer import PlanWriter
 
 
@@ -142,21 +141,15 @@ def plan_of(problem: Problem, actions: Sequence[Action], residents: Collection[i
     placed = lay_out_within(problem.graph, actions, residents, problem.memory_bytes, nodes)
     if placed is None:
         return None
-    return write(problem.graph, problem.profile, problem.memory_bytes, actions, residents, placed)
+    return write(problem, actions, residents, placed)
 
 
-def write(
-    graph: Graph,
-    profile: Profile,
-    memory_bytes: int,
-    actions: Sequence[Action],
-    residents: Collection[int],
-    placed: Placed,
-) -> Plan:
+def write(problem: Problem, actions: Sequence[Action], residents: Collection[int], placed: Placed) -> Plan:
     """Write a single-model plan: all of the memory is the partition."""
+    graph = problem.graph
     starting = {(s.tensor, s.span.first): o for s, o in zip(placed.ranges, placed.offsets, strict=True)}
     inputs, kept = ({t: starting[t, 0] for t in tensors} for tensors in (graph.inputs, residents))
-    writer = PlanWriter(graph, memory_bytes, 0, inputs, kept)
+    writer = PlanWriter(graph, problem.memory_bytes, 0, inputs, kept)
     last = max((i for i, a in enumerate(actions) if a.verb is ActionKind.COMPUTE), default=None)
     for i, action in enumerate(actions):
         match action.verb:
@@ -171,4 +164,4 @@ def write(
                 writer.swap_out(action.what)
             case ActionKind.DROP:
                 writer.drop(action.what)
-    return writer.plan(profile.fingerprint)
+    return writer.plan(problem.profile.fingerprint)

@@ -46,9 +46,7 @@ def require_single_budget(problem: Problem, searcher: str) -> None:
 def serial_plan(problem: Problem) -> Plan:
     """Return the serial plan of a single model's budget."""
     actions = serial(problem.graph)
-    return write(
-        problem.graph, problem.profile, problem.memory_bytes, actions, (), _lay_out(problem.graph, actions)
-    )
+    return write(problem, actions, (), _lay_out(problem.graph, actions))
 
 
 def serial(graph: Graph) -> list[Action]:

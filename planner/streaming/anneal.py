@@ -89,12 +89,8 @@ def _judged(work: Arrays, decisions: Decisions, home: Ints, fixed: bool) -> tupl
 @compiled
 def changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, urgent: Critical) -> Decisions:
     """Change one decision, or exchange some; often one of what is waited for."""
-    fate, hold, fit, lead = (
-        decisions.fate.copy(),
-        decisions.hold.copy(),
-        decisions.fit.copy(),
-        decisions.lead.copy(),
-    )
+    fate, hold = decisions.fate.copy(), decisions.hold.copy()
+    fit, lead = decisions.fit.copy(), decisions.lead.copy()
     count, ops = len(fate), len(work.op_s)
     kind, j = np.random.random(), np.random.randint(len(hold))
     if kind < REFITTED:

@@ -1,6 +1,6 @@
 """Orders of a problem's ops that are worth planning, in addition to the graph's own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,24 +72,20 @@ def in_order(problem: Problem, order: tuple[int, ...]) -> OpOrder:
 def _feasible_views(problem: Problem) -> Iterator[OpOrder]:
     first: OpOrder | None = None
     refusals: list[InfeasibleBudget] = []
-    for order in _given_orders(problem.graph):
-        try:
-            view = in_order(problem, order)
-        except InfeasibleBudget as refusal:
-            refusals.append(refusal)
-        else:
-            first = first or view
-            yield view
-    least_s = np.inf if first is None else least_latency_s(first.work.arrays)
-    if problem.overlay and least_s > problem.profile.compute_s:
-        others = []
-        for order in _orders_with_room(problem):
+
+    def feasible(orders: Iterable[tuple[int, ...]]) -> Iterator[OpOrder]:
+        for order in orders:
             try:
-                view = in_order(problem, order)
+                yield in_order(problem, order)
             except InfeasibleBudget as refusal:
                 refusals.append(refusal)
-            else:
-                others.append((least_latency_s(view.work.arrays), view))
+
+    for view in feasible(_given_orders(problem.graph)):
+        first = first or view
+        yield view
+    least_s = np.inf if first is None else least_latency_s(first.work.arrays)
+    if problem.overlay and least_s > problem.profile.compute_s:
+        others = [(least_latency_s(v.work.arrays), v) for v in feasible(_orders_with_room(problem))]
         for estimate_s, view in sorted(others, key=lambda o: o[0])[:OTHERS]:
             if estimate_s <= least_s:
                 first = first or view

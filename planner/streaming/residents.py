@@ -46,14 +46,9 @@ def guesses(work: Workload) -> Iterator[Choice]:
     made = (
         choose(work, pages)
         for pages in capacities(work)
-        for choose in (paced, prefix, spread, largest_first, costly_first)
+        for choose in (paced, fill, spread, largest_first, costly_first)
     )
     yield from dict.fromkeys(made)
-
-
-def prefix(work: Workload, pages: int) -> Choice:
-    """Those used first, so that copies of the others get ahead of the ops."""
-    return fill(work, (), pages)
 
 
 def largest_first(work: Workload, pages: int) -> Choice:
@@ -78,7 +73,7 @@ def spread(work: Workload, pages: int) -> Choice:
         if kept_pages + size[p] <= share * passed_pages:
             kept.append(p)
             kept_pages += int(size[p])
-    return fill(work, tuple(kept), pages)
+    return fill(work, pages, tuple(kept))
 
 
 def paced(work: Workload, pages: int) -> Choice:
@@ -102,7 +97,7 @@ def paced(work: Workload, pages: int) -> Choice:
         else:
             low = middle
     kept = late(high)
-    return fill(work, tuple(kept.tolist()) if arrays.size[kept].sum() <= pages else (), pages)
+    return fill(work, pages, tuple(kept.tolist()) if arrays.size[kept].sum() <= pages else ())
 
 
 def by_share(work: Workload, shares: Floats, pages: int) -> Choice:
@@ -110,8 +105,8 @@ def by_share(work: Workload, shares: Floats, pages: int) -> Choice:
     return _take(work, (), np.argsort(-shares, kind="stable"), pages)
 
 
-def fill(work: Workload, residents: Choice, pages: int) -> Choice:
-    """Use what is left for more parameters, those used first before others."""
+def fill(work: Workload, pages: int, residents: Choice = ()) -> Choice:
+    """Those used first, in addition to `residents`, so that copies of the others get ahead of the ops."""
     return _take(work, residents, np.arange(len(work.arrays.size)), pages)
 
 

@@ -19,6 +19,7 @@ from planner.order import has_reuse
 from planner.plan import Placement, Plan
 from planner.problem import Cost, Problem
 from planner.profile import Profile
+from planner.search.searcher import Searcher
 from planner.streaming import stream
 from planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
 from planner.streaming.emit import emit, residents_of
@@ -68,7 +69,7 @@ class StreamingCandidate:
         return tuple(np.flatnonzero(np.frombuffer(self.fate, np.int8) != STREAMED).tolist())
 
 
-class Streaming:
+class Streaming(Searcher[StreamingCandidate]):
     """Evaluates quick choices, then continues several annealing walks from the best."""
 
     is_compiled = True
@@ -84,8 +85,7 @@ class Streaming:
         self._rng = np.random.default_rng(seed)
         self._evaluated: list[tuple[float, StreamingCandidate]] = []
         self._decisions = lru_cache(maxsize=64)(self._decide)
-        self._asks = self._ask()
-        self._done = False
+        self._steps = filter(None, self._ask())
 
     @cached_property
     def evaluations(self) -> int:
@@ -93,15 +93,12 @@ class Streaming:
         in_round = CHAINS + len(SMALL) * len(LEADS)
         return len(self._starts) + len(self._starts) // 4 + WIDENED * ways + ROUNDS * in_round
 
-    def ask(self) -> Sequence[StreamingCandidate]:
-        return () if self._done else next(filter(None, self._asks), ())
-
     def tell(self, candidates: Sequence[StreamingCandidate], costs: Sequence[Cost]) -> None:
         for candidate, cost in zip(candidates, costs, strict=False):
             busy_s = cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
             self._evaluated.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
             if is_perfect(self.views[0].work, cost):
-                self._done = True
+                self._steps = iter(())
 
     def evaluate(self, candidate: StreamingCandidate, good_s: float) -> Cost:
         work, decisions = self.views[candidate.order].work, self._decisions(candidate)

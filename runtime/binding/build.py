@@ -70,7 +70,6 @@ def build(
     return Program(
         name=drafted.graph.name,
         draft=drafted,
-        statics=statics,
         computes=tuple(c.with_calls((*bound(c.calls), *after.get(n, ()))) for n, c in enumerate(drafted.computes)),
         swap_ins=tuple(map(swap, drafted.swap_ins)),
         swap_outs=tuple(map(swap, drafted.swap_outs)),

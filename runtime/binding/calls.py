@@ -26,6 +26,7 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     **{getattr(aten, f"{name}_").Tensor: getattr(torch.Tensor, f"{name}_") for name in _ARITHMETIC},
     **{getattr(aten, name).default: getattr(torch, name) for name in _ELEMENTWISE},
     **{getattr(aten, f"{name}_").default: getattr(torch, f"{name}_") for name in ("relu", "sigmoid", "tanh")},
+    aten.alias.default: lambda value: value,
     aten.linear.default: torch.nn.functional.linear,
     aten.mm.default: torch.mm,
     aten.select.int: torch.select,
@@ -96,9 +97,6 @@ def bind_call(
             keyword_slots = _has_slot(kwargs)
     nested = [(position, arguments[position]) for position in template.nested if _has_slot(arguments[position])]
 
-    if target is torch.ops.aten.alias.default and flat:
-        return _renaming(flat[0][1], out, frees)
-
     function = _FUNCTIONS.get(target)
     if function is None:
         function = target._op if isinstance(target, torch._ops.OpOverload) else target  # it only passes on
@@ -157,17 +155,6 @@ def bind_with_store(
         check()
 
     return checked
-
-
-def _renaming(source: int, out: int, frees: tuple[int, ...]) -> Call:
-    """Return a call of `alias`, which computes nothing."""
-
-    def call(frame: Frame) -> None:
-        frame[out] = frame[source]
-        for slot in frees:
-            frame[slot] = None
-
-    return call
 
 
 def weight_at(arena: DeviceArena[Any], segment: int, piece: Piece) -> torch.Tensor:

@@ -39,14 +39,6 @@ class StaticWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class StaticView:
-    """A view of parameters only."""
-
-    template: CallTemplate
-    statics: Statics
-
-
-@dataclass(frozen=True, slots=True)
 class DraftCall:
     """A call, with its static slots and the slots that it is the last to read."""
 
@@ -111,8 +103,8 @@ class Draft:
     profile: Profile | None
     """What the plan was checked against."""
     device: torch.device
-    statics: tuple[StaticWeight | StaticView, ...]
-    """Each uses earlier ones only."""
+    statics: tuple[StaticWeight | DraftCall, ...]
+    """Parameters and views of them. Each uses earlier ones only."""
     computes: tuple[ComputeStep[DraftCall], ...]
     swap_ins: tuple[SwapStep, ...]
     swap_outs: tuple[SwapStep, ...]
@@ -275,7 +267,7 @@ class _StaticValues:
     """Parameters and views of parameters, each once per address that it has in the plan."""
 
     def __init__(self, trace: Trace, manifest: Manifest, device: torch.device) -> None:
-        self.values: list[StaticWeight | StaticView] = []
+        self.values: list[StaticWeight | DraftCall] = []
         self._device = device
         self._views = {i.out: i for i in trace.instructions if i.op is None}
         self._pieces = {p.name: (n, p) for n, s in enumerate(manifest.segments) for p in s.pieces}
@@ -302,12 +294,12 @@ class _StaticValues:
             self.values.append(value)
         return self._known[key]
 
-    def _make(self, slot: int, addresses: Mapping[int, Address]) -> StaticWeight | StaticView:
+    def _make(self, slot: int, addresses: Mapping[int, Address]) -> StaticWeight | DraftCall:
         if slot in self._weights:
             segment, piece = self._pieces[self._weights[slot]]
             return StaticWeight(piece, addresses[segment])
         view = self._views[slot]
-        return StaticView(template_of(view, self._device), self.of(view.reads, addresses))
+        return DraftCall(template_of(view, self._device), self.of(view.reads, addresses), ())
 
 
 def _frees(steps: Sequence[Sequence[PendingCall]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -65,8 +65,6 @@ class Program:
     name: str
     """Which programs share their residents: executors keep state by it. `graph.name` is the model's."""
     draft: Draft
-    statics: Sequence[Any]
-    """The values of `draft.statics`: views of the arena."""
     computes: tuple[ComputeStep[Call], ...]
     swap_ins: tuple[SwapStep, ...]
     swap_outs: tuple[SwapStep, ...]
@@ -119,11 +117,6 @@ class Program:
     @property
     def output_slots(self) -> tuple[int, ...]:
         return self.draft.trace.output_slots
-
-    @property
-    def only_computes(self) -> bool:
-        """Whether it waits for no copy."""
-        return not (self.swap_ins or self.swap_outs)
 
     @property
     def last_return(self) -> int:

@@ -32,11 +32,6 @@ class CpuArena:
         """Release the pages now. Views that still exist then read zeros."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-        return int(self.bytes(0, 0).ctypes.data)
-
     def bytes(self, offset: int, nbytes: int) -> Bytes:
         """The given bytes as a writable array. Raises MemoryExceeded outside of the arena."""
         require_inside(self, offset, nbytes)

@@ -17,9 +17,10 @@ from runtime.cpu.executor import CpuExecutor
 from runtime.host.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_are_off
 from runtime.host.store import LimitedStore, Links, open_store
 from runtime.lowering.lower import Lowered
+from runtime.lowering.packing import processor
 from runtime.lowering.weights import BLOCK_BYTES, Manifest
 from runtime.memory import DeviceArena, HostStore, StoreKind
-from runtime.profiling.profile import cached_profiles, device_name, measure, traced_profiles
+from runtime.profiling.profile import cached_profiles, measure, traced_profiles
 from runtime.profiling.stopwatch import last_level_cache_bytes
 from runtime.shared_region.relocatable import RelocatableModel
 
@@ -81,7 +82,8 @@ class CpuBackend:
         limit = "" if self._bandwidth is None else f" at {self._bandwidth:.0f} B/s"
         if self._verify_reads and store.kind == "file":
             limit += ", verified"
-        device = device_name(torch.get_num_threads(), store, limit)
+        threads = torch.get_num_threads()
+        device = f"{processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}"
 
         def measured() -> dict[Bucket, Profile]:
             window = self._window_bytes(lowered.manifest, store)

@@ -181,7 +181,7 @@ class CpuExecutor:
 
     def _new_run(self, recording: Recording | None) -> LaneRun:
         bases = (self._computes.value, self._swap_in.submitted, self._swap_out.submitted)
-        return LaneRun(time.perf_counter(), *bases, note=None if recording is None else recording.note)
+        return LaneRun(time.perf_counter(), *bases, recording=recording)
 
     def _submit(self, program: Program, run: LaneRun) -> None:
         """Queue a run's copies, unless the compute lane makes them itself, once the swap-in lane is idle."""
@@ -192,7 +192,7 @@ class CpuExecutor:
         if program.swap_outs:
             self._swap_out.start()
             self._swap_out.submit(run, program.swap_outs)
-        if not program.only_computes:
+        if program.swap_ins or program.swap_outs:
             tickets = {tensor: run.swap_in_ticket(index + 1) for tensor, index in program.draft.restored.items()}
             self._restored[program.name] = _Restored(run, tickets)
 
@@ -213,7 +213,7 @@ class CpuExecutor:
         """Run the compute steps, each by itself if they are noted. Returns the seconds for which they waited."""
         stall_s = 0.0
         finished = run.compute_base
-        each = program.stretches if run.note is None else (Stretch(c, c.calls, 1) for c in program.computes)
+        each = program.stretches if run.recording is None else (Stretch(c, c.calls, 1) for c in program.computes)
         for stretch in each:
             step = stretch.first
             ticket = run.swap_in_ticket(step.swap_ins_before)
@@ -231,8 +231,8 @@ class CpuExecutor:
             start = time.perf_counter()
             for call in stretch.calls:
                 call(frame)
-            if run.note is not None:
-                run.note(step, start, time.perf_counter())
+            if run.recording is not None:
+                run.recording.note(step, start, time.perf_counter())
             finished += stretch.steps
             if finished < run.compute_base + len(program.computes):
                 # `run` counts the last step: outputs that are parameters are cloned before the epilogue starts.
@@ -266,8 +266,8 @@ def _wait(lane: SwapLane, ticket: int, step: ComputeStep[Call], run: LaneRun) ->
     start = time.perf_counter()
     lane.done.wait(ticket)
     end = time.perf_counter()
-    if run.note is not None:
-        run.note(step, start, end, stalled=True)
+    if run.recording is not None:
+        run.recording.note(step, start, end, stalled=True)
     return end - start
 
 

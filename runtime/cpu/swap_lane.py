@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from runtime.binding.draft import SwapStep
-from runtime.recording import NoteStep
+from runtime.recording import Recording
 
 _log = logging.getLogger("cohabit.runtime")
 
@@ -62,8 +62,8 @@ class LaneRun:
     swap_out_base: int
     """The swap-out lane's counter before this run's swap-outs."""
     error: BaseException | None = None
-    note: NoteStep | None = None
-    """Notes each step, for a run that is followed."""
+    recording: Recording | None = None
+    """What each step is noted in, for a run that is followed."""
     hand_over: Callable[[], None] | None = None
     """What to do with the notes after the last copy."""
 
@@ -153,8 +153,8 @@ class SwapLane:
             run.error = run.error or error
         end = time.perf_counter()
         self.busy_s += end - start
-        if run.note is not None:
-            run.note(step, start, end)
+        if run.recording is not None:
+            run.recording.note(step, start, end)
 
 
 def _hand_over(run: LaneRun) -> None:

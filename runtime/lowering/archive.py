@@ -59,15 +59,18 @@ _FUNCTIONS = frozenset(
 )
 
 
-def read(path: Path) -> ExportedProgram:
-    """Load an exported program, whose weights are views of the mapped file. Raises ArchiveError for a bad file."""
+def read(path: Path) -> tuple[ExportedProgram, list[str]]:
+    """Load an exported program, and the conditions on its inputs' sizes that stand beside it.
+
+    The program's weights are views of the mapped file. The conditions are Python text, which must not be executed.
+    Raises ArchiveError for a bad file.
+    """
     with open_archive(path) as archive:
         records = _Records(path, archive)
         records.refuse_unsafe()
         weights = records.tensors(_WEIGHTS, "data/weights/")
         constants = records.tensors(_CONSTANTS, "data/constants/")
-        raw = records.checked(_MODEL, _MAX_JSON_BYTES)
-        serialized = _check_program(path, raw)
+        serialized, guards = _check_program(path, records.checked(_MODEL, _MAX_JSON_BYTES))
         try:
             program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, None)
         except Exception as error:  # the deserializer raises whatever its asserts and look-ups raise
@@ -75,14 +78,7 @@ def read(path: Path) -> ExportedProgram:
             raise ArchiveError(
                 f"{path.name}: not a program that torch {torch.__version__} reads: {reason}"
             ) from error
-    return program
-
-
-def guards(path: Path) -> list[str]:
-    """Read the conditions on the inputs' sizes that stand beside a program: Python text, which must not be executed."""
-    with open_archive(path) as archive:
-        document = json.loads(_Records(path, archive).checked(_MODEL, _MAX_JSON_BYTES))
-    return [text for text in document.get("guards_code", ()) if isinstance(text, str)]
+    return program, guards
 
 
 class _Records:
@@ -178,7 +174,8 @@ class _Records:
             raise ArchiveError(f"{self.path.name}: record {info.filename} is damaged: {error}") from error
 
 
-def _check_program(path: Path, raw: bytes) -> Any:
+def _check_program(path: Path, raw: bytes) -> tuple[Any, list[str]]:
+    """Return the serialized program without its guards, and the guards."""
     try:
         document = json.loads(raw)
         for kind, text in _texts(document):
@@ -196,8 +193,9 @@ def _check_program(path: Path, raw: bytes) -> Any:
                     f"{path.name}: the program calls {text[:80]!r}, which is not an operator that a model may use:"
                     " compute operators of torch.ops.aten and control flow; decompose or rewrite it before export"
                 )
+        guards = [text for text in document.get("guards_code", ()) if isinstance(text, str)]
         document["guards_code"] = []
-        return _bytes_to_dataclass(schema.ExportedProgram, json.dumps(document).encode())
+        return _bytes_to_dataclass(schema.ExportedProgram, json.dumps(document).encode()), guards
     except ArchiveError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as error:

@@ -258,16 +258,20 @@ class OneDnnKernels:
         return self._convolution(model, found)
 
     def _linear(self, model: FxModel, found: LayerPattern, plain: Any, add: Any) -> FusedCall:
-        x, bias, weight = found.layer.args[0], _bias(found.layer), self._linear_weight(model, found.layer)
+        layer, x, bias = found.layer, found.layer.args[0], _bias(found.layer)
+        channels = 1 if layer.target is aten.conv2d.default else -1
+        rows = [math.prod(size) // size[channels] for size in self._sizes(layer)]
+        weight = self._packed_once(model, layer, "linear", lambda w: packing.pack_linear(w.flatten(1), rows))
         if found.total is None:
             return FusedCall(found, plain, (x, weight, bias, *_words(found.activation)))
-        pattern = LayerPattern(found.layer, found.total, found.residual)
+        pattern = LayerPattern(layer, found.total, found.residual)
         return FusedCall(pattern, add, (x, found.residual, weight, bias, "add"))
 
     def _convolution(self, model: FxModel, found: LayerPattern) -> FusedCall:
         layer, residual = found.layer, found.residual
-        x, weight = layer.args[0], self._convolution_weight(model, layer)
-        rest = (weight, _bias(layer), *_onednn_window(layer))
+        x, window, sizes = layer.args[0], _onednn_window(layer), self._sizes(layer)
+        weight = self._packed_once(model, layer, str(window), lambda w: packing.pack_convolution(w, window, sizes))
+        rest = (weight, _bias(layer), *window)
         if residual is None:
             return FusedCall(found, packing.CONVOLUTION, (x, *rest, *_words(found.activation)))
         relu = found.activation == RELU
@@ -281,17 +285,6 @@ class OneDnnKernels:
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return []
         return [tuple(_at(d, symbols) for d in value.shape) for symbols in self._symbols]
-
-    def _linear_weight(self, model: FxModel, layer: fx.Node) -> fx.Node:
-        channels = 1 if layer.target is aten.conv2d.default else -1
-        rows = [math.prod(size) // size[channels] for size in self._sizes(layer)]
-        return self._packed_once(model, layer, "linear", lambda plain: packing.pack_linear(plain.flatten(1), rows))
-
-    def _convolution_weight(self, model: FxModel, layer: fx.Node) -> fx.Node:
-        window, sizes = _onednn_window(layer), self._sizes(layer)
-        return self._packed_once(
-            model, layer, str(window), lambda plain: packing.pack_convolution(plain, window, sizes)
-        )
 
     def _layouts(self, model: FxModel, conv: fx.Node) -> int:
         """How many layouts oneDNN wants for a convolution's weight in the planned shapes."""

@@ -165,10 +165,10 @@ def _folder(cache: Path, archive: str, options: Options) -> Path:
 
 def _read(path: Path, name: str) -> FxModel:
     """Read an archive. Torch's deserializer takes seconds to import, which a server with a full cache need not."""
-    from runtime.lowering.archive import guards, read
+    from runtime.lowering.archive import read
     from runtime.lowering.exported import from_program
 
-    return from_program(name, read(path), guards(path))
+    return from_program(name, *read(path))
 
 
 def _machine(options: Options) -> str | None:

@@ -28,6 +28,8 @@ from runtime.lowering.weights import Manifest
 
 DYNAMIC = "dynamic"
 """Key in the `meta` of nodes that read the size of an input's dynamic dimension other than the batch."""
+_FUNCTION_MODULES = ("_operator", "math", "torch", "runtime.lowering.fused_ops", "torch.fx.experimental.sym_node")
+"""Modules whose functions a program may call besides operators."""
 _OP = "cohabit op "
 """Begins the names under which the profiler sees a trace's ops."""
 
@@ -394,17 +396,10 @@ def _target_name(target: Any) -> str:
 
 
 def _check_target(model: str, target: Any) -> None:
-    if allows_lowered(target):
-        return
-    if getattr(target, "__module__", "") in (
-        "_operator",
-        "math",
-        "torch",
-        "runtime.lowering.fused_ops",
-        "torch.fx.experimental.sym_node",
-    ):
-        return
-    raise UnsupportedModel(f"{model}: the program calls {target}, which is not an operator that a model may use")
+    if not allows_lowered(target) and getattr(target, "__module__", "") not in _FUNCTION_MODULES:
+        raise UnsupportedModel(
+            f"{model}: the program calls {target}, which is not an operator that a model may use"
+        )
 
 
 def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:

@@ -19,7 +19,6 @@ from planner.shapes import Bucket
 from runtime.backend import Executor
 from runtime.binding.program import Bases, Program
 from runtime.lowering.lower import Lowered
-from runtime.lowering.packing import processor
 from runtime.memory import DeviceArena, HostStore
 from runtime.profiling.link import leading, measure_contention, measure_swap_in, measure_swap_out, segment_copies
 from runtime.profiling.stopwatch import ColdCaches, measure_ops
@@ -35,11 +34,6 @@ _SAMPLE_BYTES = 64 << 20
 
 OpenArena = Callable[[int], AbstractContextManager[DeviceArena[Any]]]
 Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]], Program]
-
-
-def device_name(threads: int, store: HostStore[Any], limit: str = "") -> str:
-    """Return what a profile is valid for: processor, threads, torch, and store."""
-    return f"{processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}"
 
 
 def cached_profiles(

@@ -91,12 +91,8 @@ class ParameterRegion:
         self._free = FreeList(offset, nbytes)
         self._earlier: dict[str, deque[dict[int, int]]] = {}
         """Offsets of the parameters of whole models, the newest first."""
-        self._held: OrderedDict[Key, tuple[int, int]] = OrderedDict()
+        self.held: OrderedDict[Key, tuple[int, int]] = OrderedDict()
         """(offset, size) of what is in the region, least recently used first."""
-
-    @property
-    def held(self) -> Mapping[Key, tuple[int, int]]:
-        return self._held
 
     def require(self, uses: ParameterUses) -> None:
         """Raise MemoryExceeded for a model that can never run here."""
@@ -117,27 +113,27 @@ class ParameterRegion:
         offsets: Mapping[int, int] = {}
         if self._keeps == "one":
             self._evict_others(uses)
-        elif self._keeps == "models" and any((uses.model, s) not in self._held for s in uses.nbytes):
+        elif self._keeps == "models" and any((uses.model, s) not in self.held for s in uses.nbytes):
             self.forget(uses.model)
             offsets = self._place_model(uses)
         return self._walk(uses, offsets, prefetch)
 
     def forget(self, model: str) -> None:
         """Evict a model's parameters, because a copy has failed."""
-        for key in [key for key in self._held if key[0] == model]:
+        for key in [key for key in self.held if key[0] == model]:
             self._evict(key)
 
     def _evict_others(self, uses: ParameterUses) -> None:
         """Empty the region, but keep this model if all of it fits."""
         stays = uses.total_bytes <= self.nbytes
-        for key in [key for key in self._held if not stays or key[0] != uses.model]:
+        for key in [key for key in self.held if not stays or key[0] != uses.model]:
             self._evict(key)
 
     def _place_model(self, uses: ParameterUses) -> Mapping[int, int]:
         """Evict the least recently used models until this one fits: where it was before, in one piece, or in pieces."""
         earlier = self._earlier.setdefault(uses.model, deque(maxlen=PLACEMENTS_KEPT))
         while (offsets := self._free_placement(uses, earlier)) is None:
-            self.forget(next(iter(self._held))[0])
+            self.forget(next(iter(self.held))[0])
         if offsets in earlier:
             earlier.remove(offsets)
         earlier.appendleft(offsets)
@@ -158,10 +154,10 @@ class ParameterRegion:
             missing = []
             for segment in segments:
                 key = (uses.model, segment)
-                if key in self._held:
-                    self._held.move_to_end(key)
+                if key in self.held:
+                    self.held.move_to_end(key)
                     if segment not in fetched:
-                        present.setdefault(segment, self._held[key][0])
+                        present.setdefault(segment, self.held[key][0])
                 else:
                     missing.append(segment)
             for segment, offset in self._place_missing(run, segments, missing, offsets):
@@ -198,17 +194,17 @@ class ParameterRegion:
         else:
             own = {(run.uses.model, s) for s in needed}
             while (offset := self._free.take(nbytes)) is None:
-                victim = next((key for key in self._held if key not in own), None)
+                victim = next((key for key in self.held if key not in own), None)
                 if victim is None:
                     return None
                 self._evict(victim, run)
-        self._held[run.uses.model, segment] = (offset, nbytes)
+        self.held[run.uses.model, segment] = (offset, nbytes)
         return offset
 
     def _evict(self, key: Key, run: _RunState | None = None) -> None:
-        if key not in self._held:
+        if key not in self.held:
             return
-        offset, nbytes = self._held.pop(key)
+        offset, nbytes = self.held.pop(key)
         self._free.release(offset, nbytes)
         if run is not None and key[0] == run.uses.model and key[1] in run.last_reads:
             run.evicted.append((offset, offset + nbytes, run.last_reads[key[1]] + 1))

@@ -49,7 +49,6 @@ class RelocatableModel:
         self.home = Program(
             name=lowered.name,
             draft=drafted,
-            statics=(),
             computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0) for c in drafted.computes),
             swap_ins=(),
             swap_outs=(),

@@ -137,18 +137,8 @@ def _from_typed(contents: Any, body: InputBody) -> Array:
     check_size(len(values) * dtype.itemsize, body.name, body.datatype, body.shape)
     array = np.empty(len(values), dtype)
     for start in range(0, len(values), _CHUNK):
-        array[start : start + _CHUNK] = _narrowed(values[start : start + _CHUNK], body)
+        try:
+            array[start : start + _CHUNK] = np.array(values[start : start + _CHUNK], dtype)
+        except OverflowError as error:
+            raise InvalidRequest(f"data of input '{body.name}' does not fit {body.datatype}: {error}") from error
     return array.reshape(body.shape)
-
-
-def _narrowed(values: list[Any], body: InputBody) -> Array:
-    dtype = DTYPES[body.datatype]
-    if dtype.kind in "iu" and dtype.itemsize < 4:
-        limits = np.iinfo(dtype)
-        if not limits.min <= min(values) <= max(values) <= limits.max:
-            raise InvalidRequest(
-                f"data of input '{body.name}' does not fit {body.datatype}: it has {min(values)} and {max(values)},"
-                f" the limits are {limits.min} and {limits.max}"
-            )
-    narrowed: Array = np.array(values, dtype)
-    return narrowed

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from planner.library import Library
-from planner.sizing.deployment import Division, Room
+from planner.sizing.deployment import Room
 from runtime.backend import Backend
 from runtime.errors import StoreChanged
 from runtime.lowering.lower import NotCached
@@ -132,22 +132,9 @@ class ModelPreparer:
                 prepared.known.plans[room] = plans  # the same objects that programs are made of
         return plans
 
-    def divide(
-        self, models: Sequence[Prepared], memory_bytes: int, lanes: int, least_workspace_bytes: int
-    ) -> Division:
-        """Return the sizes of workspace and partitions. Raises WorkerFailed for too little memory."""
-        demands = [model.demand for model in models]
-        return self.quick_planners.call(
-            planning.divide, demands, memory_bytes, "partitioned", lanes, least_workspace_bytes
-        )
-
     def workspaces(self, prepared: Prepared, memory_bytes: int) -> list[int]:
         """Return the sizes of a workspace that are worth trying for a model."""
         return self.quick_planners.call(planning.workspaces_for, prepared.demand, memory_bytes)
-
-    def fit(self, prepared: Prepared, rooms: Sequence[Room]) -> Room | None:
-        """Return the part of one of these rooms in which a model is fastest; None if it fits in none."""
-        return self.quick_planners.call(planning.fit, prepared.demand, rooms)
 
     def plan_next_start(self, models: Sequence[Prepared]) -> None:
         """Store how memory is divided among these models at the next start, and their plans. Raises WorkerFailed."""

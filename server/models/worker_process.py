@@ -66,8 +66,10 @@ class WorkerProcesses:
                 result, failure = process.call(function, args, kwargs, self._timeout_s)
             except (EOFError, ConnectionError) as error:
                 self._end(process)
+                most = self._memory_bytes
+                limit = "" if most is None else f" (--prepare-memory is {format_bytes(most)})"
                 raise WorkerFailed(
-                    f"the process that prepares models has died; perhaps memory has run out{self._limit}"
+                    f"the process that prepares models has died; perhaps memory has run out{limit}"
                 ) from error
             except TimeoutError as error:
                 self._end(process)
@@ -100,11 +102,6 @@ class WorkerProcesses:
         for process in processes:
             self._end(process)
         self.release()
-
-    @property
-    def _limit(self) -> str:
-        limit = self._memory_bytes
-        return "" if limit is None else f" (--prepare-memory is {format_bytes(limit)})"
 
     def _take(self) -> "_WorkerProcess":
         with self._lock:

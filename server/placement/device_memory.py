@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.shapes import Bucket
@@ -16,7 +16,6 @@ from server.engine.servable import ProgramServable, describe
 from server.ipc.model import DeviceUse, ModelFootprint, ModelKey, lane_name
 from server.models.known_models import Plans
 from server.models.prepared import Prepared, warn_of_interaction, warn_of_noise, warn_of_random_ops
-from server.placement.lane_choice import least_busy
 from server.placement.partitions import Extent, Partitions
 from server.protocol.model_config import with_defaults
 
@@ -89,7 +88,7 @@ class PartitionedMemory:
         sums = [0.0] * len(self.executors)
         for placed in self.placed_models.values():
             sums[placed.lane] += expected_load(placed.prepared, placed.plans)
-        return least_busy(sums)
+        return sums.index(min(sums))
 
     def new_owner(self, model: ModelKey) -> str:
         """Return a unique owner name for one load of a version."""
@@ -160,19 +159,10 @@ class PartitionedMemory:
         )
         return placed
 
-    def resident_load(
-        self, programs: Programs, lane: int, on_done: Callable[[], None] = lambda: None
-    ) -> BackgroundWork:
-        """Return the work of a lane that loads a model's residents, which all buckets share, and calls `on_done`."""
+    def resident_load(self, programs: Programs, lane: int) -> BackgroundWork:
+        """Return the work of a lane that loads a model's residents, which all buckets share."""
         pieces = self.executors[lane].load_in_pieces([programs[bucket] for bucket in sorted(programs)])
-
-        def advance() -> bool:
-            is_done = next(pieces, True) is True
-            if is_done:
-                on_done()
-            return is_done
-
-        return advance
+        return lambda: next(pieces, True) is True
 
     def remove(self, owner: str) -> None:
         """Release a model's bytes. The lanes must no longer use it; the caller closes its store."""

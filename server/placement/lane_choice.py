@@ -7,12 +7,7 @@ def assign_lanes(loads: Sequence[float], lanes: int) -> list[int]:
     """Return a lane for each model: longest processing time first, each to the least busy lane so far."""
     chosen, sums = [0] * len(loads), [0.0] * lanes
     for model in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
-        lane = least_busy(sums)
+        lane = sums.index(min(sums))
         chosen[model] = lane
         sums[lane] += loads[model]
     return chosen
-
-
-def least_busy(sums: Sequence[float]) -> int:
-    """Return the lane with the least load; the first of equals."""
-    return min(range(len(sums)), key=lambda lane: (sums[lane], lane))

@@ -14,6 +14,7 @@ from runtime.binding.program import Program
 from runtime.errors import MemoryExceeded
 from server.engine.compute_lanes import ComputeLanes
 from server.errors import RequestError
+from server.models import planning
 from server.models.known_models import Plans
 from server.models.prepared import Prepared, warn_of_noise
 from server.models.preparer import ModelPreparer, is_better
@@ -107,7 +108,8 @@ class ModelPlacement:
         free = (partitions.workspace_bytes if held else 0, held)
         if free not in rooms:
             workspaces = self.preparer.workspaces(prepared, partitions.arena_bytes)
-            rooms[free] = self.preparer.fit(prepared, self.memory.rooms(workspaces, without))
+            within = self.memory.rooms(workspaces, without)
+            rooms[free] = self.preparer.quick_planners.call(planning.fit, prepared.demand, within)
         return rooms[free]
 
     async def _install(self, prepared: Prepared, room: Room, plans: Plans, lane: int) -> PlacedModel:
@@ -162,9 +164,11 @@ class ModelPlacement:
         if self._all_resident:
             raise await asyncio.to_thread(self._no_room_for_all, prepared, others)
         division = await asyncio.to_thread(
-            self.preparer.divide,
-            [*(placed.prepared for placed in others), prepared],
+            self.preparer.quick_planners.call,
+            planning.divide,
+            [*(placed.prepared.demand for placed in others), prepared.demand],
             memory.partitions.arena_bytes,
+            "partitioned",
             memory.partitions.lanes,
             memory.partitions.workspace_bytes if others else 0,
         )
@@ -255,9 +259,9 @@ class ModelPlacement:
         """Load a model's residents for new programs while its requests wait, then switch to these programs."""
         self._lanes[placed.lane].hold(placed.key, True)
         old = placed.servable.programs
-        resident_load = self.memory.resident_load(programs, placed.lane, lambda: placed.servable.switch(programs))
         try:
-            await self._lanes[placed.lane].perform(resident_load)
+            await self._lanes[placed.lane].perform(self.memory.resident_load(programs, placed.lane))
+            await self._lanes[placed.lane].call_on_lane(lambda: placed.servable.switch(programs))
         except CohabitError as error:
             self._lanes.remove(placed.key)
             await self._release_later(placed.lane, programs, old)

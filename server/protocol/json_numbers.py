@@ -8,17 +8,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from server.errors import InvalidRequest
 from server.ipc.model import Array
 from server.protocol.datatypes import DTYPES
 
-_LARGEST_INT64 = 2**63 - 1
 _OPENING = re.compile(rb"[\s\[]*")
 _BRACKETS = b"[]"
 _STRUCTURE = b"[],"
@@ -127,21 +125,10 @@ def _decode(data: memoryview | bytes, name: str, datatype: str, depth: int) -> l
 
 @lru_cache(maxsize=64)
 def _decoder(datatype: str, depth: int) -> msgspec.json.Decoder[Any]:
-    nested: Any = _element(DTYPES[datatype])
+    nested: Any = {"b": bool, "f": float}.get(DTYPES[datatype].kind, int)
     for _ in range(depth):
         nested = list[nested]
     return msgspec.json.Decoder(nested)
-
-
-def _element(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        return bool
-    if dtype.kind == "f":
-        return float
-    limits = np.iinfo(dtype)
-    if limits.max > _LARGEST_INT64:  # beyond what msgspec can compare with; numpy refuses the rest
-        return Annotated[int, Meta(ge=0)]
-    return Annotated[int, Meta(ge=int(limits.min), le=int(limits.max))]
 
 
 def _array(values: list[Any], name: str, datatype: str) -> Array:
@@ -151,9 +138,7 @@ def _array(values: list[Any], name: str, datatype: str) -> Array:
             return np.array(values, dtype)
         doubles: Array = np.array(values, np.float64)
     except OverflowError as error:
-        raise InvalidRequest(
-            f"data of input '{name}' does not fit {datatype}: an integer is out of range"
-        ) from error
+        raise InvalidRequest(f"data of input '{name}' does not fit {datatype}: {error}") from error
     except ValueError as error:
         raise InvalidRequest(f"data of input '{name}' is nested unevenly; rows must be of one length") from error
     with np.errstate(over="ignore"):

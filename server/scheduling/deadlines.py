@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from collections.abc import Collection
 
 from server.scheduling.queues import Ticket
 
@@ -12,9 +13,10 @@ _MAX_STALE = 64
 class Deadlines:
     """A heap with lazy deletion: entries of requests that no longer wait are skipped."""
 
-    def __init__(self) -> None:
+    def __init__(self, live: Collection[Ticket]) -> None:
+        """`live` always has the requests that wait."""
         self._heap: list[tuple[float, int, Ticket]] = []
-        self._waiting: set[Ticket] = set()
+        self._live = live
 
     @property
     def earliest_s(self) -> float:
@@ -23,22 +25,17 @@ class Deadlines:
 
     def watch(self, ticket: Ticket, latest_start_s: float) -> None:
         heapq.heappush(self._heap, (latest_start_s, ticket.number, ticket))
-        self._waiting.add(ticket)
 
-    def forget(self, ticket: Ticket) -> None:
-        """Remove a request that no longer waits."""
-        if not self._heap:
-            return
-        self._waiting.discard(ticket)
-        if len(self._heap) > 2 * len(self._waiting) + _MAX_STALE:
-            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
+    def trim(self) -> None:
+        """Drop the entries of requests that no longer wait, if there are many."""
+        if len(self._heap) > 2 * len(self._live) + _MAX_STALE:
+            self._heap = [entry for entry in self._heap if entry[2] in self._live]
             heapq.heapify(self._heap)
 
     def pop_before(self, start_s: float) -> Ticket | None:
         """Remove and return a request whose latest start time has passed; None if there is none."""
         while self._heap and self._heap[0][0] < start_s:
             _, _, ticket = heapq.heappop(self._heap)
-            if ticket in self._waiting:
-                self._waiting.discard(ticket)
+            if ticket in self._live:
                 return ticket
         return None

@@ -56,10 +56,10 @@ class Scheduler:
         """When a request was last shed."""
         self._answer_delay = Delay()
         """From the end of an execution until the event loop sends its answer."""
-        self._deadlines = Deadlines()
-        self._passed_over: list[Ticket] = []
         self._live: set[Ticket] = set()
         """All waiting requests."""
+        self._deadlines = Deadlines(self._live)
+        self._passed_over: list[Ticket] = []
 
     def pending(self, model: ModelKey) -> int:
         return len(self._models[model].queue) if model in self._models else 0
@@ -225,7 +225,7 @@ class Scheduler:
     def _forget(self, ticket: Ticket) -> None:
         """Remove a request that no longer waits, and with it the references to its inputs."""
         self._live.remove(ticket)
-        self._deadlines.forget(ticket)
+        self._deadlines.trim()
 
     def _choose(self, now_s: float) -> tuple[ModelKey, Batch] | None:
         return self._order.choose(now_s, overloaded=now_s - self._overloaded_s < _OVERLOADED_S)

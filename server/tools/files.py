@@ -37,19 +37,9 @@ def read_profile(path: Path, graph: Graph) -> Profile:
     profile = _read(path, planner.profile.decode)
     if profile.graph != graph.fingerprint:
         raise FormatError(f"{path}: {FingerprintMismatch('profile', graph.fingerprint, profile.graph)}")
-    if wrong := _nonsense(profile, graph):
-        raise FormatError(f"{path}: {wrong}")
+    if (count := len(profile.op_seconds)) != len(graph.ops):
+        raise FormatError(f"{path}: it has the times of {count} ops, the graph has {len(graph.ops)}")
     return profile
-
-
-def find_graph(plan: Plan, path: Path) -> Graph:
-    """Return the graph of a plan from the files near the plan's. Raises ConfigError if none matches."""
-    return _find("graph", plan.graph, path, planner.graph.decode)
-
-
-def find_profile(plan: Plan, path: Path) -> Profile:
-    """Return the profile of a plan from the files near the plan's. Raises ConfigError if none matches."""
-    return _find("profile", plan.profile, path, planner.profile.decode)
 
 
 def write_graph(folder: Path, graph: Graph) -> Path:
@@ -99,7 +89,8 @@ def _read(path: Path, decode: Callable[[bytes], _Decoded]) -> _Decoded:
         raise FormatError(f"{path}: {error}") from error
 
 
-def _find(what: str, fingerprint: str, plan: Path, decode: Callable[[bytes], _T]) -> _T:
+def find(what: str, fingerprint: str, plan: Path, decode: Callable[[bytes], _T]) -> _T:
+    """Return the graph or profile of a plan from the files near the plan's. Raises ConfigError if none matches."""
     candidates = list(_candidates(what, plan))
     for path in candidates:
         with suppress(OSError, CohabitError):
@@ -119,17 +110,3 @@ def _candidates(what: str, plan: Path) -> Iterator[Path]:
     yield from named
     yield from sorted((folder.parent / f"{what}s").glob("*.json"))
     yield from sorted(set(folder.glob("*.json")).difference(named, folder.glob("*.plan.json")))
-
-
-def _nonsense(profile: Profile, graph: Graph) -> str | None:
-    """Return why a profile cannot have been measured, or None."""
-    if len(profile.op_seconds) != len(graph.ops):
-        return f"it has the times of {len(profile.op_seconds)} ops, the graph has {len(graph.ops)}"
-    links = (profile.swap_in, profile.swap_out)
-    if min((*profile.op_seconds, *(link.latency_s for link in links))) < 0:
-        return "a time in it is below 0"
-    if min(link.bandwidth_bytes_per_s for link in links) <= 0:
-        return "a bandwidth in it is not above 0"
-    if min(profile.compute_slowdown, profile.swap_slowdown) < 1:
-        return "a slowdown in it is below 1"
-    return None

@@ -1,5 +1,6 @@
 """Numbers, names and tables as every command writes them."""
 
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +40,7 @@ def nice_ticks(end: float, most: int) -> list[float]:
     """Return round positions from 0 to `end` with at most `most` intervals."""
     if end <= 0 or most < 1:
         return [0.0]
-    magnitude = 1.0
-    while magnitude * most > end:
-        magnitude /= 10
-    while magnitude * 10 * most <= end:
-        magnitude *= 10
+    magnitude = 10.0 ** math.floor(math.log10(end / most))
     step = next(magnitude * m for m in (1, 2, 5, 10, 20) if magnitude * m * most >= end)
     return [i * step for i in range(int(end / step + 1e-9) + 1)]
 

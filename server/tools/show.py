@@ -8,11 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+import planner.graph
+import planner.profile
 from planner.check import check
 from planner.errors import CohabitError, FormatError, format_bytes
 from server.errors import ConfigError
 from server.tools.analysis import PlanAnalysis, analyze
-from server.tools.files import find_graph, find_profile, read_graph, read_plan, read_profile, write_file
+from server.tools.files import find, read_graph, read_plan, read_profile, write_file
 from server.tools.format import milliseconds
 from server.tools.page import page
 from server.tools.terminal import draw
@@ -51,9 +53,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 
 def _load(options: argparse.Namespace) -> PlanAnalysis:
-    plan = read_plan(options.plan)
-    graph = find_graph(plan, options.plan) if options.graph is None else read_graph(options.graph)
-    profile = find_profile(plan, options.plan) if options.profile is None else read_profile(options.profile, graph)
+    plan, path = read_plan(options.plan), options.plan
+    graph = read_graph(options.graph) if options.graph else find("graph", plan.graph, path, planner.graph.decode)
+    if options.profile:
+        profile = read_profile(options.profile, graph)
+    else:
+        profile = find("profile", plan.profile, path, planner.profile.decode)
     try:
         check(graph, profile, plan)
     except CohabitError as error:

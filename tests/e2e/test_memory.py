@@ -33,7 +33,7 @@ from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
 from tests.planner.reference import live_bytes, peak_bytes
 from tests.runtime.late import LateStore
-from tests.runtime.observing import observed
+from tests.runtime.observing import addresses, observed
 
 NON_PARAMETERS = ("input", "activation")
 
@@ -102,7 +102,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, arena: CpuArena) -> None:
         super().__init__()
-        self.arena = range(arena.address, arena.address + arena.nbytes)
+        self.arena = addresses(arena)
         self.step = -1
         self.uses: list[Use] = []
 
@@ -246,7 +246,7 @@ def test_activations_that_are_held_are_those_that_the_plan_counts(
     archives: Archives, name: str, memory: str, bucket: Bucket
 ) -> None:
     with at_least(archives, (name,), memory) as device:
-        watch = FrameWatch(range(device.arena.address, device.arena.address + device.arena.nbytes))
+        watch = FrameWatch(addresses(device.arena))
         device.run(name, bucket, watch.observe)
         plan, graph = device.entry(name).plans[bucket], device.lowered[name].graphs[bucket]
         counted = [

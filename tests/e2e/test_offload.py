@@ -21,6 +21,7 @@ from runtime.memory import StoreKind
 from tests.e2e.serving import infer, serving
 from tests.e2e.test_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
 from tests.planner.reference import peak_bytes
+from tests.runtime.observing import addresses
 
 LEVELS = 6
 BATCH = 4
@@ -96,7 +97,7 @@ def test_a_budget_below_the_activations_peak_gives_the_resident_run_s_bits(
 
 
 def test_no_step_holds_more_than_the_plan_has_for_activations(small: Deployed) -> None:
-    watch = FrameWatch(range(small.arena.address, small.arena.address + small.arena.nbytes))
+    watch = FrameWatch(addresses(small.arena))
     for _ in range(3):
         small.run("skips", BUCKET, watch.observe)
         assert max(watch.held.values()) <= small.deployment.workspace_bytes

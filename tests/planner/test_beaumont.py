@@ -443,7 +443,7 @@ def test_sequences_by_the_clock_are_safe() -> None:
         actions = delay_drops(graph, profile, *decided, memory)
         assert sorted(actions, key=repr) == sorted(decided[0], key=repr)
         placed = lay_out(graph, actions, decided[1])
-        check(graph, profile, write(graph, profile, placed.peak_bytes, actions, decided[1], placed))
+        check(graph, profile, write(Problem(graph, profile, placed.peak_bytes), actions, decided[1], placed))
         moved += actions != decided[0]
     assert moved > 20
 
@@ -464,7 +464,7 @@ def test_bytes_on_their_way_out_are_not_written_while_others_are_free() -> None:
         assert decided is not None
         actions = delay_drops(graph, profile, *decided, memory)
         placed = lay_out(graph, actions, decided[1], memory)
-        plan = write(graph, profile, memory, actions, decided[1], placed)
+        plan = write(Problem(graph, profile, memory), actions, decided[1], placed)
         check(graph, profile, plan)
         ends.append([s.end_s for s in simulate(graph, plan, profile).spans if s.lane == "compute"])
     assert ends == [[1, 3, 4, 7], [1, 2, 3, 5]]

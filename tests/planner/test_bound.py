@@ -344,7 +344,7 @@ def random_actions(rng: random.Random, graph: Graph) -> tuple[list[Action], list
 def plan_of(graph: Graph, profile: Profile, actions: Sequence[Action], residents: Sequence[int]) -> Plan:
     """A plan in as much memory as it needs."""
     placed = lay_out(graph, actions, residents)
-    return write(graph, profile, placed.peak_bytes, actions, residents, placed)
+    return write(Problem(graph, profile, placed.peak_bytes), actions, residents, placed)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

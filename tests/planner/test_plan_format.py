@@ -48,7 +48,7 @@ def made(rng: random.Random) -> tuple[Graph, Profile, Plan]:
     if kind == "on_demand" or rng.random() < 0.5:
         return graph, profile, search(Problem(graph, profile, memory, overlay=True), "on_demand")
     actions = serial(graph)
-    return graph, profile, write(graph, profile, memory, actions, (), lay_out(graph, actions, ()))
+    return graph, profile, write(Problem(graph, profile, memory), actions, (), lay_out(graph, actions, ()))
 
 
 def as_json(graph: Graph, plan: Plan) -> tuple[Json, Json]:

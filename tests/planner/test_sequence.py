@@ -42,7 +42,7 @@ def test_activation_is_swapped_out_and_computed_again() -> None:
     ]  # fmt: skip
     placed = lay_out(graph, actions, (w0,))
     assert placed.peak_bytes == sequence_peak_bytes(graph, actions, (w0,)) == 4 * PAGE
-    plan = write(graph, profile, 4 * PAGE, actions, (w0,), placed)
+    plan = write(Problem(graph, profile, 4 * PAGE), actions, (w0,), placed)
     check(graph, profile, plan)
     assert a3 in graph.outputs
 
@@ -54,4 +54,4 @@ def test_resident_comes_back_to_its_bytes() -> None:
     actions = [compute(0), drop(w0), drop(a0), swap_in(w1), compute(1), drop(w1), drop(a1), swap_in(w0)]
     placed = lay_out(graph, actions, (w0,))
     assert placed.peak_bytes == 3 * PAGE
-    check(graph, profile, write(graph, profile, 3 * PAGE, actions, (w0,), placed))
+    check(graph, profile, write(Problem(graph, profile, 3 * PAGE), actions, (w0,), placed))

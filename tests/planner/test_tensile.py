@@ -98,7 +98,7 @@ def plan_of(schedule: TensileSchedule) -> None:
     axis = schedule.axis
     actions, residents = actions_of(axis)
     placed = lay_out(axis.graph, actions, residents)
-    check(axis.graph, None, write(axis.graph, axis.profile, placed.peak_bytes, actions, residents, placed))
+    check(axis.graph, None, write(Problem(axis.graph, axis.profile, placed.peak_bytes), actions, residents, placed))
 
 
 def swapped(axis: Axis) -> int:
@@ -197,7 +197,7 @@ def test_hidden_schedule_costs_no_time() -> None:
     system = scheduled(graph, profile)
     actions, residents = actions_of(system.axis)
     placed = lay_out(graph, actions, residents)
-    plan = write(graph, profile, placed.peak_bytes, actions, residents, placed)
+    plan = write(Problem(graph, profile, placed.peak_bytes), actions, residents, placed)
     assert simulate(graph, plan, profile).latency_s == pytest.approx(profile.compute_s)
 
 

@@ -52,7 +52,7 @@ def edited(source: Path, record: str, edit: Callable[[dict[str, object]], None])
 def test_weights_are_what_was_saved(tmp_path: Path) -> None:
     model = models.Wide(2, 64)
     models.export(model, {"x": torch.zeros(3, 64)}, tmp_path / "model.pt2")
-    loaded = archive.read(tmp_path / "model.pt2").state_dict
+    loaded = archive.read(tmp_path / "model.pt2")[0].state_dict
     assert loaded.keys() == model.state_dict().keys()
     assert all(torch.equal(loaded[k], v) for k, v in model.state_dict().items())
 
@@ -62,7 +62,7 @@ def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     for seed, path in zip((0, 0, 1), paths, strict=True):
         torch.manual_seed(seed)
         models.export(models.Wide(1, 8), {"x": torch.zeros(3, 8)}, path)
-    weights = [archive.read(p).state_dict["layers.0.weight"] for p in paths]
+    weights = [archive.read(p)[0].state_dict["layers.0.weight"] for p in paths]
     assert torch.equal(weights[0], weights[1])
     assert fingerprint(paths[0]) != fingerprint(paths[2])
 

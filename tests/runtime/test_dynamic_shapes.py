@@ -27,7 +27,7 @@ from runtime.lowering.slots import Frame
 from runtime.options import Options
 from runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, fake_cuda, fake_streams
-from tests.runtime.observing import observed
+from tests.runtime.observing import addresses, observed
 from tests.runtime.plans import offloading_plan, streaming_plan
 
 MIB = 1 << 20
@@ -225,7 +225,7 @@ def run(
     program = backend.build(lowered, roomy, None, arena, Bases(0, plan.partition_bytes), store)
     backend.executor.load(program)
     if held is not None:
-        program = observed(program, partial(note_held, held, range(arena.address, arena.address + arena.nbytes)))
+        program = observed(program, partial(note_held, held, addresses(arena)))
     for _ in range(2):
         outputs = backend.executor.run(program, [inputs[p.name].clone() for p in lowered.inputs]).outputs
     backend.executor.release(program)

@@ -31,7 +31,7 @@ from tests.planner.reference import live_bytes
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, Bench, cpu, opened
 from tests.runtime.late import LateStore
-from tests.runtime.observing import observed
+from tests.runtime.observing import addresses, observed
 from tests.runtime.plans import streaming_plan
 
 
@@ -127,9 +127,8 @@ def addresses_in_use(bench: Bench) -> int:
     assert isinstance(bench.executor, CpuExecutor)
     plan = streaming_plan(bench.graph, frozenset({1, 2}))
     program = bench.program(plan)
-    low = bench.arena.address
-    high = low + plan.partition_bytes + plan.workspace_bytes
-    arena_end = low + bench.arena.nbytes
+    arena = addresses(bench.arena)
+    high = arena.start + plan.partition_bytes + plan.workspace_bytes
     seen = 0
 
     def watch(step: int, frame: list[object]) -> None:
@@ -137,7 +136,7 @@ def addresses_in_use(bench: Bench) -> int:
         for call in next(c for c in program.computes if c.step == step).calls:
             for cell in call.__closure__ or ():
                 value = cell.cell_contents
-                if isinstance(value, torch.Tensor) and low <= value.data_ptr() < arena_end:
+                if isinstance(value, torch.Tensor) and value.data_ptr() in arena:
                     assert value.data_ptr() + value.nbytes <= high
                     seen += 1
 

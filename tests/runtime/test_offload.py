@@ -31,7 +31,7 @@ from runtime.profiling.profile import resident_plan
 from runtime.recording import Recording
 from tests.planner.reference import live_bytes
 from tests.runtime.backends import Bench, cpu, opened
-from tests.runtime.observing import observed
+from tests.runtime.observing import addresses, observed
 from tests.runtime.plans import offloading_plan
 
 SPILLING = [
@@ -88,7 +88,7 @@ def test_activations_that_travel_give_the_same_bits(
 def holding(bench: Bench, program: Program) -> dict[int, int]:
     """Bytes of the storages outside of the arena before each compute step, by the plan's step."""
     assert isinstance(bench.arena, CpuArena)
-    arena = range(bench.arena.address, bench.arena.address + bench.arena.nbytes)
+    arena = addresses(bench.arena)
     held: dict[int, int] = {}
 
     def observe(step: int, frame: Frame) -> None:

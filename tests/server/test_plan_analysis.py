@@ -40,7 +40,7 @@ seeds = st.integers(0, 10**6)
 
 def serial_plan(graph: Graph, profile: Profile) -> Plan:
     actions = serial(graph)
-    return write(graph, profile, least_bytes(graph), actions, (), lay_out(graph, actions, ()))
+    return write(Problem(graph, profile, least_bytes(graph)), actions, (), lay_out(graph, actions, ()))
 
 
 def random_analysis(seed: int) -> PlanAnalysis:

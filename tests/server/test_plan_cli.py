@@ -241,7 +241,7 @@ def test_compare_in_too_little_memory_says_how_much_it_takes(capsys: pytest.Capt
 def test_nonsense_in_a_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, says in (
         (replace(PROFILE, op_seconds=(1.0,)), "the times of 1 ops, the graph has 4"),
-        (replace(PROFILE, op_seconds=(-1.0,) * 4), "a time in it is below 0"),
+        (replace(PROFILE, op_seconds=(-1.0,) * 4), "Expected `float` >= 0.0 - at `$.op_seconds[0]`"),
         (replace(PROFILE, swap_in=replace(PROFILE.swap_in, bandwidth_bytes_per_s=0.0)), "bandwidth"),
         (replace(PROFILE, swap_slowdown=0.5), "slowdown"),
         (replace(PROFILE, graph="0" * 64), "was made for 000000000000"),

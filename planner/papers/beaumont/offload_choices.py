@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Ints
 from planner.papers.beaumont.grouping import Grouped, alive_bytes, grouped, short_layers, turn, virtual_layers
 from planner.papers.beaumont.layers import LayerChain
 from planner.papers.beaumont.offload import relaxed_s
@@ -55,6 +54,11 @@ class Chooser:
         self._turn = turn(gaps)
         self._nbytes = [t.aligned_bytes for t in problem.graph.tensors]
         self._weights = frozenset(t for t, w in enumerate(self._graph.tensors) if w.is_weight and gaps.uses[t])
+        self._alive = alive_bytes(gaps)
+        self._begin_s: list[float] = [0.0, *np.cumsum(self._profile.op_seconds).tolist()]
+        """When each op starts if none waits, and when the last one ends."""
+        self._trains = any(gaps.uses[t][0] < self._turn <= gaps.uses[t][-1] for t in self._weights)
+        """Whether some weight is used both before and after the turn."""
 
     def choices(self, share: float) -> list[Choice]:
         """For this share of the memory, from chains of virtual and of short layers.
@@ -89,15 +93,6 @@ class Chooser:
     def _shapes(self) -> list[Grouped]:
         ends = virtual_layers(self._gaps, self._turn), short_layers(self._turn, SHORT_LAYERS)
         return [grouped(self._gaps, self._profile, self._turn, e) for e in ends]
-
-    @cached_property
-    def _alive(self) -> Ints:
-        return alive_bytes(self._gaps)
-
-    @cached_property
-    def _begin_s(self) -> list[float]:
-        """When each op starts if none waits, and when the last one ends."""
-        return [0.0, *np.cumsum(self._profile.op_seconds).tolist()]
 
     def _is_short(self, gap: Gap) -> bool:
         if gap.wraps:
@@ -135,11 +130,6 @@ class Chooser:
             line, weights = self._line(memory_bytes, chain_bytes, last)
             for keeps in self._keep(line):
                 yield tuple(t for ts, keep in zip(weights, keeps, strict=True) if not keep for t in ts)
-
-    @cached_property
-    def _trains(self) -> bool:
-        """Whether some weight is used both before and after the turn."""
-        return any(self._gaps.uses[t][0] < self._turn <= self._gaps.uses[t][-1] for t in self._weights)
 
     def _guess_s(self, choice: Choice, memory_bytes: float, chain_bytes: float) -> float:
         """Latency when streamed weights are fetched for every use that they do not linger for."""

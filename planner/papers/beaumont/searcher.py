@@ -15,10 +15,10 @@ from planner.papers.beaumont.offload_choices import BEST, Choice, Chooser, Keep,
 from planner.papers.beaumont.prefetching import WeightChain, best, eager
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.searcher import PlanSearcher
+from planner.search.searcher import Searcher
 from planner.sequence.delayed_drops import delay_drops
-from planner.sequence.gaps import Gaps
-from planner.sequence.no_wait import fit, lean, no_wait
+from planner.sequence.gaps import Fate, Gaps
+from planner.sequence.no_wait import fit, no_wait
 from planner.sequence.sequence import Action, plan_of
 from planner.sequence.serial import require_single_budget, serial_plan
 from planner.simulate import simulate
@@ -35,7 +35,7 @@ SERIAL: Final = "everything leaves after every op"
 Candidate = Choice | str
 
 
-class _ChainSearcher(PlanSearcher[Candidate]):
+class _ChainSearcher(Searcher[Candidate]):
     """Evaluates the choices for each share of the memory; the plans of least memory come last."""
 
     def __init__(self, name: str, problem: Problem, offload: Offload, keep: Keep) -> None:
@@ -74,7 +74,7 @@ class _ChainSearcher(PlanSearcher[Candidate]):
             fitting = [plan for plan in plans if plan is not None]
             return min(fitting, key=lambda p: simulate(graph, p, problem.profile).latency_s, default=None)
         if candidate == LEAN:
-            return fit(problem, self._gaps, lean(self._gaps))
+            return fit(problem, self._gaps, [Fate.SWAP] * len(self._gaps.all))
         return serial_plan(self.problem)
 
     def _with_delayed_drops(self, choice: Choice) -> Plan | None:

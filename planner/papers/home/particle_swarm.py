@@ -28,7 +28,7 @@ from planner.compiled import compiled
 from planner.papers.home.cost import evaluate, seconds
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.searcher import PlanSearcher
+from planner.search.searcher import Searcher
 from planner.sequence.alap import COMPUTE, KEEP, SWAP, SWAP_IN, Codes, Tables, alap, tables
 from planner.sequence.gaps import Fate, Gaps
 from planner.sequence.no_wait import fit
@@ -66,7 +66,7 @@ class Particle(NamedTuple):
     nodes: int = 0
 
 
-class ParticleSwarm(PlanSearcher[Particle]):
+class ParticleSwarm(Searcher[Particle]):
     """Moves a swarm of fates."""
 
     def __init__(self, problem: Problem, seed: int) -> None:

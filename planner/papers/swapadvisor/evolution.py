@@ -7,7 +7,7 @@ import numpy as np
 
 from planner.arrays import Floats
 from planner.problem import Cost
-from planner.search.searcher import PlanSearcher
+from planner.search.searcher import Searcher
 
 Selection = Literal["elitist", "softmax"]
 """Who survives. `softmax` is equation 1 to the letter: a member that is 30 % slower than the best has 0.74 of its
@@ -19,7 +19,7 @@ GENERATIONS: Final = 20
 C = TypeVar("C")
 
 
-class Evolution(PlanSearcher[C]):
+class Evolution(Searcher[C]):
     """A searcher whose steps are the generations of a population.
 
     Subclasses make the first, and have `_crossed`, which returns two parents' children, and `_mutated`.

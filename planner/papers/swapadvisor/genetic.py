@@ -37,16 +37,17 @@ OWN_ORDER: Final = 4
 """Of so many in the first generation, one has the graph's own order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Chromosome:
-    """A chromosome: SCH, CLS and CNT. Without any, the serial plan."""
+    """A chromosome: SCH, and CLS and CNT. Its arrays may be shared with others, and never change."""
 
-    order: tuple[int, ...] = ()
-    classes: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
+    order: Ints
+    allocation: Allocation
 
 
-SERIAL: Final = Chromosome()
+_NONE: Final = np.empty(0, np.int64)
+SERIAL: Final = Chromosome(_NONE, Allocation(_NONE, _NONE))
+"""Stands for the serial plan."""
 
 
 class Genetic(Evolution[Chromosome]):
@@ -79,21 +80,20 @@ class Genetic(Evolution[Chromosome]):
         self._steps = self._evolve()
 
     def evaluate(self, candidate: Chromosome, good_s: float) -> Cost:
-        if candidate == SERIAL:
+        if candidate is SERIAL:
             return super().evaluate(candidate, good_s)
         pool = self._pool(candidate)
         if pool.nbytes > self.problem.memory_bytes:
             return UNFIT
-        return pool_lanes.evaluate(self._uses, np.array(candidate.order), pool, THRESHOLD, good_s)
+        return pool_lanes.evaluate(self._uses, candidate.order, pool, THRESHOLD, good_s)
 
     def _plan(self, candidate: Chromosome) -> Plan:
-        if candidate == SERIAL:
+        if candidate is SERIAL:
             return serial_plan(self.problem)
-        order = np.array(candidate.order)
-        return pool_lanes.write(self.problem, self._uses, order, self._pool(candidate), THRESHOLD)
+        return pool_lanes.write(self.problem, self._uses, candidate.order, self._pool(candidate), THRESHOLD)
 
     def _pool(self, candidate: Chromosome) -> MemoryPool:
-        return pool_of(self._space.sizes, np.array(candidate.classes), np.array(candidate.counts))
+        return pool_of(self._space.sizes, candidate.allocation.classes, candidate.allocation.counts)
 
     def _evolve(self) -> Iterator[Sequence[Chromosome]]:
         yield [SERIAL]
@@ -110,34 +110,26 @@ class Genetic(Evolution[Chromosome]):
             allocation = fixed
             if self._allocations:
                 allocation = space.random(space.leanest if i % 2 == 0 else space.random_classes(rng), rng)
-            members.append(_chromosome(order, allocation))
+            members.append(Chromosome(order, allocation))
         return members
 
     def _crossed(self, first: Chromosome, second: Chromosome) -> list[Chromosome]:
         """Two schedules and two allocations, and so four children."""
         rng = self._rng
-        orders: tuple[Ints, ...] = (np.array(first.order),)
+        orders: tuple[Ints, ...] = (first.order,)
         if self._schedules:
             cut = int(rng.integers(len(first.order) + 1))
-            orders = cross_schedules(np.array(first.order), np.array(second.order), cut)
-        allocations: tuple[Allocation, ...] = (_allocation(first),)
+            orders = cross_schedules(first.order, second.order, cut)
+        allocations: tuple[Allocation, ...] = (first.allocation,)
         if self._allocations:
-            cut = int(rng.integers(len(first.classes) + 1))
-            allocations = self._space.cross(_allocation(first), _allocation(second), cut)
-        return [_chromosome(order, allocation) for order in orders for allocation in allocations]
+            cut = int(rng.integers(len(first.allocation.classes) + 1))
+            allocations = self._space.cross(first.allocation, second.allocation, cut)
+        return [Chromosome(order, allocation) for order in orders for allocation in allocations]
 
     def _mutated(self, child: Chromosome) -> Chromosome:
-        order, allocation = np.array(child.order), _allocation(child)
+        order, allocation = child.order, child.allocation
         if self._schedules:
             order = mutate_schedule(order, self._precedence, MUTATION, self._rng)
         if self._allocations:
             allocation = self._space.mutated(allocation, MUTATION, self._rng)
-        return _chromosome(order, allocation)
-
-
-def _allocation(member: Chromosome) -> Allocation:
-    return Allocation(np.array(member.classes), np.array(member.counts))
-
-
-def _chromosome(order: Ints, allocation: Allocation) -> Chromosome:
-    return Chromosome(tuple(order.tolist()), tuple(allocation.classes.tolist()), tuple(allocation.counts.tolist()))
+        return Chromosome(order, allocation)

@@ -21,7 +21,7 @@ from planner.compiled import compiled
 from planner.graph import Graph
 from planner.plan import Plan
 from planner.problem import Problem
-from planner.search.searcher import PlanSearcher
+from planner.search.searcher import Searcher
 from planner.sequence.sequence import Action, compute, drop, plan_of, swap_in, swap_out
 from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 
@@ -31,7 +31,7 @@ FITTING: Final = 3
 """Shares to evaluate: the largest whose tensors can be placed. Placement takes most of the time."""
 
 
-class OnDemand(PlanSearcher[float | None]):
+class OnDemand(Searcher[float | None]):
     """Evaluates the decisions at the largest shares of the memory whose tensors can be placed.
 
     The candidate without a share is the serial plan.

@@ -12,7 +12,7 @@ import numpy as np
 from planner.arrays import Bools, Floats, Ints
 from planner.compiled import compiled
 from planner.graph import Graph
-from planner.order import predecessors, successors
+from planner.order import predecessors
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class Precedence:
 def precedence(graph: Graph) -> Precedence:
     """Which ops must run before which others."""
     earlier = predecessors(graph)
-    after = successors(earlier)
+    after: list[list[int]] = [[] for _ in earlier]
+    for k, needed in enumerate(earlier):
+        for j in needed:
+            after[j].append(k)
     return Precedence(
         np.cumsum([0, *map(len, after)]),
         np.array([k for ops in after for k in ops], np.int64),

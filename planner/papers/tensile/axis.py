@@ -8,7 +8,6 @@ import math
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final
 
 from planner.graph import Graph, TensorKind
@@ -126,6 +125,8 @@ class Axis:
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self.graph = graph
         self.profile = profile
+        self.changed = frozenset(t for op in graph.ops for t in op.mutates)
+        """Tensors that some op changes in place."""
         self.runs = list(_back_to_back(profile.op_seconds))
         self.tracks = {t: self._track(t) for t in range(len(self.graph.tensors))}
         last = len(self.runs) - 1
@@ -141,11 +142,6 @@ class Axis:
     @property
     def end_ns(self) -> int:
         return self.runs[-1].end_ns if self.runs else 0
-
-    @cached_property
-    def changed(self) -> frozenset[int]:
-        """Tensors that some op changes in place."""
-        return frozenset(t for op in self.graph.ops for t in op.mutates)
 
     def may_swap_one_more(self, most_swapped: float) -> bool:
         """Whether the share of the accessed tensors that are swapped stays within the maximum swapping rate."""

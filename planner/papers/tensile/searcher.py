@@ -15,7 +15,7 @@ from planner.papers.tensile.order import actions_of, fates_of
 from planner.papers.tensile.schedule import TensileSchedule
 from planner.plan import Plan
 from planner.problem import Cost, Problem
-from planner.search.searcher import PlanSearcher
+from planner.search.searcher import Searcher
 from planner.sequence.gaps import Gaps
 from planner.sequence.no_wait import fit
 from planner.sequence.sequence import plan_of
@@ -62,7 +62,7 @@ class ScheduleCandidate:
     memory allows, which is better where not all of them are hidden."""
 
 
-class Tensile(PlanSearcher[ScheduleCandidate]):
+class Tensile(Searcher[ScheduleCandidate]):
     """Evaluates schedules for several maximum swapping rates and shares of the memory."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
