@@ -28,7 +28,7 @@ class Searcher(Generic[C]):
 
     @cached_property
     def evaluations(self) -> int:
-        """Number of candidates after which a search without a limit stops."""
+        """Number of candidates after which a search without a limit stops. Subclasses assign or override it."""
         raise NotImplementedError
 
     def ask(self) -> Sequence[C]:
